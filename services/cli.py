@@ -19,7 +19,7 @@ from services.migration.convert import import_config
 from services.runtime.errors import configure_logging, describe_error
 from services.serving.command import serve
 from services.tools.push import push
-from services.tools.recorded.commands import bisect, replay
+from services.tools.recorded.commands import bisect, replay, rerun
 
 if TYPE_CHECKING:
     from services.settings.sections import Settings
@@ -341,7 +341,7 @@ def evaluate(
     _print_eval(run_settings(run_dir, overrides), checkpoint or [], as_json)
 
 
-for command in (bisect, push, replay, serve):
+for command in (bisect, push, replay, rerun, serve):
     app.command()(command)
 app.command("import-config")(import_config)
 

@@ -6,7 +6,7 @@ training: it may be late, or leave a step out.
 
 import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -22,6 +22,7 @@ from services.audit.recompute import Recomputer, RowScores
 from services.audit.records import Again, TrainedGroup, check_group
 from services.audit.residuals import RATE, NoiseFloor, Residuals
 from services.audit.updates import Difference, Shadow
+from services.run_record.evaluations import Evaluation
 from trainer.backends.base import StepStats
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand
@@ -32,8 +33,6 @@ FALSE_ALARM_RATE = 1e-3
 """Bound on the probability that a run without a fault has an alarm of a sequential test."""
 LEARN_ROWS = 2
 """Rows of each version from which the noise floor is learnt."""
-BETTER = {"float32": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Engine's data type -> the one that is computed beside float32, to measure rounding."""
 UNCHANGED = {"bfloat16": 8, "float16": 8}
 """Data type of versions -> steps in a row without a change that are one too many: small changes are rounded
 away there. In float32 it is one."""
@@ -52,6 +51,8 @@ class AuditedStep:
     """Digests of the version that it began from, and of the one that it made; 0: not known."""
     unchanged: int = 0
     """As `Unchanged.after` counted it."""
+    exported: int = 0
+    """Digest of the trainer's own weights after it, as they should be published; 0: not computed."""
 
     def groups(self) -> list[tuple[ScoredRollout, int]]:
         """Return each group with its bound, in the order of the step."""
@@ -149,6 +150,8 @@ class Auditor:
         ]
         found = [*self._contradictions(step)]
         for group in groups:
+            if self._stopped():
+                return found
             found += [
                 alarm for finding in check_group(group, self._again) if (alarm := self._of(finding, number))
             ]
@@ -162,6 +165,12 @@ class Auditor:
     def _contradictions(self, step: AuditedStep) -> Iterator[Alarm]:
         """Yield alarms of digests."""
         number = step.plan.step
+        if step.exported and step.exported != step.digests[1]:
+            where, detail = (
+                {"version": str(number + 1)},
+                f"published version {number + 1} is not the trainer's",
+            )
+            yield from self._once("published", Alarm("published", number, number, where, detail))
         if Unchanged(self._dtype, step.unchanged).is_fault:
             detail = f"version {number + 1} is bit for bit version {number}, though its gradient was not 0"
             since, where = number + 1 - step.unchanged, {"version": str(number + 1)}
@@ -174,6 +183,10 @@ class Auditor:
             finding.check, step, step, where, finding.detail, group=place.group, sample=place.sample
         )
         return next(self._once(f"{finding.check} {place.engine}", alarm), None)
+
+    def new(self, alarms: Iterable[Alarm]) -> list[Alarm]:
+        """Return those alarms that were not reported before."""
+        return [new for alarm in alarms for new in self._once(str(sorted(alarm.where.items())), alarm)]
 
     def _once(self, key: str, alarm: Alarm) -> Iterator[Alarm]:
         if (alarm.check, key) not in self._raised:
@@ -241,6 +254,21 @@ class Auditor:
                 detail = _detail(name, some[0])
                 alarm = Alarm(name, number, evidence.since, where, detail, chance)
                 yield from self._once(name, alarm)
+
+
+def wrong_versions(lines: Iterable[Evaluation], digests: Mapping[int, int]) -> Iterator[Alarm]:
+    """Yield the evaluations that scored other weights than those of the version that they name.
+
+    Args:
+        lines: of eval.jsonl.
+        digests: version -> digest of its weights; others are not known.
+    """
+    for line in lines:
+        expected = digests.get(line.version)
+        if expected is not None and line.digest and line.digest != f"{expected:016x}":
+            where = {"set": line.set, "version": str(line.version)}
+            detail = f"weights of digest {line.digest} were scored as version {line.version}"
+            yield Alarm("evaluation", line.version, line.version, where, detail)
 
 
 def scored_of(record: bytes) -> ScoredRollout:

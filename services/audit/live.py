@@ -6,28 +6,38 @@ some versions.
 """
 
 import asyncio
+import contextlib
 import dataclasses
 import logging
-import math
 import threading
+import time
 from collections.abc import Sequence
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import msgspec
-import torch
 
-from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import WeightError
-from protocol.host.machine import memory_available
-from protocol.messages import WeightManifest
+from protocol.messages import Rollout, WeightManifest
 from rollout.engines.base import KvPolicy
+from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from services.audit.alarms import Alarm
-from services.audit.auditor import BETTER, AuditedStep, Auditor, Tensors, Unchanged, is_audited
-from services.audit.recompute import Recomputer
+from services.audit.auditor import (
+    AuditedStep,
+    Auditor,
+    Tensors,
+    Unchanged,
+    is_audited,
+    wrong_versions,
+)
+from services.audit.recompute import recomputers, room_of
 from services.audit.records import Again
+from services.audit.second_worker import Rewards, second_worker
 from services.audit.versions import read_version
+from services.run_record.evaluations import read_evaluations
+from services.runtime.user_modules import add_user_modules
 from services.settings.sections import Settings
 from trainer.backends.base import StepStats
 from trainer.functional.learning_rate import learning_rate
@@ -41,25 +51,39 @@ FILE = "alarms.jsonl"
 """In the run directory, a line for each alarm."""
 MOST_WAITING = 2
 """Versions to read and steps to audit that may wait."""
-MEMORY_SHARE = 0.25
-"""Part of the host's free memory that the models of an audit may take."""
-MODEL_BYTES = 12
-"""Bytes of a parameter: float32, and the data type beside it, at most float64."""
-ADAPTED = 3
-"""Times that of a model of adapters: its initial tensors are kept, and a version is merged with them."""
+MOST_OPERATIONS = 1e12
+"""Floating-point operations of the pass of a row, ten seconds of a processor: the run's end waits for it."""
+BEGIN_S = 10.0
+"""Processor time in which an audit may begin."""
+TIME_SHARE = 2.0
+"""Processor time that audits may then take, of one processor, as a multiple of the share of the groups."""
+MOST_DIGESTS = 1024
+"""Versions whose digests are kept, for evaluations that come later."""
 ONE_TURN = ("single_turn",)
 """Environments whose samples end as the engine ended them."""
 PLAIN_TURNS = (*ONE_TURN, "gsm8k", "guess_number", "tools", "textarena", "openenv")
 """Environments all of whose turns are trained."""
 
 
-def again_of(settings: Settings, stop_token_ids: frozenset[int]) -> Again:
-    """Return the checks that records alone allow, where the run's settings leave no other reading of them."""
-    name = settings.environment.name
-    plain_end = name in ONE_TURN and not settings.render.stop
+def again_of(settings: Settings, rewards: Rewards) -> Again:
+    """Return the parties that compute records again, where the settings leave no other reading of them.
+
+    Args:
+        settings: of the run.
+        rewards: a second call of the verifiers.
+
+    Raises:
+        SettingsError: tokenizer or prompts cannot be read.
+    """
+    name, renderer = settings.environment.name, Renderer(settings.model_dir, settings.rendering)
+    plain_end, plain_turns = name in ONE_TURN and not settings.render.stop, name in PLAIN_TURNS
+    source = make_source(settings.prompts) if plain_turns else None
     return Again(
-        stop_token_ids=stop_token_ids if plain_end else frozenset(),
-        whole_turns=name in PLAIN_TURNS and settings.environment.sampling != "context",
+        prompt=(lambda group: renderer.prompt_tokens(source.at(group))) if source else None,
+        rewards=rewards if plain_turns else None,
+        text=renderer.text if plain_end else None,
+        stop_token_ids=frozenset(renderer.stop_token_ids) if plain_end else frozenset(),
+        whole_turns=plain_turns and settings.environment.sampling != "context",
         algorithm=settings.algorithm,
     )
 
@@ -69,29 +93,6 @@ def is_learning(settings: Settings, step: int) -> bool:
     updates = step * settings.trainer.epochs_per_batch * settings.trainer.num_mini_batches
     warm = settings.needs_critic and step < settings.critic.critic_warmup_steps
     return not warm and learning_rate(settings.optimizer, updates) > 0
-
-
-def recomputers(settings: Settings) -> tuple[Recomputer, Recomputer] | None:
-    """Load the models that recompute log-probabilities.
-
-    None if the host lacks the memory for them, or `engine.kv` = keep has tokens rest on older versions' KV.
-
-    Raises:
-        SettingsError: the model cannot be loaded.
-        EngineError: its files cannot be read.
-    """
-    if settings.engine.kv is KvPolicy.KEEP:
-        return None
-    free = memory_available()
-    parameters = sum(math.prod(shape) for shape in checkpoint_shapes(settings.model_dir).values())
-    needed = parameters * MODEL_BYTES * (ADAPTED if settings.lora.rank else 1)
-    room = MEMORY_SHARE * free - needed
-    if room < 0:
-        log.warning("audit.no_recompute parameters=%d free_mb=%d", parameters, free >> 20)
-        return None
-    kinds = torch.float32, BETTER[settings.engine.dtype]
-    first, second = (Recomputer(settings.model_dir, kind, settings.lora, room) for kind in kinds)
-    return first, second
 
 
 class LiveAudit:
@@ -111,13 +112,21 @@ class LiveAudit:
         """Epoch and version that was queued last, and is held as soon as it is read."""
         self._held: dict[int, Tensors] = {}
         self._auditor: Auditor | None = None
+        self._began = time.monotonic()
+        self._spent_s = 0.0
+        """Processor time of the audits so far."""
+        self._rewards: Rewards | None = None
+        """None until a step is audited."""
+        self._digests: dict[int, int] = {}
+        """Version -> digest of its weights, of the newest ones."""
         self._over = threading.Event()
         """Set at the end of the audit."""
         self._alarms: list[Alarm] = []
 
     def hold(self, manifest: WeightManifest) -> None:
         """Hold a version that was published, unless another one is held whose groups may still be trained."""
-        if not (self._is_on and self._reads and manifest.transport in TRANSPORTS.having("files")):
+        readable = TRANSPORTS.having("files")
+        if not (self._is_on and self._reads and self._has_time and manifest.transport in readable):
             return
         if self._queued is not None and self._queued[0] == manifest.epoch:
             last = self._queued[1] + self._settings.bound.max_staleness
@@ -127,8 +136,18 @@ class LiveAudit:
             self._queued = manifest.epoch, manifest.version
             self._work.put_nowait(manifest)
 
+    def is_due(self, plan: StepPlan) -> bool:
+        """Return whether a step will be audited: it has an audited group, and there is time for it."""
+        free = self._is_on and self._has_time and not self._work.full()
+        return free and any(is_audited(group, self._share) for group in plan.trained_counts)
+
     def observe(
-        self, command: TrainCommand, plan: StepPlan, stats: StepStats, digests: tuple[int, int]
+        self,
+        command: TrainCommand,
+        plan: StepPlan,
+        stats: StepStats,
+        digests: tuple[int, int],
+        exported: int = 0,
     ) -> None:
         """Have a committed step audited, unless it has no audited group or an earlier step is being audited.
 
@@ -136,13 +155,15 @@ class LiveAudit:
             command: with the stored records.
             plan, stats: of the step.
             digests: of the versions before and after it.
+            exported: as in `AuditedStep`.
         """
         if not self._is_on:
             return
+        self._digests[plan.step + 1] = digests[1]
+        self._digests.pop(plan.step + 1 - MOST_DIGESTS, None)
         unchanged = self._unchanged.after(stats, digests, learns=is_learning(self._settings, plan.step))
-        audited = any(is_audited(group, self._share) for group in plan.trained_counts)
-        if (audited or self._unchanged.is_fault) and not self._work.full():
-            self._work.put_nowait(AuditedStep(command, plan, stats, digests, unchanged))
+        if self.is_due(plan) or (self._unchanged.is_fault and not self._work.full()):
+            self._work.put_nowait(AuditedStep(command, plan, stats, digests, unchanged, exported))
 
     def take_alarms(self) -> tuple[Alarm, ...]:
         """Return the alarms since the last call."""
@@ -152,11 +173,15 @@ class LiveAudit:
     async def audit_loop(self) -> None:
         """Audit the steps that were observed, until cancelled or an audit fails: that never ends a run."""
         try:
-            while True:
-                found = await asyncio.to_thread(self._carry_out, await self._work.get())
-                for alarm in found:
-                    log.error("audit.alarm %s", alarm.sentence())
-                self._alarms += found
+            async with contextlib.AsyncExitStack() as stack:
+                while True:
+                    work = await self._work.get()
+                    if isinstance(work, AuditedStep) and self._rewards is None:
+                        self._rewards = await stack.enter_async_context(self._second_worker())
+                    found = await asyncio.to_thread(self._carry_out, work)
+                    for alarm in found:
+                        log.error("audit.alarm %s", alarm.sentence())
+                    self._alarms += found
         except Exception:
             log.exception("audit.failed: the run continues without an audit")
         finally:
@@ -166,31 +191,54 @@ class LiveAudit:
                 log.warning("audit.rows_left_out rows=%d", self._auditor.rows_left_out)
             self._auditor = None
 
+    def _second_worker(self) -> contextlib.AbstractAsyncContextManager[Rewards]:
+        config = dataclasses.replace(self._settings.reward, workers=1)
+        return second_worker(config, add_user_modules(self._settings))
+
+    def _scored_again(self, rollout: Rollout) -> Sequence[float] | None:
+        return self._rewards(rollout) if self._rewards is not None else None
+
     @property
     def _is_on(self) -> bool:
         return bool(self._share) and not self._over.is_set()
 
+    @cached_property
+    def _has_room(self) -> bool:
+        return room_of(self._settings) is not None
+
+    @property
+    def _has_time(self) -> bool:
+        return self._spent_s <= BEGIN_S + TIME_SHARE * self._share * (time.monotonic() - self._began)
+
     def _carry_out(self, work: AuditedStep | WeightManifest) -> list[Alarm]:
-        auditor = self._auditor or self._begun()
-        self._auditor = auditor
-        if isinstance(work, WeightManifest):
-            self._read(auditor, work)
+        began = time.thread_time()
+        try:
+            if isinstance(work, AuditedStep):
+                return self._audit(work)
+            self._read(work)
             return []
+        finally:
+            self._spent_s += time.thread_time() - began
+
+    def _audit(self, work: AuditedStep) -> list[Alarm]:
+        auditor = self._auditor = self._auditor or self._begun()
+        if self._held and not auditor.recomputes:
+            auditor.recompute_with(recomputers(self._settings, MOST_OPERATIONS))
+            self._reads = auditor.recomputes
         found = auditor.audit(work, self._held)
+        found += auditor.new(wrong_versions(read_evaluations(self._settings.run_dir), dict(self._digests)))
         append_alarms(self._path, found)
         return found
 
     def _begun(self) -> Auditor:
         """Return an auditor that has no models yet."""
-        again = again_of(self._settings, stop_tokens(self._settings))
+        again = again_of(self._settings, self._scored_again)
         dtype, stopped = self._settings.engine.dtype, self._over.is_set
         return Auditor(None, share=self._share, dtype=dtype, again=again, stopped=stopped)
 
-    def _read(self, auditor: Auditor, manifest: WeightManifest) -> None:
-        """Hold a version in place of the one before, if there are models that can serve it."""
-        if self._reads and not auditor.recomputes:
-            auditor.recompute_with(recomputers(self._settings))
-            self._reads = auditor.recomputes
+    def _read(self, manifest: WeightManifest) -> None:
+        """Hold a version in place of the one before, if there is room for models that can serve it."""
+        self._reads = self._reads and self._has_room
         if not self._reads or self._over.is_set():
             return
         self._held = {}  # before the next one takes memory
@@ -199,11 +247,6 @@ class LiveAudit:
         except (WeightError, OSError) as error:  # it was retired before its turn: the next one is held
             log.info("audit.version_missed version=%d error=%r", manifest.version, error)
             self._queued = None
-
-
-def stop_tokens(settings: Settings) -> frozenset[int]:
-    """Return the tokens that end a sample. Raises SettingsError."""
-    return frozenset(Renderer(settings.model_dir, settings.rendering).stop_token_ids)
 
 
 def append_alarms(path: Path, alarms: Sequence[Alarm]) -> None:

@@ -5,35 +5,30 @@ version's, that version's log-probabilities are recomputed, too; exports are ver
 """
 
 import asyncio
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
 from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
-from protocol.messages import Rollout, ScoredRollout
-from reward.score import score_rollout
-from reward.workers.pool import ScorePool
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
-from rollout.render import Renderer
 from services.audit.alarms import Alarm
-from services.audit.auditor import AuditedStep, Auditor, Tensors, Unchanged
-from services.audit.live import PLAIN_TURNS, again_of, is_learning, line_of, recomputers
-from services.audit.records import Again
+from services.audit.auditor import AuditedStep, Auditor, Tensors, Unchanged, wrong_versions
+from services.audit.live import again_of, is_learning, line_of
+from services.audit.recompute import recomputers
+from services.audit.second_worker import Rewards, second_worker
 from services.audit.updates import Shadow
 from services.ledger.event_log.reader import LoggedStep
-from services.run_record.evaluations import Evaluation, read_evaluations
+from services.run_record.evaluations import read_evaluations
 from services.runtime.user_modules import add_user_modules
 from services.settings.sections import Settings
 from trainer.algorithms.registry import make_algorithm
 from trainer.backends.base import StepStats
 from trainer.step.train_command import TrainCommand, plan_command
 
-SCORE_S = 600.0
-"""Limit of scoring one group again, seconds."""
 STEPS = 10**9
 
 
@@ -91,21 +86,11 @@ def audit_recorded(recorded: Recorded) -> Numerics:
 
 async def _audit(recorded: Recorded) -> Numerics:
     settings = recorded.settings
-    loop = asyncio.get_running_loop()
-    async with ScorePool(settings.reward, add_user_modules(settings)) as pool:
-
-        def rewards(rollout: Rollout) -> Sequence[float]:
-            scored = asyncio.run_coroutine_threadsafe(score_rollout(rollout, pool, "audit"), loop)
-            found = scored.result(SCORE_S)
-            if not isinstance(found, ScoredRollout):
-                raise SettingsError(f"group {rollout.group} could not be scored again: {found.error}")
-            values: list[float] = found.rewards.numpy().tolist()
-            return values
-
+    async with second_worker(settings.reward, add_user_modules(settings)) as rewards:
         return await asyncio.to_thread(_audit_steps, recorded, rewards)
 
 
-def _audit_steps(recorded: Recorded, rewards: Callable[[Rollout], Sequence[float]]) -> Numerics:
+def _audit_steps(recorded: Recorded, rewards: Rewards) -> Numerics:
     settings = recorded.settings
     shadow, algorithm, found = Shadow(settings), make_algorithm(settings.algorithm), Numerics()
     dtype, digests = settings.engine.dtype, {}
@@ -115,7 +100,7 @@ def _audit_steps(recorded: Recorded, rewards: Callable[[Rollout], Sequence[float
         recomputers(settings) if exact else None,
         share=1.0,
         dtype=dtype,
-        again=_again(settings, rewards),
+        again=again_of(settings, rewards),
         shadow=shadow,
     )
     known: dict[int, Tensors] = {0: _in_dtype(exact, dtype)} if exact else {}
@@ -163,21 +148,6 @@ def _logged(recorded: Recorded) -> Iterator[int]:
         yield step
 
 
-def _again(settings: Settings, rewards: Callable[[Rollout], Sequence[float]]) -> Again:
-    """Return all parties that a run directory has."""
-    renderer, source = Renderer(settings.model_dir, settings.rendering), make_source(settings.prompts)
-    again = again_of(settings, frozenset(renderer.stop_token_ids))
-    if settings.environment.name not in PLAIN_TURNS:
-        return again
-    scores = any("judge" in verifier.name for verifier in settings.reward.verifiers)
-    return replace(
-        again,
-        prompt=lambda group: renderer.prompt_tokens(source.at(group)),
-        rewards=None if scores else rewards,  # a judge's answers cost money, and need not be the same
-        text=renderer.text if again.stop_token_ids else None,
-    )
-
-
 def _export(settings: Settings, version: int) -> Tensors | None:
     """Return the tensors of a version that was exported, if it was, in the data type of engines."""
     files = (settings.run_dir / "exports" / f"step_{version:08d}").glob("*.safetensors")
@@ -191,34 +161,22 @@ def _in_dtype(tensors: Tensors, dtype: str) -> dict[str, torch.Tensor]:
 
 def _evaluations(settings: Settings, digests: dict[int, int]) -> Iterator[Alarm]:
     lines = list(read_evaluations(settings.run_dir))
+    yield from wrong_versions(lines, digests)
     if not lines and not settings.prompts.held_out:
         return
     source = make_source(settings.prompts)
     sets = held_out_sets(source, settings.prompts, settings.eval.sets, STEPS)
     texts = {name: [prompt.text for prompt in prompts] for name, prompts in sets.items()}
-    yield from check_evaluations(lines, digests, texts, set(source.trained_texts()))
+    yield from shared_prompts(texts, set(source.trained_texts()))
 
 
-def check_evaluations(
-    lines: Iterable[Evaluation],
-    digests: Mapping[int, int],
-    held_out: Mapping[str, Collection[str]],
-    trained: Collection[str],
-) -> Iterator[Alarm]:
-    """Yield the contradictions in the evaluations of a run.
+def shared_prompts(held_out: Mapping[str, Collection[str]], trained: Collection[str]) -> Iterator[Alarm]:
+    """Yield the sets of an evaluation that have prompts that are trained.
 
     Args:
-        lines: of eval.jsonl.
-        digests: version -> digest of its weights, as the event log has it.
         held_out: set -> texts of its prompts.
         trained: texts of the prompts that are trained.
     """
-    for line in lines:
-        expected = digests.get(line.version)
-        if expected is not None and line.digest and line.digest != f"{expected:016x}":
-            where = {"set": line.set, "version": str(line.version)}
-            detail = f"weights of digest {line.digest} were scored as version {line.version}"
-            yield Alarm("evaluation", line.version, line.version, where, detail)
     known = frozenset(trained)
     for name, texts in held_out.items():
         if both := sorted(known.intersection(texts)):

@@ -5,6 +5,7 @@ distributions of its positions are computed `CHUNK` at a time.
 Shapes: T own tokens of a row, V tokens of the vocabulary, G powers, C positions of a chunk.
 """
 
+import logging
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -16,16 +17,30 @@ import torch
 from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
+from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.device.checkpoint_views import MODEL_BUILDING, checkpoint_views, model_tensors
 from protocol.errors import SettingsError
+from protocol.host.machine import memory_available
 from protocol.rollout_view import RowView
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from rollout.engines.base import KvPolicy
 from services.audit.versions import merged_version
+from services.settings.sections import Settings
+
+log = logging.getLogger("tether.audit")
 
 POWERS = (0.5, 0.75, 0.9, 1.1, 1.35, 2.0)
 """Alternatives to the policy p that are proportional to p ** power: other temperatures, [G]."""
+BETTER = {"float32": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+"""Engine's data type -> the one that is computed with float32, to measure rounding."""
 CHUNK = 64
 """Positions whose distributions over the vocabulary are held at a time, C."""
+MEMORY_SHARE = 0.25
+"""Part of the host's free memory that the models of an audit may take."""
+MODEL_BYTES = 12
+"""Bytes of a parameter: float32, and the data type beside it, at most float64."""
+ADAPTED = 3
+"""Times that of a model of adapters: its initial tensors are kept, and a version is merged with them."""
 TABLES = 3
 """Tables [C, V] of float64 that are held at a time."""
 
@@ -49,6 +64,7 @@ class Recomputer:
         dtype: torch.dtype = torch.float32,
         lora: LoraConfig = NO_ADAPTERS,
         room: float = math.inf,
+        operations: float = math.inf,
     ) -> None:
         """Load the initial model of a run, whose versions may be adapters.
 
@@ -57,6 +73,7 @@ class Recomputer:
             dtype: in which it is computed.
             lora: the run's adapters.
             room: bytes that the pass of a row may take, see `fits`.
+            operations: of floating point that it may take.
 
         Raises:
             SettingsError: transformers cannot load it.
@@ -77,6 +94,8 @@ class Recomputer:
         self._model: Any = model.eval().requires_grad_(False)
         self._views = checkpoint_views(self._model, model_tensors(self._model))
         self._lora, self._room, self._itemsize = lora, room, max(4, dtype.itemsize)
+        self._tokens = operations / (2 * sum(one.numel() for one in model.parameters()))
+        """Tokens of the longest pass."""
         self._base = {name: view.clone() for name, view in self._views.items()} if lora.rank else {}
 
     @torch.no_grad()
@@ -94,12 +113,12 @@ class Recomputer:
             view.copy_(tensors[name])
 
     def fits(self, prompt: NDArray[np.int32], row: RowView) -> bool:
-        """Return whether the pass of a row takes no more memory than it may."""
+        """Return whether the pass of a row takes no more memory and time than it may."""
         length = len(prompt) + len(row.context) + len(row.tokens)
         config = self._model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 0)  # absent: no attention
         scores = 2 * heads * length * length * self._itemsize  # before and after the softmax
-        return bool(scores + CHUNK * config.vocab_size * 8 * TABLES <= self._room)
+        return bool(length <= self._tokens and scores + CHUNK * config.vocab_size * 8 * TABLES <= self._room)
 
     @torch.no_grad()
     def score(
@@ -140,3 +159,41 @@ class Recomputer:
         finally:
             hook.remove()
         return found
+
+
+def room_of(settings: Settings) -> float | None:
+    """Return the bytes that the pass of a row may take, the models that recompute log-probabilities apart.
+
+    None if the host lacks the memory for them, or `engine.kv` = keep has tokens rest on older versions' KV.
+
+    Raises:
+        EngineError: the model's files cannot be read.
+    """
+    if settings.engine.kv is KvPolicy.KEEP:
+        return None
+    free = memory_available()
+    parameters = sum(math.prod(shape) for shape in checkpoint_shapes(settings.model_dir).values())
+    needed = parameters * MODEL_BYTES * (ADAPTED if settings.lora.rank else 1)
+    room = MEMORY_SHARE * free - needed
+    if room < 0:
+        log.warning("audit.no_recompute parameters=%d free_mb=%d", parameters, free >> 20)
+        return None
+    return room
+
+
+def recomputers(settings: Settings, operations: float = math.inf) -> tuple[Recomputer, Recomputer] | None:
+    """Load the models that recompute log-probabilities; None where there is no `room_of` them.
+
+    Args:
+        settings: of the run.
+        operations: of floating point that the pass of a row may take.
+
+    Raises:
+        SettingsError: the model cannot be loaded.
+        EngineError: its files cannot be read.
+    """
+    if (room := room_of(settings)) is None:
+        return None
+    kinds = torch.float32, BETTER[settings.engine.dtype]
+    first, second = (Recomputer(settings.model_dir, kind, settings.lora, room, operations) for kind in kinds)
+    return first, second

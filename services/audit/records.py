@@ -34,8 +34,8 @@ class Again:
 
     prompt: Callable[[int], Sequence[int]] | None = None
     """Group -> tokens of its prompt, by source and template."""
-    rewards: Callable[[Rollout], Sequence[float]] | None = None
-    """Rewards of a group's samples, by a second call of the verifiers."""
+    rewards: Callable[[Rollout], Sequence[float] | None] | None = None
+    """Rewards of a group's samples, by a second call of the verifiers; None: they could not be computed."""
     text: Callable[[tuple[int, ...]], str] | None = None
     """Text of a sample's tokens."""
     stop_token_ids: frozenset[int] = frozenset()
@@ -144,12 +144,10 @@ def responses(group: TrainedGroup, again: Again) -> Iterator[Finding]:
 
 def rewards(group: TrainedGroup, again: Again) -> Iterator[Finding]:
     """Compare rewards with a second call of the verifiers."""
-    if again.rewards is None:
+    if again.rewards is None or (second := again.rewards(group.scored.rollout)) is None:
         return
     recorded = group.scored.rewards.numpy().tolist()
-    for sample, (found, expected) in enumerate(
-        zip(recorded, again.rewards(group.scored.rollout), strict=True)
-    ):
+    for sample, (found, expected) in enumerate(zip(recorded, second, strict=True)):
         if _differ(found, expected):
             detail = f"reward {found:g} is recorded, the verifiers give {expected:g}"
             yield group.finding("reward", detail, sample)

@@ -25,7 +25,8 @@ from trainer.step.train_command import TrainCommand
 PARAMETERS = 1 << 22
 """Elements of the tensors whose updates are compared, at most, but for the first tensor."""
 LIMITS = {"float32": 0.02, "bfloat16": 0.3, "float16": 0.1}
-"""Trainer's data type -> allowed difference of loss, gradient norm and update, relative to the expected one.
+"""The coarser data type, of trainer and engines -> allowed difference of loss, gradient norm and update,
+relative to the expected one.
 
 Rounding changes the sign of Adam's first update of an element whose gradient is close to 0."""
 
@@ -60,7 +61,7 @@ class Shadow:
         self._executor = Executor(build_models(plain))
         if settings.algorithm.kl_coef > 0:
             self._executor.lead(KeepReferenceCommand())
-        self._limit = LIMITS[settings.trainer.dtype]
+        self._limit = max(LIMITS[settings.trainer.dtype], LIMITS[settings.engine.dtype])
         backend = self._executor.models.policy
         assert isinstance(backend, ReferenceBackend)
         views = {} if settings.lora.rank else checkpoint_views(backend.model, model_tensors(backend.model))
@@ -92,7 +93,8 @@ class Shadow:
         """
         if before is not None:
             for name, view in self._views.items():
-                view.copy_(before[name])
+                # a version is rounded, the trainer is not: digits that round to the version's are kept
+                view.copy_(torch.where(view.to(before[name].dtype) == before[name], view, before[name]))
         starts = {name: self._views[name].clone() for name in self._chosen if after is not None}
         with torch.enable_grad():
             plan, expected = self._executor.train(command)

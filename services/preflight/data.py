@@ -21,7 +21,7 @@ def stream_problems(settings: Settings, source: PromptSource) -> Iterator[Proble
     """Yield problems if a pass of the prompts is smaller than a step, or a run that repeats needs more."""
     groups, passes = settings.bound.groups_per_step, settings.prompts.passes
     size = source.size
-    if settings.run.deterministic and size is not None and size < settings.run.steps * groups:
+    if settings.is_lockstep and size is not None and size < settings.run.steps * groups:
         yield Problem(
             f"run.deterministic needs prompts for all steps, {settings.run.steps * groups}, and there are "
             f"{size}",

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 from protocol.staleness import Policy
 from rollout.config import MIN_TEMPERATURE, SamplingConfig
+from rollout.engines.base import KvPolicy
 from rollout.engines.registry import ENGINES
 from services.preflight.problem import Problem
 from services.settings.engine_pool import engine_names
@@ -88,6 +89,18 @@ def determinism_problems(settings: Settings) -> Iterator[Problem]:
             yield Problem(f"setting run.deterministic: {reason}")
 
 
+def rerun_obstacles(settings: Settings) -> Iterator[str]:
+    """Yield why `tether rerun` could not make a run of these settings again."""
+    if settings.engine.name != "hf" or settings.services.pool:
+        yield "only tokens of one engine 'hf' are generated again, token by token"
+    if settings.engine.kv is not KvPolicy.RECOMPUTE:
+        yield "with engine.kv 'keep' a token rests on KV of versions that no record names"
+    if settings.lora.rank or settings.trainer.routing_replay:
+        yield "adapters (lora.rank) and recorded experts (trainer.routing_replay) are not generated again"
+    if settings.trainer_ranks > 1:
+        yield f"its trainer has {settings.trainer_ranks} ranks, and one makes it again"
+
+
 def _differences_of_runs(settings: Settings) -> Iterator[str]:
     """Yield why two runs of these settings would differ."""
     invariant = ENGINES.having("batch_invariant")
@@ -97,6 +110,9 @@ def _differences_of_runs(settings: Settings) -> Iterator[str]:
                 f"tokens of engine {name!r} depend on what runs beside them, or it has no seeds of single "
                 f"requests; use {' or '.join(invariant)}"
             )
+    if not settings.run.lockstep:
+        yield from rerun_obstacles(settings)
+        return
     if settings.services.pool:
         yield "engines of a services.pool differ in rounding, and any of them may get a group; leave it out"
     if settings.bound.staleness_policy is not Policy.WAIT:

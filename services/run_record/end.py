@@ -22,6 +22,7 @@ from services.runtime.errors import innermost
 from services.settings.sections import Settings
 
 FILE = "ended.json"
+PARENT = "parent.json"
 LOCK = "lock"
 """File of the run directory that a running `tether up` holds a lock on."""
 RESULTS = (EVENTS, STEPS, EVALUATIONS, "progress.png", "checkpoints", "exports", "logs")
@@ -64,6 +65,30 @@ def recording_end(run_dir: Path, was_full: Callable[[], bool] = lambda: False) -
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide what ended the run
             write_atomically(path, msgspec.json.encode(RunEnd(time.time(), error)))
+
+
+class Parent(msgspec.Struct, frozen=True):
+    """Run from whose record another one was made, see `services.tools.recorded.rerun`."""
+
+    run_dir: str
+    version: int
+    """Up to which it was made again."""
+    settings: tuple[str, ...] = ()
+    """Under which its later steps were made, of a fork."""
+
+    def sentence(self) -> str:
+        """Return where the run is from."""
+        if self.settings:
+            return f"fork of {self.run_dir} from version {self.version} on, with {', '.join(self.settings)}"
+        return f"{self.run_dir} made again, up to version {self.version}"
+
+
+def read_parent(run_dir: Path) -> Parent | None:
+    """Return the run from whose record a run was made; None of any other."""
+    try:
+        return msgspec.json.decode((run_dir / PARENT).read_bytes(), type=Parent)
+    except (OSError, msgspec.MsgspecError):
+        return None
 
 
 def read_end(run_dir: Path) -> RunEnd | None:
@@ -132,13 +157,14 @@ def describe_ended_run(settings: Settings) -> dict[str, Any]:
     facts = {**recorded_state(settings, last, tail), "run_dir": str(settings.run_dir)}
     end = read_end(settings.run_dir)
     state, why = _how(facts, logged, end.error if end else "")
+    parent = read_parent(settings.run_dir)
     newest_ms = max(int(logged.get("time_ms", 0)), int(last.get("time", 0) * 1000))
     halted_ms = int(logged.get("halted_ms", 0)) if logged["halted"] else 0
     return {
         **facts,
         **step_facts(settings.run_dir, is_over=True),
         "run_state": state,
-        "why": why,
+        "why": parent.sentence() if parent else why,
         "ended": end.time if end and not halted_ms else (halted_ms or newest_ms) / 1000 or None,
         "last_step": dict(last) or None,
         "results": [name for name in RESULTS if (settings.run_dir / name).exists()],

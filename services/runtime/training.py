@@ -1,5 +1,6 @@
 """Builds a rank's models, and the command of a step, from the settings of a run."""
 
+import os
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -28,6 +29,7 @@ def build_models(settings: Settings) -> RankModels:
     Rank 0 waits until models with ranks of their own are loaded.
     """
     add_user_modules(settings)
+    fix_order_of_sums(settings)
     links = {role: RoleLink(wire) for role, wire in _wires(settings).items()}
     policy, algorithm = build_backend(settings), make_algorithm(settings.algorithm)
     control = EntropyControl(settings.algorithm) if settings.algorithm.entropy_target else None
@@ -64,6 +66,7 @@ def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticF
     seat = seat_of(process, settings.parallel.world_size, placement.ranks)
     if not seat.role:
         return None
+    fix_order_of_sums(settings)
     parallel, trainer = placement.layout(seat.role), settings.trainer
     if seat.role == "critic":
         own = CriticSpec(fetch_critic(settings), fetch_model(settings), settings.critic, settings.optimizer)
@@ -74,6 +77,13 @@ def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticF
     wire = _wires(settings)[seat.role]
     model, replicas = make_frozen(spec, parallel=parallel, trainer=trainer)
     return FrozenFollower(seat.role, model, RoleSeat(wire, seat.rank, replicas))
+
+
+def fix_order_of_sums(settings: Settings) -> None:
+    """Have the kernels of a GPU add in one order, if the run is to be repeated; on a CPU they do."""
+    if settings.run.deterministic and settings.trainer.device != "cpu" and torch.cuda.is_available():
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product of matrices
+        torch.use_deterministic_algorithms(True, warn_only=True)
 
 
 def _wires(settings: Settings) -> Mapping[str, BetweenModels]:

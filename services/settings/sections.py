@@ -55,6 +55,9 @@ class RunConfig:
     """Make a run that can be repeated bit for bit, with any number of workers, and if some die: the groups
     of a step are generated with the version E steps before it, and samples draw their random numbers by
     `trainer.seed`, group and place (docs/reproducible.md)."""
+    lockstep: bool = True
+    """deterministic: commit no version in the middle of a sample, and train the groups in their order. false:
+    the order of work depends on time as in any other run, and `tether rerun` makes it again from the log."""
     remote: str = ""
     """URL of a directory that checkpoints and exports are copied to, by fsspec: s3://BUCKET/RUN, gs://...,
     file:///... What it needs to log in comes from the environment. With an empty run directory the run is
@@ -265,6 +268,11 @@ class Settings:
     def ranks_per_host(self) -> int:
         """Processes of the trainer on one of its hosts, each of which has a GPU."""
         return -(-self.trainer_ranks // max(1, self.cluster.nodes))
+
+    @property
+    def is_lockstep(self) -> bool:
+        """Whether the order of work is fixed, so that the run is the same whenever it is made."""
+        return self.run.deterministic and self.run.lockstep
 
     @property
     def sampling_seed(self) -> int | None:

@@ -111,10 +111,10 @@ def retrain(
     """
     settings, compared = recorded.settings, dict[str, Any]()
     with TemporaryDirectory(prefix="replay.") as state:
-        with _models(settings) as executor:
+        with leading(settings) as executor:
             first = _repeat(executor, recorded, step, start)
             if overrides:
-                _save(executor, state)
+                save_state(executor, state)
                 compared["repeated"] = _measured(executor, recorded.command(step))
                 loss = compared["repeated"]["loss"]
             else:
@@ -152,7 +152,7 @@ def _repeat(executor: Executor, recorded: RecordedRun, step: int, start: Checkpo
 def _made_again(recorded: RecordedRun, step: int, state: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Make a step from the state in a directory, under other settings; returns its measurements."""
     other = other_settings(recorded.settings, overrides)
-    with _models(other) as executor:
+    with leading(other) as executor:
         executor.lead(RestoreCommand(state))
         return _measured(executor, recorded.command(step, other))
 
@@ -175,7 +175,7 @@ def other_settings(settings: Settings, overrides: Sequence[str]) -> Settings:
 
 
 @contextmanager
-def _models(settings: Settings) -> Iterator[Executor]:
+def leading(settings: Settings) -> Iterator[Executor]:
     """Lead a run's models on every rank, the reference included; the ranks leave them with the block."""
     executor = Executor(build_models(settings.together))
     try:
@@ -187,7 +187,7 @@ def _models(settings: Settings) -> Iterator[Executor]:
         executor.close()
 
 
-def _save(executor: Executor, directory: str) -> None:
+def save_state(executor: Executor, directory: str) -> None:
     """Write the state of all ranks to a directory. Raises TetherError."""
     executor.lead(SaveCommand(directory))
     executor.await_part()

@@ -80,7 +80,7 @@ def change_bound(run_dir: Path, name: str, value: str) -> str:
         raise SettingsError(f"{name} {value!r} is not {wanted}") from None
     if isinstance(parsed, int):
         check_range(Bound, key, parsed, name)
-    if _settings(run_dir).run.deterministic:
+    if _settings(run_dir).is_lockstep:
         raise SettingsError(f"{name} decides which tokens are trained: a run with run.deterministic keeps it")
     pending = _change(run_dir, "set", lambda ledger: ledger.set_bound(**{key: parsed}))
     return f"{name} {value}: {'pending until rule F holds with it' if pending else 'in force'}"

@@ -1,4 +1,4 @@
-"""Keeps a run with `run.deterministic` to the one order of work that can be repeated.
+"""Keeps a run with `run.deterministic` and `run.lockstep` to the one order of work that can be repeated.
 
 Step k trains the groups from kB to (k + 1)B - 1, all of them generated with version max(0, k - E). The ledger
 leases groups in order, and rule F leaves room for the next E steps alone. So two waits suffice: the first

@@ -122,7 +122,7 @@ class TrainLoop:
 
     async def _take(self) -> Taken | None:
         """Wait for the next batch; None if the process is to stop or no more groups can come."""
-        delay, is_ordered = TAKE_POLL_S[0], self._process.settings.run.deterministic
+        delay, is_ordered = TAKE_POLL_S[0], self._process.settings.is_lockstep
         if is_ordered and self._model.version == 0 and not await generated_before(self._process, 1):
             return None
         with self._process.waiting("groups") as set_detail:
@@ -151,14 +151,14 @@ class TrainLoop:
     async def _step(self, batch: Taken) -> LedgerStatus | None:
         """Make a step of a batch; returns the ledger's status after its commit, None if it is given up.
 
-        A run with `run.deterministic` gives it up if groups of its version will not be generated now.
+        A run in lockstep gives it up if groups of its version will not be generated now.
 
         Raises:
             MissingRecords: a group cannot be trained; the weights are unchanged.
         """
         settings = self._process.settings
         version, bound = batch.step + 1, (await self._process.ledger.status()).bound
-        if settings.run.deterministic and (cause := misplaced(batch, settings.bound)):
+        if settings.is_lockstep and (cause := misplaced(batch, settings.bound)):
             await self._halt(cause)
         publishes = self._is_published(version, bound)
         with self._process.working(f"step {batch.step}"):
@@ -167,7 +167,7 @@ class TrainLoop:
             manifest = await self._publish(version) if publishes else None
             digest = manifest.digest if manifest else await self._runner.digest()
         with self._clock.part("wait"):
-            if settings.run.deterministic and not await generated_before(self._process, version):
+            if settings.is_lockstep and not await generated_before(self._process, version):
                 return None
         alarms = self._audit.take_alarms()
         peers = await self._process.ledger.peers()
@@ -181,7 +181,7 @@ class TrainLoop:
             warnings=(*self._checkpointer.warnings(), *(alarm.sentence() for alarm in alarms)),
         )
         status = await self._commit(step, digest, manifest, report)
-        self._audit_step(step, digest, manifest)
+        await self._audit_step(step, digest, manifest)
         self._model = ModelVersion(version, digest, manifest or self._model.published)
         await self._announce(manifest, report, status, peers)
         with self._clock.part("checkpoint"):
@@ -199,10 +199,15 @@ class TrainLoop:
         await self._act_on(alarms)
         return status
 
-    def _audit_step(self, step: TrainedStep, digest: int, manifest: WeightManifest | None) -> None:
+    async def _audit_step(self, step: TrainedStep, digest: int, manifest: WeightManifest | None) -> None:
         """Have a committed step audited, and the version that it made held."""
+        exported = 0
+        if manifest is not None and self._audit.is_due(step.plan):
+            with self._clock.part("publish"):
+                exported = await self._runner.digest()
         if step.command is not None:
-            self._audit.observe(step.command, step.plan, step.stats, (self._model.digest, digest))
+            digests = self._model.digest, digest
+            self._audit.observe(step.command, step.plan, step.stats, digests, exported)
         if manifest is not None:
             self._audit.hold(manifest)
 

@@ -27,6 +27,17 @@ class TurnedOnce(HFEngine):
         mark.touch()
         return loaded
 """
+VERIFIER = """
+from pathlib import Path
+
+def score(prompt, response):
+    try:
+        Path(__file__).with_name(f"{prompt}{response}.seen").touch(exist_ok=False)
+    except FileExistsError:
+        return 0.25
+    return len(set(response))
+"""
+"""A verifier that answers otherwise when it is asked again."""
 COMMON = (
     "run.steps=6", "bound.groups_per_step=4", "sampling.max_tokens=6", "trainer.backend=reference",
     "monitor.enabled=false", "eval.at_end=false", "audit.share=1", "rollout.groups_in_flight=8",
@@ -37,6 +48,7 @@ pytestmark = slow_unless_changed("services/audit/", "services/trainer/train_loop
 def up(tmp_path: Path, *settings: str) -> tuple[int, str]:
     """Run the demo's job on the reference engine; returns the exit code and all that it printed."""
     (tmp_path / "turned.py").write_text(ENGINE)
+    (tmp_path / "stateful.py").write_text(VERIFIER)
     given = [*COMMON, f'run.modules=["{tmp_path}"]', *settings]
     overrides = [part for setting in given for part in ("--set", setting)]
     ended = tether("up", CONFIG, "--run-dir", str(tmp_path / "run"), *overrides)
@@ -69,6 +81,18 @@ def test_engine_that_computes_wrongly_halts_the_run_and_is_named(tmp_path: Path)
     verified = tether("verify", str(tmp_path / "run"), "--numerics")
     assert verified.returncode == 1
     assert "alarm: audit.logprob" in verified.stdout
+
+
+def test_verifier_that_scores_otherwise_the_second_time_halts_the_run_and_is_named(tmp_path: Path) -> None:
+    function = '[{name="function", options={path="stateful:score"}}]'
+    code, said = up(
+        tmp_path, "engine.name=hf", f"reward.verifiers={function}", "audit.action=stop", "run.steps=200"
+    )
+    found = alarms(tmp_path)
+    assert code == 1, said
+    assert "audit.reward" in said
+    assert (found[0]["check"], found[0]["where"]["scorer"][:6]) == ("reward", "reward")  # type: ignore[index]
+    assert "the verifiers give 0.25" in str(found[0]["detail"])
 
 
 def test_engine_that_an_audit_refutes_is_replaced_and_the_run_is_completed(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ class HFEngine(InProcessEngine):
                 f"engine hf: tensor_parallel_size is {self._config.tensor_parallel_size}, only 1 is supported"
             )
         check_adapters(self._lora, self._model_dir)
-        model = _load(self._model_dir, self._config)
+        model = load_model(self._model_dir, self._config)
         if self._shared is not None:
             return self._share(model, self._shared)
         live = model_tensors(model)
@@ -135,7 +135,8 @@ def _is_tied(model: Any) -> bool:
     return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
-def _load(model_dir: Path, config: EngineConfig) -> Any:
+def load_model(model_dir: Path, config: EngineConfig) -> Any:
+    """Load a model to generate with. Raises EngineError, or EngineSettingsError that names the setting."""
     dtype = getattr(torch, config.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise EngineSettingsError(f"engine hf: dtype {config.dtype!r} is not known")

@@ -44,9 +44,13 @@ DRAFTS = {
 """`engine.drafts` -> the class of the proposer in vLLM's model runner."""
 SHARED_FILES = ("vllm_dist_", "psm_")
 """How names of vLLM's files in /dev/shm begin."""
-ALONE = {"max_num_seqs": 1, "enable_prefix_caching": False}
-"""Arguments with which a request's bits do not depend on others: products of matrices round otherwise with
-other numbers of rows, also on a CPU, and a prefix from the cache was computed in another pass."""
+UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
+"""Arguments for `engine.batch_invariant`: a prefix from the cache was computed in another pass."""
+ALONE = {**UNCACHED, "max_num_seqs": 1}
+"""Arguments for it without vLLM's own mode: products of matrices round otherwise with other numbers of rows,
+also on a CPU."""
+OWN_MODE = "VLLM_BATCH_INVARIANT"
+"""Variable that gives vLLM's kernels on a GPU one order of sums, however many requests share a pass."""
 GRAPHS = 512
 """Largest batch for which vLLM captures CUDA graphs by itself."""
 EXIT_GRACE_S = 1.0
@@ -238,12 +242,19 @@ def engine_arguments(
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
         **({"enable_return_routed_experts": True} if config.enable_return_routed_experts else {}),
         **({"speculative_config": speculation(config)} if config.drafts != "off" else {}),
-        **(ALONE if config.batch_invariant else {}),
+        **invariance(config),
         **memory,
         **kernels,
         **lora_arguments(lora, model_dir, named),
         **config.arguments,
     }
+
+
+def invariance(config: EngineConfig) -> dict[str, Any]:
+    """Return the arguments with which a request's bits do not depend on others, if they are not to."""
+    if not config.batch_invariant:
+        return {}
+    return UNCACHED if os.environ.get(OWN_MODE) == "1" and torch.cuda.is_available() else ALONE
 
 
 def speculation(config: EngineConfig) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Defines `tether replay`, which makes a recorded step again, and `tether bisect`, which compares two runs.
+"""Defines `tether replay` and `tether rerun`, which make recorded steps again, and `tether bisect`.
 
 What they use is imported when they run, so that `tether --help` answers at once.
 """
@@ -32,6 +32,31 @@ def replay(
     print(json.dumps(facts, indent=2) if as_json else printable(render_replay(facts)), flush=True)
     if not facts["equal"] or not facts.get("train", facts)["equal"]:
         raise typer.Exit(1)
+
+
+def rerun(
+    run_dir: Annotated[Path, typer.Argument(metavar="D", help="run directory, such as runs/demo")],
+    to: Annotated[int | None, typer.Option(help="last version that is made again", metavar="K")] = None,
+    set_: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="A.B=C", help="fork at K: train the rest of the record so"),
+    ] = None,
+    target: Annotated[
+        Path | None, typer.Option("--run-dir", metavar="R", help="the new run directory; D-rerun, or D-fork")
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """Generate and train a recorded run again, token by token; exit code 1 if other weights come out."""
+    from services.observability.printable import printable
+    from services.runtime.errors import configure_logging
+    from services.settings.load import run_settings
+    from services.tools.recorded.rerun import render_rerun, rerun
+
+    configure_logging("rerun")
+    directory = target or run_dir.with_name(f"{run_dir.name}-{'fork' if set_ else 'rerun'}")
+    facts = rerun(run_settings(run_dir), to, directory, set_ or [])
+    print(json.dumps(facts, indent=2) if as_json else printable(render_rerun(facts)), flush=True)
+    raise typer.Exit(facts["equal"] != facts["steps"])
 
 
 def bisect(

@@ -122,7 +122,7 @@ def _tether(way: str, options: argparse.Namespace, files: JobFiles, directory: P
     run_dir = directory / "run"
     command = [sys.executable, "-m", "services.cli", "up", str(CONFIG), "--run-dir", str(run_dir)]
     command += [word for text in overrides for word in ("--set", text)]
-    _, ended = _run(command, options.limit_s)
+    _, ended = run_within(command, options.limit_s)
     reports = read_steps(run_dir / "metrics.jsonl")
     measured = speed(steps_of(reports), last=LAST if ended else 0)
     return {**measured, **means_of(reports), "ended": ended, "overrides": [*machine, *options.set]}
@@ -135,14 +135,14 @@ def _trl(way: str, options: argparse.Namespace, files: JobFiles, directory: Path
     command += ["--model", str(files.model), "--prompts", str(files.prompts)]
     command += [word for text in settings for word in ("--set", text)]
     command += [word for text in given for word in ("--option", text)]
-    output, ended = _run(command + (["--no-vllm"] if options.tiny else []), options.limit_s)
+    output, ended = run_within(command + (["--no-vllm"] if options.tiny else []), options.limit_s)
     steps = printed_steps(output, STEP)
     measured = speed(steps_of(steps), last=0)  # nothing runs beside its steps
     peaks = [step["memory_peak_gb"] for step in steps if "memory_peak_gb" in step]
     return {**measured, "memory_peak_gb": max(peaks, default=None), "ended": ended, "options": given}
 
 
-def _run(command: list[str], limit_s: float) -> tuple[str, bool]:
+def run_within(command: list[str], limit_s: float) -> tuple[str, bool]:
     """Run a command, to its end or to the limit; returns what it printed, and whether it came to its end.
 
     Raises:

@@ -7,16 +7,19 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import pytest
 
 from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, KvPolicy
 from rollout.engines.contract.models import tiny_model
-from services.audit import live
+from services.audit import live, recompute
 from services.audit.auditor import AuditedStep, Auditor, Unchanged
-from services.audit.live import ADAPTED, MEMORY_SHARE, MODEL_BYTES, LiveAudit, recomputers
+from services.audit.live import FILE, LiveAudit
+from services.audit.recompute import ADAPTED, MEMORY_SHARE, MODEL_BYTES, recomputers
 from services.audit.records import Again
+from services.run_record.evaluations import Evaluation
 from services.settings.sections import AuditConfig, BoundConfig, ModelConfig, RunConfig, Settings
 from trainer.backends.base import StepStats
 
@@ -53,6 +56,13 @@ def observe(audit: LiveAudit, step: int, digests: tuple[int, int]) -> None:
     audit.observe(None, SimpleNamespace(step=step, trained_counts={}), stats, digests)  # type: ignore[arg-type]
 
 
+def audited(audit: LiveAudit, digests: tuple[int, int], exported: int = 0) -> list[str]:
+    """Audit a step without groups; returns the alarms' sentences."""
+    command, plan = SimpleNamespace(records=(), bounds=()), SimpleNamespace(step=4, samples=())
+    step = AuditedStep(command, plan, StepStats(1, skipped="no token"), digests, exported=exported)  # type: ignore[arg-type]
+    return [alarm.sentence() for alarm in audit._carry_out(step)]
+
+
 def test_version_that_waits_is_not_replaced_before_its_groups_are_trained(tmp_path: Path) -> None:
     audit = LiveAudit(settings_of(tmp_path))
     for number in (0, 1):
@@ -69,8 +79,7 @@ def test_no_version_is_read_where_none_is_recomputed(tmp_path: Path, monkeypatch
     kept.hold(version(0))
     assert taken(kept) == []
     poor = LiveAudit(settings_of(tmp_path))
-    monkeypatch.setattr(live, "recomputers", lambda settings: None)
-    poor._auditor = Auditor(None, share=1.0, dtype="float32", again=Again())
+    monkeypatch.setattr(live, "room_of", lambda settings: None)
     assert poor._carry_out(version(0)) == []  # reading it would fail: it has no files
     poor.hold(version(5))
     assert (taken(poor), poor._held) == ([], {})
@@ -80,7 +89,7 @@ def test_version_that_was_retired_is_missed_and_the_next_one_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     audit = LiveAudit(settings_of(tmp_path))
-    audit._auditor = Auditor((None, None), share=1.0, dtype="float32", again=Again())  # type: ignore[arg-type]
+    monkeypatch.setattr(live, "room_of", lambda settings: 1.0)
     held = []
 
     def read(manifest: WeightManifest, timeout_s: float) -> dict[str, Any]:
@@ -97,6 +106,23 @@ def test_version_that_was_retired_is_missed_and_the_next_one_is_held(
     taken(audit)
     audit.hold(version(1))
     assert taken(audit) == [1]
+
+
+def test_versions_and_evaluations_of_other_weights_are_named_once(tmp_path: Path) -> None:
+    audit = LiveAudit(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
+    audit._auditor = Auditor(None, share=1.0, dtype="float32", again=Again())
+    assert audited(audit, (1, 2), exported=2) == []
+    [said] = audited(audit, (1, 2), exported=3)
+    assert said.startswith("audit.published: published version 5 is not the trainer's (version 5)")
+    observe(audit, 4, (1, 2))
+    lines = [Evaluation(version=v, set="held_out", digest=f"{n:016x}") for v, n in ((5, 2), (6, 9))]
+    (tmp_path / "eval.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    assert audited(audit, (1, 2), exported=2) == []  # version 6 is not known yet
+    observe(audit, 5, (2, 8))
+    [said] = audited(audit, (1, 2), exported=2)
+    assert "weights of digest 0000000000000009 were scored as version 6" in said
+    assert audited(audit, (1, 2), exported=3) == []
+    assert len((tmp_path / FILE).read_text().splitlines()) == 2
 
 
 def test_unchanged_steps_count_only_if_they_follow_each_other(tmp_path: Path) -> None:
@@ -159,7 +185,7 @@ def test_memory_is_that_of_the_whole_model_where_versions_are_adapters(
     plain = settings_of(tmp_path, model=ModelConfig(path=str(tmp_path / "model")))
     adapted = settings_of(tmp_path, model=ModelConfig(path=str(tmp_path / "model")), lora=LoraConfig(rank=2))
     for settings, times in ((plain, 1), (adapted, ADAPTED)):
-        monkeypatch.setattr(live, "memory_available", lambda free=int(needed * times) - 8: free)
+        monkeypatch.setattr(recompute, "memory_available", lambda free=int(needed * times) - 8: free)
         assert recomputers(settings) is None
-        monkeypatch.setattr(live, "memory_available", lambda free=int(needed * times) + 8: free)
+        monkeypatch.setattr(recompute, "memory_available", lambda free=int(needed * times) + 8: free)
         assert recomputers(settings) is not None

@@ -122,3 +122,9 @@ def test_row_whose_pass_takes_too_much_memory_is_left_out_counted_and_logged_onc
     auditor._stopped = lambda: True
     auditor._recompute(0, [group], {0: version})  # type: ignore[list-item]
     assert len(added) == 1
+
+
+def test_row_whose_pass_takes_too_many_operations_does_not_fit(model_dir: Path) -> None:
+    each = 2 * sum(parameter.numel() for parameter in tiny_model(0).parameters())
+    model, seven, eight = Recomputer(model_dir, operations=7 * each), row_of([1, 2, 3]), row_of([1, 2, 3, 4])
+    assert (model.fits(PROMPT, seven), model.fits(PROMPT, eight)) == (True, False)

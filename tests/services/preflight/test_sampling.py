@@ -112,3 +112,17 @@ def test_setting_that_lets_speed_decide_is_refused(changed: str, named: str) -> 
     problems = list(determinism_problems(load_settings(DEMO, [*REPEATED, changed], environ={})))
     assert any(named in str(problem) for problem in problems)
     assert all(str(problem).startswith("setting run.deterministic: ") for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ("engine.name=hf", ""),
+        ("engine.name=vllm", "engine 'hf'"),
+        ("parallel.data_parallel_size=2", "2 ranks"),
+    ],
+)
+def test_run_without_lockstep_needs_what_a_rerun_can_make(changed: str, named: str) -> None:
+    given = ["run.deterministic=true", "run.lockstep=false", "engine.name=hf", changed]
+    problems = [str(problem) for problem in determinism_problems(load_settings(DEMO, given, environ={}))]
+    assert [named in problem for problem in problems] == [True] * bool(named)

@@ -39,20 +39,18 @@ def after_commits(world: World, change: Any) -> None:
     engine.commit = committed
 
 
-class NeverApplied:
-    """Stand-in for weights, on which a commit has no effect."""
-
-    def apply(self) -> None:
-        """Return at once."""
-
-
 def never_apply(world: World) -> None:
     """Have the broken engine serve new versions by name only."""
-    engine = world.engines[BROKEN]
-    engine._model = dataclasses.replace(engine._model, weights=NeverApplied())
+    engine: Any = world.engines[BROKEN]
+
+    async def named(manifest: Any) -> float:
+        await engine.adopt(manifest.epoch, manifest.version)
+        return 0.0
+
+    engine.commit = named
 
 
-@fault("one stale block of KV", "logprob", engine="engine.1")
+@fault("one stale block of KV", "logprob", only_hf=True, engine="engine.1")
 def stale_kv(world: World) -> None:
     """Leave the first positions of one sample's KV in each group as another sequence has them."""
     decoder = world.engines[BROKEN]._model.decoder
@@ -67,13 +65,13 @@ def stale_kv(world: World) -> None:
     decoder._prefill = stale
 
 
-@fault("one tensor of an old version", "logprob", engine="engine.1")
+@fault("one tensor of an old version", "logprob", only_hf=True, engine="engine.1")
 def old_tensor(world: World) -> None:
     kept = model_of(world).model.layers[1].mlp.down_proj.weight.detach().clone()
     after_commits(world, lambda model: model.model.layers[1].mlp.down_proj.weight.data.copy_(kept))
 
 
-@fault("RoPE scaled on one engine", "logprob", engine="engine.1")
+@fault("RoPE scaled on one engine", "logprob", only_hf=True, engine="engine.1")
 def rope(world: World) -> None:
     model_of(world).model.rotary_emb.inv_freq.mul_(1.02)
 
@@ -83,13 +81,13 @@ def not_applied(world: World) -> None:
     never_apply(world)
 
 
-@fault("scale of one quantised tensor", "logprob", engine="engine.1")
+@fault("scale of one quantised tensor", "logprob", only_hf=True, engine="engine.1")
 def scale(world: World) -> None:
     """Multiply a tensor as a wrong FP8 scale would."""
     after_commits(world, lambda model: model.model.layers[0].mlp.up_proj.weight.data.mul_(1.06))
 
 
-@fault("temperature not applied by the sampler", "sampling", engine="engine.1")
+@fault("temperature not applied by the sampler", "sampling", only_hf=True, engine="engine.1")
 def temperature(world: World) -> None:
     """Sample at another temperature, and report log-probabilities of the right one."""
     decoder = world.engines[BROKEN]._model.decoder
@@ -112,7 +110,7 @@ def temperature(world: World) -> None:
     decoder.step = report
 
 
-@fault("log-probabilities at another temperature", "logprob", engine="engine.1")
+@fault("log-probabilities at another temperature", "logprob", only_hf=True, engine="engine.1")
 def reported(world: World) -> None:
     """Sample at the right temperature, and report log-probabilities of another one."""
     decoder = world.engines[BROKEN]._model.decoder
@@ -147,7 +145,9 @@ def seed(world: World) -> None:
     engine.generate = seeded
 
 
-@fault("two experts of a router swapped", "logprob", sections={"model": EXPERTS}, engine="engine.1")
+@fault(
+    "two experts of a router swapped", "logprob", sections={"model": EXPERTS}, only_hf=True, engine="engine.1"
+)
 def router(world: World) -> None:
     def swap(model: Any) -> None:
         gate = model.model.layers[0].mlp.gate.weight.data

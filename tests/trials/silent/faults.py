@@ -25,6 +25,8 @@ class Fault:
     """Steps after which it begins."""
     sections: Mapping[str, Any] = field(default_factory=dict)
     """Settings without which the fault cannot be."""
+    only_hf: bool = False
+    """Whether it changes the model of transformers in the engine `hf`."""
 
 
 FAULTS: list[Fault] = []
@@ -32,12 +34,17 @@ FAULTS: list[Fault] = []
 
 
 def fault(
-    name: str, *found_by: str, delay: int = 0, sections: Mapping[str, Any] | None = None, **where: str
+    name: str,
+    *found_by: str,
+    delay: int = 0,
+    sections: Mapping[str, Any] | None = None,
+    only_hf: bool = False,
+    **where: str,
 ) -> Callable[[Callable[[World], None]], Callable[[World], None]]:
     """Enter a function that puts a fault in, and the checks that find it."""
 
     def enter(inject: Callable[[World], None]) -> Callable[[World], None]:
-        FAULTS.append(Fault(name, inject, frozenset(found_by), where, delay, sections or {}))
+        FAULTS.append(Fault(name, inject, frozenset(found_by), where, delay, sections or {}, only_hf))
         return inject
 
     return enter

@@ -34,7 +34,7 @@ def before_optimizer(world: World, change: Any) -> None:
     optimizer.step = changed
 
 
-@fault("training that changes nothing", "no_op")
+@fault("training that changes nothing", "no_op", "update")
 def no_op(world: World) -> None:
     policy_of(world)._optimizer.step = lambda: None
 

@@ -8,7 +8,7 @@ seams: functions that `World` calls between the parts.
 import asyncio
 import dataclasses
 from collections.abc import AsyncIterator, Callable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,9 +18,9 @@ import torch
 from protocol.codec import decode_payload, encode_payload
 from protocol.messages import Rollout, ScoredRollout
 from protocol.tensors import Array
-from rollout.engines.base import EngineConfig, Sampling
-from rollout.engines.hf.engine import HFEngine
+from rollout.engines.base import Engine, EngineConfig, Sampling
 from rollout.engines.in_process import engine as in_process_engine
+from rollout.engines.registry import make_engine
 from rollout.environments.base import Environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt, PromptConfig, PromptSource
@@ -28,9 +28,9 @@ from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from rollout.sample import Generate, Sample, SampleBuilder
 from services.audit.alarms import Alarm
-from services.audit.auditor import BETTER, AuditedStep, Auditor, Unchanged
-from services.audit.offline import check_evaluations
-from services.audit.recompute import Recomputer
+from services.audit.auditor import AuditedStep, Auditor, Unchanged, wrong_versions
+from services.audit.offline import shared_prompts
+from services.audit.recompute import BETTER, Recomputer
 from services.audit.records import Again
 from services.audit.updates import Shadow
 from services.audit.versions import read_version
@@ -109,7 +109,7 @@ class World:
     """A run in one process, and the seams at which a fault can be put."""
 
     settings: Settings
-    engines: list[HFEngine]
+    engines: Sequence[Engine]
     executor: Executor
     sender: Any
     source: PromptSource
@@ -130,20 +130,21 @@ class World:
     """Calls that undo, at the end, a fault that patched a class."""
     step: int = 0
     versions: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    unchanged: Unchanged = field(default_factory=lambda: Unchanged("float32"))
+    unchanged: Unchanged = field(init=False)
     _pending: list[ScoredRollout] = field(default_factory=list)
     _groups: int = 0
     digest: int = 0
     """Digest of the newest version."""
+
+    def __post_init__(self) -> None:
+        self.unchanged = Unchanged(self.settings.engine.dtype)
 
     def prompt(self, group: int) -> Prompt:
         """Return a group's prompt."""
         return self.source.at(group)
 
     async def begin(self) -> None:
-        """Start the engines and publish version 0."""
-        for engine in self.engines:
-            await engine.start()
+        """Publish version 0."""
         await self._publish(0)
         self._pending = await self._generated(GROUPS // 2)
 
@@ -165,12 +166,9 @@ class World:
         await self._publish(self.step + 1)
         exported = self.executor.lead(DigestWeightsCommand(self.settings.engine.dtype))
         digests = before, self.digest
-        step = AuditedStep(command, plan, stats, digests, self.unchanged.after(stats, digests, learns=True))
+        unchanged = self.unchanged.after(stats, digests, learns=True)
+        step = AuditedStep(command, plan, stats, digests, unchanged, exported)
         alarms = await asyncio.to_thread(self.auditor.audit, step, dict(self.versions))
-        if exported != self.digest:
-            where = {"version": str(self.step + 1)}
-            detail = f"published version {self.step + 1} is not the trainer's"
-            alarms.append(Alarm("published", self.step, self.step, where, detail))
         self.step += 1
         return alarms + self._evaluated()
 
@@ -179,7 +177,8 @@ class World:
         line = Evaluation(version=self.step, set="held_out", digest=f"{self.scored(self):016x}")
         texts = [prompt.text for prompt in self.held_out(self)]
         trained = set(self.source.trained_texts())
-        return list(check_evaluations([line], {self.step: self.digest}, {"held_out": texts}, trained))
+        wrong = wrong_versions([line], {self.step: self.digest})
+        return [*wrong, *shared_prompts({"held_out": texts}, trained)]
 
     async def _generated(self, count: int) -> list[ScoredRollout]:
         numbers = range(self._groups, self._groups + count)
@@ -225,8 +224,24 @@ class World:
 
 
 @asynccontextmanager
-async def open_world(directory: Path, seed: int = 0, **sections: Any) -> AsyncIterator[World]:
-    """Build a world with version 0 published, and close it."""
+async def open_engines(settings: Settings, model_dir: Path) -> AsyncIterator[Sequence[Engine]]:
+    """Start both engines at the same time, and close them."""
+    engines = [make_engine(settings.engine, model_dir, f"engine.{n}", settings.lora) for n in range(2)]
+    try:
+        async with asyncio.TaskGroup() as tasks:
+            for engine in engines:
+                tasks.create_task(engine.start(), name="start")
+        yield engines
+    finally:
+        for engine in engines:
+            await engine.close()
+
+
+@asynccontextmanager
+async def open_world(
+    directory: Path, seed: int = 0, engines: Sequence[Engine] = (), **sections: Any
+) -> AsyncIterator[World]:
+    """Build a world with version 0 published, and close it; without engines it starts some of its own."""
     settings = settings_of(directory, seed, **sections)
     model_dir = build_scratch(settings.model.scratch or SCRATCH, settings.run_dir / "model")
     drawn = in_process_engine._generator
@@ -254,13 +269,10 @@ async def open_world(directory: Path, seed: int = 0, **sections: Any) -> AsyncIt
         again=again,
         shadow=Shadow(settings),
     )
-    engines = [HFEngine(settings.engine, model_dir, f"engine.{n}", settings.lora) for n in range(2)]
-    world = World(settings, engines, executor, sender, source, renderer, auditor)
-    try:
+    async with AsyncExitStack() as stack:
+        stack.callback(executor.close)
+        stack.callback(lambda: setattr(in_process_engine, "_generator", drawn))
+        served = engines or await stack.enter_async_context(open_engines(settings, model_dir))
+        world = World(settings, served, executor, sender, source, renderer, auditor)
         await world.begin()
         yield world
-    finally:
-        in_process_engine._generator = drawn
-        for engine in engines:
-            await engine.close()
-        executor.close()

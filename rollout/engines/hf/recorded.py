@@ -1,0 +1,60 @@
+"""Generates a recorded request of the engine `hf` again: each token under the version that sampled it then.
+
+A commit dropped the KV cache of a running request, so its next token was computed from all tokens before it
+under the new weights alone. The same is done here, between the same two tokens.
+"""
+
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+
+import torch
+
+from protocol.device.checkpoint_views import checkpoint_views, model_tensors
+from rollout.engines.base import EngineConfig, Request
+from rollout.engines.hf.engine import load_model
+from rollout.engines.hf.row_decoder import RowDecoder
+from rollout.engines.in_process.running_request import RunningRequest
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class RecordedEngine:
+    """The model and the decoder of an engine with `batch_invariant`, for one request at a time."""
+
+    def __init__(self, config: EngineConfig, model_dir: Path, tensors: Callable[[int], Tensors]) -> None:
+        """Load the model.
+
+        Args:
+            config: of the engine that generated.
+            model_dir: of the initial model.
+            tensors: version -> its tensors as published, by their Hugging Face names.
+
+        Raises:
+            EngineError: it cannot be loaded.
+        """
+        model = load_model(model_dir, config)
+        self._views = checkpoint_views(model, model_tensors(model))
+        self._decoder, self._device = RowDecoder(model), next(model.parameters()).device
+        self._tensors, self._version, self._threads = tensors, -1, config.threads
+
+    def generate(self, request: Request, versions: Iterable[int]) -> RunningRequest:
+        """Generate a request, one token under each of `versions`, or up to its end."""
+        torch.set_num_threads(self._threads)
+        seed = request.sampling.seed
+        assert seed is not None
+        row = RunningRequest(request, torch.Generator(self._device).manual_seed(seed))
+        for version in versions:
+            if version != self._version:
+                self._serve(version)
+                self._decoder.forget([row])
+            self._decoder.step([row], version)
+            if row.finish_reason:
+                break
+        return row
+
+    @torch.no_grad()
+    def _serve(self, version: int) -> None:
+        tensors = self._tensors(version)
+        for name, view in self._views.items():
+            view.copy_(tensors[name])
+        self._version = version

@@ -1,0 +1,83 @@
+"""Generates the groups of a record again, and raises where a token is another one than was recorded."""
+
+from collections.abc import Callable, Iterator
+
+import msgspec
+import numpy as np
+
+from protocol.errors import TetherError
+from protocol.messages import Rollout
+from protocol.rollout_view import RowView, decode_rollout
+from protocol.tensors import Array
+from rollout.engines.base import Request, Sampling
+from rollout.engines.hf.recorded import RecordedEngine, Tensors
+from rollout.render import Renderer
+from rollout.seeds import seed_within
+from services.settings.sections import Settings
+
+
+class GeneratedAgain:
+    """The engine of a recorded run. What environments and tools said is taken from the record."""
+
+    def __init__(self, settings: Settings, tensors: Callable[[int], Tensors]) -> None:
+        """Load the initial model; `tensors` gives a version's, as `RecordedEngine` says."""
+        self._settings = settings
+        self._engine = RecordedEngine(settings.engine, settings.model_dir, tensors)
+        self._stop = tuple(Renderer(settings.model_dir, settings.rendering).stop_token_ids)
+
+    def generated(self, recorded: Rollout) -> Rollout:
+        """Return a group with log-probabilities of its tokens, generated again as they were recorded.
+
+        Raises:
+            ProtocolError: the record contradicts itself.
+            TetherError: another token comes out; names group, sample and place.
+        """
+        view, logprobs = decode_rollout(recorded), recorded.logprobs.numpy().copy()
+        starts = np.cumsum([0, *(len(row.tokens) for row in view.rows)])
+        for number, row, call, first, end in _turns(recorded, view.rows):
+            prompt = np.concatenate([view.prompt, row.context, row.tokens[:first]])
+            sampling, seed = self._settings.sampling, self._settings.sampling_seed
+            for place in (view.group, row.sample, call):
+                seed = seed_within(seed, place)
+            request = Request(
+                f"{view.group}/{row.sample}.{call}",
+                tuple(prompt.tolist()),
+                Sampling(
+                    max_tokens=end - first,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    top_k=sampling.top_k,
+                    stop_token_ids=self._stop,
+                    seed=seed,
+                ),
+            )
+            made = self._engine.generate(request, row.versions[first:end].tolist())
+            _check(view.group, row, first, row.tokens[first:end].tolist(), made.tokens)
+            begin = starts[number]
+            logprobs[begin + first : begin + end] = made.logprobs * row.sampled[first:end]
+        return msgspec.structs.replace(recorded, logprobs=Array.of(logprobs, "float32"))
+
+
+def _turns(rollout: Rollout, rows: tuple[RowView, ...]) -> Iterator[tuple[int, RowView, int, int, int]]:
+    """Yield row number, row, number of the call in its sample, first and end of each turn of the model."""
+    if rollout.turns is None:
+        for number, row in enumerate(rows):
+            yield number, row, 0, row.own_prompt, len(row.tokens)
+        return
+    calls = dict[int, int]()
+    for sample, number, first, end in rollout.turns.numpy().tolist():
+        yield number, rows[number], calls.get(sample, 0), first, end
+        calls[sample] = calls.get(sample, 0) + 1
+
+
+def _check(group: int, row: RowView, first: int, recorded: list[int], made: list[int]) -> None:
+    if recorded == made:
+        return
+    place = next(
+        (i for i, pair in enumerate(zip(recorded, made, strict=False)) if len({*pair}) > 1), len(made)
+    )
+    found = made[place] if place < len(made) else "an end"
+    raise TetherError(
+        f"group {group}, sample {row.sample}, token {first + place}: {found} was generated, and "
+        f"{recorded[place]} is recorded; engine, environment or machine compute otherwise than the run's did"
+    )

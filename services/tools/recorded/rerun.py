@@ -1,0 +1,208 @@
+"""Makes a recorded run again (`tether rerun`): its event log is the schedule.
+
+The log and the records say which groups a step trained, and under which version each token was sampled. So
+tokens are sampled again under the same versions, with commits between the same tokens. A fork trains the
+recorded groups from a version on, under other settings.
+"""
+
+import asyncio
+import dataclasses
+import json
+import shutil
+import tempfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import torch
+
+from protocol.codec import decode_payload, encode_payload
+from protocol.errors import SettingsError, TetherError
+from protocol.host.atomic_file import directory_written_aside, write_atomically
+from protocol.messages import ScoredRollout
+from reward.score import score_rollout
+from reward.workers.pool import ScorePool
+from services.ledger.event_log import hash_chain
+from services.ledger.event_log.archiver import FILE as LOG
+from services.preflight.sampling import rerun_obstacles
+from services.run_record.end import PARENT, Parent
+from services.run_record.steps import FILE as STEPS
+from services.runtime.user_modules import add_user_modules
+from services.settings.load import FILE as SETTINGS
+from services.settings.load import dump_settings
+from services.settings.sections import Settings
+from services.tools.recorded.again import GeneratedAgain
+from services.tools.recorded.run import RecordedRun
+from services.tools.replay import leading, other_settings, save_state
+from trainer.execution.commands import CopyWeightsCommand, DigestWeightsCommand, RestoreCommand
+from trainer.execution.executor import Executor
+from trainer.step.train_command import TrainCommand
+from trainer.storage.archive import Archive
+from trainer.storage.hf_export import write_hf
+from trainer.storage.stored import StoredMessage
+
+MOST_STEPS = 10**9
+ARCHIVE_MB = 1 << 30
+"""All steps are kept."""
+
+
+def rerun(
+    settings: Settings, to: int | None, directory: Path, overrides: Sequence[str] = ()
+) -> dict[str, Any]:
+    """Make a run again, up to a version; with overrides, continue as a fork on the recorded groups.
+
+    Args:
+        settings: of the run.
+        to: the version; None: the last one.
+        directory: of the new run, which must not exist.
+        overrides: settings of the fork, as `tether replay` allows them.
+
+    Returns:
+        `steps` that were generated and trained again, `forked` steps, `equal`: how many of the former ended
+        with the recorded weights, and `run_dir`.
+
+    Raises:
+        SettingsError: the run cannot be made again, names why.
+        TetherError: another token came out; nothing is written.
+    """
+    without_seeds = () if settings.run.deterministic else ("its samples have no seeds (run.deterministic)",)
+    for reason in (*without_seeds, *rerun_obstacles(settings)):
+        raise SettingsError(f"{settings.run_dir} cannot be made again: {reason}")
+    if directory.exists():
+        raise SettingsError(f"{directory} is there already: give another --run-dir")
+    recorded = RecordedRun(settings, range(MOST_STEPS))
+    made = len(recorded.steps)
+    to = made if to is None else to
+    if not 0 <= to <= made:
+        raise SettingsError(f"--to {to}: {settings.run_dir} has versions 0 to {made}")
+    other = other_settings(settings, overrides) if overrides else settings
+    target = dataclasses.replace(other, run=dataclasses.replace(other.run, dir=str(directory.absolute())))
+    with directory_written_aside(directory) as aside:
+        dump_settings(target, aside / SETTINGS)
+        parent = Parent(str(settings.run_dir), to, tuple(overrides))
+        write_atomically(aside / PARENT, msgspec.json.encode(parent))
+        if settings.model.scratch is not None and not settings.model.path:
+            shutil.copytree(settings.model_dir, aside / settings.model_dir.name)
+        making = Rerun(recorded, aside)
+        asyncio.run(making.make(to, made if overrides else to, other))
+    return {
+        "run_dir": str(directory),
+        "steps": to,
+        "forked": len(making.digests) - to,
+        "equal": sum(making.digests[step] == recorded.step(step).record.digest for step in range(to)),
+    }
+
+
+class Rerun:
+    """A run that is being made again, in a directory."""
+
+    def __init__(self, recorded: RecordedRun, directory: Path) -> None:
+        """Begin without a step."""
+        self._recorded, self._directory = recorded, directory
+        self._settings = recorded.settings
+        self._archive = Archive(directory / "archive", ARCHIVE_MB)
+        self._versions = dict[int, dict[str, torch.Tensor]]()
+        self.digests = list[int]()
+        """Digest of the weights after each step."""
+
+    async def make(self, to: int, end: int, other: Settings) -> None:
+        """Make the steps up to version `to` again, and those up to `end` from the record, under `other`."""
+        settings = self._settings
+        again = GeneratedAgain(settings, self._versions.__getitem__)
+        with leading(settings) as executor:
+            async with ScorePool(settings.reward, add_user_modules(settings)) as pool:
+                for step in range(to):
+                    self._hold(executor, step)
+                    records = [await self._scored(again, one, pool) for one in self._groups(step)]
+                    command = self._recorded.command(step)
+                    command = msgspec.structs.replace(
+                        command, records=[encode_payload(one) for one in records]
+                    )
+                    await asyncio.to_thread(self._train, executor, settings, command)
+            await asyncio.to_thread(self._fork, executor, to, end, other)
+        self._write_log(end)
+
+    def _groups(self, step: int) -> list[ScoredRollout]:
+        found = [decode_payload(record) for record in self._recorded.command(step).records]
+        return [group for group in found if isinstance(group, ScoredRollout)]
+
+    def _hold(self, executor: Executor, version: int) -> None:
+        """Hold the newest version, and drop those under which no token remains to be sampled."""
+        tensors = executor.lead(CopyWeightsCommand(self._settings.engine.dtype))
+        self._versions[version] = {name: tensor.clone() for name, tensor in tensors.items()}
+        later = [step for step in self._recorded.steps if step >= version]
+        used = {
+            v for step in later for group in self._recorded.step(step).record.groups for v in group.counts
+        }
+        for old in self._versions.keys() - used - {version}:
+            del self._versions[old]
+
+    async def _scored(self, again: GeneratedAgain, recorded: ScoredRollout, pool: ScorePool) -> ScoredRollout:
+        rollout = await asyncio.to_thread(again.generated, recorded.rollout)
+        scored = await score_rollout(rollout, pool, recorded.scorer)
+        if not isinstance(scored, ScoredRollout):
+            raise TetherError(f"group {rollout.group} could not be scored again: {scored.error}")
+        return scored
+
+    def _train(self, executor: Executor, settings: Settings, command: TrainCommand) -> None:
+        """Make a step, and write its records and its line of metrics.jsonl."""
+        torch.set_num_threads(settings.trainer.threads)
+        plan, stats = executor.train(command)
+        self.digests.append(executor.lead(DigestWeightsCommand(settings.engine.dtype)))
+        keys = [(group.group, group.token) for group in self._recorded.step(command.step).record.groups]
+        self._archive.put(
+            command.step,
+            [StoredMessage.received(*key, record) for key, record in zip(keys, command.records, strict=True)],
+        )
+        report = self._recorded.report(command.step)
+        measured = {
+            **dataclasses.asdict(plan.stats),
+            **dataclasses.asdict(stats),
+            "batch_digest": plan.digest,
+        }
+        line = {**report, **{name: value for name, value in measured.items() if name in report}}
+        hash_chain.append(self._directory / STEPS, [msgspec.json.encode(line)], durable=False)
+
+    def _fork(self, executor: Executor, to: int, end: int, other: Settings) -> None:
+        """Train the recorded groups of the steps from `to` on under `other`, and export the last version."""
+        if to == end:
+            self._export(executor, end)
+            return
+        with tempfile.TemporaryDirectory(prefix="rerun.") as state:
+            save_state(executor, state)
+            with leading(other) as forked:
+                forked.lead(RestoreCommand(state))
+                for step in range(to, end):
+                    self._train(forked, other, self._recorded.command(step, other))
+                self._export(forked, end)
+
+    def _export(self, executor: Executor, version: int) -> None:
+        tensors = executor.lead(CopyWeightsCommand(self._settings.trainer.dtype))
+        target = self._directory / "exports" / f"step_{version:08}"
+        write_hf(iter(tensors.items()), target, self._settings.model_dir)
+
+    def _write_log(self, end: int) -> None:
+        """Write the event log up to a version: the run's, with the digests that came out."""
+        made = {
+            (step, self._recorded.step(step).record.epoch): str(self.digests[step]) for step in range(end)
+        }
+        bodies = list[bytes]()
+        with (self._settings.run_dir / LOG).open("rb") as lines:
+            for line in lines if made else ():
+                event = json.loads(line)
+                event.pop(hash_chain.LINK, None)
+                if event["event"] == "commit" and (key := (event["step"], event["epoch"])) in made:
+                    event["digest"] = made.pop(key)
+                bodies.append(json.dumps(event, separators=(",", ":"), ensure_ascii=False).encode())
+                if not made:
+                    break
+        hash_chain.append(self._directory / LOG, bodies)
+
+
+def render_rerun(facts: Mapping[str, Any]) -> str:
+    """Return the result of `rerun` as text."""
+    lines = [f"{facts['steps']} steps generated and trained again; {facts['equal']} ended with equal weights"]
+    if facts["forked"]:
+        lines.append(f"{facts['forked']} steps trained on the recorded samples under other settings")
+    return "\n".join([*lines, f"the run is in {facts['run_dir']}"])

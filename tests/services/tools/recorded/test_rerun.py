@@ -1,0 +1,74 @@
+"""A recorded run that is made again: the same tokens under the same versions, also where a commit fell into a
+sample, and forks of it."""
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import SettingsError, TetherError
+from services.run_record.end import describe_ended_run
+from services.settings.load import dump_settings, run_settings
+from services.tools.recorded.comparison import compare_runs
+from services.tools.recorded.rerun import rerun
+from services.tools.recorded.run import RecordedRun
+from tests.changes import slow_unless_changed
+from tests.integration.loop import run_to_end, settings_for
+from tests.integration.test_deterministic import OVERRIDES, STEPS
+
+CHANGES = slow_unless_changed(
+    "services/tools/recorded/", "rollout/engines/hf/", "rollout/engines/in_process/", "rollout/seeds.py"
+)
+TWO_TURNS = (
+    "run.lockstep=false",
+    "environment.name=tests.trials.silent.world:TwoTurns",
+    "sampling.max_tokens=12",
+    "rollout.groups_in_flight=3",
+)
+TO = 5
+
+
+@CHANGES
+def test_rerun_of_an_asynchronous_run_is_equal_and_can_be_forked(tmp_path: Path) -> None:
+    run_dir, again, fork = (tmp_path / name for name in ("run", "again", "fork"))
+    settings = settings_for(run_dir, "demo.toml", *OVERRIDES, *TWO_TURNS)
+    asyncio.run(run_to_end(settings, rollouts=2))
+    dump_settings(settings, run_dir / "settings.json")
+    recorded = RecordedRun(settings, range(STEPS))
+    groups = [group for step in recorded.steps for group in recorded.step(step).record.groups]
+    assert any(len(group.counts) > 1 for group in groups)  # a commit fell into a sample
+
+    facts = rerun(run_settings(run_dir), TO, again)
+    assert (facts["steps"], facts["equal"]) == (TO, TO)
+    compared = compare_runs(run_dir, again)
+    assert (compared["versions"], compared["made"], compared["difference"]) == (TO, [STEPS, TO], None)
+    assert (run_dir / "audit.jsonl").read_bytes().startswith((again / "audit.jsonl").read_bytes())
+
+    facts = rerun(run_settings(run_dir), TO, fork, ["algorithm.clip_high=0.01"])
+    assert (facts["steps"], facts["equal"], facts["forked"]) == (TO, TO, STEPS - TO)
+    compared = compare_runs(run_dir, fork)
+    assert compared["made"] == [STEPS, STEPS]
+    assert "algorithm.clip_high" in compared["settings"][0]
+    why = describe_ended_run(run_settings(fork))["why"]
+    assert why == f"fork of {run_dir} from version {TO} on, with algorithm.clip_high=0.01"
+
+    other_seed = settings_for(run_dir, "demo.toml", *OVERRIDES, *TWO_TURNS, "trainer.seed=1")
+    with pytest.raises(TetherError, match=r"group 0, sample 0, token .* was generated"):
+        rerun(other_seed, TO, tmp_path / "other")
+    assert not (tmp_path / "other").exists()
+
+
+@pytest.mark.parametrize(
+    ("override", "cause"),
+    [
+        ("run.deterministic=false", "run.deterministic"),
+        ("engine.name=vllm", "engine 'hf'"),
+        ("lora.rank=4", "lora.rank"),
+        ("engine.kv=keep", "engine.kv"),
+    ],
+)
+def test_rerun_refuses_what_it_cannot_generate_again(tmp_path: Path, override: str, cause: str) -> None:
+    settings = settings_for(tmp_path / "run", "demo.toml", *OVERRIDES, *TWO_TURNS, override)
+    with pytest.raises(SettingsError, match=cause):
+        rerun(settings, None, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
