@@ -160,7 +160,7 @@ def train_command(
         recompute_logprobs=settings.trainer.recompute_logprobs,
         reference_logprobs=settings.algorithm.kl_coef > 0,
         mismatch_share=0.0
-        if ALGORITHMS[settings.algorithm.name].on_data
+        if ALGORITHMS[settings.algorithm.name].on_data or settings.lora.dropout
         else settings.trainer.mismatch_share,
         epochs=settings.trainer.epochs_per_batch,
         mini_batches=settings.trainer.num_mini_batches,

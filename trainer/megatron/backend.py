@@ -22,7 +22,7 @@ from trainer.backends.host_offload import HostOffload
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.layers.attention.kernels import choose_backend
-from trainer.lora import merged, without_adapters
+from trainer.lora import merged, with_dropout, without_adapters
 from trainer.megatron import cpu, parallel
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
@@ -53,6 +53,7 @@ from trainer.megatron.roles.frozen import FrozenPart, shapes_of
 from trainer.megatron.sharing import buffers_of, parts_of
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.publication import Publication
+from trainer.step.made_passes import MadePasses
 from trainer.step.measures import StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -125,7 +126,7 @@ class MegatronBackend(Backend):
         self._memory.begin_step()
         step = self._stepper.step(
             batch,
-            lambda: self._runner.train(batch, self.algorithm, measures),
+            lambda: self._train(batch, measures),
             lr_scale=measures.lr_scale if measures.tokens else None,
         )
         if not step.skipped:
@@ -144,6 +145,13 @@ class MegatronBackend(Backend):
             expert_load_min=idlest,
             warnings=step.warnings,
         )
+
+    def _train(self, batch: Batch, measures: StepMeasures) -> MadePasses:
+        """Run the passes of an update. Tensor ranks draw the same masks, all others masks of their own."""
+        rank = self._position.copy + self._position.copies * self._position.pp
+        place = self._trainer.seed, self._optimizer.steps, rank
+        with with_dropout(torch.nn.ModuleList(self._runner.chunks), self.lora, place):
+            return self._runner.train(batch, self.algorithm, measures)
 
     @property
     def position(self) -> parallel.Position:

@@ -236,6 +236,7 @@ def bytes_of_layer(
     if not work.architecture.family.pre_norms:  # those after are not computed again
         without = tuple(name for name in without if name != "layernorm")
     seen = 0 if "core_attn" in without else _keys_seen(work, tokens)
+    seen += _dropped_bytes(work, tokens)
     return seen + sum(
         ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
         for row in (EXPERT_ACTIVATIONS if sparse else ACTIVATIONS)
@@ -334,29 +335,40 @@ def _output_table(work: Workload) -> int:
 
 def _adapter_parameters(work: Workload, stage: int) -> int:
     """Return the parameters of this rank's adapters: A and B of each target of its layers."""
+    return work.layers_of(stage) * work.adapters.rank * sum(map(sum, _adapted(work)))
+
+
+def _dropped_bytes(work: Workload, tokens: int) -> int:
+    """Return the bytes of the adapters' inputs after dropout, with their masks, that a layer keeps."""
+    width = sum(inputs for inputs, _ in _adapted(work)) if work.adapters.dropout else 0
+    return tokens * width * (work.item + 1)
+
+
+def _adapted(work: Workload) -> list[tuple[int, int]]:
+    """Return the sizes (in, out) of a layer's weights that have an adapter, over all tensor ranks."""
     a, adapters = work.architecture, work.adapters
     q, k = a.heads * a.head_dim, a.kv_heads * a.head_dim
+    into, out_of = (a.hidden, a.intermediate), (a.intermediate, a.hidden)
     sizes = {
-        "q_proj": a.hidden + q,
-        "k_proj": a.hidden + k,
-        "v_proj": a.hidden + k,
-        "o_proj": q + a.hidden,
-        "gate_proj": a.hidden + a.intermediate,
-        "up_proj": a.hidden + a.intermediate,
-        "down_proj": a.intermediate + a.hidden,
-        "c_fc": a.hidden + a.intermediate,
-        "c_proj": a.intermediate + a.hidden,
-        "dense": q + a.hidden,
-        "fc1": a.hidden + a.intermediate,
-        "fc2": a.intermediate + a.hidden,
+        "q_proj": (a.hidden, q),
+        "k_proj": (a.hidden, k),
+        "v_proj": (a.hidden, k),
+        "o_proj": (q, a.hidden),
+        "gate_proj": into,
+        "up_proj": into,
+        "down_proj": out_of,
+        "c_fc": into,
+        "c_proj": out_of,
+        "dense": (q, a.hidden),
+        "fc1": into,
+        "fc2": out_of,
     }
     if low := a.latent:
-        sizes["o_proj"] = a.heads * low.value + a.hidden
-        sizes["q_b_proj"] = low.query_rank + q
-        sizes["kv_b_proj"] = low.kv_rank + a.heads * (low.nope + low.value)
+        sizes["o_proj"] = a.heads * low.value, a.hidden
+        sizes["q_b_proj"] = low.query_rank, q
+        sizes["kv_b_proj"] = low.kv_rank, a.heads * (low.nope + low.value)
     asked = _linear_names(a) if adapters.target_modules == ALL_LINEAR else adapters.target_modules
-    chosen = sum(size for name, size in sizes.items() if name in asked)
-    return work.layers_of(stage) * adapters.rank * chosen
+    return [size for name, size in sizes.items() if name in asked]
 
 
 def _linear_names(a: Architecture) -> set[str]:
