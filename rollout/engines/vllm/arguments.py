@@ -134,6 +134,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("weight_transfer_config", "enable_fault_tolerance", "fault_tolerance_config"), _OTHER_UPDATES
     ),
+    "trust_remote_code": "set model.trust_remote_code",
     "max_model_len": "set engine.max_model_len",
     "max_num_seqs": "set engine.max_running",
     "gpu_memory_utilization": "set engine.memory_fraction",

@@ -12,6 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import xxhash
 
+from protocol.device.hf_models import code_trust
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, Sampling
@@ -220,6 +221,7 @@ def engine_arguments(
         kernels["max_cudagraph_capture_size"] = config.max_running
     return {
         "model": str(model_dir),
+        **code_trust(),
         "load_format": "auto" if any(model_dir.glob("*.safetensors")) else "dummy",
         "skip_tokenizer_init": True,
         "dtype": config.dtype,
