@@ -16,6 +16,7 @@ from services.preflight.critic import critic_problems
 from services.preflight.data import (
     character_problems,
     count_too_long,
+    describe_tools,
     first_prompts,
     rendered_prompt,
     rendering_problems,
@@ -138,6 +139,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {_held_out(settings, source)}"
         + _left_out(settings, model, source),
         f"first    {_first_prompt(settings, model, first_prompts(source))}",
+        *describe_tools(settings, model),
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
