@@ -241,8 +241,7 @@ def engine_arguments(
         **({"enable_return_routed_experts": True} if config.enable_return_routed_experts else {}),
         **({"speculative_config": speculation(config)} if config.drafts != "off" else {}),
         **(ALONE if config.batch_invariant else {}),
-        **memory,
-        **kernels,
+        **memory | kernels,
         **lora_arguments(lora, model_dir, named),
         **config.arguments,
     }
