@@ -67,6 +67,7 @@ def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticF
     seat = seat_of(process, settings.parallel.world_size, placement.ranks)
     if not seat.role:
         return None
+    add_user_modules(settings)
     parallel, trainer = placement.layout(seat.role), settings.trainer
     if seat.role == "critic":
         own = CriticSpec(fetch_critic(settings), fetch_model(settings), settings.critic, settings.optimizer)
