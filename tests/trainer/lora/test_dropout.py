@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from protocol.weights.lora import AdapterTarget, LoraConfig
+from tests.changes import slow_unless_changed
 from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS, targets_of
 from tests.trainer.lora.ranks import make_backend, run
 from tests.trainer.megatron.launch import launch
@@ -27,7 +28,10 @@ from trainer.fsdp.backend import FsdpBackend
 from trainer.lora import initial_adapter, mask_seed
 from trainer.reference.backend import ReferenceBackend
 
-pytestmark = pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
+pytestmark = [
+    pytest.mark.xdist_group("layouts"),  # one process forks the ranks of all
+    slow_unless_changed("trainer/lora.py", "trainer/reference/", "trainer/fsdp/", "trainer/megatron/layers/"),
+]
 
 DROPPED = replace(LORA, dropout=0.3)
 KINDS = ["reference", "fsdp", "megatron"]
