@@ -25,7 +25,7 @@ from trainer.storage.host_state import HostCopies
 def make_backend(
     name: str, model_dir: Path, layout: str, adapters: LoraConfig = LORA, **settings: object
 ) -> MegatronBackend:
-    trainer = TrainerConfig(micro_batch_size=7, device="cpu", **settings)  # type: ignore[arg-type]
+    trainer = TrainerConfig(**{"micro_batch_size": 7, "device": "cpu", **settings})  # type: ignore[arg-type]
     return MegatronBackend(
         model_dir,
         parallel=LAYOUTS[layout],
