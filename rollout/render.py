@@ -5,6 +5,7 @@ import inspect
 import logging
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
@@ -20,9 +21,10 @@ from rollout.tokenizer_files import end_ids, load_tokenizer
 log = logging.getLogger("tether.rollout")
 
 NO_TOOLS = (
-    "a request offers tools, and the chat template does not write them, so the model does not see them: "
+    "the chat template does not write tools, so the model does not see those that a request offers: "
     "give a template that does by render.chat_template_file"
 )
+_TOOL = {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}}
 _MARK = "\x02assistant\x03"
 """Placeholder for an assistant's message, at which a rendered template is cut."""
 
@@ -165,6 +167,13 @@ class Renderer:
         return self._chat
 
     @property
+    def writes_tools(self) -> bool:
+        """Whether the model would see tools that are offered with a message of the user."""
+        with suppress(Exception):  # of jinja, or the template's own
+            return self._writes_tools([{"role": "user", "content": "f"}])
+        return False
+
+    @property
     def stop_strings(self) -> tuple[str, ...]:
         """`RenderConfig.stop`."""
         return self._config.stop
@@ -194,7 +203,7 @@ class Renderer:
             text = self._applied(messages, tools) if self._chat else _lines(messages)
             if tools and not self._tools_seen:
                 self._tools_seen = True
-                if not self._chat or text == self._applied(messages):
+                if not self._writes_tools(messages):
                     log.warning("render.no_tools said=%s", NO_TOOLS)
         except Exception as error:  # templates raise any exception of jinja or their own
             raise SettingsError(f"the chat template refuses the messages: {error}") from error
@@ -290,6 +299,10 @@ class Renderer:
             return self._applied(conversation)
         except Exception as error:  # templates raise any exception of jinja or their own
             raise SettingsError(f"prompt {index}: the chat template refuses it: {error}") from error
+
+    def _writes_tools(self, messages: Sequence[Mapping[str, Any]]) -> bool:
+        tools = [{"type": "function", "function": _TOOL}]
+        return self._chat and self._applied(messages, tools) != self._applied(messages)
 
     def _applied(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """Return the chat template's text of messages, in the form of content that it takes."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
+from protocol.device.hf_models import code_trust
 from protocol.errors import SettingsError
 from rollout.plain_tokenizer import load_plain
 
@@ -64,7 +65,7 @@ def load_tokenizer(model_dir: Path, *, alone: bool = True) -> Any:
             from transformers import PreTrainedTokenizerFast as Loader
         else:
             from transformers import AutoTokenizer as Loader  # imports torch and every model class
-        return Loader.from_pretrained(str(model_dir), local_files_only=True)
+        return Loader.from_pretrained(str(model_dir), local_files_only=True, **code_trust())
     except Exception as error:  # OSError, ValueError, or the tokenizers library's own
         raise SettingsError(
             f"the tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}"

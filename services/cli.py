@@ -260,7 +260,7 @@ def pass_rates(
     _show(write_pass_rates(run_settings(run_dir), out), as_json, render_pass_rates)
 
 
-@app.command("set")
+@app.command("set", context_settings={"ignore_unknown_options": True})  # -1 is a value
 def set_value(
     run_dir: RunDir,
     name: Annotated[str, typer.Argument(help="max-staleness, groups-per-step or staleness-policy")],

@@ -9,6 +9,7 @@ from pathlib import Path
 import safetensors
 import safetensors.torch
 import torch
+import torch.nn.functional as F
 import xxhash
 
 from protocol.host.atomic_file import directory_written_aside
@@ -20,10 +21,50 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class AdapterSwitch:
-    """Mark of a layer's adapters, which `without_adapters` turns off."""
+    """Mark of a layer's adapters, which `without_adapters` turns off, and `with_dropout` thins out."""
 
     is_on: bool = True
     """Whether their output is added to the layer's."""
+    dropout: float = 0.0
+    """Share of their inputs' elements that is set to 0."""
+
+    def dropped(self, x: torch.Tensor, rank: int = 0, ranks: int = 1) -> torch.Tensor:
+        """Return the input of an adapter after dropout, by torch's own random numbers.
+
+        Of several ranks each has its columns of the input, and all draw the mask of the whole.
+        """
+        if not self.dropout:
+            return x
+        if ranks == 1:
+            return F.dropout(x, self.dropout)
+        mask = F.dropout(x.new_ones(*x.shape[:-1], ranks * x.shape[-1]), self.dropout)
+        return x * mask.narrow(-1, rank * x.shape[-1], x.shape[-1])
+
+
+@contextmanager
+def with_dropout(model: torch.nn.Module, config: LoraConfig, place: tuple[int, int, int]) -> Iterator[None]:
+    """Have adapters drop inputs within the block, a training pass.
+
+    Masks follow from the place and from what the block computes. Backward passes that compute activations
+    again draw equal ones, since checkpoints keep the state of torch's random numbers.
+
+    Args:
+        model: with the adapters.
+        config: has the share.
+        place: `trainer.seed`, updates that were made, and number of the rank among those that draw apart.
+    """
+    if not config.dropout:
+        yield
+        return
+    torch.manual_seed(mask_seed(*place))
+    switches = [module for module in model.modules() if isinstance(module, AdapterSwitch)]
+    for switch in switches:
+        switch.dropout = config.dropout
+    try:
+        yield
+    finally:
+        for switch in switches:
+            switch.dropout = 0.0
 
 
 @contextmanager
@@ -37,6 +78,11 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
     finally:
         for switch in switches:
             switch.is_on = True
+
+
+def mask_seed(seed: int, update: int, rank: int) -> int:
+    """Return the seed of torch's random numbers at the beginning of an update's passes."""
+    return xxhash.xxh3_64_intdigest(f"{seed} {update} {rank}".encode()) % 2**63
 
 
 def initial_adapter(target: AdapterTarget, rank: int, seed: int) -> dict[str, torch.Tensor]:
@@ -113,7 +159,7 @@ def peft_config(config: LoraConfig, base: Path, names: Iterable[str]) -> dict[st
         "lora_alpha": config.alpha,
         "use_rslora": config.use_rslora,
         "target_modules": target_modules(names),
-        "lora_dropout": 0.0,
+        "lora_dropout": config.dropout,
         "bias": "none",
         "fan_in_fan_out": False,
         "inference_mode": True,

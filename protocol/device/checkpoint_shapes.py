@@ -42,11 +42,13 @@ def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from protocol.device.checkpoint_views import MODEL_BUILDING, checkpoint_views, model_tensors
+    from protocol.device.checkpoint_views import checkpoint_views, model_tensors
+    from protocol.device.hf_models import MODEL_BUILDING, code_trust
 
     try:
         with MODEL_BUILDING, torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir))
+            config = AutoConfig.from_pretrained(model_dir, **code_trust())
+            model = AutoModelForCausalLM.from_config(config, **code_trust())
     except (OSError, ValueError, KeyError) as error:
         raise EngineError(
             f"{model_dir} has no weights, and its architecture is not known: {error}"

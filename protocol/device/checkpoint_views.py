@@ -1,10 +1,9 @@
-"""Builds transformers models, and shows their tensors as checkpoints have them: experts one by one.
+"""Shows the tensors of a transformers model as its checkpoint has them: other names, experts one by one.
 
 transformers joins the experts of a layer when it loads a checkpoint, and takes them apart when it saves one.
 What takes them apart runs here without its copies, so that every tensor of the checkpoint is a view.
 """
 
-import threading
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,24 +11,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.errors import SettingsError
-
-MODEL_BUILDING = threading.Lock()
-"""Held around `from_pretrained` and `from_config`.
-
-transformers replaces methods of its base class while it builds a model (`no_tie_weights`, `no_init_weights`)
-and restores what it found. Of two threads at once, each finds the other's replacements; the last one leaves
-these in place, and no model loaded later in that process ties its embeddings.
-"""
-
-
-def use_whole_attention(model: Any) -> None:
-    """Have a model whose config.json bounds attention scores compute them written out.
-
-    transformers' default, torch's `scaled_dot_product_attention`, ignores `attn_logit_softcapping` (Gemma 2):
-    log-probabilities would differ from the ones that vLLM, SGLang and Megatron compute.
-    """
-    if getattr(model.config, "attn_logit_softcapping", None):
-        model.set_attn_implementation("eager")
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:

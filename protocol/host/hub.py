@@ -28,7 +28,16 @@ class Kind(StrEnum):
 
 
 FILES: Mapping[Kind, Sequence[str]] = {
-    Kind.MODEL: ("*.safetensors", "*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt", "vocab.txt"),
+    Kind.MODEL: (
+        "*.safetensors",
+        "*.json",
+        "*.jinja",
+        "*.model",
+        "*.tiktoken",
+        "merges.txt",
+        "vocab.txt",
+        "*.py",
+    ),
     Kind.DATASET: ("*.parquet", "*.json", "*.jsonl", "*.json.gz", "*.jsonl.gz", "*.csv", "README.md"),
 }
 """Kind -> patterns of the files that are fetched."""

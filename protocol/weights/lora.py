@@ -57,6 +57,9 @@ class LoraConfig:
     path: FilePath = ""
     """Directory in PEFT's format with the adapter that training starts from. Empty: A is random, B is
     zero."""
+    dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.0
+    """Share of the elements of each adapter's input that a training pass sets to 0, scaling up the others, as
+    PEFT does. Passes that compute log-probabilities alone have none, and mismatch is not measured."""
 
     def __post_init__(self) -> None:
         """Refuse text that is not "all-linear".

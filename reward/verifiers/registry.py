@@ -97,7 +97,7 @@ def find_verifier(name: str) -> VerifierEntry:
     if ":" in name:
         raise SettingsError(
             f"setting reward.verifiers: verifier {name!r} is not a module; for a function use "
-            f'name = "function" with path = "{name}"'
+            f'name = "function" with options = {{ path = "{name}" }}'
         )
     if "." in name:
         return VerifierEntry(name)

@@ -18,7 +18,8 @@ from numpy.typing import NDArray
 from transformers import AutoModelForCausalLM
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
-from protocol.device.checkpoint_views import MODEL_BUILDING, checkpoint_views, model_tensors
+from protocol.device.checkpoint_views import checkpoint_views, model_tensors
+from protocol.device.hf_models import MODEL_BUILDING, code_trust
 from protocol.errors import SettingsError
 from protocol.host.machine import memory_available
 from protocol.rollout_view import RowView
@@ -86,6 +87,7 @@ class Recomputer:
                     local_files_only=True,
                     attn_implementation="eager",
                     experts_implementation="eager",
+                    **code_trust(),
                 )
         except (OSError, ValueError, KeyError) as error:
             raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error

@@ -68,6 +68,8 @@ class Shadow:
         self._views = views
         """Tensors that versions replace; none if adapters are trained: the shadow continues by itself."""
         self._chosen = _chosen(self._views)
+        self._drops = settings.lora.dropout > 0
+        """Whether the trainer's masks are of its layout, so that its steps are made again with others."""
 
     @property
     def limit(self) -> float:
@@ -98,7 +100,7 @@ class Shadow:
         starts = {name: self._views[name].clone() for name in self._chosen if after is not None}
         with torch.enable_grad():
             plan, expected = self._executor.train(command)
-        if stats.skipped or expected.skipped:
+        if stats.skipped or expected.skipped or self._drops:
             return
         yield from _numbers(plan, stats, expected)
         for name, begun in starts.items():

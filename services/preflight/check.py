@@ -16,6 +16,7 @@ from services.preflight.critic import critic_problems
 from services.preflight.data import (
     character_problems,
     count_too_long,
+    describe_tools,
     first_prompts,
     rendered_prompt,
     rendering_problems,
@@ -133,10 +134,12 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     )
     mixed = " + ".join(entry.name for entry in prompts.mixture)
     return [
-        f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{origin}",
+        f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{origin}"
+        + _code(settings),
         f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {_held_out(settings, source)}"
         + _left_out(settings, model, source),
         f"first    {_first_prompt(settings, model, first_prompts(source))}",
+        *describe_tools(settings, model),
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
@@ -157,6 +160,12 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         ),
         *describe_memory(settings, model),
     ]
+
+
+def _code(settings: Settings) -> str:
+    """Return a warning that code of the model's directory will run; empty if none will."""
+    trusted = settings.model.trust_remote_code
+    return "; WARNING: Python files in it are run (model.trust_remote_code)" if trusted else ""
 
 
 def _stream(settings: Settings, source: PromptSource) -> str:

@@ -6,8 +6,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from protocol.errors import SettingsError
+from rollout.environments.registry import ENVIRONMENTS
 from rollout.prompts.base import Prompt, PromptSource
-from rollout.render import PromptTooLong, Renderer
+from rollout.render import NO_TOOLS, PromptTooLong, Renderer
 from services.preflight.model import ModelFacts
 from services.preflight.problem import Problem
 from services.settings.sections import Settings
@@ -119,6 +120,16 @@ def rendered_prompt(settings: Settings, model: ModelFacts, prompt: Prompt) -> st
     """
     renderer = _renderer(settings, model)
     return "".join(map(renderer.piece, renderer.prompt_tokens(prompt)))
+
+
+def describe_tools(settings: Settings, model: ModelFacts) -> list[str]:
+    """Return a warning if requests of agents may offer tools, and the model would not see them."""
+    environment = settings.environment
+    if environment.name not in ENVIRONMENTS.having("has_sessions"):
+        return []
+    if environment.options.get("tool_syntax") == "none" or _renderer(settings, model).writes_tools:
+        return []
+    return [f"tools    WARNING: {NO_TOOLS}"]
 
 
 def _renderer(settings: Settings, model: ModelFacts) -> Renderer:

@@ -57,6 +57,11 @@ class ModelFacts:
     """Whether the directory is there."""
 
     @property
+    def brings_code(self) -> bool:
+        """Whether a Python file of the directory defines the model."""
+        return "AutoModelForCausalLM" in (self.config.get("auto_map") or {})
+
+    @property
     def vocabulary(self) -> int:
         return int(self.config.get("vocab_size") or 0)
 
@@ -110,7 +115,7 @@ def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterato
     if backend == "scripted":
         yield Problem("trainer.backend 'scripted' has no models", "use megatron or fsdp", setting, role)
     if backend in OF_TRANSFORMERS:
-        yield from _unknown_to_transformers(setting, str(model.place), model)
+        yield from _unknown_to_transformers(settings, setting, str(model.place), model)
     if backend == "megatron":
         apart = role in settings.placement.ranks
         section = f"placement.{role}" if apart else "section [parallel]"
@@ -139,7 +144,7 @@ def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem
             backend,
         )
     if backend in OF_TRANSFORMERS:
-        yield from _unknown_to_transformers("trainer.backend", backend, model)
+        yield from _unknown_to_transformers(settings, "trainer.backend", backend, model)
     if backend == "megatron":
         yield from _megatron_problems("trainer.backend", settings, model)
         if model.is_made and not any(model.place.glob("*.safetensors")):
@@ -217,8 +222,8 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
     if engine.name == "megatron":
         yield from _megatron_problems("engine.name", settings, model)
     if engine.name == "hf":
-        yield from _unknown_to_transformers("engine.name", "hf", model)
-    if engine.name == "vllm":
+        yield from _unknown_to_transformers(settings, "engine.name", "hf", model)
+    if engine.name == "vllm" and not (model.brings_code and settings.model.trust_remote_code):
         yield from _unknown_to_vllm(model)
         yield from _windows_in_vllm(model)
 
@@ -230,9 +235,11 @@ def engines_of(settings: Settings) -> list[EngineConfig]:
     return [*engines, eval_engine(settings)] if settings.eval.every else engines
 
 
-def _unknown_to_transformers(setting: str, value: str, model: ModelFacts) -> Iterator[Problem]:
+def _unknown_to_transformers(
+    settings: Settings, setting: str, value: str, model: ModelFacts
+) -> Iterator[Problem]:
     kind = model.config.get("model_type")
-    if kind in FAMILIES:
+    if kind in FAMILIES or (model.brings_code and settings.model.trust_remote_code):
         return
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES  # imports torch
 
@@ -240,7 +247,9 @@ def _unknown_to_transformers(setting: str, value: str, model: ModelFacts) -> Ite
         yield Problem(
             f"{model.place / 'config.json'}: model_type {kind!r} is no causal language model that "
             "transformers has",
-            "choose another model",
+            "read the Python files that the model brings, and set model.trust_remote_code to run them"
+            if model.brings_code
+            else "choose another model",
             setting,
             value,
         )

@@ -66,6 +66,7 @@ def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticF
     seat = seat_of(process, settings.parallel.world_size, placement.ranks)
     if not seat.role:
         return None
+    add_user_modules(settings)
     fix_order_of_sums(settings)
     parallel, trainer = placement.layout(seat.role), settings.trainer
     if seat.role == "critic":
@@ -167,7 +168,7 @@ def train_command(
         recompute_logprobs=settings.trainer.recompute_logprobs,
         reference_logprobs=settings.algorithm.kl_coef > 0,
         mismatch_share=0.0
-        if ALGORITHMS[settings.algorithm.name].on_data
+        if ALGORITHMS[settings.algorithm.name].on_data or settings.lora.dropout
         else settings.trainer.mismatch_share,
         epochs=settings.trainer.epochs_per_batch,
         mini_batches=settings.trainer.num_mini_batches,

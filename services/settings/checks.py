@@ -71,6 +71,11 @@ def _check_mismatch(settings: Settings) -> None:
             f"{trainer.mismatch_limit:g} and trainer.mismatch_share {trainer.mismatch_share:g}; "
             "both have to be above 0"
         )
+    if trainer.mismatch_action == "stop" and settings.lora.dropout:
+        raise SettingsError(
+            "setting trainer.mismatch_action: 'stop' never stops with lora.dropout, under which a training "
+            "pass computes another policy than the engine; use 'warn'"
+        )
 
 
 def _check_recipe(settings: Settings) -> None:

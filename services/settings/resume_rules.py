@@ -93,6 +93,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "critic.path": (ResumeRule.FIXED, "checkpoints hold the critic that was made of it"),
     "critic.revision": (ResumeRule.FIXED, "checkpoints hold the critic that was made of it"),
     "lora": (ResumeRule.FIXED, _STATE),
+    "lora.dropout": (ResumeRule.REPEATED, _STEP),
     "reference": (ResumeRule.FIXED, _FROZEN),
     "reference.offload": (ResumeRule.FREE, "the model computes the same"),
     "teacher": (ResumeRule.FIXED, _FROZEN),

@@ -124,6 +124,9 @@ class ModelConfig:
     revision: str = ""
     """Branch, tag or commit of a model on the hub. Empty: main. The commit of the first start is recorded and
     kept."""
+    trust_remote_code: bool = False
+    """Whether model directories of the run may bring Python files (`auto_map` in config.json), which trainer,
+    engines and tokenizer then run, with all that you may do on the machine: docs/security.md."""
     scratch: ScratchConfig | None = None
     """Instead of `path`: the random model to make in RUN_DIR/model."""
 

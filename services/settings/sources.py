@@ -37,14 +37,8 @@ ABSENT = {
     "padding or capacity; there is no allgather and no flex (DeepEP) dispatcher",
     "distributed_backend": "it is nccl on a GPU and gloo on a CPU; set trainer.device",
     "distributed_timeout_minutes": "set trainer.process_group_timeout_s, in seconds",
-    **dict.fromkeys(
-        ("dropout", "lora_dropout"),
-        "engines sample without dropout, so log-probabilities of a pass with it would be of another policy "
-        "than the one that sampled, and every importance ratio would be noise",
-    ),
-    "trust_remote_code": "code of a model's repository is not run: trainers have models of transformers or "
-    "their own, and a tokenizer is read from tokenizer.json; [engine.arguments] takes vLLM's and SGLang's "
-    "trust_remote_code",
+    "lora_dropout": "set lora.dropout",
+    "trust_remote_code": "set model.trust_remote_code",
 }
 """Setting of another library that does not exist here, in any section -> why, or what to set instead."""
 

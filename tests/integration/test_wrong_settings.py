@@ -97,3 +97,12 @@ def test_a_directory_without_a_run_is_named(tmp_path: Path, command: str) -> Non
     assert result.returncode == 2
     assert str(tmp_path) in result.stderr
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("value", "says"), [("-1", "-1 is not between 0 and"), ("-x", "'-x' is not a whole")]
+)
+def test_a_negative_bound_is_no_option(tmp_path: Path, value: str, says: str) -> None:
+    result = tether_here("set", tmp_path, "max-staleness", value)
+    assert result.returncode == 2
+    assert says in result.stderr

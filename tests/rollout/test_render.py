@@ -246,9 +246,10 @@ def test_tools_that_a_template_leaves_out_are_said_once(
     )
     renderer = Renderer(model, RenderConfig(chat_template_file=str(file)))
     assert renderer.dialogue_text(MESSAGES) == "1+1"
+    assert renderer.writes_tools == writes
     texts = {renderer.dialogue_text(MESSAGES, tools) for _ in range(2)}
     assert all(('"add"' in text) == writes for text in texts)
-    assert sum("the chat template does not write them" in text for text in caplog.messages) == (not writes)
+    assert sum("the chat template does not write tools" in text for text in caplog.messages) == (not writes)
 
 
 def test_tools_without_a_template_are_said(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:

@@ -30,7 +30,7 @@ from trainer.fsdp.model import ShardedModel
 from trainer.fsdp.passes import Pass, forget_pass, make_retry
 from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
 from trainer.fsdp.stepper import make_stepper
-from trainer.lora import merged, without_adapters
+from trainer.lora import merged, with_dropout, without_adapters
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.process_group import join_ranks
 from trainer.ranks.publication import Publication, shared_out
@@ -138,9 +138,12 @@ class FsdpBackend(Offloadable, Backend):
 
         def run() -> tuple[list[Pass], list[torch.Tensor]]:
             passes = self._model.passes.divide(batch)
-            return passes, [
-                self._accumulate(one, batch.select(one.samples).to(self.device), measures) for one in passes
-            ]
+            place = self._trainer.seed, self._stepper.steps, self._rank
+            with with_dropout(self._model.module, self.lora, place):
+                return passes, [
+                    self._accumulate(one, batch.select(one.samples).to(self.device), measures)
+                    for one in passes
+                ]
 
         (passes, vectors), warnings = self._retry.step(self._model.passes, batch, run)
         counts = [[one.tokens, one.padding, one.row_tokens] for one in passes]

@@ -21,7 +21,7 @@ from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.layers.attention.kernels import choose_backend
-from trainer.lora import merged, without_adapters
+from trainer.lora import merged, with_dropout, without_adapters
 from trainer.megatron import cpu, parallel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.export import Exporter
@@ -47,7 +47,7 @@ from trainer.megatron.roles.frozen import load_part, shapes_of
 from trainer.memory.expected import TOKENS_ON_CPU
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.publication import Publication, shared_out
-from trainer.step.measures import StepMeasures
+from trainer.step.measures import MadePasses, StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
 TOKENS_ON_GPU = 16384
@@ -119,7 +119,7 @@ class MegatronBackend(Offloadable, Backend):
         self._memory.begin_step()
         step = self._stepper.step(
             batch,
-            lambda: self._runner.train(batch, self.algorithm, measures),
+            lambda: self._train(batch, measures),
             lr_scale=measures.lr_scale if measures.tokens else None,
         )
         if not step.skipped:
@@ -138,6 +138,13 @@ class MegatronBackend(Offloadable, Backend):
             expert_load_min=idlest,
             warnings=step.warnings,
         )
+
+    def _train(self, batch: Batch, measures: StepMeasures) -> MadePasses:
+        """Run the passes of an update. Tensor ranks draw the same masks, all others masks of their own."""
+        rank = self._position.copy + self._position.copies * self._position.place.pp
+        place = self._trainer.seed, self._optimizer.steps, rank
+        with with_dropout(torch.nn.ModuleList(self._runner.chunks), self.lora, place):
+            return self._runner.train(batch, self.algorithm, measures)
 
     @property
     def position(self) -> parallel.Position:

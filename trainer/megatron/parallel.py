@@ -32,6 +32,11 @@ class Position:
     place: Place
 
     @property
+    def copy(self) -> int:
+        """Number among the `copies`: the context rank varies faster than the data-parallel one."""
+        return self.place.cp + self.config.context_parallel_size * self.place.dp
+
+    @property
     def copies(self) -> int:
         """Ranks with the same parameters, except experts': they share the optimizer's state."""
         return self.config.context_parallel_size * self.config.data_parallel_size
@@ -145,8 +150,7 @@ def _check_order(position: Position) -> None:
         mpu.get_expert_tensor_parallel_rank(),
     )
     place = position.place
-    copy = place.cp + position.config.context_parallel_size * place.dp
-    if theirs != (place.tp, place.pp, place.cp, place.dp, copy, place.ep, place.etp):
+    if theirs != (place.tp, place.pp, place.cp, place.dp, position.copy, place.ep, place.etp):
         raise RuntimeError(f"megatron-core puts rank {position.rank} at {theirs}, not at {position.place}")
 
 

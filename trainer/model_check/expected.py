@@ -9,6 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
+from protocol.device.hf_models import code_trust
 from protocol.errors import SettingsError
 from trainer.batch import Batch, StepTotals
 
@@ -69,7 +70,11 @@ def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
     transformers_logging.disable_progress_bar()
     try:
         model = AutoModelForCausalLM.from_pretrained(
-            model_dir, dtype=torch.float32, local_files_only=True, attn_implementation="eager"
+            model_dir,
+            dtype=torch.float32,
+            local_files_only=True,
+            attn_implementation="eager",
+            **code_trust(),
         ).eval()
     except (OSError, ValueError) as error:
         raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error

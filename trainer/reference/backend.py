@@ -20,7 +20,7 @@ from trainer.backends.engine_attach import check_model_buffers, check_parameters
 from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.lora import merged, without_adapters
+from trainer.lora import merged, with_dropout, without_adapters
 from trainer.reference.frozen import frozen, in_dtype, load_model
 from trainer.reference.logprobs import evaluate, forward, passes
 from trainer.reference.lora import attach
@@ -35,8 +35,9 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 class ReferenceBackend(Offloadable, Backend):
     """AdamW or another optimizer on fp32 masters, on one rank.
 
-    Deterministic on the CPU: the same batches from the same checkpoint give the same bits. Dropout stays off,
-    so that E = 0 is on-policy. Weight decay leaves out vectors (norms and biases), as in Megatron-core.
+    Deterministic on the CPU: the same batches from the same checkpoint give the same bits. The model's
+    dropout stays off, so that E = 0 is on-policy. Weight decay leaves out vectors (norms and biases), as in
+    Megatron-core.
     """
 
     def __init__(
@@ -90,7 +91,8 @@ class ReferenceBackend(Offloadable, Backend):
     def train_step(self, batch: Batch) -> StepStats:
         measures = StepMeasures.of_batch(batch, self._algorithm.config)
         packed = passes(batch, self._trainer)
-        vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in packed]
+        with with_dropout(self._model, self.lora, (self._trainer.seed, self._stepper.steps, 0)):
+            vectors = [self._accumulate(batch.select(part).to(self._device), measures) for part in packed]
         vector = measures.join(vectors, self._device)
         grad_norm, skipped = (
             self._stepper.step(measures.lr_scale(vector)) if measures.tokens else (0.0, NOTHING_TRAINED)

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from protocol.device.checkpoint_views import MODEL_BUILDING, use_whole_attention
+from protocol.device.hf_models import MODEL_BUILDING, code_trust, use_whole_attention
 from protocol.errors import SettingsError
 from trainer.backends.base import FrozenModel
 from trainer.batch import Batch
@@ -43,7 +43,9 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: 
             model: Any = (
                 _blank(kind, model_dir)
                 if blank
-                else kind.from_pretrained(model_dir, dtype=torch.float32, local_files_only=True)
+                else kind.from_pretrained(
+                    model_dir, dtype=torch.float32, local_files_only=True, **code_trust()
+                )
             )
     except (OSError, ValueError) as error:
         raise SettingsError(
@@ -61,9 +63,9 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: 
 def _blank(kind: Any, model_dir: Path) -> Any:
     from accelerate import init_empty_weights  # imports much
 
-    config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
+    config = AutoConfig.from_pretrained(model_dir, local_files_only=True, **code_trust())
     with init_empty_weights(include_buffers=False):
-        model = kind.from_config(config, dtype=torch.float32)
+        model = kind.from_config(config, dtype=torch.float32, **code_trust())
     model.tie_weights()
     return model
 
@@ -76,8 +78,8 @@ def architecture_of(model_dir: Path) -> str:
     """
     try:
         with MODEL_BUILDING, torch.device("meta"):
-            config = AutoConfig.from_pretrained(model_dir, local_files_only=True)
-            return type(AutoModelForCausalLM.from_config(config)).__name__
+            config = AutoConfig.from_pretrained(model_dir, local_files_only=True, **code_trust())
+            return type(AutoModelForCausalLM.from_config(config, **code_trust())).__name__
     except (OSError, ValueError) as error:
         raise SettingsError(
             f"model.path {model_dir}: not a model that transformers can load: {error}"

@@ -19,7 +19,7 @@ class LowRank(torch.nn.Module, AdapterSwitch):
         self.scaling = scaling
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.scaling * F.linear(F.linear(x, self.a), self.b)
+        return self.scaling * F.linear(F.linear(self.dropped(x), self.a), self.b)
 
 
 def attach(

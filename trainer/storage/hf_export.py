@@ -24,6 +24,7 @@ from trainer.storage.checksums import write_checksums
 SHARD_BYTES = 4 << 30
 """Default bound of the tensors in one file."""
 COPIED = (
+    "*.py",
     "config.json",
     "generation_config.json",
     "tokenizer*",

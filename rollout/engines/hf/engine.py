@@ -7,12 +7,8 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from protocol.device.checkpoint_views import (
-    MODEL_BUILDING,
-    checkpoint_views,
-    model_tensors,
-    use_whole_attention,
-)
+from protocol.device.checkpoint_views import checkpoint_views, model_tensors
+from protocol.device.hf_models import MODEL_BUILDING, code_trust, use_whole_attention
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
@@ -143,9 +139,10 @@ def load_model(model_dir: Path, config: EngineConfig) -> Any:
     try:
         with MODEL_BUILDING:
             if any(model_dir.glob("*.safetensors")):
-                model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype)
+                model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **code_trust())
             else:
-                model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model_dir), dtype=dtype)
+                made = AutoConfig.from_pretrained(model_dir, **code_trust())
+                model = AutoModelForCausalLM.from_config(made, dtype=dtype, **code_trust())
     except (OSError, ValueError, KeyError) as error:
         raise EngineSettingsError(f"engine hf cannot load {model_dir}: {error}") from error
     except RuntimeError as error:  # such as no memory, which may be there a moment later

@@ -140,6 +140,7 @@ REFUSED: Mapping[str, str] = {
     ),
     **dict.fromkeys(("skip_server_warmup", "gated_launch_port", "device"), _START),
     "context_length": "set engine.max_model_len",
+    "trust_remote_code": "set model.trust_remote_code",
     "max_running_requests": "set engine.max_running",
     "mem_fraction_static": "set engine.memory_fraction",
     "attention_backend": "set engine.attention_backend",

@@ -19,6 +19,7 @@ import xxhash
 
 import rollout
 from protocol.device.checkpoint_shapes import checkpoint_shapes
+from protocol.device.hf_models import code_trust
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
@@ -207,6 +208,8 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         flags.append("enable-memory-saver")
     if config.enable_return_routed_experts:
         flags.append("enable-return-routed-experts")
+    if any(code_trust().values()):
+        flags.append("trust-remote-code")
     options = [f"--{name}={value}" for name, value in values.items()]
     return [
         config.python or sys.executable,

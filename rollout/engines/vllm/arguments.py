@@ -28,9 +28,9 @@ _DRAFTS = (
 _SCHEDULER = "commits and the record of token versions rest on vLLM's own scheduler and worker"
 _ADAPTER = "[lora] sets it: one adapter, which versions replace in its slot"
 _DATA_PARALLEL = (
-    "replicas step apart, and vLLM answers calls to all of them with the first one's answer: a version would "
-    "not be committed everywhere between the same two steps; start one rollout worker for each replica "
-    "(services.rollouts)"
+    "vLLM answers a call to all replicas with the first one's answer, so the others' commits would not be "
+    "known, and they come at other steps of theirs; with experts, which replicas share, tokens would then be "
+    "of two versions; start one rollout worker for each replica (services.rollouts)"
 )
 _RANKS = (
     "an engine's GPUs, ranks and threads are counted by engine.tensor_parallel_size alone; raise that, or "
@@ -134,6 +134,7 @@ REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
         ("weight_transfer_config", "enable_fault_tolerance", "fault_tolerance_config"), _OTHER_UPDATES
     ),
+    "trust_remote_code": "set model.trust_remote_code",
     "max_model_len": "set engine.max_model_len",
     "max_num_seqs": "set engine.max_running",
     "gpu_memory_utilization": "set engine.memory_fraction",

@@ -12,6 +12,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import xxhash
 
+from protocol.device.hf_models import code_trust
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, Sampling
@@ -224,6 +225,7 @@ def engine_arguments(
         kernels["max_cudagraph_capture_size"] = config.max_running
     return {
         "model": str(model_dir),
+        **code_trust(),
         "load_format": "auto" if any(model_dir.glob("*.safetensors")) else "dummy",
         "skip_tokenizer_init": True,
         "dtype": config.dtype,
@@ -243,8 +245,7 @@ def engine_arguments(
         **({"enable_return_routed_experts": True} if config.enable_return_routed_experts else {}),
         **({"speculative_config": speculation(config)} if config.drafts != "off" else {}),
         **invariance(config),
-        **memory,
-        **kernels,
+        **memory | kernels,
         **lora_arguments(lora, model_dir, named),
         **config.arguments,
     }

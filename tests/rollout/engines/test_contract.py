@@ -142,6 +142,19 @@ SETUPS = [
         ENGINE,
         SLOW,
     ),
+    engine_under_test(
+        "vllm-ep2-gpus",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            ranks=2,
+            dtype="bfloat16",
+            experts=True,
+            arguments={"enable_expert_parallel": True},
+        ),
+        ENGINE,
+        *TWO_GPUS,
+    ),
     engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE, SLOW),
     engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
     engine_under_test(

@@ -120,7 +120,10 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
             ["setting reward.verifiers = 'python_tests'", "'tests'", "have answer"],
         ),
         (['reward.verifiers=[{name="exact_mach"}]'], ["did you mean 'exact_match'"]),
-        (['reward.verifiers=[{name="own.module:score"}]'], ["'own.module:score' is not a module", "path = "]),
+        (
+            ['reward.verifiers=[{name="own.module:score"}]'],
+            ["'own.module:score' is not a module", "options = { path = "],
+        ),
         (
             [f'reward.verifiers=[{{name="judge",options={JUDGE}}}]'],
             ["setting reward.verifiers = 'judge'", "'rubric'", "have answer"],

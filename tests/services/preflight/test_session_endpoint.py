@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from protocol.network.certificates import create_certificate
-from services.preflight.check import check_run
+from services.preflight.check import check_run, describe_run
 from services.preflight.session_endpoint import session_endpoint_problems
 from tests.services.preflight.test_check import demo
 
@@ -76,3 +76,27 @@ def test_check_finds_files_that_are_no_certificate_and_ports_that_are_used(tmp_p
     assert any(text.startswith("setting environment.cert_file") for text in problems)
     assert any("port 7 of 192.0.2.1 cannot be served on" in text for text in problems)
     assert key_file.is_file()
+
+
+@pytest.mark.parametrize(
+    ("template", "options", "warns"),
+    [
+        ("", "", True),
+        ("{% for m in messages %}{{ m.content }}{% endfor %}", "", True),
+        ("{{ tools | tojson if tools }}{% for m in messages %}{{ m.content }}{% endfor %}", "", False),
+        ("", ',tool_syntax="none"', False),
+    ],
+)
+def test_check_says_that_the_model_would_not_see_tools(
+    tmp_path: Path, template: str, options: str, warns: bool
+) -> None:
+    (tmp_path / "own.jinja").write_text(template)
+    file = f'render.chat_template_file="{tmp_path / "own.jinja"}"'
+    given = [file, "render.chat_template=auto"] if template else []
+    agent = f'environment.options={{url="http://127.0.0.1:9/run"{options}}}'
+    settings = demo(tmp_path / "run", SERVER, agent, *given)
+    findings = check_run(settings)
+    assert findings.model is not None
+    assert findings.source is not None
+    lines = describe_run(settings, findings.model, findings.source)
+    assert any("WARNING: the chat template does not write tools" in line for line in lines) == warns

@@ -3,6 +3,7 @@
 import faulthandler
 import json
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -21,8 +22,10 @@ from trainer.config import TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 
 
-def make_backend(name: str, model_dir: Path, layout: str, adapters: LoraConfig = LORA) -> MegatronBackend:
-    trainer = TrainerConfig(micro_batch_size=7, device="cpu")
+def make_backend(
+    name: str, model_dir: Path, layout: str, adapters: LoraConfig = LORA, **settings: object
+) -> MegatronBackend:
+    trainer = TrainerConfig(**{"micro_batch_size": 7, "device": "cpu", **settings})  # type: ignore[arg-type]
     return MegatronBackend(
         model_dir,
         parallel=LAYOUTS[layout],
@@ -33,10 +36,10 @@ def make_backend(name: str, model_dir: Path, layout: str, adapters: LoraConfig =
     )
 
 
-def run(layout: str, name: str, model_dir: Path, out: Path) -> None:
+def run(layout: str, name: str, model_dir: Path, out: Path, dropout: float = 0.0) -> None:
     torch.set_num_threads(1)
     out.mkdir(parents=True, exist_ok=True)
-    backend = make_backend(name, model_dir, layout)
+    backend = make_backend(name, model_dir, layout, replace(LORA, dropout=dropout))
     backend.keep_reference()
     before = backend.logprobs(part_of(backend, make_batch(name, 0)))
     losses = []
@@ -73,4 +76,4 @@ def _moved(backend: MegatronBackend, name: str, out: Path) -> dict[str, torch.Te
 
 if __name__ == "__main__":
     faulthandler.dump_traceback_later(DEADLINE_S - 20, exit=True)
-    run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]))
+    run(sys.argv[1], sys.argv[2], Path(sys.argv[3]), Path(sys.argv[4]), float(sys.argv[5]))

@@ -73,9 +73,8 @@ def test_a_layout_trains_what_the_merged_weights_say(name: str, layout: str, tmp
     run("single", name, model_dir, tmp_path / "single")
     if layout != "single":
         ranks = LAYOUTS[layout].world_size
-        launch(
-            ranks, "tests.trainer.lora.ranks", layout, name, str(model_dir), str(out), logs=tmp_path / "logs"
-        )
+        arguments = layout, name, str(model_dir), str(out), "0"
+        launch(ranks, "tests.trainer.lora.ranks", *arguments, logs=tmp_path / "logs")
     losses, expected = trained_by_hand(name)
     facts, found = json.loads((out / "facts.json").read_text()), load_file(out / "after.safetensors")
     assert facts["losses"] == pytest.approx(losses, abs=2e-5)

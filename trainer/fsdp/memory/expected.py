@@ -147,12 +147,16 @@ class ShardedWorkload:
         """Return the elements that forward passes keep."""
         if self.trainer.recompute_granularity == "full":
             return tokens * model.hidden * model.layers
-        return ceil(tokens * model.kept * _factor(model))
+        return ceil(tokens * model.kept * self._factor(model))
+
+    def _factor(self, model: ModelSize) -> float:
+        """Return how much more is kept than matrices have as input and output; dropout copies the inputs."""
+        return (KEPT_WITH_STATE if model.has_state else KEPT) + (1.0 if self.adapters.dropout else 0.0)
 
     def _workspace(self, model: ModelSize, tokens: int, item: int) -> int:
         """Return the bytes of a layer's backward pass: what it computes again, and gradients on their way."""
         again = self.trainer.recompute_granularity == "full"
-        values = tokens * model.kept_of_layer * (_factor(model) if again else 1)
+        values = tokens * model.kept_of_layer * (self._factor(model) if again else 1)
         gradients = 0 if self.adapters.rank else model.layer + model.outside
         return ceil(values * item) + gradients * (item + FLOAT32)
 
@@ -164,10 +168,6 @@ def _kept(name: str, shape: tuple[int, ...], share: float) -> float:
     if ".experts." not in name:
         return sum(shape[-2:]) if len(shape) == 2 else 0.0
     return share * sum(shape[-2:]) * prod(shape[:-2])
-
-
-def _factor(model: ModelSize) -> float:
-    return KEPT_WITH_STATE if model.has_state else KEPT
 
 
 def _gathered(model: ModelSize) -> int:

@@ -81,10 +81,11 @@ class TrainedModel:
         }
 
     def lora_json(self) -> dict[str, Any] | None:
-        """Return the description of adapters; None without."""
+        """Return the description of adapters; None without. What tensors do not depend on is not in it."""
         if not self.adapters.rank:
             return None
-        return {name: value for name, value in asdict(self.adapters).items() if name != "path"}
+        left_out = "path", "dropout"
+        return {name: value for name, value in asdict(self.adapters).items() if name not in left_out}
 
 
 def read_layout(saved: Mapping[str, Any]) -> Layout:

@@ -49,6 +49,8 @@ class Adapters(torch.nn.ModuleDict, AdapterSwitch):
     gated: bool
     """Whether each query head is followed by the gate of its output; set as these are."""
     sequence_parallel: bool
+    tp: tuple[int, int]
+    """Tensor rank, and how many there are."""
 
 
 def lora_rules(rules: Iterable[Rule], config: LoraConfig) -> list[Rule]:
@@ -152,6 +154,7 @@ def _empty(rule: FusedQKV | None, config: LoraConfig, position: Position) -> Ada
     adapters = Adapters()
     adapters.scaling = config.scaling
     adapters.sequence_parallel = position.sequence_parallel
+    adapters.tp = position.place.tp, position.config.tensor_model_parallel_size
     if rule is not None:
         tp = position.config.tensor_model_parallel_size
         if rule.groups % tp:
@@ -178,7 +181,7 @@ def _column_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> A
     x = inputs[0]
     if adapters.sequence_parallel:
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
-    deltas = {key: _column(x, pair) for key, pair in adapters.items()}
+    deltas = {key: _column(adapters.dropped(x), pair) for key, pair in adapters.items()}
     return output[0] + adapters.scaling * _in_order(adapters, deltas, output[0]), *output[1:]
 
 
@@ -216,7 +219,7 @@ def _row_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
     if not adapters.is_on:
         return output
     pair: Any = next(iter(adapters.values()))
-    inner = F.linear(inputs[0], pair.a)  # of this rank's columns only
+    inner = F.linear(adapters.dropped(inputs[0], *adapters.tp), pair.a)  # of this rank's columns only
     if adapters.sequence_parallel:
         inner = reduce_scatter_to_sequence_parallel_region(inner)
     else:

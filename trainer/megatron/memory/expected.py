@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import ceil, prod
 
-from protocol.weights.lora import ALL_LINEAR, NO_ADAPTERS, LoraConfig
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.config import OptimizerConfig, ParallelConfig, RecomputeGranularity, TrainerConfig
 from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES, SCORES_CHUNK_BYTES
 from trainer.megatron.convert.rules import padded_vocabulary
@@ -22,6 +22,7 @@ from trainer.megatron.memory.activations import (
     delta_rule_elements,
     mlp_projections,
 )
+from trainer.megatron.memory.adapters import adapted_sizes
 from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
 
 RECOMPUTES: tuple[RecomputeGranularity, ...] = ("", "selective", "full")
@@ -245,6 +246,7 @@ def bytes_of_layer(
     if not work.architecture.family.pre_norms:  # those after are not computed again
         without = tuple(name for name in without if name != "layernorm")
     seen = 0 if "core_attn" in without else _keys_seen(work, tokens)
+    seen += _dropped_bytes(work, tokens)
     return seen + sum(
         ceil(tokens * row.elements(work.architecture) * (row.item_bytes or work.item) / _pieces(work, row))
         for row in activations_of(sparse=sparse, delta=delta)
@@ -346,41 +348,21 @@ def _output_table(work: Workload) -> int:
 
 def _adapter_parameters(work: Workload, stage: int) -> int:
     """Return the parameters of this rank's adapters: A and B of each target of its layers."""
-    a, adapters = work.architecture, work.adapters
-    q, k = a.heads * a.head_dim, a.kv_heads * a.head_dim
-    sizes = {
-        "q_proj": a.hidden + q,
-        "k_proj": a.hidden + k,
-        "v_proj": a.hidden + k,
-        "o_proj": q + a.hidden,
-        "gate_proj": a.hidden + a.intermediate,
-        "up_proj": a.hidden + a.intermediate,
-        "down_proj": a.intermediate + a.hidden,
-        "c_fc": a.hidden + a.intermediate,
-        "c_proj": a.intermediate + a.hidden,
-        "dense": q + a.hidden,
-        "fc1": a.hidden + a.intermediate,
-        "fc2": a.intermediate + a.hidden,
-    }
-    if low := a.latent:
-        sizes["o_proj"] = a.heads * low.value + a.hidden
-        sizes["q_b_proj"] = low.query_rank + q
-        sizes["kv_b_proj"] = low.kv_rank + a.heads * (low.nope + low.value)
-    asked = _linear_names(a) if adapters.target_modules == ALL_LINEAR else adapters.target_modules
-    chosen = sum(size for name, size in sizes.items() if name in asked)
-    return work.layers_of(stage) * adapters.rank * chosen
+    return (
+        work.layers_of(stage)
+        * work.adapters.rank
+        * sum(map(sum, adapted_sizes(work.architecture, work.adapters)))
+    )
 
 
-def _linear_names(a: Architecture) -> set[str]:
-    """Return the layers that "all-linear" chooses; those of dense layers among experts are not counted."""
-    names = {a.family.attention_output}
-    if low := a.latent:
-        names |= {"kv_b_proj", "q_b_proj" if low.query_rank else "q_proj"}
-    elif not a.family.fused_qkv:
-        names |= {"q_proj", "k_proj", "v_proj"}
-    if not a.experts.count:
-        names |= {a.family.mlp_names[-1]} if a.family.fused_gate_up else set(a.family.mlp_names)
-    return names
+def _dropped_bytes(work: Workload, tokens: int) -> int:
+    """Return the bytes of the adapters' inputs after dropout, with their masks, that a layer keeps."""
+    width = (
+        sum(inputs for inputs, _ in adapted_sizes(work.architecture, work.adapters))
+        if work.adapters.dropout
+        else 0
+    )
+    return tokens * width * (work.item + 1)
 
 
 def _pieces(work: Workload, row: Activation) -> float:

@@ -97,6 +97,8 @@ def test_adapters_and_other_models_are_counted() -> None:
     base = workload(adapters=LoraConfig(rank=4)).expected(64)
     assert base.gradients == FLOAT32 * 4 * SIZE.kept
     assert base.parameters > FLOAT32 * SIZE.parameters
+    dropped = workload(adapters=LoraConfig(rank=4, dropout=0.1)).expected(64)
+    assert dropped.activations > base.activations
     other = workload(2, others=(1000,)).expected(64)
     assert other.parameters == workload(2).expected(64).parameters + 1000
     critic = workload(critic=SIZE).expected(64)

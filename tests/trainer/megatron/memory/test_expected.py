@@ -145,6 +145,14 @@ def test_adapters_alone_have_gradients_and_state() -> None:
     assert found.parameters == 2 * (PARAMETERS_7B + adapters)
 
 
+def test_dropout_keeps_each_adapters_input_and_its_mask() -> None:
+    plain, dropped = (
+        bytes_of_layer(workload(adapters=LoraConfig(rank=4, dropout=p)), 1000) for p in (0, 0.1)
+    )
+    h, q, f = 3584, 28 * 128, 18944
+    assert dropped - plain == 1000 * (3 * h + q + 2 * h + f) * (2 + 1)
+
+
 def test_a_layer_keeps_what_its_rows_say() -> None:
     tokens, h, q, k, f = 1000, 3584, 28 * 128, 4 * 128, 18944
     by_hand = 2 * (4 * h + (q + 2 * k) + q + k + q + 3 * f) + 4 * 28
