@@ -258,7 +258,7 @@ def _without_one(bench: Bench) -> WeightManifest:
 def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Bench], WeightManifest]:
     def make(bench: Bench) -> WeightManifest:
         tensors = bench.published["B"]
-        name = next(name for name in tensors if "layers.1.mlp.down_proj" in name)
+        name = next(name for name in tensors if "layers.1.mlp." in name and "down_proj" in name)
         return bench.publish_tensors({**tensors, name: change(tensors[name])})
 
     return make
@@ -272,7 +272,7 @@ FAULTS: dict[str, Callable[[Bench], WeightManifest]] = {
     "overlap": _overlap,
     "digest": lambda bench: msgspec.structs.replace(bench.publish("B"), digest=1),
     "tensor missing": _without_one,
-    "shape": _changed(lambda t: t.T.contiguous()),
+    "shape": _changed(lambda t: t.mT.contiguous()),
     "dtype": _changed(lambda t: t.bfloat16() if t.dtype is torch.float16 else t.half()),
     "unknown": lambda bench: bench.publish_tensors(
         {**bench.published["B"], "model.extra.weight": torch.zeros(3)}

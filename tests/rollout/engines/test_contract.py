@@ -2,7 +2,7 @@
 
 import json
 import multiprocessing
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +17,14 @@ from protocol.errors import EngineError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.contract.bench import MAX_MODEL_LEN, Bench
-from rollout.engines.contract.models import adapted, tiny_experts, tiny_model, weights
+from rollout.engines.contract.models import (
+    adapted,
+    tiny_experts,
+    tiny_gpt_oss,
+    tiny_latent,
+    tiny_model,
+    weights,
+)
 from rollout.engines.contract.suite import EngineContract
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
@@ -50,8 +57,10 @@ class Setup:
     dtype: str = "float32"
     graphs: bool = False
     """CUDA graphs are captured and replayed."""
-    experts: bool = False
-    """The model has experts."""
+    model: Literal["dense", "experts", "latent", "gpt_oss"] = "dense"
+    """Key of `MODELS`."""
+    margin: float | None = None
+    """See `Bench`; None: that of its dtype."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Given to vLLM or SGLang as they are."""
     shares: bool = False
@@ -69,6 +78,14 @@ PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_p
 
 MARGINS = {"float32": 0.0, "float16": 0.0025, "bfloat16": 0.02}
 """Three times what rounding does to a logit of the tiny model."""
+FP8 = 0.2
+"""The same of weights and activations in 8 bits."""
+MODELS: Mapping[str, Callable[..., Any]] = {
+    "dense": tiny_model,
+    "experts": tiny_experts,
+    "latent": tiny_latent,
+    "gpt_oss": tiny_gpt_oss,
+}
 
 
 def engine_under_test(name: str, setup: Setup, *marks: pytest.MarkDecorator) -> Any:
@@ -86,7 +103,7 @@ SETUPS = [
     engine_under_test("hf-host", Setup("hf", KvPolicy.KEEP, staging="host")),
     engine_under_test("hf-layers", Setup("hf", KvPolicy.RECOMPUTE, staging="layers")),
     engine_under_test("hf-lora", Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4))),
-    engine_under_test("hf-experts", Setup("hf", KvPolicy.RECOMPUTE, experts=True), OTHER_SETUP),
+    engine_under_test("hf-experts", Setup("hf", KvPolicy.RECOMPUTE, model="experts"), OTHER_SETUP),
     engine_under_test("hf-shared", Setup("hf", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
     engine_under_test("megatron-recompute", Setup("megatron", KvPolicy.RECOMPUTE)),
     engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP), OTHER_SETUP),
@@ -131,14 +148,16 @@ SETUPS = [
     engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=12)), ENGINE, SLOW),
     engine_under_test(
         "vllm-lora-experts",
-        Setup("vllm", KvPolicy.KEEP, lora=LoraConfig(rank=3), experts=True),
+        Setup("vllm", KvPolicy.KEEP, lora=LoraConfig(rank=3), model="experts"),
         ENGINE,
         SLOW,
     ),
     engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
     engine_under_test(
         "vllm-ep2",
-        Setup("vllm", KvPolicy.RECOMPUTE, ranks=2, experts=True, arguments={"enable_expert_parallel": True}),
+        Setup(
+            "vllm", KvPolicy.RECOMPUTE, ranks=2, model="experts", arguments={"enable_expert_parallel": True}
+        ),
         ENGINE,
         SLOW,
     ),
@@ -156,6 +175,92 @@ SETUPS = [
     engine_under_test(
         "vllm-drafts-graphs",
         Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, drafts="history_always"),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-latent",
+        Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", model="latent"),
+        ENGINE,
+        SLOW,
+    ),
+    engine_under_test(
+        "vllm-fp8-channels",
+        Setup(
+            "vllm", KvPolicy.KEEP, dtype="bfloat16", margin=FP8, arguments={"quantization": "fp8_per_channel"}
+        ),
+        ENGINE,
+        SLOW,
+    ),
+    engine_under_test(
+        "vllm-latent-graphs",
+        Setup("vllm", KvPolicy.KEEP, dtype="bfloat16", graphs=True, model="latent"),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-fp8",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            sleeps=True,
+            model="dense",
+            margin=FP8,
+            arguments={"quantization": "fp8"},
+        ),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-fp8-blocks",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            sleeps=False,
+            model="dense",
+            margin=FP8,
+            arguments={"quantization": "fp8_per_block"},
+        ),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-fp8-experts",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            sleeps=False,
+            model="experts",
+            margin=FP8,
+            arguments={"quantization": "fp8"},
+        ),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-fp8-latent",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            sleeps=False,
+            model="latent",
+            margin=FP8,
+            arguments={"quantization": "fp8"},
+        ),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-gpt-oss",
+        Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, model="gpt_oss"),
         ENGINE,
         GPU,
     ),
@@ -203,7 +308,7 @@ SETUPS = [
             KvPolicy.RECOMPUTE,
             ranks=2,
             dtype="bfloat16",
-            experts=True,
+            model="experts",
             arguments={"ep_size": 2},
         ),
         ENGINE,
@@ -258,7 +363,7 @@ async def bench(
 ) -> AsyncIterator[Bench]:
     setup: Setup = request.param
     dtype: torch.dtype = getattr(torch, setup.dtype)
-    tiny = tiny_experts if setup.experts else tiny_model
+    tiny = MODELS[setup.model]
     models = {"A": tiny(1, dtype=dtype), "B": tiny(2, dtype=dtype)}
     published = {name: weights(model, dtype) for name, model in models.items()}
     directory: Path = tmp_path_factory.mktemp(setup.name)
@@ -305,12 +410,13 @@ async def bench(
         models,
         directory,
         published,
-        margin=MARGINS[setup.dtype],
+        margin=MARGINS[setup.dtype] if setup.margin is None else setup.margin,
         computes=setup.name != "scripted",
         pilots=pilots,
         shares=setup.shares,
         layers=setup.staging == "layers",
-        caches=setup.name in ("vllm", "sglang"),
+        caches=setup.name in ("vllm", "sglang")
+        and (setup.model != "latent" or torch.cuda.is_available()),  # vLLM on a CPU turns it off
         drafts=setup.drafts != "off",
     )
     try:
