@@ -53,7 +53,7 @@ class Copy:
     target: Window
 
 
-class Recorded(NamedTuple):
+class LoaderRecord(NamedTuple):
     """Copies and fills that a loader would have made."""
 
     copies: list[Copy]
@@ -68,7 +68,7 @@ class LoaderTrace:
         self,
         live: Mapping[str, torch.Tensor],
         shapes: Mapping[str, tuple[int, ...]],
-        recorder: "Recorder | Recorded",
+        recorder: "Recorder | LoaderRecord",
     ) -> None:
         """Take the result of `record`.
 
@@ -187,19 +187,21 @@ class Recorder(TorchDispatchMode):
         self.fills: dict[str, list[Window]] = {}
         """Parameter -> parts that are filled with a constant."""
 
-    def within(self, parameters: Container[str]) -> "Recorded":
+    def within(self, parameters: Container[str]) -> "LoaderRecord":
         """Return the record of these parameters alone."""
-        return Recorded(
+        return LoaderRecord(
             [copy for copy in self.copies if copy.parameter in parameters],
             {name: fills for name, fills in self.fills.items() if name in parameters},
         )
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args and isinstance(args[0], torch.Tensor) else None
-        parameter = self._parameters.get(storage_key(target)) if target is not None else None
+        target = args[0] if args else None
+        if not isinstance(target, torch.Tensor):
+            return func(*args, **(kwargs or {}))
+        parameter = self._parameters.get(storage_key(target))
         if func is torch.ops.aten.clone.default and target.untyped_storage()._cdata in self._sources:
             return target  # made dense to be copied: a recorded copy reads it where it is
-        if target is None or parameter is None or not func._schema.is_mutable:
+        if parameter is None or not func._schema.is_mutable:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             self._record_copy(parameter, target, args[1])

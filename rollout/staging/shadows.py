@@ -35,7 +35,7 @@ class Processing(Protocol):
     """One layer's processing, as its engine does it after loading."""
 
     name: str
-    """Of the layer, for errors and as the beginning of its tensors' names."""
+    """Name of the layer, for errors; the names of its tensors begin with it."""
     inputs: Mapping[str, torch.Tensor]
     """Parameters that the loader fills, on `meta`; none: it computes with other layers' weights."""
 
@@ -51,7 +51,7 @@ class Processing(Protocol):
         """
 
 
-class Shadow:
+class LayerShadow:
     """Memory of one layer as it is loaded, and the staged copy of its processed tensors."""
 
     def __init__(
@@ -170,7 +170,7 @@ class Shadow:
 class ShadowedPlacement(SlicePlacement):
     """Slices of a version, of which those of shadows are processed once the shadow is full."""
 
-    def __init__(self, destinations: Destinations, shadows: Sequence[Shadow], staged: Staged) -> None:
+    def __init__(self, destinations: Destinations, shadows: Sequence[LayerShadow], staged: Staged) -> None:
         super().__init__(destinations)
         owners = {id(source): shadow for shadow in shadows for source in shadow.sources.values()}
         self._shadow_of = {
@@ -182,7 +182,7 @@ class ShadowedPlacement(SlicePlacement):
         self._last = [shadow for shadow in shadows if shadow.is_last]
         self._staged = staged
         self._missing: dict[int, int] = {}
-        """Shadow, by its id -> elements that are missing."""
+        """LayerShadow, by its id -> elements that are missing."""
 
     def destination(self, name: str, box: Box) -> torch.Tensor | None:
         return None if name in self._shadow_of else super().destination(name, box)
@@ -210,7 +210,7 @@ class ShadowedPlacement(SlicePlacement):
         for shadow in self._last:
             shadow.process(self._staged)
 
-    def _elements(self, shadow: Shadow) -> int:
+    def _elements(self, shadow: LayerShadow) -> int:
         return sum(
             size_of(box)
             for name, one in self._shadow_of.items()
@@ -233,7 +233,7 @@ class ShadowedStaging(Staging):
 class ShadowedPlan:
     """Plan for an engine that processes some layers: plain parameters as in a `StagingPlan`, and shadows."""
 
-    def __init__(self, plain: StagingPlan, shadows: Sequence[Shadow], place: StagingPlace) -> None:
+    def __init__(self, plain: StagingPlan, shadows: Sequence[LayerShadow], place: StagingPlace) -> None:
         """Allocate the shadows' staged copies, in `place`."""
         self.shadows = shadows
         self._plain = plain
@@ -330,7 +330,7 @@ def shadowed_plan(
     device = next(iter(plain.values())).device
     filled = {copy.parameter for copy in recorder.copies}
     shadows = [
-        Shadow(processing, shapes, recorder, device)
+        LayerShadow(processing, shapes, recorder, device)
         for processing in processings
         if not processing.inputs or filled & set(processing.inputs)
     ]

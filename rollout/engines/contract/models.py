@@ -57,16 +57,19 @@ def tiny_model(seed: int, *, tied: bool = False, dtype: torch.dtype = torch.floa
 
 
 def tiny_experts(
-    seed: int, *, dense: tuple[int, ...] = (1,), dtype: torch.dtype = torch.float32
+    seed: int, *, dense: tuple[int, ...] = (1,), chosen: int = 2, dtype: torch.dtype = torch.float32
 ) -> Qwen3MoeForCausalLM:
-    """Qwen3 with experts in those of its two layers that are not `dense`, otherwise as `tiny_model`."""
+    """Qwen3 with experts in those of its two layers that are not `dense`, otherwise as `tiny_model`.
+
+    Each token has the `chosen` of 4 experts: all, where rounding in half precision would choose others.
+    """
     config = Qwen3MoeConfig(
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=256,
         moe_intermediate_size=64,
         num_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=chosen,
         mlp_only_layers=list(dense),
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -80,7 +83,7 @@ def tiny_experts(
 
 
 def tiny_latent(seed: int, *, dtype: torch.dtype = torch.float32) -> DeepseekV2ForCausalLM:
-    """DeepSeek-V2, whose latent attention is of the size that kernels have, otherwise as `tiny_experts`."""
+    """DeepSeek-V2, whose latent attention is of the size that kernels have; every token has all experts."""
     config = DeepseekV2Config(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -88,7 +91,7 @@ def tiny_latent(seed: int, *, dtype: torch.dtype = torch.float32) -> DeepseekV2F
         moe_intermediate_size=64,
         n_routed_experts=4,
         n_shared_experts=1,
-        num_experts_per_tok=2,
+        num_experts_per_tok=4,
         n_group=1,
         topk_group=1,
         first_k_dense_replace=1,
@@ -109,13 +112,13 @@ def tiny_latent(seed: int, *, dtype: torch.dtype = torch.float32) -> DeepseekV2F
 
 
 def tiny_gpt_oss(seed: int, *, dtype: torch.dtype = torch.float32) -> GptOssForCausalLM:
-    """gpt-oss with 4 experts, otherwise as `tiny_model`."""
+    """gpt-oss with 4 experts, all of every token, otherwise as `tiny_model`."""
     config = GptOssConfig(
         vocab_size=VOCAB,
         hidden_size=128,
         intermediate_size=256,
         num_local_experts=4,
-        num_experts_per_tok=2,
+        num_experts_per_tok=4,
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,

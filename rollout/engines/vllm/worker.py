@@ -26,10 +26,10 @@ from protocol.messages import WeightManifest
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 from rollout.engines.vllm.drafts import HistoryDrafts
+from rollout.engines.vllm.layers.plain import keep_weights_plain
+from rollout.engines.vllm.layers.processed import loading, processings
 from rollout.engines.vllm.lora import trace_adapter
-from rollout.engines.vllm.plain_layers import keep_weights_plain
 from rollout.engines.vllm.rank_answers import Answer
-from rollout.engines.vllm.shadow import loading, processings
 from rollout.engines.vllm.step_records import SampledTokens, ScheduledRequests
 from rollout.staging.loaded_weights import check_loaded, repacked
 from rollout.staging.loader_trace import LoaderTrace, record

@@ -33,9 +33,11 @@ class LayerProcessing:
         self._layer = layer
         self._config = vllm_config
         self._unprocessed = _unprocessed(layer)
-        self.inputs = {f"{name}.{key}": tensor for key, tensor in self._unprocessed.items()}
+        self.inputs: Mapping[str, torch.Tensor] = {
+            f"{name}.{key}": tensor for key, tensor in self._unprocessed.items()
+        }
 
-    def loading(self) -> nn.Module:
+    def loading(self) -> Any:
         """Return a shadow with parameters on `meta`, for a loader that is traced."""
         return self._shadow(self._unprocessed)
 
@@ -64,9 +66,9 @@ class LayerProcessing:
             if path not in live or live[path].data_ptr() != tensor.data_ptr()
         }
 
-    def _shadow(self, parameters: Mapping[str, torch.Tensor]) -> nn.Module:
-        shadow = _copied(self._layer)
-        kept = set(shadow._parameters) & _unloaded()
+    def _shadow(self, parameters: Mapping[str, torch.Tensor]) -> Any:
+        shadow: Any = _copied(self._layer)
+        kept = shadow._parameters.keys() & _unloaded()
         shadow._parameters = {key: shadow._parameters[key] for key in kept} | dict(parameters)
         shadow._buffers = {
             key: None if tensor is None else tensor.clone() for key, tensor in shadow._buffers.items()
@@ -92,7 +94,7 @@ def processings(model: nn.Module, vllm_config: Any, repacked: Collection[str]) -
     return list(found.values())
 
 
-def loading(model: nn.Module, layers: Collection[LayerProcessing]) -> nn.Module:
+def loading(model: nn.Module, layers: Collection[LayerProcessing]) -> Any:
     """Return a model that shares all but `layers`, which are as their loader fills them."""
     shadows = {id(one._layer): one.loading() for one in layers}
     return _replaced(model, shadows)
@@ -143,7 +145,7 @@ def _unprocessed(layer: nn.Module) -> dict[str, torch.Tensor]:
     return found
 
 
-def _unloaded() -> Collection[str]:
+def _unloaded() -> frozenset[str]:
     """Return the names of parameters that vLLM never takes for a layer's own."""
     from vllm.model_executor.model_loader.reload import meta
 
@@ -170,7 +172,7 @@ def _copied(module: nn.Module) -> nn.Module:
 def _with_staged(module: nn.Module | None, staged: Staged) -> nn.Module | None:
     if module is None:
         return None
-    new = _copied(module)
+    new: Any = _copied(module)
     new._parameters = {
         key: None if tensor is None else _like(tensor, staged(tensor))
         for key, tensor in new._parameters.items()
