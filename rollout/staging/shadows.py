@@ -25,7 +25,7 @@ from rollout.staging.staging import Staging, copy_over
 from rollout.staging.staging_plan import StagingPlan
 
 SMALLEST = 8
-"""Processed tensors have at least one in so many bytes of what was loaded; fewer: they are out of sight."""
+"""Processed tensors have at least one in so many of the loaded bytes; fewer: they are out of sight."""
 
 Staged = Callable[[torch.Tensor], torch.Tensor]
 """Returns the staged copy of a live tensor, on the live one's device."""
@@ -153,7 +153,7 @@ class LayerShadow:
         """Process what was filled, and stage the result.
 
         Raises:
-            WeightError: naming the layer; what is staged is no version.
+            WeightError: naming the layer; no version is staged.
         """
         try:
             found = self._processing.process(self._inputs, staged)
@@ -168,7 +168,7 @@ class LayerShadow:
 
 
 class ShadowedPlacement(SlicePlacement):
-    """Slices of a version, of which those of shadows are processed once the shadow is full."""
+    """Slices of a version; a shadow is processed once it has all its slices."""
 
     def __init__(self, destinations: Destinations, shadows: Sequence[LayerShadow], staged: Staged) -> None:
         super().__init__(destinations)
@@ -313,7 +313,7 @@ def shadowed_plan(
     room: StagingRoom,
     model_dir: Path,
 ) -> ShadowedPlan:
-    """Plan the staging of a model of which layers are processed after loading.
+    """Plan the staging of a model with layers that are processed after loading.
 
     Args:
         live: see `LoaderTrace`; parameters on `meta` are inputs of `processings`.

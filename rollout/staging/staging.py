@@ -167,7 +167,7 @@ class Staging:
         self._placements[tied] = placement  # one that failed may be half filled
 
     def _placement(self, destinations: Destinations) -> SlicePlacement:
-        """Return what places the slices of versions."""
+        """Return a placement for the slices of versions."""
         return SlicePlacement(destinations)
 
     def _refuse_cancelled(self, manifest: WeightManifest) -> None:

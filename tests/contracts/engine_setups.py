@@ -53,7 +53,7 @@ FP8 = 0.2
 CACHE = {"kv_cache_memory_bytes": 1 << 30}
 """Argument with which vLLM does not profile how much memory is free."""
 PROCESSED = ("rollout/staging/shadows.py", "rollout/engines/vllm/layers/")
-"""Beginnings of the paths on which set-ups with processed weights depend, beside the other set-ups'."""
+"""Beginnings of further paths on which set-ups with processed weights depend."""
 MODELS: Mapping[str, Callable[..., Any]] = {
     "dense": tiny_model,
     "experts": tiny_experts,

@@ -1,1 +1,1 @@
-"""How vLLM's layers hold their weights: plain on a CPU, and what it makes of them after loading."""
+"""How vLLM's layers hold their weights: plain on a CPU, or processed after loading."""

@@ -17,7 +17,7 @@ LIMIT, SLOPE = 7.0, 1.702
 
 
 def _halves(activation: Activation) -> Activation:
-    """Return what makes [N, I] of gates and ups [N, 2 I], the gates first."""
+    """Return a function of gates and ups [N, 2 I], the gates first, with the result [N, I]."""
 
     def gated(rows: torch.Tensor) -> torch.Tensor:
         gate, up = rows.chunk(2, dim=-1)
@@ -27,7 +27,7 @@ def _halves(activation: Activation) -> Activation:
 
 
 def _alternating(rows: torch.Tensor) -> torch.Tensor:
-    """Return what gpt-oss makes of gates and ups by turns."""
+    """Return gpt-oss's result for gates and ups that come by turns."""
     gate, up = rows[..., ::2].clamp(max=LIMIT), rows[..., 1::2].clamp(-LIMIT, LIMIT)
     return (up + 1) * gate * torch.sigmoid(SLOPE * gate)
 
