@@ -175,13 +175,13 @@ SETUPS = [
     ),
     engine_under_test(
         "vllm-latent-graphs",
-        Setup("vllm", KvPolicy.KEEP, dtype="bfloat16", graphs=True, model="latent"),
+        Setup("vllm", KvPolicy.KEEP, dtype="bfloat16", graphs=True, model="latent", arguments=CACHE),
         ENGINE,
         GPU,
     ),
     engine_under_test(
         "vllm-gpt-oss-graphs",
-        Setup("vllm", KvPolicy.KEEP, dtype="bfloat16", graphs=True, model="gpt_oss"),
+        Setup("vllm", KvPolicy.KEEP, dtype="bfloat16", graphs=True, model="gpt_oss", arguments=CACHE),
         ENGINE,
         GPU,
     ),
