@@ -170,6 +170,18 @@ def test_a_layer_whose_processing_cannot_be_repeated_is_refused(
         planned(tmp_path)
 
 
+def test_memory_that_was_released_asleep_is_staged_in_again(tmp_path: Path) -> None:
+    plan, layer, _ = planned(tmp_path)
+    staging, manifest = plan.staging(architecture="", tied=False), write_shm(tmp_path / "v1", NEW, 1)
+    plan.release()
+    assert not any(tensor.untyped_storage().nbytes() for tensor in plan.releasable)
+    plan.restore()
+    staging.fetch(manifest, 10)
+    plan.apply()
+    weight, _ = quantised(torch.cat([NEW["gate"], NEW["up"]]).numpy())
+    assert np.array_equal(layer.tensors["mlp.weight"].numpy(), weight)
+
+
 def test_staging_without_a_copy_is_refused_for_a_processed_layer(tmp_path: Path) -> None:
     with pytest.raises(EngineSettingsError, match=r"engine\.staging: 'layers' has no copy"):
         planned(tmp_path, "layers")
