@@ -32,10 +32,12 @@ def test_mixture_is_the_weighted_sum_of_each_rows_experts(activation: str) -> No
 
 
 def test_mixture_with_biases_and_alternating_gates_is_that_of_transformers() -> None:
-    theirs = GptOssExperts(GptOssConfig(hidden_size=6, intermediate_size=5, num_local_experts=4))
+    theirs = GptOssExperts(
+        GptOssConfig(hidden_size=6, intermediate_size=5, num_local_experts=4, experts_implementation="eager")
+    ).double()
     for parameter in theirs.parameters():
         torch.nn.init.normal_(parameter, std=3.0)
-    rows, weights = torch.randn(7, 6), torch.rand(7, 2)
+    rows, weights = torch.randn(7, 6).double(), torch.rand(7, 2).double()
     chosen = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
     found = mixture(
         rows,
