@@ -25,11 +25,20 @@ from rollout.engines.contract.bench import ask, together
 from rollout.engines.contract.models import logits_of, write_shm
 from rollout.engines.registry import make_engine
 from tests.contracts.sglang_environment import sglang_settings
-from tests.trainer.megatron.models import ALL_MODELS, make_model, tensors_of
+from tests.trainer.megatron.models import ALL_MODELS, YARN_ROPE, make_model, tensors_of
 
-LATENT = {"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128}
-"""Sizes that kernels of latent attention have."""
-SIZES: dict[str, dict[str, object]] = {"DeepseekV2": LATENT, "DeepseekV3": LATENT}
+SIZES: dict[str, object] = {"hidden_size": 128, "head_dim": 32}
+"""Sizes that kernels have."""
+LATENT = {"head_dim": 64, "kv_lora_rank": 512, "qk_rope_head_dim": 64}
+CHANGES: dict[str, dict[str, object]] = {
+    "DeepseekV2": {**LATENT, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    "DeepseekV3": {**LATENT, "qk_nope_head_dim": 128, "v_head_dim": 128},
+    "GptOss": {
+        "swiglu_limit": 7.0,
+        "rope_parameters": {**YARN_ROPE, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
+    },
+}
+"""Family -> further fields that engines want."""
 PROMPTS = ((5, 17, 20, 33, 9, 41), (7, 17, 20, 33))
 TOKENS = 16
 PLACES = 128
@@ -68,7 +77,9 @@ async def difference(engine: Engine, name: str, model: PreTrainedModel) -> float
 async def cell(name: str, family: str, config: EngineConfig) -> str:
     """Return what a model's row has for an engine."""
     dtype: torch.dtype = getattr(torch, config.dtype)
-    first, second = (changed(make_model(name, **SIZES.get(family, {})), dtype, seed) for seed in (1, 2))
+    first, second = (
+        changed(make_model(name, **{**SIZES, **CHANGES.get(family, {})}), dtype, seed) for seed in (1, 2)
+    )
     with tempfile.TemporaryDirectory() as directory:
         copy.deepcopy(first).to(dtype).save_pretrained(Path(directory, "model"))
         engine = make_engine(config, Path(directory, "model"), f"{config.name}.families")
