@@ -10,11 +10,7 @@ from protocol.errors import EngineSettingsError, InvalidRequest, Unsupported
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
-LATENT = "it expands kv_b_proj into further parameters, which no update of its weights would reach"
 NOT_UPDATED = {
-    ("vllm", "deepseek_v2"): LATENT,
-    ("vllm", "deepseek_v3"): LATENT,
-    ("vllm", "gpt_oss"): "its loader transposes the experts that it copies, which no update can follow",
     ("vllm", "phi"): "its loader fills tensors that are no parameters, which no update of them would reach",
 }
 """Engine and `model_type` whose weights cannot be updated -> why."""

@@ -5,6 +5,7 @@ the loader would copy it, would then compute wrong results.
 """
 
 import math
+from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,40 +23,56 @@ ELEMENTS = 1 << 16
 
 
 def check_loaded(trace: LoaderTrace, model_dir: Path) -> None:
+    """Compare live parameters with a model's files; arguments and errors as in `repacked`.
+
+    Raises:
+        EngineError: naming the first parameter that differs.
+    """
+    for parameter, tensor in repacked(trace, model_dir):
+        raise EngineSettingsError(
+            f"parameter {parameter}: it does not hold {tensor} where the loader wrote it. It was "
+            "repacked after loading, and a version copied over it would compute something else: use "
+            "engine.name 'hf' or 'megatron', which repack nothing, or another device"
+        )
+
+
+def repacked(trace: LoaderTrace, model_dir: Path) -> Iterator[tuple[str, str]]:
     """Compare the beginnings of the first and the last tensor in every parameter with a model's files.
 
     Args:
         trace: where the loader put the tensors; no version has been committed yet.
         model_dir: without safetensors, the engine made up its weights, and the comparison is skipped.
 
+    Yields: parameter that differs, and the tensor that it does not hold.
+
     Raises:
-        EngineError: naming the first parameter that differs, or a file that cannot be read.
+        EngineError: naming a file that cannot be read.
     """
     places: dict[str, list[Copy]] = {}
     for copy in trace.copies():
         places.setdefault(copy.parameter, []).append(copy)
     try:
         with ExitStack() as stack:
-            paths = sorted(model_dir.glob("*.safetensors"))
-            files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
-            files_by_tensor = {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
+            files = files_by_tensor(stack, model_dir)
             for parameter, copies in places.items():
                 for copy in {id(copy): copy for copy in (copies[0], copies[-1])}.values():
-                    if files:
-                        _check(trace.live[parameter], copy, files_by_tensor[copy.name])
+                    if files and not _holds(trace.live[parameter], copy, files[copy.name]):
+                        yield parameter, copy.name
     except (OSError, SafetensorError) as error:
         raise EngineError(f"{model_dir}: {error}") from error
 
 
-def _check(live: torch.Tensor, copy: Copy, file: Any) -> None:
+def files_by_tensor(stack: ExitStack, model_dir: Path) -> dict[str, Any]:
+    """Open a model's safetensors until `stack` ends; return the file of each tensor."""
+    paths = sorted(model_dir.glob("*.safetensors"))
+    files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
+
+
+def _holds(live: torch.Tensor, copy: Copy, file: Any) -> bool:
     written = _read(file, copy.name, _beginning(copy.source)).to(live.device, live.dtype)
     found = _beginning(copy.target).on(live)
-    if not torch.equal(bits_of(written.contiguous()), bits_of(found.contiguous())):
-        raise EngineSettingsError(
-            f"parameter {copy.parameter}: it does not hold {copy.name} where the loader wrote it. It was "
-            "repacked after loading, and a version copied over it would compute something else: use "
-            "engine.name 'hf' or 'megatron', which repack nothing, or another device"
-        )
+    return torch.equal(bits_of(written.contiguous()), bits_of(found.contiguous()))
 
 
 def _beginning(window: Window) -> Window:

@@ -7,9 +7,9 @@ finds what was repacked after loading.
 """
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protocol.device.slice_digests import bits_of
 from protocol.errors import EngineSettingsError
 from rollout.staging.placement import ExpectedTensor, Slice
-from rollout.staging.staging import dtype_name, stored_once
+from rollout.staging.staging import dtype_name, storage_key, stored_once
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 """A model's loader: takes (checkpoint name, tensor) pairs."""
@@ -53,11 +53,22 @@ class Copy:
     target: Window
 
 
+class LoaderRecord(NamedTuple):
+    """Copies and fills that a loader would have made."""
+
+    copies: list[Copy]
+    fills: dict[str, list[Window]]
+    """As in `Recorder`."""
+
+
 class LoaderTrace:
     """Copies from checkpoint tensors to parameters that a loader would make."""
 
     def __init__(
-        self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: "Recorder"
+        self,
+        live: Mapping[str, torch.Tensor],
+        shapes: Mapping[str, tuple[int, ...]],
+        recorder: "Recorder | LoaderRecord",
     ) -> None:
         """Take the result of `record`.
 
@@ -169,17 +180,28 @@ class Recorder(TorchDispatchMode):
         """Watch `parameters`; copies must come from `sources`, which are meta tensors by checkpoint name."""
         super().__init__()
         self._sources = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
-        self._parameters = {tensor.untyped_storage().data_ptr(): name for name, tensor in parameters.items()}
+        self._parameters = {storage_key(tensor): name for name, tensor in parameters.items()}
         if len(self._parameters) != len(parameters):
             raise EngineSettingsError("two parameters share one storage: they cannot be staged")
         self.copies: list[Copy] = []
         self.fills: dict[str, list[Window]] = {}
         """Parameter -> parts that are filled with a constant."""
 
+    def within(self, parameters: Container[str]) -> "LoaderRecord":
+        """Return the record of these parameters alone."""
+        return LoaderRecord(
+            [copy for copy in self.copies if copy.parameter in parameters],
+            {name: fills for name, fills in self.fills.items() if name in parameters},
+        )
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        target = args[0] if args and isinstance(args[0], torch.Tensor) and not args[0].is_meta else None
-        parameter = self._parameters.get(target.untyped_storage().data_ptr()) if target is not None else None
-        if target is None or parameter is None or not func._schema.is_mutable:
+        target = args[0] if args else None
+        if not isinstance(target, torch.Tensor):
+            return func(*args, **(kwargs or {}))
+        parameter = self._parameters.get(storage_key(target))
+        if func is torch.ops.aten.clone.default and target.untyped_storage()._cdata in self._sources:
+            return target  # made dense to be copied: a recorded copy reads it where it is
+        if parameter is None or not func._schema.is_mutable:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
             self._record_copy(parameter, target, args[1])

@@ -14,6 +14,7 @@ from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.staging.rank_status import RankCommit, RankState, RankStatus
+from rollout.staging.shadows import ShadowedPlan
 from rollout.staging.shared_weights import SharedPlan
 from rollout.staging.staging import digest_of
 from rollout.staging.staging_plan import AnyPlan
@@ -22,7 +23,7 @@ from rollout.staging.staging_plan import AnyPlan
 class RankStaging:
     """One rank's part of the weights, live and staged, and the thread that fills the staging copy."""
 
-    def __init__(self, plan: AnyPlan | SharedPlan, *, architecture: str, tied: bool) -> None:
+    def __init__(self, plan: AnyPlan | ShadowedPlan | SharedPlan, *, architecture: str, tied: bool) -> None:
         """Calibrate `plan` and stage by it.
 
         Args:

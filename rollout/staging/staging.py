@@ -12,7 +12,7 @@ from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
 from rollout.engines.base import Served
-from rollout.staging.placement import ExpectedTensor, Slice, SlicePlacement
+from rollout.staging.placement import Destinations, ExpectedTensor, Slice, SlicePlacement
 from rollout.weights.base import WeightReceiver
 from rollout.weights.registry import make_receiver
 
@@ -159,12 +159,16 @@ class Staging:
     ) -> None:
         """Receive and place what this rank has a place for."""
         tied = tuple(copies.items())
-        placement = self._placements.pop(tied, None) or SlicePlacement(self._destinations(copies))
+        placement = self._placements.pop(tied, None) or self._placement(self._destinations(copies))
         for found in receiver.slices(manifest, placement.wanted, deadline_s, placement.destination):
             self._refuse_cancelled(manifest)
             placement.place((part.entry.name, part.box, part.tensor) for part in found)
         placement.finish()
         self._placements[tied] = placement  # one that failed may be half filled
+
+    def _placement(self, destinations: Destinations) -> SlicePlacement:
+        """Return a placement for the slices of versions."""
+        return SlicePlacement(destinations)
 
     def _refuse_cancelled(self, manifest: WeightManifest) -> None:
         if self._cancelled.is_set():
@@ -224,11 +228,17 @@ def stored_once(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.
     first_names: dict[tuple[object, ...], str] = {}
     copies: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
-        key = (tensor.untyped_storage().data_ptr(), tensor.storage_offset(), tuple(tensor.shape))
+        key = (storage_key(tensor), tensor.storage_offset(), tuple(tensor.shape))
         if tensor.numel() and first_names.setdefault(key, name) != name:
             continue
         copies[name] = tensor.detach()
     return copies
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """Return a number that tensors of one storage share; on `meta` they have no address."""
+    storage = tensor.untyped_storage()
+    return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
 def whole_source(target: torch.Tensor) -> ExpectedTensor:

@@ -8,7 +8,7 @@ import torch
 from protocol.device.slice_digests import bits_of
 from protocol.errors import EngineSettingsError
 from rollout.staging.layers import LayeredPlan
-from rollout.staging.loader_trace import Load, LoaderTrace, Recorder, record
+from rollout.staging.loader_trace import Load, LoaderRecord, LoaderTrace, Recorder, record
 from rollout.staging.placement import ExpectedTensor
 from rollout.staging.places import StagingPlace, StagingRoom, choose, empty_in
 from rollout.staging.releasable_memory import ReleasableMemory
@@ -22,7 +22,7 @@ class StagingPlan(LoaderTrace):
         self,
         live: Mapping[str, torch.Tensor],
         shapes: Mapping[str, tuple[int, ...]],
-        recorder: Recorder,
+        recorder: Recorder | LoaderRecord,
         place: StagingPlace = StagingPlace.DEVICE,
     ) -> None:
         """Allocate the buffer.

@@ -18,9 +18,6 @@ _FILES = (
 )
 _SAMPLED = "tokens would be drawn from another distribution than the one that the trainer computes"
 _LOGPROBS = "log-probabilities have to be those of the distribution that a token was drawn from"
-_QUANTISED = (
-    "weights are published in engine.dtype, and a quantised parameter has no place that they can be copied to"
-)
 _DRAFTS = (
     "a draft model would stay at its first version, because versions are committed for one model; "
     "engine.drafts has drafts without a model"
@@ -79,7 +76,6 @@ REFUSED: Mapping[str, str] = {
     ),
     "logprobs_mode": _LOGPROBS,
     "seed": "it is made of the engine's name: engines with one seed would sample the same completions",
-    **dict.fromkeys(("quantization", "quantization_config"), _QUANTISED),
     **dict.fromkeys(("speculative_config", "spec_method", "spec_model", "spec_tokens"), _DRAFTS),
     **dict.fromkeys(("scheduler_cls", "worker_cls", "worker_extension_cls"), _SCHEDULER),
     **dict.fromkeys(

@@ -5,11 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.contract.models import follows, tiny_experts, weights, write_shm
 from rollout.engines.registry import make_engine
-from rollout.engines.vllm.plain_layers import ACTIVATIONS, mixture
+from rollout.engines.vllm.layers.plain import ACTIVATIONS, mixture
 
 PROMPT = (5, 17, 200, 33)
 
@@ -23,10 +25,30 @@ def test_mixture_is_the_weighted_sum_of_each_rows_experts(activation: str) -> No
     for row in range(7):
         wanted = torch.zeros(6)
         for expert, weight in zip(chosen[row], weights[row], strict=True):
-            gate, up = both[expert, :5] @ rows[row], both[expert, 5:] @ rows[row]
-            wanted += weight * (downs[expert] @ (ACTIVATIONS[activation](gate) * up))
+            wanted += weight * (downs[expert] @ ACTIVATIONS[activation](both[expert] @ rows[row]))
         torch.testing.assert_close(found[row], wanted)
-    assert torch.equal(ACTIVATIONS["gelu"](rows), F.gelu(rows))
+    gate, up = rows.chunk(2, dim=-1)
+    assert torch.equal(ACTIVATIONS["gelu"](rows), F.gelu(gate) * up)
+
+
+def test_mixture_with_biases_and_alternating_gates_is_that_of_transformers() -> None:
+    theirs = GptOssExperts(
+        GptOssConfig(hidden_size=6, intermediate_size=5, num_local_experts=4, experts_implementation="eager")
+    ).double()
+    for parameter in theirs.parameters():
+        torch.nn.init.normal_(parameter, std=3.0)
+    rows, weights = torch.randn(7, 6).double(), torch.rand(7, 2).double()
+    chosen = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
+    found = mixture(
+        rows,
+        theirs.gate_up_proj.mT,
+        theirs.down_proj.mT,
+        weights,
+        chosen,
+        ACTIVATIONS["swigluoai"],
+        (theirs.gate_up_proj_bias, theirs.down_proj_bias),
+    )
+    torch.testing.assert_close(found, theirs(rows, chosen, weights))
 
 
 def test_mixture_of_ranks_is_the_sum_of_what_each_has() -> None:
@@ -34,10 +56,10 @@ def test_mixture_of_ranks_is_the_sum_of_what_each_has() -> None:
     chosen, weights = torch.stack([torch.randperm(4)[:2] for _ in range(7)]), torch.rand(7, 2)
     places = torch.tensor([[0, 1, -1, -1], [-1, -1, 0, 1]])
     shares = [
-        mixture(rows, both[part], downs[part], weights, place[chosen], F.silu)
+        mixture(rows, both[part], downs[part], weights, place[chosen], ACTIVATIONS["silu"])
         for part, place in zip((slice(2), slice(2, 4)), places, strict=True)
     ]
-    torch.testing.assert_close(sum(shares), mixture(rows, both, downs, weights, chosen, F.silu))
+    torch.testing.assert_close(sum(shares), mixture(rows, both, downs, weights, chosen, ACTIVATIONS["silu"]))
 
 
 @pytest.mark.engine

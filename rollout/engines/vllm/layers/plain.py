@@ -11,12 +11,34 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-ACTIVATIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
-    "silu": F.silu,
-    "gelu": F.gelu,
-    "gelu_tanh": lambda x: F.gelu(x, approximate="tanh"),
+Activation = Callable[[torch.Tensor], torch.Tensor]
+LIMIT, SLOPE = 7.0, 1.702
+"""Constants of gpt-oss's activation, also in vLLM."""
+
+
+def _halves(activation: Activation) -> Activation:
+    """Return a function of gates and ups [N, 2 I], the gates first, with the result [N, I]."""
+
+    def gated(rows: torch.Tensor) -> torch.Tensor:
+        gate, up = rows.chunk(2, dim=-1)
+        return activation(gate) * up
+
+    return gated
+
+
+def _alternating(rows: torch.Tensor) -> torch.Tensor:
+    """Return gpt-oss's result for gates and ups that come by turns."""
+    gate, up = rows[..., ::2].clamp(max=LIMIT), rows[..., 1::2].clamp(-LIMIT, LIMIT)
+    return (up + 1) * gate * torch.sigmoid(SLOPE * gate)
+
+
+ACTIVATIONS: dict[str, Activation] = {
+    "silu": _halves(F.silu),
+    "gelu": _halves(F.gelu),
+    "gelu_tanh": _halves(lambda x: F.gelu(x, approximate="tanh")),
+    "swigluoai": _alternating,
 }
-"""What vLLM calls the activation of a gate -> it."""
+"""vLLM's name of an activation -> it."""
 
 
 def keep_weights_plain() -> None:
@@ -71,7 +93,8 @@ def _apply(
     """Take the place of the experts' method that computes a layer, or this rank's share of it."""
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
     chosen = topk_ids if expert_map is None else expert_map[topk_ids]
-    output.copy_(mixture(hidden_states, w1, w2, weights, chosen, ACTIVATIONS[activation.value]))
+    biases = experts.w1_bias, experts.w2_bias
+    output.copy_(mixture(hidden_states, w1, w2, weights, chosen, ACTIVATIONS[activation.value], biases))
 
 
 def mixture(
@@ -80,7 +103,8 @@ def mixture(
     downs: torch.Tensor,
     weights: torch.Tensor,
     chosen: torch.Tensor,
-    activation: Callable[[torch.Tensor], torch.Tensor],
+    activation: Activation,
+    biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
     """Return what experts make of rows, [N, H], one expert after the other.
 
@@ -90,12 +114,13 @@ def mixture(
         downs: [E, H, I].
         weights: float [N, K]: of each row's experts.
         chosen: int [N, K]: each row's experts; -1: one that another rank has.
-        activation: of the gate.
+        activation: makes [N, I] of [N, 2 I].
+        biases: [E, 2 I] and [E, H].
     """
     output = torch.zeros_like(rows)
     for expert in chosen[chosen >= 0].unique().tolist():
         row, place = (chosen == expert).nonzero(as_tuple=True)
-        gate, up = F.linear(rows[row], gates_and_ups[expert]).chunk(2, dim=-1)
-        made = F.linear(activation(gate) * up, downs[expert])
+        first, second = (bias if bias is None else bias[expert] for bias in biases)
+        made = F.linear(activation(F.linear(rows[row], gates_and_ups[expert], first)), downs[expert], second)
         output.index_add_(0, row, (made * weights[row, place, None]).to(output.dtype))
     return output

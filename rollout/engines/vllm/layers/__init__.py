@@ -1,0 +1,1 @@
+"""How vLLM's layers hold their weights: plain on a CPU, or processed after loading."""

@@ -1,0 +1,353 @@
+"""Stages versions of layers whose weights an engine quantises or repacks after loading them.
+
+Versions bring such a layer as its checkpoint has it. It is filled into a *shadow* of the layer, which the
+engine's own processing turns into the tensors that it computes with; these are staged, and a commit copies
+them into the live ones, which stay where they are. No live tensor is written before. The memory of a shadow
+is taken when its first bytes arrive and released when it was processed, so that there is about one at a time.
+"""
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from protocol.device.digests import bits_of
+
+from protocol.errors import EngineSettingsError, WeightError
+from protocol.weights.boxes import Box, intersection, size_of
+from rollout.staging.loaded_weights import files_by_tensor
+from rollout.staging.loader_trace import LoaderTrace, Recorder
+from rollout.staging.placement import Destinations, ExpectedTensor, SlicePlacement
+from rollout.staging.places import StagingPlace, StagingRoom, choose, empty_in
+from rollout.staging.releasable_memory import ReleasableMemory
+from rollout.staging.staging import Staging, copy_over
+from rollout.staging.staging_plan import StagingPlan
+
+SMALLEST = 8
+"""Processed tensors have at least one in so many of the loaded bytes; fewer: they are out of sight."""
+
+Staged = Callable[[torch.Tensor], torch.Tensor]
+"""Returns the staged copy of a live tensor, on the live one's device."""
+
+
+class Processing(Protocol):
+    """One layer's processing, as its engine does it after loading."""
+
+    name: str
+    """Name of the layer, for errors; the names of its tensors begin with it."""
+    inputs: Mapping[str, torch.Tensor]
+    """Parameters that the loader fills, on `meta`; none: it computes with other layers' weights."""
+
+    def live(self) -> dict[str, torch.Tensor]:
+        """Return the tensors that the live layer has, by where it has them."""
+
+    def process(self, inputs: Mapping[str, torch.Tensor], staged: Staged) -> dict[str, torch.Tensor]:
+        """Return the tensors that processing made, by where the live layer has them.
+
+        Args:
+            inputs: loaded parameters, which it may overwrite.
+            staged: of other layers' weights.
+        """
+
+
+class LayerShadow:
+    """Memory of one layer as it is loaded, and the staged copy of its processed tensors."""
+
+    def __init__(
+        self,
+        processing: Processing,
+        shapes: Mapping[str, tuple[int, ...]],
+        recorder: Recorder,
+        device: torch.device,
+    ) -> None:
+        """Find what the loader fills.
+
+        Args:
+            processing: of the layer.
+            shapes: see `LoaderTrace`.
+            recorder: see `LoaderTrace`.
+            device: of the live layer.
+
+        Raises:
+            EngineSettingsError: naming a parameter that the loader does not fill exactly.
+        """
+        self.name = processing.name
+        self._processing = processing
+        self._inputs = {
+            name: torch.empty_strided(meta.size(), meta.stride(), dtype=meta.dtype, device=device)
+            for name, meta in processing.inputs.items()
+        }
+        trace = LoaderTrace(self._inputs, shapes, recorder.within(self._inputs))
+        self.sources = trace.sources_in(self._inputs)
+        """As of a `StagingPlan`; they have memory between `open` and `process`."""
+        self._storages = [
+            (storage, storage.nbytes())
+            for storage in (tensor.untyped_storage() for tensor in self._inputs.values())
+        ]
+        self.live: dict[str, torch.Tensor] = {}
+        """Tensors that processing makes, each storage once."""
+        self.copy: dict[str, torch.Tensor] = {}
+        """Their staged copy."""
+        self.close()
+
+    @property
+    def is_last(self) -> bool:
+        """Whether it is processed after all others: it computes with what they have staged."""
+        return not self._inputs
+
+    def open(self) -> None:
+        """Take memory to be filled, unless it has it."""
+        for storage, nbytes in self._storages:
+            if storage.nbytes() != nbytes:
+                storage.resize_(nbytes)
+
+    def close(self) -> None:
+        """Release the memory. Idempotent."""
+        for storage, _ in self._storages:
+            storage.resize_(0)
+
+    def learn(self, files: Mapping[str, Any]) -> None:
+        """Process the weights that the live layer was loaded from, and compare with the live tensors.
+
+        Args:
+            files: open file of each tensor of the model; empty: there are none, and only the layout is
+                compared.
+
+        Raises:
+            EngineSettingsError: naming the first tensor that differs.
+        """
+        self.open()
+        for name, source in self.sources.items():
+            tensor = files[name].get_tensor(name) if files else torch.zeros(source.shape)
+            for part in source.slices:
+                part.fill(tensor)
+        found, live = self._processing.process(self._inputs, lambda tensor: tensor), self._processing.live()
+        seen: set[tuple[object, ...]] = set()
+        for path, tensor in found.items():
+            if path not in live or _layout(live[path]) != _layout(tensor):
+                raise EngineSettingsError(f"layer {self.name}: {path} is not laid out as when it was loaded")
+            compared = bool(files) or self.is_last
+            if compared and not torch.equal(bits_of(tensor.contiguous()), bits_of(live[path].contiguous())):
+                raise EngineSettingsError(
+                    f"layer {self.name}: processing its weights again makes another {path} than when it was "
+                    "loaded, so no version could be staged"
+                )
+            place = (live[path].data_ptr(), *_layout(tensor))
+            if place not in seen:
+                seen.add(place)
+                self.live[path] = live[path].detach()
+        loaded = sum(nbytes for _, nbytes in self._storages)
+        self.close()
+        if sum(tensor.nbytes for tensor in self.live.values()) * SMALLEST < loaded:
+            raise EngineSettingsError(
+                f"layer {self.name}: the engine keeps the result of its processing where no tensor shows, so "
+                "no version could be copied there"
+            )
+
+    def allocate(self, place: StagingPlace) -> None:
+        """Allocate the staged copy."""
+        self.copy = {path: empty_in(place, tensor) for path, tensor in self.live.items()}
+
+    def process(self, staged: Staged) -> None:
+        """Process what was filled, and stage the result.
+
+        Raises:
+            WeightError: naming the layer; no version is staged.
+        """
+        try:
+            found = self._processing.process(self._inputs, staged)
+            for path, copy in self.copy.items():
+                if _layout(found[path]) != _layout(self.live[path]):
+                    raise WeightError(f"{path} is laid out in another way than the live one")
+                copy.copy_(found[path])
+        except Exception as error:
+            raise WeightError(f"tensors of layer {self.name} could not be processed: {error!r}") from error
+        finally:
+            self.close()
+
+
+class ShadowedPlacement(SlicePlacement):
+    """Slices of a version; a shadow is processed once it has all its slices."""
+
+    def __init__(self, destinations: Destinations, shadows: Sequence[LayerShadow], staged: Staged) -> None:
+        super().__init__(destinations)
+        owners = {id(source): shadow for shadow in shadows for source in shadow.sources.values()}
+        self._shadow_of = {
+            name: owners[id(source)]
+            for name, sources in destinations.items()
+            for source in sources
+            if id(source) in owners
+        }
+        self._last = [shadow for shadow in shadows if shadow.is_last]
+        self._staged = staged
+        self._missing: dict[int, int] = {}
+        """LayerShadow, by its id -> elements that are missing."""
+
+    def destination(self, name: str, box: Box) -> torch.Tensor | None:
+        return None if name in self._shadow_of else super().destination(name, box)
+
+    def place(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
+        plain = []
+        for name, box, tensor in slices:
+            shadow = self._shadow_of.get(name)
+            if shadow is None:
+                plain.append((name, box, tensor))
+                continue
+            shadow.open()
+            super().place([(name, box, tensor)])
+            shared = [intersection(box, wanted) for wanted in self.wanted.get(name, ())]
+            arrived = sum(size_of(part) for part in shared if part is not None)
+            left = self._missing.get(id(shadow), self._elements(shadow)) - arrived
+            self._missing[id(shadow)] = left
+            if not left:
+                shadow.process(self._staged)
+        super().place(plain)
+
+    def finish(self) -> None:
+        super().finish()
+        self._missing.clear()
+        for shadow in self._last:
+            shadow.process(self._staged)
+
+    def _elements(self, shadow: LayerShadow) -> int:
+        return sum(
+            size_of(box)
+            for name, one in self._shadow_of.items()
+            if one is shadow
+            for box in self.wanted.get(name, ())
+        )
+
+
+class ShadowedStaging(Staging):
+    """Staging whose slices go through shadows, where layers have one."""
+
+    def __init__(self, plan: "ShadowedPlan", *, architecture: str, tied: bool) -> None:
+        super().__init__(plan.sources(), architecture=architecture, tied=tied)
+        self._plan = plan
+
+    def _placement(self, destinations: Destinations) -> SlicePlacement:
+        return ShadowedPlacement(destinations, self._plan.shadows, self._plan.staged)
+
+
+class ShadowedPlan:
+    """Plan for an engine that processes some layers: plain parameters as in a `StagingPlan`, and shadows."""
+
+    def __init__(self, plain: StagingPlan, shadows: Sequence[LayerShadow], place: StagingPlace) -> None:
+        """Allocate the shadows' staged copies, in `place`."""
+        self.shadows = shadows
+        self._plain = plain
+        self._live, self._copy = dict(plain.live), dict(plain.buffer)
+        for shadow in shadows:
+            shadow.allocate(place)
+            self._live |= shadow.live
+            self._copy |= shadow.copy
+        self._copy_of = {tensor.data_ptr(): name for name, tensor in self._live.items()}
+        copies = [copy for shadow in shadows for copy in shadow.copy.values() if place != StagingPlace.HOST]
+        self._memory = ReleasableMemory(copies)
+        self.releasable = plain.releasable + copies
+        """As in `StagingPlan`."""
+
+    @property
+    def live(self) -> dict[str, torch.Tensor]:
+        """Live tensors that versions are copied into."""
+        return self._live
+
+    @property
+    def unplaced(self) -> set[str]:
+        """See `LoaderTrace`."""
+        return self._plain.unplaced - {name for shadow in self.shadows for name in shadow.sources}
+
+    def staged(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the staged copy of a live tensor, on its device; of one that no version has, itself."""
+        name = self._copy_of.get(tensor.data_ptr())
+        return tensor if name is None else self._copy[name].to(tensor.device)
+
+    def sources(self) -> dict[str, ExpectedTensor]:
+        """See `StagingPlan`."""
+        sources = self._plain.sources()
+        for shadow in self.shadows:
+            for name, source in shadow.sources.items():
+                if name in sources:
+                    raise EngineSettingsError(f"tensor {name} fills two layers, one of them processed")
+                sources[name] = source
+        return sources
+
+    def staging(self, *, architecture: str, tied: bool) -> Staging:
+        """See `StagingPlan`."""
+        return ShadowedStaging(self, architecture=architecture, tied=tied)
+
+    def calibrate(self) -> None:
+        """See `StagingPlan`; the shadows were compared when they were made."""
+        self._plain.calibrate()
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """See `LoaderTrace`; of processed layers the live tensors themselves, as no version has them."""
+        yield from self._plain.gathered()
+        for shadow in self.shadows:
+            for path, tensor in shadow.live.items():
+                yield path, tensor, False
+
+    def release(self) -> None:
+        """See `StagingPlan`."""
+        self._plain.release()
+        for shadow in self.shadows:
+            shadow.close()
+        self._memory.release()
+
+    def restore(self) -> None:
+        """See `StagingPlan`."""
+        self._memory.restore()
+        self._plain.restore()
+
+    def apply(self) -> None:
+        """See `StagingPlan`."""
+        copy_over(self._live, self._copy)
+
+
+def shadowed_plan(
+    live: Mapping[str, torch.Tensor],
+    shapes: Mapping[str, tuple[int, ...]],
+    recorder: Recorder,
+    processings: Sequence[Processing],
+    room: StagingRoom,
+    model_dir: Path,
+) -> ShadowedPlan:
+    """Plan the staging of a model with layers that are processed after loading.
+
+    Args:
+        live: see `LoaderTrace`; parameters on `meta` are inputs of `processings`.
+        shapes: see `LoaderTrace`.
+        recorder: see `LoaderTrace`.
+        processings: one for each such layer, in the order in which the engine processes them.
+        room: settings of the staging copy.
+        model_dir: the files that the live weights were loaded from.
+
+    Raises:
+        EngineError: a layer cannot be staged, or there is no room.
+    """
+    plain = {name: tensor for name, tensor in live.items() if not tensor.is_meta}
+    device = next(iter(plain.values())).device
+    filled = {copy.parameter for copy in recorder.copies}
+    shadows = [
+        LayerShadow(processing, shapes, recorder, device)
+        for processing in processings
+        if not processing.inputs or filled & set(processing.inputs)
+    ]
+    with ExitStack() as stack:
+        files = files_by_tensor(stack, model_dir)
+        for shadow in shadows:
+            shadow.learn(files)
+    tensors = [*plain.values(), *(tensor for shadow in shadows for tensor in shadow.live.values())]
+    largest = max((tensor.nbytes for tensor in tensors), default=0)
+    place = choose(room, tensors, largest)
+    if place == StagingPlace.LAYERS:
+        raise EngineSettingsError(
+            f"setting engine.staging: 'layers' has no copy, and the engine processes {shadows[0].name} after "
+            "loading, which may fail; use 'device', 'host' or 'copy'"
+        )
+    return ShadowedPlan(StagingPlan(plain, shapes, recorder.within(plain), place), shadows, place)
+
+
+def _layout(tensor: torch.Tensor) -> tuple[object, ...]:
+    return tuple(tensor.shape), tensor.dtype

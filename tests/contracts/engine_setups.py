@@ -1,0 +1,335 @@
+"""Lists the engines that pass the contract suite, in the set-ups that differ in what matters."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import pytest
+
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from rollout.engines.base import KvPolicy
+from rollout.engines.contract.models import tiny_experts, tiny_gpt_oss, tiny_latent, tiny_model
+from tests.changes import IN_PROCESS, SGLANG, VLLM, slow_unless_changed
+from tests.gpus import TWO_GPUS
+
+
+@dataclass(frozen=True)
+class Setup:
+    """An engine under test. The starts of one engine differ in all that matters: policy, ranks."""
+
+    name: str
+    kv: KvPolicy
+    ranks: int = 1
+    lora: LoraConfig = NO_ADAPTERS
+    sleeps: bool = False
+    """vLLM and SGLang: started so that it can."""
+    dtype: str = "float32"
+    graphs: bool = False
+    """CUDA graphs are captured and replayed."""
+    model: Literal["dense", "experts", "all_experts", "latent", "gpt_oss"] = "dense"
+    """Key of `MODELS`."""
+    margin: float | None = None
+    """See `Bench`; None: that of its dtype."""
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Given to vLLM or SGLang as they are."""
+    shares: bool = False
+    """Its live weights can be mapped, and versions come out of masters."""
+    drafts: Literal["off", "history", "history_always"] = "off"
+    staging: Literal["device", "host", "layers"] = "device"
+    """Where versions are staged."""
+    overlaps: bool = False
+    """vLLM on a CPU: its scheduler is a step ahead, as it always is on a GPU."""
+
+
+PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_proj", "down_proj"))
+"""Fused layers of which a part has no adapter."""
+
+
+MARGINS = {"float32": 0.0, "float16": 0.0025, "bfloat16": 0.02}
+"""Three times what rounding does to a logit of the tiny model."""
+FP8 = 0.2
+"""Margin of weights and activations in 8 bits."""
+CACHE = {"kv_cache_memory_bytes": 1 << 30}
+"""Argument with which vLLM does not profile how much memory is free."""
+PROCESSED = ("rollout/staging/shadows.py", "rollout/engines/vllm/layers/")
+"""Beginnings of further paths on which set-ups with processed weights depend."""
+MODELS: Mapping[str, Callable[..., Any]] = {
+    "dense": tiny_model,
+    "experts": tiny_experts,
+    "all_experts": partial(tiny_experts, chosen=4),
+    "latent": tiny_latent,
+    "gpt_oss": tiny_gpt_oss,
+}
+
+
+def engine_under_test(name: str, setup: Setup, *marks: pytest.MarkDecorator) -> Any:
+    """One start of the engine for all its tests: they stay in one process."""
+    return pytest.param(setup, id=name, marks=[*marks, pytest.mark.xdist_group(name)])
+
+
+ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
+OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
+LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
+SETUPS = [
+    engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
+    engine_under_test("hf-recompute", Setup("hf", KvPolicy.RECOMPUTE)),
+    engine_under_test("hf-keep", Setup("hf", KvPolicy.KEEP), OTHER_SETUP),
+    engine_under_test("hf-host", Setup("hf", KvPolicy.KEEP, staging="host")),
+    engine_under_test("hf-layers", Setup("hf", KvPolicy.RECOMPUTE, staging="layers")),
+    engine_under_test("hf-lora", Setup("hf", KvPolicy.KEEP, lora=LoraConfig(rank=4))),
+    engine_under_test("hf-experts", Setup("hf", KvPolicy.RECOMPUTE, model="experts"), OTHER_SETUP),
+    engine_under_test("hf-shared", Setup("hf", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
+    engine_under_test("megatron-recompute", Setup("megatron", KvPolicy.RECOMPUTE)),
+    engine_under_test("megatron-keep", Setup("megatron", KvPolicy.KEEP), OTHER_SETUP),
+    engine_under_test(
+        "megatron-layers", Setup("megatron", KvPolicy.RECOMPUTE, staging="layers"), OTHER_SETUP
+    ),
+    engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
+    engine_under_test("megatron-lora", Setup("megatron", KvPolicy.RECOMPUTE, lora=PARTIAL), OTHER_SETUP),
+    engine_under_test("megatron-tp2", Setup("megatron", KvPolicy.RECOMPUTE, ranks=2), SLOW),
+    engine_under_test("megatron-lora-tp2", Setup("megatron", KvPolicy.KEEP, ranks=2, lora=PARTIAL), SLOW),
+    engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
+    engine_under_test(
+        "vllm-recompute",
+        Setup("vllm", KvPolicy.RECOMPUTE, overlaps=True),
+        ENGINE,
+        slow_unless_changed(*VLLM),
+    ),
+    engine_under_test(
+        "vllm-layers",
+        Setup("vllm", KvPolicy.KEEP, staging="layers", overlaps=True),
+        ENGINE,
+        slow_unless_changed(*VLLM),
+    ),
+    engine_under_test(
+        "vllm-host-tp2",
+        Setup("vllm", KvPolicy.RECOMPUTE, ranks=2, staging="host", overlaps=True),
+        ENGINE,
+        slow_unless_changed(*VLLM),
+    ),
+    engine_under_test(
+        "vllm-layers-tp2",
+        Setup("vllm", KvPolicy.RECOMPUTE, ranks=2, staging="layers", overlaps=True),
+        ENGINE,
+        SLOW,
+    ),
+    engine_under_test("vllm-keep", Setup("vllm", KvPolicy.KEEP, overlaps=True), ENGINE, SLOW),
+    engine_under_test("vllm-keep-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, overlaps=True), ENGINE, SLOW),
+    engine_under_test("vllm-one-by-one", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE, SLOW),
+    engine_under_test(
+        "vllm-drafts", Setup("vllm", KvPolicy.RECOMPUTE, drafts="history_always"), ENGINE, SLOW
+    ),
+    engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=12)), ENGINE, SLOW),
+    engine_under_test(
+        "vllm-lora-experts",
+        Setup("vllm", KvPolicy.KEEP, lora=LoraConfig(rank=3), model="experts"),
+        ENGINE,
+        SLOW,
+    ),
+    engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
+    engine_under_test(
+        "vllm-ep2",
+        Setup(
+            "vllm", KvPolicy.RECOMPUTE, ranks=2, model="experts", arguments={"enable_expert_parallel": True}
+        ),
+        ENGINE,
+        SLOW,
+    ),
+    engine_under_test(
+        "vllm-ep2-gpus",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            ranks=2,
+            dtype="bfloat16",
+            experts=True,
+            arguments={"enable_expert_parallel": True},
+        ),
+        ENGINE,
+        *TWO_GPUS,
+    ),
+    engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE, SLOW),
+    engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
+    engine_under_test(
+        "vllm-lora-sleeps",
+        Setup("vllm", KvPolicy.RECOMPUTE, dtype="float16", lora=LoraConfig(rank=8), sleeps=True),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-graphs", Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True), ENGINE, GPU
+    ),
+    engine_under_test(
+        "vllm-drafts-graphs",
+        Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, drafts="history_always"),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-latent",
+        Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", model="latent"),
+        ENGINE,
+        slow_unless_changed(*PROCESSED),
+    ),
+    engine_under_test(
+        "vllm-fp8-channels",
+        Setup(
+            "vllm", KvPolicy.KEEP, dtype="bfloat16", margin=FP8, arguments={"quantization": "fp8_per_channel"}
+        ),
+        ENGINE,
+        slow_unless_changed(*PROCESSED),
+    ),
+    engine_under_test(
+        "vllm-gpt-oss",
+        Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", model="gpt_oss"),
+        ENGINE,
+        SLOW,
+    ),
+    engine_under_test(
+        "vllm-latent-graphs",
+        # what is kept are latent vectors, which new weights expand: transformers keeps old expanded ones
+        Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, model="latent", arguments=CACHE),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-gpt-oss-graphs",
+        Setup("vllm", KvPolicy.KEEP, dtype="bfloat16", graphs=True, model="gpt_oss", arguments=CACHE),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-fp8",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            sleeps=True,
+            margin=FP8,
+            arguments={"quantization": "fp8", **CACHE},
+        ),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-fp8-blocks",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            margin=FP8,
+            arguments={"quantization": "fp8_per_block", **CACHE},
+        ),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-fp8-experts",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            model="all_experts",
+            margin=FP8,
+            arguments={"quantization": "fp8", **CACHE},
+        ),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-fp8-latent",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            model="latent",
+            margin=FP8,
+            arguments={"quantization": "fp8", **CACHE},
+        ),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "sglang-recompute",
+        Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True),
+        ENGINE,
+        LONG_START,
+        slow_unless_changed(*SGLANG),
+    ),
+    engine_under_test(
+        "sglang-lora",
+        Setup("sglang", KvPolicy.RECOMPUTE, lora=PARTIAL, sleeps=True),
+        ENGINE,
+        LONG_START,
+        SLOW,
+    ),
+    engine_under_test(
+        "sglang-lora-tp2",
+        Setup("sglang", KvPolicy.KEEP, ranks=2, lora=PARTIAL, sleeps=True),
+        ENGINE,
+        LONG_START,
+        SLOW,
+    ),
+    engine_under_test(
+        "sglang-layers",
+        Setup("sglang", KvPolicy.KEEP, ranks=2, sleeps=True, staging="layers"),
+        ENGINE,
+        LONG_START,
+        SLOW,
+    ),
+    engine_under_test(
+        "sglang-host",
+        Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True, staging="host"),
+        ENGINE,
+        LONG_START,
+        SLOW,
+    ),
+    engine_under_test("sglang-keep", Setup("sglang", KvPolicy.KEEP), ENGINE, LONG_START, SLOW),
+    engine_under_test("sglang-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2), ENGINE, LONG_START, SLOW),
+    engine_under_test(
+        "sglang-ep2",
+        Setup(
+            "sglang",
+            KvPolicy.RECOMPUTE,
+            ranks=2,
+            dtype="bfloat16",
+            model="experts",
+            arguments={"ep_size": 2},
+        ),
+        ENGINE,
+        LONG_START,
+        *TWO_GPUS,
+    ),
+    engine_under_test(
+        "sglang-jax-recompute", Setup("sglang_jax", KvPolicy.RECOMPUTE), ENGINE, LONG_START, SLOW
+    ),
+    engine_under_test(
+        "sglang-jax-keep", Setup("sglang_jax", KvPolicy.KEEP, dtype="bfloat16"), ENGINE, LONG_START, SLOW
+    ),
+    engine_under_test(
+        "sglang-sleeps",
+        Setup("sglang", KvPolicy.RECOMPUTE, dtype="float16", sleeps=True),
+        ENGINE,
+        LONG_START,
+        GPU,
+    ),
+    engine_under_test(
+        "sglang-lora-sleeps",
+        Setup("sglang", KvPolicy.KEEP, dtype="float16", lora=PARTIAL, sleeps=True),
+        ENGINE,
+        LONG_START,
+        GPU,
+    ),
+    engine_under_test(
+        "sglang-graphs",
+        Setup("sglang", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True),
+        ENGINE,
+        LONG_START,
+        GPU,
+    ),
+]
