@@ -126,7 +126,7 @@ class GroupRunner:
         self._strays = Strays()
         process.metrics.watch(
             "tether_stray_episodes",
-            "Episodes that ran on when they were cancelled, and those of them that have ended",
+            "Episodes that ran on when they were cancelled, and how many of them have ended",
             self._strays.counts,
         )
         process.metrics.watch_labelled(

@@ -13,12 +13,12 @@ from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Capabilities, EngineConfig
-from rollout.engines.hf.decoder import PaddingDecoder
+from rollout.engines.hf.decoder import PaddingDecoder, RowDecoder, has_state
 from rollout.engines.hf.lora_merge import MergedStaging
 from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.hf.row_adapters import RowAdapters
-from rollout.engines.hf.row_decoder import RowDecoder, has_state
 from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
+from rollout.engines.in_process.running_request import Decoder
 from rollout.engines.named_adapters import read_named
 from rollout.engines.requests import check_adapters
 from rollout.staging.layers import LayeredStaging
@@ -87,7 +87,7 @@ class HFEngine(InProcessEngine):
         staging = SharedStaging(sources, architecture=type(model).__name__, tied=_is_tied(model))
         return LoadedModel(self._decoder(model), staging, staging, lambda: digest_of(live))
 
-    def _decoder(self, model: Any) -> PaddingDecoder | RowDecoder:
+    def _decoder(self, model: Any) -> Decoder:
         recorder = ExpertRecorder(model) if self._config.enable_return_routed_experts else None
         found = read_named(self._named, self._model_dir)
         adapters = RowAdapters(model, found.values()) if found else None

@@ -20,7 +20,7 @@ from services.ledger.interface import (
     TakenGroup,
 )
 from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
-from services.ledger.redis.connection import Connection
+from services.ledger.redis.connection import SERVER_FIELD, Connection
 from services.ledger.redis.json_codec import (
     decode,
     decode_endpoints,
@@ -33,7 +33,6 @@ from services.ledger.redis.json_codec import (
 )
 from services.ledger.redis.keys import Keys
 from services.ledger.redis.scripts import script
-from services.ledger.redis.server_fence import SERVER_FIELD
 
 _READ = 512  # steps or groups that one command reads
 REREAD_S = 10.0
