@@ -17,6 +17,7 @@ from services.bus.receiver import Receiver
 from services.ingest.admission import Admission
 from services.ingest.call_journal import CallAdmission
 from services.ledger_recovery.reconcile import LedgerReconciler
+from services.runtime.event_loop import running_loops
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.run_ledger import open_ledger
@@ -95,17 +96,15 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
             process.info["spool"] = spool.id
             process.info["endpoints"] = {SCORED.name: receiver.endpoint, CALLS.name: called.endpoint}
             await process.register()
-            async with asyncio.TaskGroup() as tasks:
-                journal = CallAdmission(process, called, spool)
-                beside = [
-                    tasks.create_task(Admission(process, receiver, spool).admit_loop(), name="ingest"),
-                    tasks.create_task(journal.journal_loop(), name="ingest.call_journal"),
-                    tasks.create_task(journal.sweep_loop(), name="ingest.sweep"),
-                    tasks.create_task(ClockWatch(process.ledger.wall_ms).watch_loop(), name="ingest.clock"),
-                ]
+            journal = CallAdmission(process, called, spool)
+            loops = {
+                "ingest": Admission(process, receiver, spool).admit_loop(),
+                "ingest.call_journal": journal.journal_loop(),
+                "ingest.sweep": journal.sweep_loop(),
+                "ingest.clock": ClockWatch(process.ledger.wall_ms).watch_loop(),
+            }
+            async with running_loops(loops):
                 await _archive_loop(process, reconciler, spool)
-                for task in beside:
-                    task.cancel()
         # not after an error, which it might hide: the next ingest continues where the archive ends
         await reconciler.archive_all()
     finally:

@@ -10,9 +10,10 @@ import contextlib
 import functools
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
@@ -36,6 +37,7 @@ from services.run_record.halts import explain_halt
 from services.run_record.progress import Progress, plot_run, report_failures_loop
 from services.run_record.tail import EventTail
 from services.runtime.errors import innermost
+from services.runtime.event_loop import is_set_within, running_loops
 from services.runtime.process import pid_space
 from services.runtime.resume import start_or_resume
 from services.runtime.run_copies import settings_of_fetched
@@ -192,13 +194,10 @@ async def _supervise(
         # the outer group: a watcher that fails must not cancel the services, which are drained then
         async with asyncio.TaskGroup() as services:
             try:
-                async with asyncio.TaskGroup() as tasks:
+                async with running_loops(_watchers(settings, ledger, server, fleet, progress)):
                     fleet.start(services, functools.partial(_stepped, ledger, first))
-                    watchers = _start_watchers(tasks, settings, ledger, server, fleet, progress)
                     await _wait_until_over(ledger, settings, fleet, stop, progress)
                     await fleet.stop()
-                    for watcher in watchers:
-                        watcher.cancel()
             finally:
                 await fleet.stop()
     except* TetherError as group:
@@ -242,15 +241,14 @@ def _stop_on_signals(fleet: Fleet, progress: Progress) -> asyncio.Event:
     return stop
 
 
-def _start_watchers(
-    tasks: asyncio.TaskGroup,
+def _watchers(
     settings: Settings,
     ledger: RedisLedger,
     server: EmbeddedServer | None,
     fleet: Fleet,
     progress: Progress,
-) -> list[asyncio.Task[None]]:
-    """Start the tasks that run with the services until cancelled; a failed one ends the run."""
+) -> dict[str, Coroutine[Any, Any, None]]:
+    """Return the loops that run with the services until cancelled; a failed one ends the run."""
     loops = {
         "progress": progress.watch_loop(ledger, fleet.children),
         "scale": scale_loop(settings.run_dir, fleet),
@@ -262,7 +260,7 @@ def _start_watchers(
         loops["tracking"] = warn_loop(settings, progress.note)
     if server is not None:
         loops["ledger"] = keep_running_loop(server)
-    return [tasks.create_task(loop, name=name) for name, loop in loops.items()]
+    return loops
 
 
 async def _watch_failure(fleet: Fleet, progress: Progress) -> None:
@@ -296,9 +294,7 @@ async def _wait_until_over(
             raise _Halted(status.halted)
         if is_over:
             return await finish_evaluation(settings, fleet.evaluation, stop, progress.note)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await stop.wait()
+        await is_set_within(stop, 0.5)
 
 
 def _explain(run_dir: Path, reason: str) -> str:

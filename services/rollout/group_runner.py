@@ -29,6 +29,7 @@ from services.ledger.interface import Lease
 from services.observability.busy import BusyMeter
 from services.observability.metrics import Metrics
 from services.rollout.call_sender import recording_of
+from services.runtime.event_loop import is_set_within
 from services.runtime.process import Process
 
 log = logging.getLogger("tether.leasing")
@@ -241,13 +242,9 @@ class GroupRunner:
         return self._engine.served.version >= 0
 
     async def _nudged_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._nudged.wait()
-        except TimeoutError:
-            return False
+        is_nudged = await is_set_within(self._nudged, seconds)
         self._nudged.clear()
-        return True
+        return is_nudged
 
     async def _run_group(self, job: HeldGroup) -> None:
         try:

@@ -23,6 +23,7 @@ from rollout.sessions.answers.reader import AnswerReader
 from services.preflight.problem import refuse
 from services.preflight.session_endpoint import listening_problems
 from services.run_record.page_key import read_key
+from services.runtime.event_loop import running_loops
 from services.runtime.user_modules import add_user_modules
 from services.serving.endpoint import GenerationEndpoint
 from services.serving.source import Serving
@@ -91,13 +92,11 @@ async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str],
 
 async def _run(engine: Engine, versions: Versions | None, stop: asyncio.Event) -> None:
     """Wait for `stop`, and keep the engine on the newest version meanwhile."""
-    async with asyncio.TaskGroup() as tasks:
-        beside = [tasks.create_task(_check_loop(engine), name="serving.check")]
-        if versions is not None:
-            beside.append(tasks.create_task(follow_loop(engine, versions), name="serving.follow"))
+    loops = {"serving.check": _check_loop(engine)}
+    if versions is not None:
+        loops["serving.follow"] = follow_loop(engine, versions)
+    async with running_loops(loops):
         await stop.wait()
-        for task in beside:
-            task.cancel()
 
 
 async def _check_loop(engine: Engine) -> None:

@@ -1,4 +1,4 @@
-"""Defines verifiers that wait for something, many calls at a time: judges and asynchronous functions."""
+"""Defines verifiers: loaded ones compute call by call, awaited ones wait in many calls at once."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
@@ -7,15 +7,38 @@ from reward.group import ResponseGroup, Verdict
 from reward.notes import Notes
 
 
-class AwaitedVerifier(ABC):
-    """Verifier whose calls run at the same time, in the event loop of one process of the reward service."""
+class BaseVerifier:
+    """Scores the responses of a group."""
 
-    at_once: bool
+    at_once: bool = False
     """Whether one call takes all samples of a group, instead of one sample."""
     by_turn: bool = False
     """Whether it scores each turn of a sample."""
-    file: str
+    file: str = ""
     """File of the user that it comes from; empty for a verifier of tether."""
+
+
+class LoadedVerifier(BaseVerifier, ABC):
+    """Verifier whose calls follow each other in a worker process."""
+
+    maps_device_memory: bool = False
+    """Whether its library maps more address space than any limit allows."""
+
+    def load(self) -> None:
+        """Load what scoring needs; a worker process does so once, before its first score.
+
+        Raises:
+            SettingsError: it cannot be loaded.
+        """
+
+    @abstractmethod
+    def score(self, group: ResponseGroup, samples: Sequence[int]) -> Sequence[Verdict]:
+        """Return the scores of these samples. May raise anything."""
+
+
+class AwaitedVerifier(BaseVerifier, ABC):
+    """Verifier whose calls run at the same time, in the event loop of one process of the reward service."""
+
     max_running: int
     """Calls that run at once. Those beyond wait, which their time limit does not count."""
 
