@@ -1,10 +1,23 @@
 """Defines verifiers: loaded ones compute call by call, awaited ones wait in many calls at once."""
 
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 
 from reward.group import ResponseGroup, Verdict
-from reward.notes import Notes
+
+
+@dataclass(slots=True)
+class Notes:
+    """Filled by the verifier while it scores, so that they are there even if it fails or is too slow."""
+
+    counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
+    """What happened -> how often, or how much: `requests`, `retries`, `prompt_tokens`, `cost` ..."""
+    text: str = ""
+    """A judge's answer."""
+    problem: str = ""
+    """What went wrong last."""
 
 
 class BaseVerifier:

@@ -15,9 +15,8 @@ from typing import Any
 from protocol.errors import RewardError
 from protocol.user_code import returned_number
 from reward.group import ResponseGroup, Verdict
-from reward.notes import Notes
 from reward.user_code import UserCode, load_user_code
-from reward.verifiers.base import AwaitedVerifier, LoadedVerifier
+from reward.verifiers.base import AwaitedVerifier, LoadedVerifier, Notes
 
 MOST_RUNNING = 10_000
 """Calls of an asynchronous function at once; the groups that a reward worker holds bound them before."""

@@ -37,8 +37,7 @@ from protocol.host.privacy import keep_private
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from protocol.user_code import place_of
 from reward.group import ResponseGroup
-from reward.notes import Notes
-from reward.verifiers.base import AwaitedVerifier, LoadedVerifier
+from reward.verifiers.base import AwaitedVerifier, LoadedVerifier, Notes
 from reward.verifiers.registry import make_verifier
 from reward.workers.frames import LENGTH, CallOutcome, VerifierTraits
 

@@ -168,13 +168,10 @@ class RowSource:
             passes=config.passes,
             ease=ease_of(self._train, config),
         )
+        self.size = self._order.size
         self.fingerprint = fingerprint_of(
             config, b"\n".join(encoded_prompt(p) for p in (*self._train, *self._held_out))
         )
-
-    @property
-    def size(self) -> int | None:
-        return self._order.size
 
     def at(self, index: int) -> Prompt:
         prompt = self._train[self._order[index]]

@@ -3,12 +3,14 @@
 import asyncio
 import contextlib
 import logging
+import signal
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 log = logging.getLogger("tether")
 T = TypeVar("T")
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END_S = 5.0
 """Seconds that tasks which `main` has left have to end when they are cancelled."""
 
@@ -63,3 +65,17 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
         async with asyncio.timeout(seconds):
             await event.wait()
     return event.is_set()
+
+
+def stop_at_signals(stop: asyncio.Event) -> None:
+    """Set `stop` at SIGTERM or SIGINT, and cancel the calling task at the second one."""
+    loop, main = asyncio.get_running_loop(), asyncio.current_task()
+    assert main is not None
+
+    def on_signal() -> None:
+        if stop.is_set():
+            main.cancel()
+        stop.set()
+
+    for signum in STOP_SIGNALS:
+        loop.add_signal_handler(signum, on_signal)

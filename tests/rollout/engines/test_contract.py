@@ -17,13 +17,14 @@ from protocol.errors import EngineError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.contract.bench import MAX_MODEL_LEN, Bench
-from rollout.engines.contract.models import adapted, tiny_experts, tiny_model, weights
+from rollout.engines.contract.models import tiny_model, weights
 from rollout.engines.contract.suite import EngineContract
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
 from tests.changes import IN_PROCESS, SGLANG, VLLM, slow_unless_changed
 from tests.contracts.engine_commits import CommitContract
 from tests.contracts.engine_drafts import DraftContract
+from tests.contracts.engine_models import adapted, tiny_experts
 from tests.contracts.engine_sessions import SessionContract
 from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)
 from tests.contracts.sglang_environment import sglang_settings

@@ -7,9 +7,10 @@ import torch
 import torch.nn.functional as F
 
 from rollout.engines.base import EngineConfig, Request, Sampling
-from rollout.engines.contract.models import follows, tiny_experts, weights, write_shm
+from rollout.engines.contract.models import follows, weights, write_shm
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.plain_layers import ACTIVATIONS, mixture
+from tests.contracts.engine_models import tiny_experts
 
 PROMPT = (5, 17, 200, 33)
 
