@@ -6,7 +6,6 @@ command imports what it uses when it runs, so that `tether --help` and `tether s
 
 import functools
 import json
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -16,7 +15,7 @@ import typer
 from protocol.errors import SettingsError, TetherError
 from protocol.host.prctl import keep_private
 from services.migration.convert import import_config
-from services.runtime.errors import configure_logging, describe_error
+from services.runtime.errors import configure_logging, exit_with
 from services.serving.command import serve
 from services.tools.push import push
 from services.tools.recorded.commands import bisect, replay, rerun
@@ -370,9 +369,7 @@ def main() -> None:
     try:
         app()
     except (TetherError, ExceptionGroup) as error:
-        line, code = describe_error(error)
-        print(f"tether: {line}", file=sys.stderr)
-        sys.exit(code)
+        exit_with(error, "tether")
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from services.ledger.interface import RunSpec
 from services.ledger_recovery.reconcile import reconcile
 from services.preflight.check import check_run
 from services.preflight.problem import refuse
-from services.runtime.errors import configure_logging, describe_error
+from services.runtime.errors import configure_logging, exit_with
 from services.runtime.resume import start_or_resume
 from services.runtime.run_copies import settings_of_fetched
 from services.runtime.run_ledger import ledger_url, open_ledger
@@ -108,9 +108,7 @@ def main() -> None:
     except KeyboardInterrupt:
         sys.exit(1)
     except Exception as error:
-        line, code = describe_error(error)
-        print(f"tether prepare: {line}", file=sys.stderr)
-        sys.exit(code)
+        exit_with(error, "tether prepare")
     for line in filter(None, lines):
         print(line, file=sys.stderr)
     print(

@@ -37,6 +37,14 @@ IN_PROCESS = (
     "rollout/engines/megatron/",
     "trainer/megatron/inference",
 )
+LAUNCHER = (
+    "services/cli.py",
+    "services/launcher/",
+    "services/runtime/",
+    "services/spare.py",
+    "tests/integration/command.py",
+)
+"""How the paths begin on which runs under `tether up` depend; each test adds its own."""
 PAGES = ("services/cli.py", "services/tools/templates/", "tests/docs/pages.py")
 """Beginnings for all pages that are done as they are written; each page adds its own path."""
 

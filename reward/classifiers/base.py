@@ -1,35 +1,53 @@
-"""Defines what computes the logit of texts for the verifier `reward_model`."""
+"""Defines the options of the verifier `reward_model`, and what computes the logits of texts for it."""
 
-from collections.abc import Mapping, Sequence
+import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Protocol
+from typing import Annotated, Literal, Protocol
+
+from annotated_types import Interval
+
+from protocol.errors import SettingsError
 
 
 @dataclass(frozen=True, slots=True)
-class ClassifierConfig:
-    """Options of `reward_model` for loading a classifier."""
+class Options:
+    """Options of `reward_model`."""
 
-    directory: Path
-    """Directory of model and tokenizer."""
-    device: str
-    """cpu, cuda or cuda:N."""
-    dtype: str
-    max_length: int
-    """Tokens of a text, at most; 0: no limit is known."""
-    batch_size: int
-    """Texts in one pass, at most."""
-    threads: int
-    memory_fraction: float
-    """Share of a GPU's memory that an engine may take."""
-    kv_cache_mb: int
-    """KV cache of an engine on a CPU, MiB."""
-    tensor_parallel_size: int = 1
-    """Devices from `device` on that share every layer, in an engine."""
+    path: str
+    """Directory of the model and its tokenizer, or the name of a model on the Hugging Face hub."""
+    revision: str = ""
+    """Branch, tag or commit on the hub. Empty: main. A commit is the same at every start."""
+    device: str = "cpu"
+    """Where it computes: cpu, cuda or cuda:N."""
+    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
+    """Data type of its parameters."""
+    max_length: Annotated[int, Interval(ge=0)] = 0
+    """Tokens of prompt and response together; more are cut off at the end. 0: as many as the model has
+    positions."""
+    batch_size: Annotated[int, Interval(ge=1)] = 16
+    """Responses of a group in one pass, at most."""
+    text: Literal["auto", "chat", "plain"] = "auto"
+    """What it reads: the tokenizer's chat template with the prompt as the user's turn and the response as
+    the assistant's (chat), prompt and response as one text (plain), or chat if there is a template (auto)."""
+    separator: str = ""
+    """plain: text between prompt and response."""
+    sigmoid: bool = False
+    """Score the sigmoid of the logit, between 0 and 1, instead of the logit."""
+    threads: Annotated[int, Interval(ge=1)] = 1
+    """Threads of a worker on the CPU."""
+    engine: Literal["transformers", "vllm", "sglang"] = "transformers"
+    """Library that computes: in the worker process or, sglang, in its children."""
+    memory_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.3
+    """An engine on a GPU: share of its memory for weights and KV cache."""
+    kv_cache_mb: Annotated[int, Interval(ge=1, le=10**9)] = 1024
+    """An engine on a CPU: KV cache, MiB."""
+    tensor_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
+    """Devices that share the model in an engine, from `device` on, a process on each."""
     python: str = ""
-    """Interpreter of an engine that has one of its own; empty: this one."""
-    environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of that engine's processes."""
+    """sglang: interpreter that has SGLang. Empty: the reward worker's."""
+    environment: dict[str, str] = field(default_factory=dict)
+    """sglang: variables of its processes."""
 
 
 class Classifier(Protocol):
@@ -41,3 +59,30 @@ class Classifier(Protocol):
         Each is the one of that text alone, read at its last token that is not the padding of the model's
         configuration. May raise anything.
         """
+
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+
+
+def visible_gpu(device: str, number: str) -> str:
+    """Return the name of a GPU for CUDA_VISIBLE_DEVICES.
+
+    Args:
+        device: the option, for errors.
+        number: of the GPU, among the ones that this process sees.
+
+    Raises:
+        SettingsError: this process sees fewer.
+    """
+    given = [item for item in os.environ.get(VISIBLE, "").split(",") if item]
+    if given and int(number) >= len(given):
+        raise SettingsError(f"option device: {device!r}, but {VISIBLE} names {len(given)} GPUs")
+    return given[int(number)] if given else number
+
+
+def without_padding(tokens: Sequence[int], pad: int | None) -> list[int]:
+    """Return a text without padding at its end, which the engine would otherwise read as its last token."""
+    end = len(tokens)
+    while end > 1 and tokens[end - 1] == pad:
+        end -= 1
+    return list(tokens[:end])

@@ -6,20 +6,20 @@ from collections.abc import Iterator, Sequence
 import torch
 from transformers import AutoModelForSequenceClassification
 
-from reward.classifiers.base import ClassifierConfig
+from reward.classifiers.base import Options
 
 
 class HfClassifier:
     """A classifier of Hugging Face; the oracle of every other one."""
 
-    def __init__(self, config: ClassifierConfig) -> None:
+    def __init__(self, options: Options) -> None:
         """Load it. Raises the errors of transformers and torch."""
-        self._device, self._batch_size = config.device, config.batch_size
-        torch.set_num_threads(config.threads)
+        self._device, self._batch_size = options.device, options.batch_size
+        torch.set_num_threads(options.threads)
         model = AutoModelForSequenceClassification.from_pretrained(
-            str(config.directory), dtype=getattr(torch, config.dtype), local_files_only=True
+            options.path, dtype=getattr(torch, options.dtype), local_files_only=True
         )
-        self._model = model.to(config.device).eval().requires_grad_(False)
+        self._model = model.to(options.device).eval().requires_grad_(False)
 
     def logits(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Return the logit of each text."""

@@ -20,8 +20,7 @@ from safetensors.torch import save_file
 
 from protocol.errors import SettingsError
 from reward.classifiers import sglang_child
-from reward.classifiers.base import ClassifierConfig
-from reward.classifiers.visible_gpus import VISIBLE, visible_gpu
+from reward.classifiers.base import VISIBLE, Options, visible_gpu, without_padding
 
 BIAS = "score.bias"
 """Bias of the head, which some of SGLang's classifiers have: without one in the checkpoint it would stay as
@@ -37,24 +36,24 @@ ENDED = 70
 class SglangClassifier:
     """A classifier in an engine of SGLang, which ends with this process."""
 
-    def __init__(self, config: ClassifierConfig) -> None:
+    def __init__(self, options: Options) -> None:
         """Start the engine.
 
         Raises:
             SettingsError: it does not start; names the option if one is the cause.
         """
-        on_gpu = config.device != "cpu"
-        if on_gpu and config.dtype == "float32":
+        on_gpu = options.device != "cpu"
+        if on_gpu and options.dtype == "float32":
             raise SettingsError(
                 "option dtype: float32: SGLang's kernels on a GPU compute in bfloat16 or float16; use one"
             )
-        facts = json.loads((config.directory / "config.json").read_text())
+        facts = json.loads((Path(options.path) / "config.json").read_text())
         self._pad = facts.get("pad_token_id")
         with tempfile.TemporaryDirectory(prefix="tether-reward-") as directory:
-            write_model(config.directory, Path(directory))
-            self._child = _start_child(config, on_gpu=on_gpu)
+            write_model(Path(options.path), Path(directory))
+            self._child = _start_child(options, on_gpu=on_gpu)
             try:
-                self._ask({**_arguments(config, facts, on_gpu=on_gpu), "model_path": directory})
+                self._ask({**_arguments(options, facts, on_gpu=on_gpu), "model_path": directory})
             except (EOFError, BrokenPipeError):
                 raise SettingsError(
                     f"option engine: sglang: SGLang ended with code {self._end()} at its start; the log of "
@@ -67,7 +66,7 @@ class SglangClassifier:
     def logits(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Return the logit of each text. If SGLang has ended, this process ends, and is replaced."""
         try:
-            answer = self._ask([self._without_padding(tokens) for tokens in texts])
+            answer = self._ask([without_padding(tokens, self._pad) for tokens in texts])
         except (EOFError, BrokenPipeError):
             print(f"reward.sglang_ended code={self._child.wait()}", file=sys.stderr, flush=True)
             os._exit(ENDED)
@@ -98,37 +97,30 @@ class SglangClassifier:
             pass
         return self._child.wait()
 
-    def _without_padding(self, tokens: Sequence[int]) -> list[int]:
-        """Return a text up to its last token that is not padding: the engine reads it at its end."""
-        end = len(tokens)
-        while end > 1 and tokens[end - 1] == self._pad:
-            end -= 1
-        return list(tokens[:end])
 
-
-def _start_child(config: ClassifierConfig, *, on_gpu: bool) -> "subprocess.Popen[str]":
+def _start_child(options: Options, *, on_gpu: bool) -> "subprocess.Popen[str]":
     """Start SGLang's Python on `sglang_child.py`, in a process group of its own.
 
     Raises:
         SettingsError: there is no such Python.
     """
-    python = config.python or sys.executable
+    python = options.python or sys.executable
     environment = {
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
         "TOKENIZERS_PARALLELISM": "false",
         **os.environ,
-        "OMP_NUM_THREADS": str(config.threads),
+        "OMP_NUM_THREADS": str(options.threads),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
     }
     if not on_gpu:
         environment["SGLANG_USE_CPU_ENGINE"] = "1"
-    elif number := config.device.partition(":")[2]:
-        environment[VISIBLE] = visible_gpu(config.device, number)
+    elif number := options.device.partition(":")[2]:
+        environment[VISIBLE] = visible_gpu(options.device, number)
     try:
         return subprocess.Popen(
             [python, str(sglang_child.__file__)],
-            env={**environment, **config.environment},
+            env={**environment, **options.environment},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -138,28 +130,28 @@ def _start_child(config: ClassifierConfig, *, on_gpu: bool) -> "subprocess.Popen
         raise SettingsError(f"option python: {python}: {error.strerror}") from None
 
 
-def _arguments(config: ClassifierConfig, facts: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
+def _arguments(options: Options, facts: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
     """Return arguments of SGLang's engine, without the model's place.
 
     Args:
-        config: how it is loaded.
+        options: how it is loaded.
         facts: the model's config.json.
         on_gpu: whether it computes on GPUs.
     """
     given: dict[str, Any] = {
         "is_embedding": True,
         "skip_tokenizer_init": True,
-        "dtype": config.dtype,
-        "tp_size": config.tensor_parallel_size,
-        "max_running_requests": config.batch_size,
+        "dtype": options.dtype,
+        "tp_size": options.tensor_parallel_size,
+        "max_running_requests": options.batch_size,
         "disable_cuda_graph": True,
         "log_level": "warning",
     }
-    if config.max_length:
-        given["context_length"] = config.max_length + RESERVED
+    if options.max_length:
+        given["context_length"] = options.max_length + RESERVED
     if on_gpu:
-        return given | {"mem_fraction_static": config.memory_fraction}
-    tokens = (config.kv_cache_mb << 20) // token_bytes(facts, config.dtype)
+        return given | {"mem_fraction_static": options.memory_fraction}
+    tokens = (options.kv_cache_mb << 20) // token_bytes(facts, options.dtype)
     return given | {"device": "cpu", "attention_backend": "torch_native", "max_total_tokens": tokens}
 
 

@@ -8,13 +8,13 @@ its data type.
 import json
 import os
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from protocol.errors import SettingsError
-from reward.classifiers.base import ClassifierConfig
-from reward.classifiers.visible_gpus import VISIBLE, visible_gpu
+from reward.classifiers.base import VISIBLE, Options, visible_gpu, without_padding
 
 
 class VllmClassifier:
@@ -22,7 +22,7 @@ class VllmClassifier:
 
     _is_taken = False
 
-    def __init__(self, config: ClassifierConfig) -> None:
+    def __init__(self, options: Options) -> None:
         """Start the engine.
 
         Raises:
@@ -33,66 +33,59 @@ class VllmClassifier:
         if VllmClassifier._is_taken:
             raise SettingsError("a reward worker can have one reward model with engine = 'vllm'")
         VllmClassifier._is_taken = True
-        on_gpu = config.device != "cpu"
-        _set_environment(config)
-        torch.set_num_threads(config.threads)
+        on_gpu = options.device != "cpu"
+        _set_environment(options)
+        torch.set_num_threads(options.threads)
         from vllm import LLM, PoolingParams
         from vllm.platforms import current_platform
 
         if current_platform.is_cpu() == on_gpu:
             raise SettingsError(
-                f"option device: {config.device!r}, but the vLLM of this Python computes on "
+                f"option device: {options.device!r}, but the vLLM of this Python computes on "
                 f"{'the CPU' if on_gpu else 'a GPU'}: name that, or use engine = 'transformers'"
             )
         sizes: dict[str, Any] = (
-            {"gpu_memory_utilization": config.memory_fraction}
+            {"gpu_memory_utilization": options.memory_fraction}
             if on_gpu
-            else {"kv_cache_memory_bytes": config.kv_cache_mb << 20}
+            else {"kv_cache_memory_bytes": options.kv_cache_mb << 20}
         )
-        self._pad = json.loads((config.directory / "config.json").read_text()).get("pad_token_id")
+        self._pad = json.loads((Path(options.path) / "config.json").read_text()).get("pad_token_id")
         self._parameters = PoolingParams(use_activation=False)
         self._llm = LLM(
-            model=str(config.directory),
+            model=options.path,
             runner="pooling",
-            dtype=config.dtype,  # type: ignore[arg-type]
-            max_model_len=config.max_length or None,
-            max_num_seqs=config.batch_size,
+            dtype=options.dtype,  # type: ignore[arg-type]
+            max_model_len=options.max_length or None,
+            max_num_seqs=options.batch_size,
             enforce_eager=True,
-            tensor_parallel_size=config.tensor_parallel_size,
-            distributed_executor_backend="uni" if config.tensor_parallel_size == 1 else "mp",
+            tensor_parallel_size=options.tensor_parallel_size,
+            distributed_executor_backend="uni" if options.tensor_parallel_size == 1 else "mp",
             **sizes,
         )
 
     def logits(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Return the logit of each text."""
-        prompts: Any = [{"prompt_token_ids": self._without_padding(tokens)} for tokens in texts]
+        prompts: Any = [{"prompt_token_ids": without_padding(tokens, self._pad)} for tokens in texts]
         found = self._llm.classify(prompts, pooling_params=self._parameters, use_tqdm=False)
         return [float(item.outputs.probs[0]) for item in found]
 
-    def _without_padding(self, tokens: Sequence[int]) -> list[int]:
-        """Return a text up to its last token that is not padding: the engine reads it at its end."""
-        end = len(tokens)
-        while end > 1 and tokens[end - 1] == self._pad:
-            end -= 1
-        return list(tokens[:end])
 
-
-def _set_environment(config: ClassifierConfig) -> None:
+def _set_environment(options: Options) -> None:
     """Set what vLLM reads from the environment, before it is imported.
 
     Raises:
         SettingsError: another GPU of the process is in use already.
     """
-    kind, _, number = config.device.partition(":")
+    kind, _, number = options.device.partition(":")
     if kind == "cuda" and number:
         if torch.cuda.is_initialized():
             raise SettingsError(
-                f"option device: {config.device!r}: another verifier of the worker uses a GPU already; use "
+                f"option device: {options.device!r}: another verifier of the worker uses a GPU already; use "
                 "cuda"
             )
-        os.environ[VISIBLE] = visible_gpu(config.device, number)
+        os.environ[VISIBLE] = visible_gpu(options.device, number)
     os.environ |= {
-        "OMP_NUM_THREADS": str(config.threads),
+        "OMP_NUM_THREADS": str(options.threads),
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     }

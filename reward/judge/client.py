@@ -18,7 +18,7 @@ from reward.judge.cache import AnswerCache
 from reward.judge.config import Options, checked_url
 from reward.judge.question import Messages
 from reward.judge.reading import Unreadable
-from reward.notes import Notes
+from reward.verifiers.base import Notes
 
 T = TypeVar("T")
 AGAIN = {408, 409, 425, 429, *range(500, 600)}

@@ -7,8 +7,7 @@ from reward.judge.client import JudgeClient
 from reward.judge.config import Options, check_options, read_key
 from reward.judge.question import OF_GROUP, make_question, template_fields
 from reward.judge.reading import make_reader
-from reward.notes import Notes
-from reward.verifiers.awaited import AwaitedVerifier
+from reward.verifiers.base import AwaitedVerifier, Notes
 
 __all__ = ["Judge", "Options", "load_judge", "needed_fields"]
 

@@ -15,9 +15,8 @@ from typing import Any
 from protocol.errors import RewardError
 from protocol.user_code import returned_number
 from reward.group import ResponseGroup, Verdict
-from reward.notes import Notes
 from reward.user_code import UserCode, load_user_code
-from reward.verifiers.awaited import AwaitedVerifier
+from reward.verifiers.base import AwaitedVerifier, LoadedVerifier, Notes
 
 MOST_RUNNING = 10_000
 """Calls of an asynchronous function at once; the groups that a reward worker holds bound them before."""
@@ -42,16 +41,11 @@ def load_function(options: Options) -> "UserFunction | AsyncUserFunction":
     return AsyncUserFunction(code) if code.awaits else UserFunction(code)
 
 
-class UserFunction:
+class UserFunction(LoadedVerifier):
     """Verifier that calls a function of the user."""
-
-    maps_device_memory = False
 
     def __init__(self, code: UserCode) -> None:
         self.file, self.at_once, self.by_turn, self._code = code.file, code.whole, code.by_turn, code
-
-    def load(self) -> None:
-        """Return at once: the function's module is imported."""
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[Verdict]:
         """Return the scores of these samples.

@@ -2,14 +2,14 @@
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 from protocol.choices import Entry, Registry, load
 from protocol.errors import RewardError, SettingsError
 from protocol.user_code import located
 from protocol.validation import validated
 from reward.group import ResponseGroup, Verdict
-from reward.verifiers.awaited import AwaitedVerifier
+from reward.verifiers.base import AwaitedVerifier, LoadedVerifier
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,52 +40,15 @@ Score = Callable[[str, str, Mapping[str, Any]], float]
 """(prompt_text, response, metadata) -> score."""
 
 
-class LoadedVerifier(Protocol):
-    """Scores the responses of a group."""
-
-    @property
-    def at_once(self) -> bool:
-        """Whether one call takes all samples of a group, instead of one sample."""
-
-    @property
-    def by_turn(self) -> bool:
-        """Whether it scores each turn of a sample."""
-
-    @property
-    def file(self) -> str:
-        """File of the user that it comes from; empty for a verifier of tether."""
-
-    @property
-    def maps_device_memory(self) -> bool:
-        """Whether its library maps more address space than any limit allows."""
-
-    def load(self) -> None:
-        """Load what scoring needs; a worker process does so once, before its first score.
-
-        Raises:
-            SettingsError: it cannot be loaded.
-        """
-
-    def score(self, group: ResponseGroup, samples: Sequence[int]) -> Sequence[Verdict]:
-        """Return the scores of these samples. May raise anything."""
-
-
-@dataclass(frozen=True, slots=True)
-class EachResponse:
+class EachResponse(LoadedVerifier):
     """Verifier that scores one response at a time."""
 
-    function: Score
-    file: str = ""
-    at_once: bool = False
-    by_turn: bool = False
-    maps_device_memory: bool = False
-
-    def load(self) -> None:
-        """Return at once: its module is imported."""
+    def __init__(self, function: Score, file: str = "") -> None:
+        self._function, self.file = function, file
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> Sequence[Verdict]:
         """Return the scores of these samples."""
-        return [self.function(group.prompt, group.responses[i], group.metadata) for i in samples]
+        return [self._function(group.prompt, group.responses[i], group.metadata) for i in samples]
 
 
 def find_verifier(name: str) -> VerifierEntry:

@@ -7,67 +7,35 @@ import json
 import math
 import shutil
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Any
 
-from annotated_types import Interval
-
+from protocol.choices import load
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name, resolve_commit
-from reward.classifiers.base import Classifier, ClassifierConfig
+from reward.classifiers.base import Classifier, Options
 from reward.group import ResponseGroup, Verdict
+from reward.verifiers.base import LoadedVerifier
+
+__all__ = ["Options", "RewardModel"]
 
 ARCHITECTURE = "ForSequenceClassification"
 """End of the name of an architecture that is a classifier."""
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """Options of `reward_model`."""
-
-    path: str
-    """Directory of the model and its tokenizer, or the name of a model on the Hugging Face hub."""
-    revision: str = ""
-    """Branch, tag or commit on the hub. Empty: main. A commit is the same at every start."""
-    device: str = "cpu"
-    """Where it computes: cpu, cuda or cuda:N."""
-    dtype: Literal["bfloat16", "float16", "float32"] = "float32"
-    """Data type of its parameters."""
-    max_length: Annotated[int, Interval(ge=0)] = 0
-    """Tokens of prompt and response together; more are cut off at the end. 0: as many as the model has
-    positions."""
-    batch_size: Annotated[int, Interval(ge=1)] = 16
-    """Responses of a group in one pass, at most."""
-    text: Literal["auto", "chat", "plain"] = "auto"
-    """What it reads: the tokenizer's chat template with the prompt as the user's turn and the response as
-    the assistant's (chat), prompt and response as one text (plain), or chat if there is a template (auto)."""
-    separator: str = ""
-    """plain: text between prompt and response."""
-    sigmoid: bool = False
-    """Score the sigmoid of the logit, between 0 and 1, instead of the logit."""
-    threads: Annotated[int, Interval(ge=1)] = 1
-    """Threads of a worker on the CPU."""
-    engine: Literal["transformers", "vllm", "sglang"] = "transformers"
-    """Library that computes: in the worker process or, sglang, in its children."""
-    memory_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.3
-    """An engine on a GPU: share of its memory for weights and KV cache."""
-    kv_cache_mb: Annotated[int, Interval(ge=1, le=10**9)] = 1024
-    """An engine on a CPU: KV cache, MiB."""
-    tensor_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
-    """Devices that share the model in an engine, from `device` on, a process on each."""
-    python: str = ""
-    """sglang: interpreter that has SGLang. Empty: the reward worker's."""
-    environment: dict[str, str] = field(default_factory=dict)
-    """sglang: variables of its processes."""
+CLASSIFIERS = {
+    "transformers": "reward.classifiers.hf:HfClassifier",
+    "vllm": "reward.classifiers.vllm_engine:VllmClassifier",
+    "sglang": "reward.classifiers.sglang_engine:SglangClassifier",
+}
+"""Option `engine` -> class that computes with it, imported when the model is loaded."""
 
 
-class RewardModel:
+class RewardModel(LoadedVerifier):
     """Verifier that is a model."""
 
     at_once = True
-    by_turn = False
-    file = ""
 
     def __init__(self, options: Options) -> None:
         """Check the options; the model is loaded by `load`.
@@ -78,16 +46,12 @@ class RewardModel:
         _check_devices(options)
         _check_python(options)
         self._options = options
+        self.maps_device_memory = options.device != "cpu"
         if not is_hub_name(options.path):
             _check_config(Path(options.path))
         self._tokenizer: Any = None
         self._classifier: Classifier | None = None
         self._limit = self._pad = 0
-
-    @property
-    def maps_device_memory(self) -> bool:
-        """Whether its library maps more address space than any limit allows."""
-        return self._options.device != "cpu"
 
     def load(self) -> None:
         """Load model and tokenizer.
@@ -108,7 +72,8 @@ class RewardModel:
             self._limit = options.max_length or getattr(config, "max_position_embeddings", None) or 0
             self._pad = config.pad_token_id or 0
             self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
-            self._classifier = _make_classifier(options, directory, self._limit)
+            placed = replace(options, path=str(directory), max_length=self._limit)
+            self._classifier = load(CLASSIFIERS[options.engine])(placed)
         except SettingsError as error:
             raise SettingsError(f"verifier reward_model: {error}") from None
         except ModuleNotFoundError as error:
@@ -145,26 +110,6 @@ class RewardModel:
         cut = {"truncation": True, "max_length": self._limit} if self._limit else {}
         tokens: list[int] = tokenizer.encode(text, add_special_tokens=not chat, **cut)
         return tokens or [self._pad]
-
-
-def _make_classifier(options: Options, directory: Path, limit: int) -> Classifier:
-    """Load the model. Raises its library's errors."""
-    config = ClassifierConfig(
-        directory, options.device, options.dtype, limit, options.batch_size, options.threads,
-        options.memory_fraction, options.kv_cache_mb, options.tensor_parallel_size,
-        options.python, options.environment,
-    )  # fmt: skip
-    if options.engine == "sglang":
-        from reward.classifiers.sglang_engine import SglangClassifier
-
-        return SglangClassifier(config)
-    if options.engine == "vllm":
-        from reward.classifiers.vllm_engine import VllmClassifier
-
-        return VllmClassifier(config)
-    from reward.classifiers.hf import HfClassifier
-
-    return HfClassifier(config)
 
 
 def _check_devices(options: Options) -> None:

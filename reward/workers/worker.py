@@ -36,9 +36,8 @@ from protocol.host.prctl import die_with_parent, keep_private
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from protocol.user_code import place_of
 from reward.group import ResponseGroup
-from reward.notes import Notes
-from reward.verifiers.awaited import AwaitedVerifier
-from reward.verifiers.registry import LoadedVerifier, make_verifier
+from reward.verifiers.base import AwaitedVerifier, LoadedVerifier, Notes
+from reward.verifiers.registry import make_verifier
 from reward.workers.frames import LENGTH, CallOutcome, VerifierTraits
 
 ALIVE_S = 0.5

@@ -21,38 +21,22 @@ class WeightState:
     """State of the live weights of one engine or rank."""
 
     def __init__(self) -> None:
-        self._served = Served()
+        self.served = Served()
+        """The live version; as in a fresh engine before the first commit and after `release`."""
+        self.released = False
+        """Whether there are no weights to generate with: true from `release` to the next commit."""
+        self.asleep = False
+        """Whether the memory is released: true from `release` to `wake`."""
+        self.poisoned = ""
+        """Why live weights may be mixed, or the memory half released; empty while neither is so."""
         self._changes = 0
         self._changing = False
         self._pending_commits = 0
-        self._released = False
-        self._asleep = False
-        self._poisoned = ""
-
-    @property
-    def served(self) -> Served:
-        """The live version; as in a fresh engine before the first commit and after `release`."""
-        return self._served
 
     @property
     def cache_key(self) -> str:
         """Key that separates prefix-cache entries: two requests with one key ran on the same live version."""
-        return f"{self._served.epoch}/{self._served.version}/{self._changes}"
-
-    @property
-    def released(self) -> bool:
-        """Whether there are no weights to generate with: true from `release` to the next commit."""
-        return self._released
-
-    @property
-    def asleep(self) -> bool:
-        """Whether the memory is released: true from `release` to `wake`."""
-        return self._asleep
-
-    @property
-    def poisoned(self) -> str:
-        """Why live weights may be mixed, or the memory half released; empty while neither is so."""
-        return self._poisoned
+        return f"{self.served.epoch}/{self.served.version}/{self._changes}"
 
     @property
     def committing(self) -> bool:
@@ -62,7 +46,7 @@ class WeightState:
     @property
     def admits_requests(self) -> bool:
         """Whether new requests may be submitted: there are weights, and they are not being changed."""
-        return not (self._changing or self._released)
+        return not (self._changing or self.released)
 
     @contextmanager
     def pending_commit(self) -> Iterator[None]:
@@ -94,24 +78,24 @@ class WeightState:
             WeightError: by the body; the live weights are untouched.
             PoisonedError: for every other failure of the body, or if the state was poisoned before.
         """
-        if self._poisoned:
-            raise PoisonedError(self._poisoned)
+        if self.poisoned:
+            raise PoisonedError(self.poisoned)
         try:
             yield
         except PoisonedError as error:
-            self._poisoned = str(error)
+            self.poisoned = str(error)
             raise
         except WeightError:
             raise
         except BaseException as error:
-            self._poisoned = f"the commit of version {manifest.version} did not end: {error!r}"
-            raise PoisonedError(self._poisoned) from error
+            self.poisoned = f"the commit of version {manifest.version} did not end: {error!r}"
+            raise PoisonedError(self.poisoned) from error
         self.serve(Served(manifest.epoch, manifest.version, manifest.digest))
 
     def serve(self, served: Served) -> None:
         """Record that the weights of `served` are live, completely."""
-        self._served = served
-        self._released = False
+        self.served = served
+        self.released = False
 
     def renamed(self, epoch: str, version: int) -> Served:
         """Return the live weights under another name, without a change to the state.
@@ -119,18 +103,18 @@ class WeightState:
         Raises:
             WeightError: if no version is live.
         """
-        if self._served.version < 0:
+        if self.served.version < 0:
             raise WeightError(f"no version is served that could be renamed to version {version}")
-        return Served(epoch, version, self._served.digest)
+        return Served(epoch, version, self.served.digest)
 
     def release(self) -> None:
         """Record that the memory is being released: no version is served until the next commit."""
-        self._asleep = self._released = True
-        self._served = Served()
+        self.asleep = self.released = True
+        self.served = Served()
 
     def wake(self) -> None:
         """Record that the memory was taken again; the live weights come with the next commit."""
-        self._asleep = False
+        self.asleep = False
 
     @contextmanager
     def poisoned_by_failure(self, step: str) -> Iterator[None]:
@@ -139,5 +123,5 @@ class WeightState:
             yield
         except BaseException as error:
             reason = f"{step}: {error}" if isinstance(error, EngineError) else f"{step} did not end"
-            self._poisoned = self._poisoned or reason
+            self.poisoned = self.poisoned or reason
             raise

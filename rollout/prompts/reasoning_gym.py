@@ -33,14 +33,11 @@ class ReasoningGymSource:
         self._config = config
         self._families = _checked_families(config)
         self._order = GeneratedOrder(config, HELD_OUT_SEED)
+        self.size = self._order.size
         self._chunk = lru_cache(maxsize=4 * len(self._families))(self._opened)
         for family in self._families:
             self._chunk(family, config.seed)
         self.fingerprint = fingerprint_of(config, f"reasoning-gym {version('reasoning-gym')}".encode())
-
-    @property
-    def size(self) -> int | None:
-        return self._order.size
 
     def at(self, index: int) -> Prompt:
         return self._item(self._order[index], self._config.seed, index)
@@ -97,15 +94,6 @@ class ReasoningGymSource:
             raise SettingsError(
                 f"setting prompts.params.{family}: {type(error).__name__}: {error}"
             ) from error
-
-
-def make(config: PromptConfig) -> ReasoningGymSource:
-    """Return the source of `config.families`.
-
-    Raises:
-        SettingsError: a family is unknown (suggests the nearest one), or refuses its parameters.
-    """
-    return ReasoningGymSource(config)
 
 
 def plain(value: Any) -> Any:

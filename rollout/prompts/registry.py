@@ -17,8 +17,8 @@ SOURCES = Registry(
     {
         "hf": Entry("rollout.prompts.hf:make"),
         "jsonl": Entry("rollout.prompts.jsonl:make"),
-        "reasoning_gym": Entry("rollout.prompts.reasoning_gym:make"),
-        "textarena": Entry("rollout.prompts.textarena:make"),
+        "reasoning_gym": Entry("rollout.prompts.reasoning_gym:ReasoningGymSource"),
+        "textarena": Entry("rollout.prompts.textarena:TextArenaSource"),
     },
     own=lambda name: Entry("rollout.prompts.own:make"),
 )

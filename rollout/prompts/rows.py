@@ -1,5 +1,8 @@
 """Makes a prompt source of the rows of a file or data set, all of them in memory."""
 
+import math
+import re
+import string
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,8 +12,117 @@ import msgspec
 from protocol.errors import ProtocolError, SettingsError
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from rollout.prompts.base import Order, Prompt, PromptConfig, fingerprint_of, unseen
-from rollout.prompts.pass_rates import ease_of, within_rates
-from rollout.prompts.row_fields import compile_pattern, fill_template, parse_template
+
+
+def within_rates(prompts: Sequence[Prompt], config: PromptConfig) -> list[Prompt]:
+    """Return the prompts with a pass rate in the range of `config`, and the prompts without one.
+
+    Raises:
+        SettingsError: the range is empty, no prompt has a pass rate, or one is not a number.
+    """
+    low, high = config.min_pass_rate, config.max_pass_rate
+    if low is not None and high is not None and low > high:
+        raise SettingsError(
+            f"setting prompts.min_pass_rate: {low:g} is above prompts.max_pass_rate, {high:g}"
+        )
+    if low is None and high is None and not config.easy_first:
+        return list(prompts)
+    rates = [pass_rate(prompt, config) for prompt in prompts]
+    if all(rate is None for rate in rates):
+        raise SettingsError(
+            f"{config.path}: no row has a pass rate in the field {config.pass_rate_field!r}; `tether "
+            "pass-rates` writes them, or set prompts.pass_rate_field"
+        )
+    least, most = -math.inf if low is None else low, math.inf if high is None else high
+    return [
+        prompt for prompt, rate in zip(prompts, rates, strict=True) if rate is None or least <= rate <= most
+    ]
+
+
+def ease_of(prompts: Sequence[Prompt], config: PromptConfig) -> list[float] | None:
+    """Return how easy each prompt is, for `Order`; None if `config` wants no such order."""
+    if not config.easy_first:
+        return None
+    rates = [pass_rate(prompt, config) for prompt in prompts]
+    return [-math.inf if rate is None else rate for rate in rates]
+
+
+def pass_rate(prompt: Prompt, config: PromptConfig) -> float | None:
+    """Return the pass rate of a prompt; None if its row has none.
+
+    Raises:
+        SettingsError: it is not a finite number.
+    """
+    value = prompt.metadata.get(config.pass_rate_field)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):
+        raise SettingsError(
+            f"prompt {prompt.text[:40]!r}: the field {config.pass_rate_field!r} is {value!r}, not a number"
+        )
+    return float(value)
+
+
+TemplateParts = tuple[tuple[str, str], ...]
+"""Pieces of a template: a literal text, and the field that follows it, or an empty string."""
+
+
+def parse_template(template: str) -> TemplateParts:
+    """Return the pieces of `prompts.template`.
+
+    Raises:
+        SettingsError: a brace has no counterpart, or braces hold more than the name of a field.
+    """
+    try:
+        pieces = list(string.Formatter().parse(template))
+    except ValueError as error:
+        raise SettingsError(
+            f"setting prompts.template: {error} in {template!r}; write {{{{ and }}}} for braces"
+        ) from None
+    for _, name, spec, conversion in pieces:
+        if name is not None and (not name.isidentifier() or spec or conversion):
+            raise SettingsError(
+                f"setting prompts.template: {{{name}}} is not the name of a field alone in {template!r}; "
+                "write {{ and }} for braces"
+            )
+    return tuple((literal, name or "") for literal, name, _, _ in pieces)
+
+
+def fill_template(parts: TemplateParts, row: Mapping[str, Any], where: str) -> str:
+    """Return the text of a template for a row.
+
+    Raises:
+        SettingsError: the row lacks a field, or has something else than text or a number there; names
+            `where`.
+    """
+    return "".join(literal + (_text(row, name, where) if name else "") for literal, name in parts)
+
+
+def compile_pattern(pattern: str) -> re.Pattern[str]:
+    """Return `prompts.answer_pattern`, compiled. Raises SettingsError, also without exactly one group."""
+    try:
+        compiled = re.compile(pattern)
+    except re.error as error:
+        raise SettingsError(f"setting prompts.answer_pattern: {pattern!r}: {error}") from None
+    if compiled.groups != 1:
+        raise SettingsError(
+            f"setting prompts.answer_pattern: {pattern!r} has {compiled.groups} groups; put one pair of "
+            "parentheses around the answer, such as '#### (.+)', and write (?: for others"
+        )
+    return compiled
+
+
+def _text(row: Mapping[str, Any], name: str, where: str) -> str:
+    if name not in row:
+        has = ", ".join(sorted(map(str, row))) or "none"
+        raise SettingsError(f"{where}: prompts.template names the field {name!r}, which is not one of {has}")
+    value = row[name]
+    if not isinstance(value, str | int | float):
+        raise SettingsError(
+            f"{where}: the field {name!r} of prompts.template is {type(value).__name__}; "
+            "it has to be text or a number"
+        )
+    return str(value)
 
 
 class RowSource:
@@ -56,13 +168,10 @@ class RowSource:
             passes=config.passes,
             ease=ease_of(self._train, config),
         )
+        self.size = self._order.size
         self.fingerprint = fingerprint_of(
             config, b"\n".join(encoded_prompt(p) for p in (*self._train, *self._held_out))
         )
-
-    @property
-    def size(self) -> int | None:
-        return self._order.size
 
     def at(self, index: int) -> Prompt:
         prompt = self._train[self._order[index]]

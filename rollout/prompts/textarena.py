@@ -28,14 +28,11 @@ class TextArenaSource:
             if "seed" in params:
                 raise SettingsError(f"setting prompts.params.{name}.seed: set prompts.seed instead")
         self._order = GeneratedOrder(config, HELD_OUT_SEED)
+        self.size = self._order.size
         self._opening = lru_cache(maxsize=1024)(self._opened)
         for name in self._games:
             self._opening(name, config.seed)
         self.fingerprint = fingerprint_of(config, f"textarena {version('textarena')}".encode())
-
-    @property
-    def size(self) -> int | None:
-        return self._order.size
 
     def at(self, index: int) -> Prompt:
         return self._item(self._order[index], self._config.seed, index)
@@ -57,12 +54,3 @@ class TextArenaSource:
 
     def _opened(self, name: str, seed: int) -> str:
         return TextGame(name, seed, self._config.params.get(name, {})).opening
-
-
-def make(config: PromptConfig) -> TextArenaSource:
-    """Return the source of `config.families`.
-
-    Raises:
-        SettingsError: textarena is missing, or a game is unknown or cannot begin.
-    """
-    return TextArenaSource(config)

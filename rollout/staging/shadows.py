@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from protocol.device.digests import bits_of
 
+from protocol.device.slice_digests import bits_of
 from protocol.errors import EngineSettingsError, WeightError
 from protocol.weights.boxes import Box, intersection, size_of
 from rollout.staging.loaded_weights import files_by_tensor
@@ -61,7 +61,7 @@ class LayerShadow:
         recorder: Recorder,
         device: torch.device,
     ) -> None:
-        """Find what the loader fills.
+        """Find the tensors that the loader fills.
 
         Args:
             processing: of the layer.

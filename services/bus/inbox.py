@@ -1,10 +1,9 @@
 """Queues items between callbacks of the event loop and the coroutines that read them, up to a limit."""
 
-from collections import deque
+import asyncio
 from typing import Generic, TypeVar
 
 from protocol.errors import Unavailable
-from services.bus.wait_queue import WaitQueue
 
 T = TypeVar("T")
 
@@ -18,26 +17,22 @@ class Inbox(Generic[T]):
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        self._items: deque[T] = deque()
-        self._readers = WaitQueue()
-        self._closed = False
+        self._items: asyncio.Queue[T | None] = asyncio.Queue()  # None: closed, and it stays the only item
 
     def __len__(self) -> int:
-        return len(self._items)
+        return self._items.qsize()
 
     @property
     def full(self) -> bool:
-        return len(self._items) >= self._limit
+        return self._items.qsize() >= self._limit
 
     def put(self, item: T) -> None:
         """Add an item, even to a full inbox."""
-        self._items.append(item)
-        if self._readers:
-            self._readers.wake_one()
+        self._items.put_nowait(item)
 
-    def drop_oldest(self) -> T:
-        """Remove and return the oldest item."""
-        return self._items.popleft()
+    def drop_oldest(self) -> None:
+        """Remove the oldest item."""
+        self._items.get_nowait()
 
     async def get(self) -> T:
         """Wait for an item; remove and return the oldest. Cancelled, it leaves every item in place.
@@ -45,14 +40,14 @@ class Inbox(Generic[T]):
         Raises:
             Unavailable: if the inbox was closed.
         """
-        while not self._items:
-            if self._closed:
-                raise Unavailable(f"{self._name} is closed")
-            await self._readers.wait()
-        return self._items.popleft()
+        item = await self._items.get()
+        if item is None:
+            self._items.put_nowait(None)
+            raise Unavailable(f"{self._name} is closed")
+        return item
 
     def close(self) -> None:
         """Drop all items; waiting and later readers get `Unavailable`."""
-        self._closed = True
-        self._items.clear()
-        self._readers.wake_all()
+        while not self._items.empty():
+            self._items.get_nowait()
+        self._items.put_nowait(None)

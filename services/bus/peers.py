@@ -2,16 +2,66 @@
 
 import asyncio
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass, field
 
 from protocol.codec import encode
 from protocol.messages import Ack, Heartbeat, Hello
 from protocol.topics import Topic
 from services.bus.config import BusConfig
-from services.bus.credit import Account, top_up
 from services.bus.router import Router, SendResult
 from services.bus.stats import BusStats
+
+
+@dataclass(slots=True)
+class Account:
+    """Messages granted to one sender, and what it has made of them."""
+
+    granted: int = 0
+    """Messages that it may have sent on its connection in total."""
+    seen: int = 0
+    """Messages of these that have arrived."""
+    unfinished: int = 0
+    """Messages that have arrived and are neither acknowledged nor refused."""
+
+    @property
+    def unused(self) -> int:
+        return max(0, self.granted - self.seen)
+
+    @property
+    def promised(self) -> int:
+        return self.unused + self.unfinished
+
+
+def top_up(window: int, accounts: Collection[Account], orphans: int = 0) -> list[Account]:
+    """Raise grants as far as the window allows; return the accounts that were raised.
+
+    Args:
+        window: messages that the receiver works on at a time.
+        accounts: its connected senders.
+        orphans: unfinished messages of senders that have disconnected.
+    """
+    if not accounts:
+        return []
+    raised: dict[int, Account] = {}
+
+    def grant(account: Account) -> None:
+        account.granted = max(account.granted, account.seen) + 1
+        raised[id(account)] = account
+
+    for account in accounts:
+        if account.promised < 1:
+            grant(account)
+    ahead = max(1, window // (2 * len(accounts)))
+    free = window - orphans - sum(account.promised for account in accounts)
+    while free > 0:
+        eligible = [account for account in accounts if account.unused < ahead]
+        if not eligible:
+            break
+        grant(min(eligible, key=lambda account: account.promised))
+        free -= 1
+    return list(raised.values())
+
 
 log = logging.getLogger(__name__)
 
@@ -70,7 +120,7 @@ class SenderSessions:
             config: settings of the bus.
             router: socket to send with.
             stats: counters of the receiver.
-            unfinished: returns the number of unfinished messages, those of disconnected senders included.
+            unfinished: returns the number of unfinished messages, disconnected senders included.
         """
         self._topic = topic
         self._run = run

@@ -106,8 +106,7 @@ class Receiver:
             Unavailable: if the receiver was closed.
         """
         delivery = await self._inbox.get()
-        if self._router.pump is not None:
-            self._router.pump.resume()
+        self._router.pump.resume()
         return delivery
 
     def ack(self, delivery: Delivery) -> None:
@@ -214,7 +213,7 @@ class Receiver:
         session.held[id] = None
         account.unfinished += 1
         self._inbox.put(Delivery(envelope, message, connection))
-        if self._inbox.full and self._router.pump is not None:
+        if self._inbox.full:
             self._router.pump.pause()
         if self._topic.window:
             self._sessions.flush_soon()

@@ -1,5 +1,7 @@
 """Binds one end of an edge: a ROUTER socket, driven from the event loop."""
 
+import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from enum import Enum
@@ -52,13 +54,10 @@ class Router:
         self._config = config
         self._stats = stats
         self._on_frame = on_frame
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
-        self._socket: zmq.Socket[bytes] | None = None
-        self._authenticator: Authenticator | None = None
-        self._monitor: zmq.Socket[bytes] | None = None
-        self._monitor_pump: Pump | None = None
-        self.pump: Pump | None = None
-        """Reads the socket while it is open."""
+        self._socket: zmq.Socket[bytes]
+        self.pump: Pump
+        """Reads the socket from `open` to `close`."""
+        self._opened = contextlib.ExitStack()
 
     def open(self) -> str:
         """Bind and start reading; returns the endpoint to register.
@@ -67,18 +66,22 @@ class Router:
             SettingsError: if the address must not or cannot be bound.
         """
         address = bind_address(self._topic, self._config)
-        self._context = make_context()
-        try:
+        with contextlib.ExitStack() as opened:
+            context = make_context()
+            opened.callback(context.destroy, 0)
             if self._config.curve_dir:
-                self._authenticator = Authenticator(self._context, self._config.curve_dir, self._stats)
-            self._socket = self._make_socket(self._context)
-            self._monitor = self._socket.get_monitor_socket(FAILED_EVENTS)
-            self._monitor_pump = Pump(self._monitor, self._count_failed)
+                authenticator = Authenticator(context, self._config.curve_dir, self._stats)
+                opened.callback(authenticator.close)
+            self._socket = self._make_socket(context)
+            opened.callback(self._socket.close, 0)
+            monitor = self._socket.get_monitor_socket(FAILED_EVENTS)
+            opened.callback(monitor.close, 0)
+            opened.callback(self._socket.disable_monitor)
+            opened.callback(Pump(monitor, functools.partial(self._count_failed, monitor)).close)
             self._bind(self._socket, address)
-        except BaseException:
-            self.close()
-            raise
-        self.pump = Pump(self._socket, self._take)
+            self.pump = Pump(self._socket, self._take)
+            opened.callback(self.pump.close)
+            self._opened = opened.pop_all()
         endpoint = public_endpoint(self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0"), self._config)
         log.info(
             "bus.bound topic=%s endpoint=%s curve=%s",
@@ -90,8 +93,8 @@ class Router:
 
     def send(self, peer: bytes, frame: bytes) -> SendResult:
         """Queue a frame for a peer; never waits."""
-        socket, pump = self._socket, self.pump
-        if socket is None or pump is None:
+        socket = self._socket
+        if socket.closed:
             return SendResult.UNREACHABLE
         try:
             socket.send(peer, FIRST)
@@ -103,31 +106,13 @@ class Router:
                 raise
             return SendResult.UNREACHABLE
         finally:
-            pump.poke()
+            self.pump.poke()
         self._stats.bytes_out += len(frame)
         return SendResult.SENT
 
     def close(self) -> None:
         """Drop queued messages and close every socket. Idempotent."""
-        if self.pump is not None:
-            self.pump.close()
-            self.pump = None
-        if self._monitor_pump is not None:
-            self._monitor_pump.close()
-            self._monitor_pump = None
-        if self._socket is not None:
-            self._socket.disable_monitor()
-            self._socket.close(0)
-            self._socket = None
-        if self._monitor is not None:
-            self._monitor.close(0)
-            self._monitor = None
-        if self._authenticator is not None:
-            self._authenticator.close()
-            self._authenticator = None
-        if self._context is not None:
-            self._context.destroy(0)
-            self._context = None
+        self._opened.close()
 
     def _make_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
         socket = context.socket(zmq.ROUTER)
@@ -156,18 +141,13 @@ class Router:
                 "set bus.port_base to 0 for any free port, or change bus.host"
             ) from error
 
-    def _count_failed(self) -> None:
+    def _count_failed(self, monitor: zmq.Socket[bytes]) -> None:
         """Count a peer whose handshake failed: it has no keys where keys are required, or is no ZeroMQ."""
-        monitor = self._monitor
-        if monitor is None:
-            raise zmq.Again
         monitor.recv_multipart(zmq.NOBLOCK)
         self._stats.unknown_peer += 1
 
     def _take(self) -> None:
         socket = self._socket
-        if socket is None:
-            raise zmq.Again
         peer = socket.recv(zmq.NOBLOCK)
         frame = socket.recv(zmq.NOBLOCK, copy=False)
         if frame.more:

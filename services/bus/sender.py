@@ -22,7 +22,6 @@ from protocol.topics import Pattern, Topic
 from services.bus.config import BusConfig
 from services.bus.links import Discover, Link, Links
 from services.bus.stats import BusStats
-from services.bus.wait_queue import WaitQueue
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +68,7 @@ class Sender:
         self._pending: dict[str, Pending] = {}
         # messages of `_pending` that no link could take yet
         self._waiting: OrderedDict[str, Pending] = OrderedDict()
-        self._slots = WaitQueue()  # calls of `send` that wait for room in `_pending`
+        self._slots = asyncio.Semaphore(config.max_outstanding)  # calls of `send`
         self._closed = False
         self._links: Links[Pending] = Links(
             topic,
@@ -135,18 +134,15 @@ class Sender:
         most = self._config.max_frame_bytes
         if len(frame) > most:
             raise FrameTooLarge(f"message {id} of {len(frame)} bytes is over bus.max_frame_bytes {most}")
-        while (
-            len(self._pending) >= self._config.max_outstanding
-            and id not in self._pending
-            and not self._closed
-        ):
-            await self._slots.wait()
-        pending = self._submit(id, frame)
-        try:
-            return await pending.done
-        finally:
-            if self._pending.get(pending.id) is pending:
-                self._forget(pending)
+        self._check_new(id)
+        async with self._slots:
+            self._check_new(id)
+            pending = self._submit(id, frame)
+            try:
+                return await pending.done
+            finally:
+                if self._pending.get(id) is pending:
+                    self._forget(pending)
 
     def snapshot(self) -> dict[str, object]:
         """Return who waits for whom: messages without a receiver, and what each receiver has not finished."""
@@ -167,13 +163,13 @@ class Sender:
         }
 
     # -- messages out
-    def _submit(self, id: str, frame: bytes) -> Pending:
+    def _check_new(self, id: str) -> None:
         if self._closed:
             raise Unavailable(f"sender of {self._topic.name} is closed")
         if id in self._pending:
-            if len(self._pending) < self._config.max_outstanding:
-                self._slots.wake_one()  # this call may have been woken for that slot
             raise Refused(Reason.DUPLICATE, f"message {id} is being sent")
+
+    def _submit(self, id: str, frame: bytes) -> Pending:
         pending = Pending(id, frame)
         self._pending[id] = pending
         if self._waiting or not self._dispatch(pending):
@@ -296,11 +292,8 @@ class Sender:
             self._waiting.pop(pending.id, None)
         else:
             pending.link.outstanding.pop(pending.id, None)
-        if self._slots:
-            self._slots.wake_one()
 
     def _close(self) -> None:
         self._closed = True
         for pending in list(self._pending.values()):
             self._finish(pending.id, Unavailable(f"sender of {self._topic.name} is closed"))
-        self._slots.wake_all()

@@ -8,8 +8,10 @@ and not for long.
 import asyncio
 import contextlib
 import logging
+import shutil
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
+from operator import attrgetter
 from pathlib import Path
 
 from protocol.errors import PoisonedError, SettingsError, WeightError
@@ -19,17 +21,10 @@ from rollout.prompts.base import Prompt
 from rollout.prompts.registry import make_source
 from services.evaluation.best import BestCheckpoint
 from services.evaluation.scoring import Scorer, evaluation_of, open_scorer
-from services.evaluation.snapshots import (
-    forget_left_out,
-    is_scored,
-    keys_of,
-    mark_left_out,
-    next_snapshot,
-    read_snapshots,
-    remove_snapshot,
-)
 from services.observability.busy import BusyMeter
 from services.run_record.evaluations import (
+    LEFT_OUT,
+    SNAPSHOTS,
     append_evaluation,
     describe_evaluation,
     due_versions,
@@ -42,6 +37,59 @@ from services.runtime.process import Process
 from services.runtime.prompt_stream import check_stream
 from services.runtime.user_modules import add_user_modules
 from services.settings.evaluation import BestScore, HeldOutSets, best_score, eval_engine, read_sets
+from trainer.weights.version_directories import read_manifests
+
+Key = tuple[int, str, str]
+"""Version, digest and set: the unit that is scored once."""
+
+
+def read_snapshots(run_dir: Path) -> list[WeightManifest]:
+    """Return the manifests of the snapshots that are there, by version, the newer epoch last."""
+    return sorted(read_manifests(run_dir / SNAPSHOTS), key=attrgetter("version"))
+
+
+def remove_snapshot(manifest: WeightManifest) -> None:
+    """Remove a snapshot, also one that the trainer is removing."""
+    shutil.rmtree(manifest.location, ignore_errors=True)
+
+
+def mark_left_out(manifest: WeightManifest) -> None:
+    """Tell the end of the run that this snapshot will not be scored."""
+    with contextlib.suppress(OSError):  # being removed
+        (Path(manifest.location) / LEFT_OUT).touch()
+
+
+def forget_left_out(run_dir: Path) -> None:
+    """Take back every `mark_left_out`: all snapshots that are there are tried again."""
+    for path in (run_dir / SNAPSHOTS).glob(f"v*/{LEFT_OUT}"):
+        path.unlink(missing_ok=True)
+
+
+def keys_of(manifest: WeightManifest, sets: Collection[str]) -> list[Key]:
+    """Return the keys of a version."""
+    return [(manifest.version, f"{manifest.digest:016x}", name) for name in sets]
+
+
+def is_scored(manifest: WeightManifest, scored: Collection[Key], sets: Collection[str]) -> bool:
+    """Return whether a version was scored on every set."""
+    return all(key in scored for key in keys_of(manifest, sets))
+
+
+def next_snapshot(
+    snapshots: Sequence[WeightManifest], scored: Collection[Key], sets: Collection[str]
+) -> WeightManifest | None:
+    """Return the snapshot to score next: one begun before, then version 0, then the newest; or None.
+
+    Args:
+        snapshots: existing snapshots, by version.
+        scored: keys with a line in eval.jsonl.
+        sets: names of the held-out sets.
+    """
+    left = [snapshot for snapshot in snapshots if not is_scored(snapshot, scored, sets)]
+    begun = [s for s in left if any(key in scored for key in keys_of(s, sets))]
+    first = [s for s in left if s.version == 0]
+    return next(iter([*begun, *first, *left[-1:]]), None)
+
 
 log = logging.getLogger("tether.evaluation")
 

@@ -9,17 +9,62 @@ The ingest also rebuilds a ledger that has lost acknowledged writes
 
 import asyncio
 import logging
+import time
+from collections.abc import Awaitable, Callable
 
 from protocol.topics import CALLS, SCORED, Role
 from services.bus.receiver import Receiver
 from services.ingest.admission import Admission
 from services.ingest.call_journal import CallAdmission
-from services.ingest.clock_watch import ClockWatch
 from services.ledger_recovery.reconcile import LedgerReconciler
+from services.runtime.event_loop import running_loops
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.run_ledger import open_ledger
 from trainer.storage.spool import Spool
+
+JUMP_S = 60.0
+"""Move against this process's monotonic clock, between two comparisons, that is worth a warning."""
+COMPARE_S = 5.0
+SLOW_S = 10.0
+"""An answer that took longer does not say when the server read its clock; the next one decides."""
+
+
+class ClockWatch:
+    """Compares the server's wall clock with the monotonic clock of this process."""
+
+    def __init__(
+        self, wall_ms: Callable[[], Awaitable[int]], clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        """Watch the clock that `wall_ms` reads, in milliseconds; `clock` is in seconds."""
+        self._wall_ms, self._clock = wall_ms, clock
+        self._offset_s: float | None = None
+
+    async def compare(self) -> float:
+        """Return by how many seconds the wall clock has jumped since the last call; warn if by many."""
+        asked_at = self._clock()
+        wall_s = await self._wall_ms() / 1000
+        answered = self._clock()
+        if answered - asked_at > SLOW_S:
+            return 0.0
+        offset_s = wall_s - (asked_at + answered) / 2
+        jump_s = 0.0 if self._offset_s is None else offset_s - self._offset_s
+        self._offset_s = offset_s
+        if abs(jump_s) > JUMP_S:
+            log.warning(
+                "ledger.clock_jumped seconds=%+.0f (the wall clock of the ledger's server went %s; "
+                "leases and registrations last as long as before, the times of events jump)",
+                jump_s,
+                "back" if jump_s < 0 else "ahead",
+            )
+        return jump_s
+
+    async def watch_loop(self) -> None:
+        """Compare every few seconds, until cancelled."""
+        while True:
+            await self.compare()
+            await asyncio.sleep(COMPARE_S)
+
 
 log = logging.getLogger("tether.ingest")
 
@@ -51,17 +96,15 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
             process.info["spool"] = spool.id
             process.info["endpoints"] = {SCORED.name: receiver.endpoint, CALLS.name: called.endpoint}
             await process.register()
-            async with asyncio.TaskGroup() as tasks:
-                journal = CallAdmission(process, called, spool)
-                beside = [
-                    tasks.create_task(Admission(process, receiver, spool).admit_loop(), name="ingest"),
-                    tasks.create_task(journal.journal_loop(), name="ingest.call_journal"),
-                    tasks.create_task(journal.sweep_loop(), name="ingest.sweep"),
-                    tasks.create_task(ClockWatch(process.ledger.wall_ms).watch_loop(), name="ingest.clock"),
-                ]
+            journal = CallAdmission(process, called, spool)
+            loops = {
+                "ingest": Admission(process, receiver, spool).admit_loop(),
+                "ingest.call_journal": journal.journal_loop(),
+                "ingest.sweep": journal.sweep_loop(),
+                "ingest.clock": ClockWatch(process.ledger.wall_ms).watch_loop(),
+            }
+            async with running_loops(loops):
                 await _archive_loop(process, reconciler, spool)
-                for task in beside:
-                    task.cancel()
         # not after an error, which it might hide: the next ingest continues where the archive ends
         await reconciler.archive_all()
     finally:

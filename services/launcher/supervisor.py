@@ -10,20 +10,22 @@ import contextlib
 import functools
 import logging
 import signal
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
+
+import psutil  # type: ignore[import-untyped]
 
 from protocol.errors import TetherError
 from protocol.host.owned_directory import remove_dead
-from services.launcher.dead_services import unregister_loop
 from services.launcher.finishing import describe_unscored, finish_evaluation
 from services.launcher.fleet import Fleet
 from services.launcher.scaling import run_lock, scale_loop
 from services.launcher.tracking_warnings import describe_tracking, warn_loop
 from services.ledger.embedded_server import EmbeddedServer, keep_running_loop
 from services.ledger.event_log.archiver import Archiver
-from services.ledger.interface import RunSpec
+from services.ledger.interface import Ledger, Peer, RunSpec
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.reconcile import reconcile
 from services.preflight.machine import check_directory
@@ -35,11 +37,56 @@ from services.run_record.halts import explain_halt
 from services.run_record.progress import Progress, plot_run, report_failures_loop
 from services.run_record.tail import EventTail
 from services.runtime.errors import innermost
+from services.runtime.event_loop import is_set_within, running_loops
+from services.runtime.process import pid_space
 from services.runtime.resume import start_or_resume
 from services.runtime.run_copies import settings_of_fetched
 from services.runtime.run_ledger import open_ledger
 from services.settings.hub import pin_names, record_pins
 from services.settings.sections import Settings
+
+LIMIT_S = 60.0
+"""Limit of unregistering all that have exited, seconds."""
+
+
+async def unregister_loop(ledger: Ledger, exited: asyncio.Event) -> None:
+    """Unregister dead processes at once, and again each time `exited` is set, until cancelled."""
+    while True:
+        exited.clear()
+        try:
+            async with asyncio.timeout(LIMIT_S):
+                await unregister_dead(ledger)
+        except (TetherError, TimeoutError) as error:
+            log.warning("service.not_unregistered error=%r", error)
+        await exited.wait()
+
+
+async def unregister_dead(ledger: Ledger) -> None:
+    """Unregister every process of this host that has exited; their leases expire."""
+    for peer in await ledger.peers():
+        if _is_dead(peer):
+            await ledger.unregister(peer.incarnation)
+            log.info("service.unregistered incarnation=%s", peer.incarnation)
+
+
+def _is_dead(peer: Peer) -> bool:
+    """Return whether a registered process has exited for certain.
+
+    The registration was read before: a process that has the same id by now is taken for it, and not dead. An
+    id of another host or container is never compared.
+    """
+    pid, space = peer.info.get("pid"), peer.info.get("pid_space")
+    is_here = bool(space) and space == pid_space()
+    return is_here and isinstance(pid, int) and 0 < pid < 1 << 31 and not _is_running(pid)
+
+
+def _is_running(pid: int) -> bool:
+    """Return whether there is a process `pid` which is not a zombie."""
+    try:
+        return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
+    except psutil.NoSuchProcess:
+        return False
+
 
 log = logging.getLogger("tether.up")
 
@@ -147,13 +194,10 @@ async def _supervise(
         # the outer group: a watcher that fails must not cancel the services, which are drained then
         async with asyncio.TaskGroup() as services:
             try:
-                async with asyncio.TaskGroup() as tasks:
+                async with running_loops(_watchers(settings, ledger, server, fleet, progress)):
                     fleet.start(services, functools.partial(_stepped, ledger, first))
-                    watchers = _start_watchers(tasks, settings, ledger, server, fleet, progress)
                     await _wait_until_over(ledger, settings, fleet, stop, progress)
                     await fleet.stop()
-                    for watcher in watchers:
-                        watcher.cancel()
             finally:
                 await fleet.stop()
     except* TetherError as group:
@@ -197,15 +241,14 @@ def _stop_on_signals(fleet: Fleet, progress: Progress) -> asyncio.Event:
     return stop
 
 
-def _start_watchers(
-    tasks: asyncio.TaskGroup,
+def _watchers(
     settings: Settings,
     ledger: RedisLedger,
     server: EmbeddedServer | None,
     fleet: Fleet,
     progress: Progress,
-) -> list[asyncio.Task[None]]:
-    """Start the tasks that run with the services until cancelled; a failed one ends the run."""
+) -> dict[str, Coroutine[Any, Any, None]]:
+    """Return the loops that run with the services until cancelled; a failed one ends the run."""
     loops = {
         "progress": progress.watch_loop(ledger, fleet.children),
         "scale": scale_loop(settings.run_dir, fleet),
@@ -217,7 +260,7 @@ def _start_watchers(
         loops["tracking"] = warn_loop(settings, progress.note)
     if server is not None:
         loops["ledger"] = keep_running_loop(server)
-    return [tasks.create_task(loop, name=name) for name, loop in loops.items()]
+    return loops
 
 
 async def _watch_failure(fleet: Fleet, progress: Progress) -> None:
@@ -251,9 +294,7 @@ async def _wait_until_over(
             raise _Halted(status.halted)
         if is_over:
             return await finish_evaluation(settings, fleet.evaluation, stop, progress.note)
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(0.5):
-                await stop.wait()
+        await is_set_within(stop, 0.5)
 
 
 def _explain(run_dir: Path, reason: str) -> str:

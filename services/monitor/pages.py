@@ -18,7 +18,7 @@
 
 import asyncio
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -28,13 +28,48 @@ from aiohttp import hdrs, web
 
 from protocol.network.addresses import is_loopback
 from services.monitor.answers import json_answer, number_in, reward_in
-from services.monitor.history import warning_event
-from services.monitor.run_numbers import RunNumbers
+from services.monitor.history import History, warning_event
 from services.observability.printable import printable
+from services.run_record.evaluations import ScoredVersions
 from services.run_record.samples import SampleBrowser
 from services.run_record.sentences import TOPICS
 from services.run_record.tail import EventTail
+from services.settings.load import shown_settings
 from services.settings.sections import Settings
+
+
+def no_bounds() -> Sequence[Any]:
+    """Return no bounds: the event log of the run is not read."""
+    return ()
+
+
+class RunNumbers:
+    """History, scores and settings of one run."""
+
+    def __init__(self, run_dir: Path, bounds: Callable[[], Sequence[Any]] = no_bounds) -> None:
+        """Store the arguments; `bounds` returns the bounds that were in force, as `EventTail.bounds`."""
+        self._run_dir, self._bounds = run_dir, bounds
+        self.history = History(run_dir / "metrics.jsonl")
+        self.scores = ScoredVersions(run_dir)
+
+    def routes(self, folder: str = "/") -> dict[str, Callable[[web.Request], Any]]:
+        """Return handlers by path, which begins with `folder`."""
+        return {
+            f"{folder}steps.json": self._serve_steps,
+            f"{folder}evaluations.json": self._serve_evaluations,
+            f"{folder}settings.json": self._serve_settings,
+        }
+
+    async def _serve_steps(self, request: web.Request) -> web.Response:
+        answer = await asyncio.to_thread(self.history.since, number_in(request, "after"))
+        return json_answer({**answer, "bounds": self._bounds()})
+
+    async def _serve_evaluations(self, request: web.Request) -> web.Response:
+        return json_answer(await asyncio.to_thread(self.scores.since, number_in(request, "after")))
+
+    async def _serve_settings(self, _: web.Request) -> web.Response:
+        return json_answer(await asyncio.to_thread(shown_settings, self._run_dir))
+
 
 LOGS = "logs"
 """Folder of the run directory with a log of each service."""

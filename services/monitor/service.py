@@ -4,7 +4,6 @@ Consumes: the ledger's status and registry, metrics.jsonl, the event log, and re
 reads. Waits for: the run in the ledger.
 """
 
-import asyncio
 import logging
 from collections.abc import Iterable, Mapping
 from types import MappingProxyType
@@ -21,6 +20,7 @@ from services.monitor.run_state import LiveState
 from services.observability.http import HttpServer
 from services.run_record.page_key import access_key
 from services.run_record.steps import numbers_of
+from services.runtime.event_loop import running_loops
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import wait_for_run
@@ -51,13 +51,11 @@ async def serve(process: Process) -> None:
     await process.register()
     log.info("monitor.serving url=%s", process.info["page"])
     try:
-        async with asyncio.TaskGroup() as tasks:
-            reading = tasks.create_task(pages.read_loop(REFRESH_S), name="monitor.read")
+        async with running_loops({"monitor.read": pages.read_loop(REFRESH_S)}):
             await wait_for_run(process)
             while not await process.stopped_within(REFRESH_S):
                 snapshot.update(await state.collect())
                 gauges.set(snapshot, pages.history.last)
-            reading.cancel()
     finally:
         await server.close()
 

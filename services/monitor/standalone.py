@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import dataclasses
-import signal
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,12 @@ from services.monitor.service import REFRESH_S, RunGauges
 from services.observability.http import HttpServer
 from services.run_record.end import recorded_state
 from services.run_record.page_key import access_key
+from services.runtime.event_loop import running_loops, stop_at_signals
 from services.runtime.run_ledger import open_ledger
 from services.settings.sections import Settings
 
 RETRY_S = 10.0
 """How often a ledger that does not answer is tried again."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StandaloneMonitor:
@@ -58,14 +57,9 @@ class StandaloneMonitor:
         port = await server.start(config.host, config.port)
         announce(page_url(config.host, port, key))
         try:
-            async with asyncio.TaskGroup() as tasks:
-                running = [
-                    tasks.create_task(self._pages.read_loop(REFRESH_S), name="monitor.read"),
-                    tasks.create_task(self._ledger_loop(), name="monitor.ledger"),
-                ]
+            loops = {"monitor.read": self._pages.read_loop(REFRESH_S), "monitor.ledger": self._ledger_loop()}
+            async with running_loops(loops):
                 await stop.wait()
-                for task in running:
-                    task.cancel()
         finally:
             await server.close()
 
@@ -87,9 +81,8 @@ class StandaloneMonitor:
 
 
 async def _run_until_signal(settings: Settings, other: Path | None) -> None:
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for signum in STOP_SIGNALS:
-        loop.add_signal_handler(signum, stop.set)
+    stop = asyncio.Event()
+    stop_at_signals(stop)
     await StandaloneMonitor(settings, other).run(stop, _announce)
 
 

@@ -11,8 +11,7 @@ from pathlib import Path
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import head_dim_of
 from rollout.engines.sglang.arguments import check_environment
-from rollout.engines.sglang_jax.interpreter import check_interpreter
-from rollout.engines.sglang_jax.model_check import check_model
+from rollout.engines.sglang_jax.model_check import check_interpreter, check_model
 from services.preflight.model import ModelFacts, engines_of
 from services.preflight.problem import Problem, refusals
 from services.settings.sections import Settings

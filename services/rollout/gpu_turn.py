@@ -3,7 +3,6 @@
 import asyncio
 import logging
 import time
-from contextlib import suppress
 
 from protocol.errors import TetherError
 from protocol.topics import Role
@@ -11,6 +10,7 @@ from services.gpu_sharing.device_lock import DeviceLock
 from services.gpu_sharing.turn import HOLDS, TURN, Turn, holders
 from services.observability.busy import BusyMeter
 from services.rollout.weight_updater import WeightUpdater
+from services.runtime.event_loop import is_set_within
 from services.runtime.process import Process
 
 log = logging.getLogger("tether.turns")
@@ -95,7 +95,5 @@ class EngineGpuTurn:
         await self._process.register()
 
     async def _notified_or_polled(self) -> None:
-        with suppress(TimeoutError):
-            async with asyncio.timeout(POLL_S):
-                await self._notified.wait()
+        await is_set_within(self._notified, POLL_S)
         self._notified.clear()

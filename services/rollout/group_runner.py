@@ -29,6 +29,7 @@ from services.ledger.interface import Lease
 from services.observability.busy import BusyMeter
 from services.observability.metrics import Metrics
 from services.rollout.call_sender import recording_of
+from services.runtime.event_loop import is_set_within
 from services.runtime.process import Process
 
 log = logging.getLogger("tether.leasing")
@@ -126,7 +127,7 @@ class GroupRunner:
         self._strays = Strays()
         process.metrics.watch(
             "tether_stray_episodes",
-            "Episodes that ran on when they were cancelled, and those of them that have ended",
+            "Episodes that ran on when they were cancelled, and how many of them have ended",
             self._strays.counts,
         )
         process.metrics.watch_labelled(
@@ -241,13 +242,9 @@ class GroupRunner:
         return self._engine.served.version >= 0
 
     async def _nudged_within(self, seconds: float) -> bool:
-        try:
-            async with asyncio.timeout(seconds):
-                await self._nudged.wait()
-        except TimeoutError:
-            return False
+        is_nudged = await is_set_within(self._nudged, seconds)
         self._nudged.clear()
-        return True
+        return is_nudged
 
     async def _run_group(self, job: HeldGroup) -> None:
         try:

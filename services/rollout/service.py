@@ -35,6 +35,7 @@ from services.rollout.engine_profiles import EngineProfiles
 from services.rollout.gpu_turn import EngineGpuTurn
 from services.rollout.group_runner import GroupRunner
 from services.rollout.weight_updater import WeightUpdater
+from services.runtime.event_loop import running_loops
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import check_stream
@@ -158,19 +159,17 @@ async def _run(
     profiles: EngineProfiles,
 ) -> None:
     """Keep the engine's weights current while groups are generated, until the runner has drained."""
-    async with asyncio.TaskGroup() as tasks:
-        beside = [
-            tasks.create_task(occupancy_loop(process, engine), name="engine.occupancy"),
-            tasks.create_task(updater.listen_loop(), name="weights.listen"),
-            tasks.create_task(updater.poll_loop(), name="weights.poll"),
-            tasks.create_task(updater.apply_loop(), name="weights.apply"),
-            tasks.create_task(profiles.follow_loop(), name="engine.profiles"),
-        ]
-        if turn is not None:
-            beside.append(tasks.create_task(turn.turns_loop(updater, runner.meter), name="turns"))
+    loops = {
+        "engine.occupancy": occupancy_loop(process, engine),
+        "weights.listen": updater.listen_loop(),
+        "weights.poll": updater.poll_loop(),
+        "weights.apply": updater.apply_loop(),
+        "engine.profiles": profiles.follow_loop(),
+    }
+    if turn is not None:
+        loops["turns"] = turn.turns_loop(updater, runner.meter)
+    async with running_loops(loops):
         await runner.run()
-        for task in beside:
-            task.cancel()
     await profiles.end()
 
 

@@ -32,6 +32,7 @@ from protocol.weights.provisional import is_provisional, provisional_manifest
 from rollout.engines.base import Engine
 from services.bus.broadcast import Listener
 from services.rollout.update_action import Adopt, Stage, StageProvisional, Wait, next_action
+from services.runtime.event_loop import is_set_within
 from services.runtime.process import Process
 
 log = logging.getLogger("tether.updating")
@@ -110,9 +111,7 @@ class WeightUpdater:
             current = None if await self._is_current() else await self._ledger_manifest()
             if current is not None:
                 self._on_manifest(current, from_ledger=True)
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout(POLL_S):
-                    await self._poll_now.wait()
+            await is_set_within(self._poll_now, POLL_S)
 
     async def apply_loop(self) -> None:
         """Carry out `next_action` at each change, until cancelled.

@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import textwrap
-from typing import Any
+from typing import Any, NoReturn
 
 from protocol.errors import SettingsError, TetherError, Unavailable
 from services.observability.printable import one_line, printable
@@ -58,3 +58,10 @@ def describe_error(error: BaseException) -> tuple[str, int]:
         return one_line(str(error)), EXIT_SETTINGS
     kind = "" if type(error) is TetherError else f"{type(error).__name__}: "
     return one_line(f"{kind}{error}"), EXIT_FAILED
+
+
+def exit_with(error: BaseException, name: str) -> NoReturn:
+    """End the process `name` with one line for the user on stderr and the exit code of an error."""
+    line, code = describe_error(error)
+    print(f"{name}: {line}", file=sys.stderr)
+    sys.exit(code)

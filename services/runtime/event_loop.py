@@ -1,13 +1,16 @@
-"""Runs a process's event loop, and leaves it although a task in it does not end."""
+"""Runs the event loop of a process and its background loops, and bounds waits for an event."""
 
 import asyncio
+import contextlib
 import logging
-from collections.abc import Callable, Coroutine
+import signal
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 log = logging.getLogger("tether")
 T = TypeVar("T")
 
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END_S = 5.0
 """Seconds that tasks which `main` has left have to end when they are cancelled."""
 
@@ -40,3 +43,39 @@ def _still_running(loop: asyncio.AbstractEventLoop, end_s: float) -> list[str]:
     if tasks:
         loop.run_until_complete(asyncio.wait(tasks, timeout=end_s))
     return [task.get_name() for task in tasks if not task.done()]
+
+
+@contextlib.asynccontextmanager
+async def running_loops(loops: Mapping[str, Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
+    """Run loops as tasks of these names while the block runs; its end cancels them.
+
+    Raises:
+        ExceptionGroup: a loop or the block raised; the others were cancelled.
+    """
+    async with asyncio.TaskGroup() as tasks:
+        running = [tasks.create_task(loop, name=name) for name, loop in loops.items()]
+        yield
+        for task in running:
+            task.cancel()
+
+
+async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
+    """Wait at most `seconds` for an event; return whether it is set."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(seconds):
+            await event.wait()
+    return event.is_set()
+
+
+def stop_at_signals(stop: asyncio.Event) -> None:
+    """Set `stop` at SIGTERM or SIGINT, and cancel the calling task at the second one."""
+    loop, main = asyncio.get_running_loop(), asyncio.current_task()
+    assert main is not None
+
+    def on_signal() -> None:
+        if stop.is_set():
+            main.cancel()
+        stop.set()
+
+    for signum in STOP_SIGNALS:
+        loop.add_signal_handler(signum, on_signal)

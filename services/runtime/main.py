@@ -16,18 +16,13 @@ import uvloop
 from protocol.errors import TetherError, Unavailable
 from protocol.topics import Role
 from services.runtime.errors import EXIT_FAILED, configure_logging, describe_error, innermost
-from services.runtime.event_loop import run_loop
+from services.runtime.event_loop import STOP_SIGNALS, run_loop, running_loops, stop_at_signals
 from services.runtime.process import Serve, log, open_process
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 
 DESCRIPTORS = 65_536
 """Open file descriptors that a service asks for."""
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
-
-
-class _ServeReturned(Exception):
-    """Cancels the other tasks of the process after the service's own loop has returned."""
 
 
 async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -> None:
@@ -41,27 +36,9 @@ async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -
     """
     loop = asyncio.get_running_loop()
     async with open_process(role, settings, name) as process:
-        main = asyncio.current_task()
-        assert main is not None
-
-        def on_signal() -> None:
-            if process.stop.is_set():
-                main.cancel()
-            process.stop.set()
-
-        for signum in STOP_SIGNALS:
-            loop.add_signal_handler(signum, on_signal)
-
-        async def body() -> None:
+        stop_at_signals(process.stop)
+        async with running_loops({"heartbeat": process.heartbeat_loop()}):
             await serve(process)
-            raise _ServeReturned
-
-        try:
-            async with asyncio.TaskGroup() as tasks:
-                tasks.create_task(process.heartbeat_loop(), name="heartbeat")
-                tasks.create_task(body(), name=role)
-        except* _ServeReturned:
-            pass
     for signum in STOP_SIGNALS:
         loop.remove_signal_handler(signum)
         signal.signal(signum, signal.SIG_IGN)

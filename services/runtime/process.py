@@ -19,6 +19,7 @@ from services.ledger.redis.ledger import RedisLedger
 from services.observability.http import HttpServer
 from services.observability.metrics import Metrics
 from services.observability.start_parts import READY
+from services.runtime.event_loop import is_set_within
 from services.runtime.run_ledger import open_ledger
 from services.runtime.start_time import seconds_since_start
 from services.settings.sections import Settings
@@ -151,12 +152,7 @@ class Process:
 
     async def stopped_within(self, seconds: float) -> bool:
         """Wait at most `seconds` for the stop event; return whether it is set."""
-        try:
-            async with asyncio.timeout(seconds):
-                await self.stop.wait()
-        except TimeoutError:
-            return False
-        return True
+        return await is_set_within(self.stop, seconds)
 
 
 Serve = Callable[[Process], Awaitable[None]]

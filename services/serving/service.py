@@ -6,7 +6,6 @@ for the first version of a run that is followed. It needs no ledger, no bus and 
 
 import asyncio
 import logging
-import signal
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +22,7 @@ from rollout.sessions.answers.reader import AnswerReader
 from services.preflight.problem import refuse
 from services.preflight.session_endpoint import listening_problems
 from services.run_record.page_key import read_key
+from services.runtime.event_loop import running_loops, stop_at_signals
 from services.runtime.user_modules import add_user_modules
 from services.serving.endpoint import GenerationEndpoint
 from services.serving.source import Serving
@@ -36,7 +36,6 @@ POLL_S = 0.5
 """Seconds between two searches for a version."""
 RETRY_S = 5.0
 """Seconds after which a version that could not be staged is tried again."""
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str], None]) -> None:
@@ -91,13 +90,11 @@ async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str],
 
 async def _run(engine: Engine, versions: Versions | None, stop: asyncio.Event) -> None:
     """Wait for `stop`, and keep the engine on the newest version meanwhile."""
-    async with asyncio.TaskGroup() as tasks:
-        beside = [tasks.create_task(_check_loop(engine), name="serving.check")]
-        if versions is not None:
-            beside.append(tasks.create_task(follow_loop(engine, versions), name="serving.follow"))
+    loops = {"serving.check": _check_loop(engine)}
+    if versions is not None:
+        loops["serving.follow"] = follow_loop(engine, versions)
+    async with running_loops(loops):
         await stop.wait()
-        for task in beside:
-            task.cancel()
 
 
 async def _check_loop(engine: Engine) -> None:
@@ -171,14 +168,6 @@ def _key(serving: Serving) -> str:
 
 async def serve_until_signal(serving: Serving, announce: Callable[[str], None]) -> None:
     """Serve as `serve`, until SIGINT or SIGTERM; a second one cancels, also while the engine starts."""
-    stop, loop, main = asyncio.Event(), asyncio.get_running_loop(), asyncio.current_task()
-    assert main is not None
-
-    def on_signal() -> None:
-        if stop.is_set():
-            main.cancel()
-        stop.set()
-
-    for signum in STOP_SIGNALS:
-        loop.add_signal_handler(signum, on_signal)
+    stop = asyncio.Event()
+    stop_at_signals(stop)
     await serve(serving, stop, announce)

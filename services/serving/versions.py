@@ -1,7 +1,6 @@
 """Finds the newest version of a run in its files: a published one, or an exported checkpoint."""
 
 import tempfile
-from abc import ABC, abstractmethod
 from pathlib import Path
 
 from protocol.errors import SettingsError, WeightError
@@ -18,38 +17,16 @@ EXPORT_EPOCH = "export"
 """Epoch of versions that are made from exports."""
 
 
-class Versions(ABC):
-    """The versions of a run that is followed."""
-
-    @property
-    @abstractmethod
-    def where(self) -> str:
-        """Where they come from, for logs."""
-
-    @abstractmethod
-    def newest(self) -> WeightManifest | None:
-        """Return the newest version; None if there is none yet. Reads and writes files.
-
-        Raises:
-            WeightError: it cannot be read.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Remove what was written."""
-
-
-class PublishedVersions(Versions):
+class PublishedVersions:
     """Every version that the trainer publishes as files, read from its directory."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-
-    @property
-    def where(self) -> str:
-        return f"transport {self._settings.weights.transport}"
+        self.where = f"transport {settings.weights.transport}"
+        """Where they come from, for logs."""
 
     def newest(self) -> WeightManifest | None:
+        """Return the newest version; None if there is none yet. Reads files."""
         found = [manifest for path in self._directories() for manifest in read_manifests(path)[-1:]]
         return found[-1] if found else None
 
@@ -70,8 +47,10 @@ class PublishedVersions(Versions):
         return [path for _, path in sorted(found)]
 
 
-class ExportedVersions(Versions):
+class ExportedVersions:
     """The checkpoints that the run exports, each published once more to the engine's host."""
+
+    where = "exports"
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
@@ -80,11 +59,12 @@ class ExportedVersions(Versions):
         self._sender = disk_sender(WeightConfig(directory=directory, keep=1), Path(directory))
         self._published: WeightManifest | None = None
 
-    @property
-    def where(self) -> str:
-        return "exports"
-
     def newest(self) -> WeightManifest | None:
+        """Return the newest version; None if there is none yet. Reads and writes files.
+
+        Raises:
+            WeightError: it cannot be read.
+        """
         found = exports(self._settings.run_dir)
         if not found:
             return None
@@ -99,8 +79,13 @@ class ExportedVersions(Versions):
         return self._published
 
     def close(self) -> None:
+        """Remove what was written."""
         self._sender.close()
         self._aside.cleanup()
+
+
+Versions = PublishedVersions | ExportedVersions
+"""The versions of a run that is followed."""
 
 
 def versions_of(settings: Settings) -> Versions:

@@ -206,6 +206,6 @@ def read_record(path: Path, what: str) -> Mapping[str, str]:
         return {}
     except (OSError, msgspec.DecodeError) as error:
         raise SettingsError(
-            f"{path}: {error}; it says which {what}: restore it, or delete it to take those of now"
+            f"{path}: {error}; it says which {what}: restore it, or delete it to take the present ones"
         ) from None
     return {name: value for name, value in commits.items() if name != MEMBER}

@@ -2,7 +2,7 @@
 
 Each component's section is a frozen dataclass next to the component. The range of a number stands on its
 field (`protocol.validation`), its meaning in the string below. `docs/settings.md` is generated from them by
-`python -m services.settings.reference`.
+`python docs/settings_pages.py`.
 """
 
 from dataclasses import dataclass, field, replace

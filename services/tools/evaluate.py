@@ -5,21 +5,22 @@ that scores versions while a run is on. Weights reach the engine as in training:
 """
 
 import asyncio
+import contextlib
+import os
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, SettingsError
 from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.evaluation.estimates import paired_difference
 from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_scorer
-from services.observability.redirect_output import redirect_output
 from services.run_record.evaluations import Evaluation, describe_scores
 from services.runtime.event_loop import run_loop
 from services.runtime.user_modules import add_user_modules
@@ -29,6 +30,38 @@ from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import WeightConfig
 from trainer.weights.files import disk_sender
+
+
+@contextlib.contextmanager
+def redirect_output(path: Path) -> Iterator[None]:
+    """Append the output to stdout and stderr within the block to a file.
+
+    That includes the processes that the block starts. File descriptors are redirected, because engines print
+    from threads, from C and from processes of their own, which may outlive the block.
+
+    Raises:
+        SettingsError: the file cannot be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        file = os.open(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+    except OSError as error:
+        raise SettingsError(f"{path}: {error.strerror}") from error
+    sys.stdout.flush()
+    sys.stderr.flush()
+    copies = [os.dup(stream) for stream in (1, 2)]
+    try:
+        for stream in (1, 2):
+            os.dup2(file, stream)
+        yield
+    finally:
+        sys.stdout.flush()
+        sys.stderr.flush()
+        for stream, saved in zip((1, 2), copies, strict=True):
+            os.dup2(saved, stream)
+            os.close(saved)
+        os.close(file)
+
 
 CONSTANTS = 50
 """Most frequent held-out answers that are tried as a constant answer."""

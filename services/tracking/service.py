@@ -8,14 +8,13 @@ import contextlib
 import logging
 import os
 import signal
-import sys
 import time
 from collections.abc import Iterator
 from types import FrameType
 
 from protocol.errors import SettingsError
 from protocol.host.file_lock import locked
-from services.runtime.errors import configure_logging, describe_error
+from services.runtime.errors import configure_logging, exit_with
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.tracking.state import FOLDER, TrackingState
@@ -104,6 +103,4 @@ def main() -> None:
     try:
         track_until_stopped(load_settings())
     except Exception as error:
-        line, code = describe_error(error)
-        print(f"tether tracking: {line}", file=sys.stderr)
-        sys.exit(code)
+        exit_with(error, "tether tracking")

@@ -2,12 +2,11 @@
 
 import os
 import signal
-import sys
 from collections.abc import Sequence
 
 from protocol.errors import TetherError
 from services.gpu_sharing.device_lock import DeviceLock
-from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, configure_logging, describe_error
+from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, configure_logging, exit_with
 from services.runtime.training import build_follower, build_models
 from services.settings.load import load_settings
 from services.settings.sections import Settings
@@ -70,9 +69,7 @@ def follow_rank_0(rank: int) -> None:
             follower.follow()
             return
     except TetherError as error:  # rank 0 does not meet it, as it does with its own model
-        line, code = describe_error(error)
-        print(f"tether trainer: {line}", file=sys.stderr)
-        sys.exit(code)
+        exit_with(error, "tether trainer")
     await_device(settings)
     models = build_models(settings)
     sender = make_sender(

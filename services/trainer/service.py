@@ -6,7 +6,6 @@ Consumes: scored groups, by `take`, from the spool. Produces: versions, their we
 B scored groups.
 """
 
-import asyncio
 import os
 import signal
 import sys
@@ -19,7 +18,8 @@ from services.bus.broadcast import Broadcaster
 from services.ledger_recovery.fencing import why_fenced
 from services.preflight.memory import check_host_memory
 from services.run_record.steps import StepLog
-from services.runtime.errors import configure_logging, describe_error
+from services.runtime.errors import configure_logging, exit_with
+from services.runtime.event_loop import running_loops
 from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.writing import until_written
@@ -76,14 +76,9 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
             turn.broadcaster = broadcaster
         process.info["endpoints"] = {WEIGHTS.name: broadcaster.endpoint}
         try:
-            async with asyncio.TaskGroup() as tasks:
-                beside = [
-                    tasks.create_task(runner.idle_loop(), name="ranks.idle"),
-                    tasks.create_task(watch_spool_loop(process, run.spool), name="spool.watch"),
-                ]
+            loops = {"ranks.idle": runner.idle_loop(), "spool.watch": watch_spool_loop(process, run.spool)}
+            async with running_loops(loops):
                 await _train(run, runner)
-                for task in beside:
-                    task.cancel()
             await runner.carry_out(ExitCommand())
         finally:
             run.spool.close()
@@ -122,16 +117,11 @@ async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
     process = run.process
     reports = await process.ledger.reports(0)
     await until_written(process, lambda: run.steps.backfill(reports))
-    async with asyncio.TaskGroup() as tasks:
-        beside = [
-            tasks.create_task(loop.answers_loop(), name="weights.answers"),
-            tasks.create_task(loop.audit_loop(), name="audit"),
-        ]
-        if runner.shared_engine is not None:
-            beside.append(tasks.create_task(runner.shared_engine.watch_loop(), name="engine.watch"))
+    loops = {"weights.answers": loop.answers_loop(), "audit": loop.audit_loop()}
+    if runner.shared_engine is not None:
+        loops["engine.watch"] = runner.shared_engine.watch_loop()
+    async with running_loops(loops):
         await loop.run()
-        for task in beside:
-            task.cancel()
 
 
 def preload(settings: Settings) -> None:
@@ -158,7 +148,5 @@ def main() -> None:
             if settings.trainer_ranks > 1:
                 sys.exit(run_ranks(settings))
         except TetherError as error:
-            line, code = describe_error(error)
-            print(f"tether trainer: {line}", file=sys.stderr)
-            sys.exit(code)
+            exit_with(error, "tether trainer")
     service_main(Role.TRAINER, serve)

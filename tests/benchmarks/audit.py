@@ -1,4 +1,4 @@
-"""Measures what the audit of a run costs, and whether it alarms, on the demo's job.
+"""Measures the cost of the audit of a run, and whether it alarms, on the demo's job.
 
     python -m tests.benchmarks.audit --out runs/audit.json [--engine vllm] [--dtype bfloat16] [--share 0.01]
 

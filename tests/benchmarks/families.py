@@ -75,7 +75,7 @@ async def difference(engine: Engine, name: str, model: PreTrainedModel) -> float
 
 
 async def cell(name: str, family: str, config: EngineConfig) -> str:
-    """Return what a model's row has for an engine."""
+    """Return the cells of a model for an engine."""
     dtype: torch.dtype = getattr(torch, config.dtype)
     first, second = (
         changed(make_model(name, **{**SIZES, **CHANGES.get(family, {})}), dtype, seed) for seed in (1, 2)

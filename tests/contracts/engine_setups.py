@@ -9,8 +9,9 @@ import pytest
 
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import KvPolicy
-from rollout.engines.contract.models import tiny_experts, tiny_gpt_oss, tiny_latent, tiny_model
+from rollout.engines.contract.models import tiny_model
 from tests.changes import IN_PROCESS, SGLANG, VLLM, slow_unless_changed
+from tests.contracts.engine_models import tiny_experts, tiny_gpt_oss, tiny_latent
 from tests.gpus import TWO_GPUS
 
 

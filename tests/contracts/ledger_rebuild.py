@@ -14,9 +14,9 @@ from services.ledger.interface import (
     Snapshot,
     TakenGroup,
 )
-from services.ledger.verify.verifier import verify_events
 from services.ledger_recovery.restore import SnapshotBuilder
 from tests.contracts.ledger_rig import Driver, MemoryRig, spec
+from tests.services.ledger.verify.logs import verify_events
 
 
 def builder_of(

@@ -5,8 +5,8 @@ import pytest
 from protocol.errors import Reason, Refused, SettingsError
 from protocol.staleness import Bound, Policy
 from services.ledger.interface import Peer
-from services.ledger.verify.verifier import verify_events
 from tests.contracts.ledger_rig import Driver, spec
+from tests.services.ledger.verify.logs import verify_events
 
 
 class RunContract:

@@ -1,11 +1,13 @@
 """Does what a page of docs/ says: blocks with a file name are files, blocks of bash are typed in a shell."""
 
+import importlib.util
 import os
 import re
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import ModuleType
 
 from tests.integration.command import tether
 
@@ -48,3 +50,13 @@ def begin(page: str, place: Path) -> None:
     for _, name, text in blocks(page):
         if name:
             (place / name).write_text(text)
+
+
+def program(name: str) -> ModuleType:
+    """Import the program docs/NAME.py."""
+    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

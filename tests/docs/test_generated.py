@@ -1,34 +1,23 @@
 """Checks drawings, the API page and the table of commands against the code."""
 
-import importlib.util
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from protocol.lifecycle import TRANSITIONS
 from protocol.topics import TOPICS
 from services.cli import app
-from tests.docs.pages import DOCS
-
-
-def load(name: str) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"docs_{name}", DOCS / f"{name}.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+from tests.docs.pages import DOCS, program
 
 
 @pytest.mark.parametrize("name", ["architecture", "group", "weights"])
 def test_drawing_is_current(name: str) -> None:
-    drawn = load("diagrams").DRAWINGS[name]()
+    drawn = program("diagrams").DRAWINGS[name]()
     assert (DOCS / f"diagrams/{name}.svg").read_text() == drawn, "run `python docs/diagrams.py`"
 
 
 def test_drawings_show_every_topic_state_and_event() -> None:
-    drawings = load("diagrams")
+    drawings = program("diagrams")
     assert all(f">{topic}</text>" in drawings.architecture() for topic in TOPICS)
     group = drawings.group_life()
     assert all(state.value in group for state in TRANSITIONS)
@@ -36,11 +25,11 @@ def test_drawings_show_every_topic_state_and_event() -> None:
 
 
 def test_api_page_is_current() -> None:
-    assert (DOCS / "api.md").read_text() == load("api_page").render(), "run `python docs/api_page.py`"
+    assert (DOCS / "api.md").read_text() == program("api_page").render(), "run `python docs/api_page.py`"
 
 
 def test_api_page_has_every_member_that_it_selects() -> None:
-    page = load("api_page")
+    page = program("api_page")
     text = page.render()
     for classes in page.CLASSES.values():
         for module, name, members in classes:
@@ -53,15 +42,15 @@ def test_api_page_has_every_member_that_it_selects() -> None:
 
 def test_tables_of_refused_arguments_are_current() -> None:
     page = (DOCS / "engines.md").read_text()
-    assert page == load("engine_arguments").render(page), "run `python docs/engine_arguments.py`"
+    assert page == program("engine_arguments").render(page), "run `python docs/engine_arguments.py`"
 
 
 def test_page_of_refusals_is_current() -> None:
-    assert (DOCS / "refusals.md").read_text() == load("refusals").render(), "run `python docs/refusals.py`"
+    assert (DOCS / "refusals.md").read_text() == program("refusals").render(), "run `python docs/refusals.py`"
 
 
 def test_page_of_refusals_has_rows_of_every_module_and_of_both_forms() -> None:
-    refusals = load("refusals")
+    refusals = program("refusals")
     for modules in refusals.SECTIONS.values():
         for module in modules:
             assert list(refusals._rows([module])), module

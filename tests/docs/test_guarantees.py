@@ -4,8 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.docs.pages import DOCS
-from tests.docs.test_generated import load
+from tests.docs.pages import DOCS, program
 
 REPORT = """\
 <testsuites><testsuite name="0123abcd" timestamp="2026-11-26T13:48:53.220237+00:00">
@@ -17,7 +16,7 @@ REPORT = """\
 
 
 def test_every_promise_names_tests_that_exist_or_a_command() -> None:
-    rows = list(load("guarantees").rows((DOCS / "guarantees.md").read_text()))
+    rows = list(program("guarantees").rows((DOCS / "guarantees.md").read_text()))
     assert len(rows) > 100
     without = [cells for _, cells, files in rows if not files and "python -m" not in cells[2]]
     assert without == []
@@ -25,19 +24,19 @@ def test_every_promise_names_tests_that_exist_or_a_command() -> None:
 
 
 def test_page_is_what_the_records_say() -> None:
-    guarantees, page = load("guarantees"), (DOCS / "guarantees.md").read_text()
+    guarantees, page = program("guarantees"), (DOCS / "guarantees.md").read_text()
     assert guarantees.render(page, guarantees.load()["runs"]) == page, "run `python docs/guarantees.py`"
 
 
 def test_a_test_that_is_gone_is_named() -> None:
     page = "| promise | under | test that shows it |\n|---|---|---|\n| a | | `tests/test_gone.py` |\n"
     with pytest.raises(LookupError, match=r"tests/test_gone\.py does not exist"):
-        list(load("guarantees").rows(page))
+        list(program("guarantees").rows(page))
 
 
 def test_report_of_a_suite_becomes_counts_of_its_files(tmp_path: Path) -> None:
     (tmp_path / "pytest.xml").write_text(REPORT)
-    guarantees = load("guarantees")
+    guarantees = program("guarantees")
     found = guarantees.read_report(tmp_path / "pytest.xml")
     credit, delivery = "tests/services/bus/test_credit.py", "tests/services/bus/test_delivery.py"
     assert found[credit] == {

@@ -9,6 +9,19 @@ from tests.docs.pages import begin, follow
 from tests.integration.command import tether
 
 PAGE = "own_code.md"
+PARTS = (
+    f"docs/{PAGE}",
+    "protocol/user_code.py",
+    "protocol/choices.py",
+    "services/preflight/",
+    "services/settings/",
+    "trainer/algorithms/",
+    "trainer/optimizers/",
+    "rollout/prompts/",
+    "rollout/engines/registry.py",
+    "reward/",
+)
+"""How the paths begin of what the page's files are parts of."""
 
 
 def check_run(run_dir: Path) -> None:
@@ -18,6 +31,7 @@ def check_run(run_dir: Path) -> None:
     assert all(step["skipped"] == "" for step in steps)
 
 
+@slow_unless_changed(*PARTS, *PAGES)
 def test_run_with_the_files_of_the_page_is_trained(tmp_path: Path) -> None:
     begin(PAGE, tmp_path)
     config = str(tmp_path / "mine/own.toml")

@@ -16,7 +16,7 @@ from services.run_record.steps import read_steps
 from tests.integration.command import audit, ledger_of, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 
-STEPS = 14
+STEPS = 10
 KINDS = {
     "scripted": (
         "engine.name=scripted",

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.errors import SettingsError
-from services.evaluation.snapshots import read_snapshots
+from services.evaluation.service import read_snapshots
 from services.ledger.verify.verifier import verify
 from services.run_record.evaluations import read_evaluations
 from services.run_record.steps import read_steps

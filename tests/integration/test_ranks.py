@@ -15,8 +15,10 @@ from tests.changes import slow_unless_changed
 from tests.integration.command import audit, processes_of, tether, tether_here, tether_up, until
 from tests.integration.loop import ROOT
 
+RANKS = ("trainer/", "services/trainer/", "services/runtime/", "rollout/weights/", "rollout/staging/",
+         "protocol/weights/", "protocol/device/")  # fmt: skip
 LAYOUTS = [
-    ("megatron", "tensor_model_parallel_size", "nccl"),
+    pytest.param("megatron", "tensor_model_parallel_size", "nccl", marks=slow_unless_changed(*RANKS)),
     pytest.param("megatron", "tensor_model_parallel_size", "ipc", marks=pytest.mark.slow),
     pytest.param("megatron", "pipeline_model_parallel_size", "nccl", marks=pytest.mark.slow),
     pytest.param("megatron", "tensor_model_parallel_size", "shm", marks=pytest.mark.slow),

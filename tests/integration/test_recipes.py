@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from rollout.prompts.named_source import check_names
-from rollout.prompts.row_fields import compile_pattern, parse_template
+from rollout.prompts.rows import compile_pattern, parse_template
 from services.settings.load import load_settings
 from services.tools.check import check_configuration
 from tests.changes import slow_unless_changed

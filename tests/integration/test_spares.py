@@ -8,6 +8,7 @@ import signal
 from pathlib import Path
 
 from services.run_record.steps import read_steps
+from tests.changes import LAUNCHER, slow_unless_changed
 from tests.integration.command import audit, pids, processes_of, tether_here, tether_up, until
 from tests.integration.loop import ROOT
 
@@ -38,6 +39,7 @@ def spare_pids(log: Path) -> dict[str, int]:
     return {words[-2].removeprefix("name="): int(words[-1].removeprefix("pid=")) for words in lines}
 
 
+@slow_unless_changed(*LAUNCHER, "services/trainer/", "services/rollout/", "services/ledger/")
 def test_a_spare_replaces_a_trainer_and_a_rollout_worker_that_are_killed(tmp_path: Path) -> None:
     run_dir, log = tmp_path / "run", tmp_path / "up.log"
     with tether_up(*ARGUMENTS, "--run-dir", str(run_dir), output=log) as up:

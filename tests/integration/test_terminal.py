@@ -15,6 +15,7 @@ import pytest
 
 from services.run_record.steps import read_steps
 from services.tracking.state import read_state
+from tests.changes import LAUNCHER, slow_unless_changed
 from tests.contracts.tracker_suite import read_tensorboard
 from tests.integration.command import environment, processes_of, tether_here, until
 from tests.integration.loop import ROOT
@@ -67,6 +68,7 @@ class Screen:
         os.close(self._terminal)
 
 
+@slow_unless_changed(*LAUNCHER, "services/run_record/", "services/observability/", "services/tracking/")
 @pytest.mark.xdist_group("command")
 def test_terminal_shows_a_run_and_stops_it_at_once_at_the_second_ctrl_c(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

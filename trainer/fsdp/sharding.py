@@ -24,7 +24,7 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
     Gradients are added up over ranks and passes in float32. Parameters without a gradient stay as they are.
 
     Args:
-        root: what is called, the model or a module around it.
+        root: the model, or the module around it that is called.
         model: of transformers; it names the layers that belong together.
         mesh: the data-parallel ranks.
         trainer: says the dtype, whether layers are compiled, whether the backward pass computes them again,

@@ -3,24 +3,16 @@
 The check recomputes the tokens with plain transformers.
 """
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import torch
 from transformers import (
-    DeepseekV2Config,
-    DeepseekV2ForCausalLM,
     DynamicCache,
-    GptOssConfig,
-    GptOssForCausalLM,
     PreTrainedModel,
     Qwen2Config,
     Qwen2ForCausalLM,
-    Qwen3MoeConfig,
-    Qwen3MoeForCausalLM,
 )
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
@@ -29,9 +21,6 @@ from protocol.device.shared_tensors import SharedTensors
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import BucketLayout, manifest_digest
 from protocol.weights.digests import digest
-from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
-
-Model = TypeVar("Model", bound=PreTrainedModel)
 
 VOCAB = 512
 
@@ -52,86 +41,13 @@ def tiny_model(seed: int, *, tied: bool = False, dtype: torch.dtype = torch.floa
         tie_word_embeddings=tied,
     )
     model = Qwen2ForCausalLM(config).eval()
-    _randomize(model, seed, dtype)
-    return model
-
-
-def tiny_experts(
-    seed: int, *, dense: tuple[int, ...] = (1,), chosen: int = 2, dtype: torch.dtype = torch.float32
-) -> Qwen3MoeForCausalLM:
-    """Qwen3 with experts in those of its two layers that are not `dense`, otherwise as `tiny_model`.
-
-    Each token has the `chosen` of 4 experts: all, where rounding in half precision would choose others.
-    """
-    config = Qwen3MoeConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        num_experts=4,
-        num_experts_per_tok=chosen,
-        mlp_only_layers=list(dense),
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=32,
-        max_position_embeddings=2048,
-    )
-    model = Qwen3MoeForCausalLM(config).eval()
-    _randomize(model, seed, dtype)
-    return model
-
-
-def tiny_latent(seed: int, *, dtype: torch.dtype = torch.float32) -> DeepseekV2ForCausalLM:
-    """DeepSeek-V2, whose latent attention is of the size that kernels have; every token has all experts."""
-    config = DeepseekV2Config(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        moe_intermediate_size=64,
-        n_routed_experts=4,
-        n_shared_experts=1,
-        num_experts_per_tok=4,
-        n_group=1,
-        topk_group=1,
-        first_k_dense_replace=1,
-        norm_topk_prob=False,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        q_lora_rank=None,
-        kv_lora_rank=512,
-        qk_nope_head_dim=128,
-        qk_rope_head_dim=64,
-        v_head_dim=128,
-        max_position_embeddings=2048,
-    )
-    model = DeepseekV2ForCausalLM(config).eval()
-    _randomize(model, seed, dtype)
-    return model
-
-
-def tiny_gpt_oss(seed: int, *, dtype: torch.dtype = torch.float32) -> GptOssForCausalLM:
-    """gpt-oss with 4 experts, all of every token, otherwise as `tiny_model`."""
-    config = GptOssConfig(
-        vocab_size=VOCAB,
-        hidden_size=128,
-        intermediate_size=256,
-        num_local_experts=4,
-        num_experts_per_tok=4,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        max_position_embeddings=2048,
-    )
-    model = GptOssForCausalLM(config).eval()
-    _randomize(model, seed, dtype)
+    randomize(model, seed, dtype)
     return model
 
 
 @torch.no_grad()
-def _randomize(model: PreTrainedModel, seed: int, dtype: torch.dtype) -> None:
+def randomize(model: PreTrainedModel, seed: int, dtype: torch.dtype) -> None:
+    """Draw every weight from a normal distribution, and round it to `dtype`."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.normal_(0, 0.15, generator=generator)
@@ -142,25 +58,6 @@ def weights(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> dict[
     """Checkpoint name -> a copy of the tensor; tied ones once."""
     views = checkpoint_views(model, model_tensors(model))
     return {name: view.to(dtype, copy=True) for name, view in views.items()}
-
-
-def adapted(
-    model: Model, lora: LoraConfig, seed: int, dtype: torch.dtype = torch.float32
-) -> tuple[Model, dict[str, torch.Tensor]]:
-    """Return the model with a random adapter merged into it, and the adapter as it is published."""
-    parameters = weights(model)
-    targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in parameters.items()}, lora)
-    generator = torch.Generator().manual_seed(seed)
-    shapes = adapter_shapes(targets, lora.rank)
-    adapter = {
-        name: torch.empty(shape).normal_(0, 0.15, generator=generator).to(dtype)
-        for name, shape in shapes.items()
-    }
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for target in targets:
-            other.get_parameter(target.weight).add_(adapter[target.b].float() @ adapter[target.a].float())
-    return other, adapter
 
 
 def entries_of(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[list[TensorEntry], list[int]]:

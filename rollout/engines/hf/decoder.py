@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 from transformers import DynamicCache
+from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.hf.row_adapters import RowAdapters
@@ -15,11 +16,8 @@ Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer, both [H, L, D]."""
 
 
-class PaddingDecoder:
-    """Decoder that pads the KV caches of all rows to one batch at every step.
-
-    `RunningRequest.kv` holds the keys and values of the prompt and all tokens but the last.
-    """
+class HfDecoder:
+    """Base of decoders with a model of transformers."""
 
     def __init__(
         self,
@@ -38,6 +36,18 @@ class PaddingDecoder:
         self._recorder, self._adapters = recorder, adapters
         self._device = next(model.parameters()).device
 
+    def forget(self, rows: Sequence[RunningRequest]) -> None:
+        """See `Decoder`."""
+        for row in rows:
+            row.kv = None
+
+
+class PaddingDecoder(HfDecoder):
+    """Decoder that pads the KV caches of all rows to one batch at every step.
+
+    `RunningRequest.kv` holds the keys and values of the prompt and all tokens but the last.
+    """
+
     @torch.no_grad()
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
         """See `Decoder`."""
@@ -52,11 +62,6 @@ class PaddingDecoder:
                 self._adapters.choose([row.request.adapter for row in batch])
             for row, logits in zip(batch, forward(batch), strict=True):
                 row.take(logits, version)
-
-    def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """See `Decoder`."""
-        for row in rows:
-            row.kv = None
 
     def _prefill(self, rows: list[RunningRequest]) -> torch.Tensor:
         """Compute prompts, padded on the right so that causality alone hides the padding; return [N, V]."""
@@ -104,3 +109,36 @@ class PaddingDecoder:
 
 def _left_pad(tensor: torch.Tensor, length: int) -> torch.Tensor:
     return torch.nn.functional.pad(tensor, (0, 0, length - tensor.shape[1], 0))
+
+
+class RowDecoder(HfDecoder):
+    """Decoder of one row a pass. `RunningRequest.kv` holds transformers' cache of the row."""
+
+    @torch.no_grad()
+    def step(self, rows: Sequence[RunningRequest], version: int) -> None:
+        """See `Decoder`."""
+        for row in rows:
+            row.take(self._logits(row), version)
+
+    def _logits(self, row: RunningRequest) -> torch.Tensor:
+        """Compute the new tokens of a row; return logits [V] of its next token."""
+        ids, first = row.ids, 0
+        if row.kv is None:
+            row.kv = DynamicCache(config=self._model.config)
+        else:
+            ids, first = row.ids[-1:], len(row.ids) - 1
+        if self._adapters is not None:
+            self._adapters.choose([row.request.adapter])
+        tokens = torch.tensor([ids], device=self._device)
+        logits: torch.Tensor = self._model(
+            tokens, past_key_values=row.kv, use_cache=True, logits_to_keep=1
+        ).logits
+        if self._recorder is not None:
+            row.record(first, self._recorder.take())
+        return logits[0, -1]
+
+
+def has_state(model: Any) -> bool:
+    """Return whether transformers keeps a state of some layers, in place of keys and values."""
+    layers = DynamicCache(config=model.config).layers
+    return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)

@@ -11,8 +11,8 @@ import torch
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from rollout.engines.base import EngineConfig, Request
+from rollout.engines.hf.decoder import RowDecoder
 from rollout.engines.hf.engine import load_model
-from rollout.engines.hf.row_decoder import RowDecoder
 from rollout.engines.in_process.running_request import RunningRequest
 
 Tensors = Mapping[str, torch.Tensor]

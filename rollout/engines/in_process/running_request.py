@@ -1,6 +1,6 @@
 """Represents a running request in the decoding thread, and defines the decoder that steps such requests."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -59,6 +59,18 @@ class RunningRequest:
         self.tokens.append(token)
         self.logprobs.append(logprob)
         self.versions.append(version)
+
+
+def batches(rows: Iterable[RunningRequest], most_tokens: int) -> Iterator[list[RunningRequest]]:
+    """Yield batches of rows of similar lengths, padded to `most_tokens` at most unless it is a single row."""
+    batch: list[RunningRequest] = []
+    for row in sorted(rows, key=lambda row: row.length):
+        if (len(batch) + 1) * row.length > most_tokens and batch:
+            yield batch
+            batch = []
+        batch.append(row)
+    if batch:
+        yield batch
 
 
 class Decoder(Protocol):

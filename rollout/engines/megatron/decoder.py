@@ -7,13 +7,13 @@ after it; the first request always continues, as the cache holds `max_model_len`
 becomes the first.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Protocol
 
 import numpy as np
 import torch
 
-from rollout.engines.in_process.running_request import RunningRequest
+from rollout.engines.in_process.running_request import RunningRequest, batches
 from trainer.megatron.inference.cache import pages_for
 
 
@@ -62,7 +62,7 @@ class PagedDecoder:
             self._record(held, [(first, 1) for first in before])
             for row, row_logits in zip(held, logits, strict=True):
                 row.take(row_logits, version)
-        for batch in self._batches(self._start(held, rows[len(held) :])):
+        for batch in batches(self._start(held, rows[len(held) :]), self._batch_tokens):
             logits = self._model.prefill([row.ids for row in batch], [row.kv for row in batch])
             self._record(batch, [(0, row.length) for row in batch])
             for row, row_logits in zip(batch, logits, strict=True):
@@ -118,17 +118,6 @@ class PagedDecoder:
             return
         for row, (first, count), experts in zip(rows, places, chosen.unbind(1), strict=True):
             row.record(first, experts[:count].numpy().astype(np.uint16))
-
-    def _batches(self, rows: Sequence[RunningRequest]) -> Iterator[list[RunningRequest]]:
-        """Yield batches of rows of similar lengths, so that little is padded."""
-        batch: list[RunningRequest] = []
-        for row in sorted(rows, key=lambda row: row.length):
-            if (len(batch) + 1) * row.length > self._batch_tokens and batch:
-                yield batch
-                batch = []
-            batch.append(row)
-        if batch:
-            yield batch
 
 
 def _most_pages(row: RunningRequest) -> int:

@@ -12,13 +12,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Coroutine
+from collections.abc import Coroutine, Mapping
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 import rollout
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from rollout.engines.base import EngineConfig
 from rollout.engines.multi_process.parent_watch import OWNER
 from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path
@@ -30,6 +31,8 @@ LOG_TAIL = 600
 """Characters of a rank's log that an error quotes."""
 NOT_OURS = ("TETHER_", "RANK", "WORLD_SIZE", "MASTER_")
 """How the names of variables begin that a rank must not inherit."""
+PATH = str(Path(rollout.__file__).parents[1])
+"""Directory from which ranks import the product."""
 
 T = TypeVar("T")
 
@@ -38,7 +41,14 @@ class RankProcesses:
     """Processes of one engine's ranks. No method but `close` may be called from the event loop's thread."""
 
     def __init__(
-        self, module: str, config: EngineConfig, name: str, loop: asyncio.AbstractEventLoop, file: int
+        self,
+        module: str,
+        config: EngineConfig,
+        name: str,
+        loop: asyncio.AbstractEventLoop,
+        file: int,
+        python: str = "",
+        variables: Mapping[str, str] = MappingProxyType({}),
     ) -> None:
         """Start `python -m module DIRECTORY FILE RANK RANKS` for each rank, and connect.
 
@@ -48,10 +58,14 @@ class RankProcesses:
             name: the engine's, in errors.
             loop: runs the connections.
             file: descriptor that the ranks inherit.
+            python: interpreter of the ranks; this one by default.
+            variables: environment variables of the ranks beyond those of this process.
 
         Raises:
             EngineError: a rank ends, or is not there within `start_timeout_s`.
+            EngineSettingsError: `python` cannot be started.
         """
+        self._python, self._variables = python or sys.executable, variables
         self._loop = loop
         self.ended = ""
         """Why the ranks cannot be called any more; empty while they can."""
@@ -103,17 +117,22 @@ class RankProcesses:
         shutil.rmtree(self.directory, ignore_errors=True)
 
     def _started(self, module: str, rank: int, ranks: int, file: int) -> "subprocess.Popen[bytes]":
-        command = [sys.executable, "-m", module, str(self.directory), str(file), str(rank), str(ranks)]
+        command = [self._python, "-m", module, str(self.directory), str(file), str(rank), str(ranks)]
         with self._log(rank).open("wb") as log:
-            return subprocess.Popen(
-                command,
-                env=_environment(rank),
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                pass_fds=(file,),
-                start_new_session=True,
-            )
+            try:
+                return subprocess.Popen(
+                    command,
+                    env={**_environment(rank), **self._variables},
+                    stdin=subprocess.DEVNULL,
+                    stdout=log,
+                    stderr=log,
+                    pass_fds=(file,),
+                    start_new_session=True,
+                )
+            except OSError as error:
+                raise EngineSettingsError(
+                    f"setting engine.python: {self._python}: {error.strerror}"
+                ) from error
 
     def _connect(self, timeout_s: float) -> None:
         deadline = time.monotonic() + timeout_s
@@ -122,7 +141,7 @@ class RankProcesses:
             if why := self._dead():
                 raise EngineError(why)
             if time.monotonic() > deadline:
-                raise EngineError(f"the ranks did not start within {timeout_s:g} s{self._log_tail(0)}")
+                raise EngineError(f"the ranks did not start within {timeout_s:g} s{self.log_tail(0)}")
             time.sleep(POLL_S)
         self.run(self._client.connect(paths))
 
@@ -143,13 +162,14 @@ class RankProcesses:
         """Return which rank has ended, and the end of its log; empty if none has."""
         for rank, process in enumerate(self._processes):
             if (code := process.poll()) is not None:
-                return f"rank {rank} has ended with code {code}{self._log_tail(rank)}"
+                return f"rank {rank} has ended with code {code}{self.log_tail(rank)}"
         return ""
 
     def _log(self, rank: int) -> Path:
         return self.directory / f"rank{rank}.log"
 
-    def _log_tail(self, rank: int) -> str:
+    def log_tail(self, rank: int) -> str:
+        """Return the end of a rank's log, as an error quotes it."""
         with suppress(OSError):
             lines = self._log(rank).read_text(errors="replace").splitlines()
             return f"; its log: {' / '.join(line.strip() for line in lines[-8:])[-LOG_TAIL:]}"
@@ -159,7 +179,7 @@ class RankProcesses:
 def _environment(rank: int) -> dict[str, str]:
     """Return a rank's environment: this process's, without our settings and other ranks' rendezvous."""
     kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_OURS)}
-    path = [str(Path(rollout.__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    path = [PATH, os.environ.get("PYTHONPATH", "")]
     return {
         **kept,
         "LOCAL_RANK": str(rank),

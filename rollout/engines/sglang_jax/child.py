@@ -5,32 +5,22 @@ memory = the tensors of a staged version, each aligned | logits, float32 [slots,
 
 import asyncio
 import os
-import shutil
-import signal
-import subprocess
-import sys
-import tempfile
-import time
 from collections.abc import Sequence
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import torch
 
-import rollout
 from protocol.device.shared_tensors import reserved
-from protocol.errors import EngineError, EngineSettingsError
+from protocol.errors import EngineError
 from protocol.messages import TensorEntry
 from protocol.weights.buckets import ALIGNMENT, manifest_digest
 from rollout.engines.base import EngineConfig
-from rollout.engines.multi_process.parent_watch import OWNER
-from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path, start_error
+from rollout.engines.multi_process.rank_processes import PATH, RankProcesses
+from rollout.engines.multi_process.rank_rpc import start_error
 from rollout.staging.staging import dtype_name
 
-POLL_S = 0.05
-LOG_TAIL = 600
-"""Characters of the process's log that an error quotes."""
+MODULE = "rollout.engines.sglang_jax.model_process"
 
 
 class ModelProcess:
@@ -45,19 +35,19 @@ class ModelProcess:
         Raises:
             EngineError: it ends, or is not there within `start_timeout_s`.
         """
-        self._loop = loop
-        self.ended = ""
-        """Why the process cannot be called any more; empty while it can."""
-        self._directory = Path(tempfile.mkdtemp(prefix="tether-sglang-jax-"))
         self._file = os.memfd_create("tether-sglang-jax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        self._client = RankRpcClient(name, self._lost, timeout_s=config.start_timeout_s)
-        self._process: subprocess.Popen[bytes] | None = None
         try:
-            self._process = self._started(config)
-            self._connect(config.start_timeout_s)
-        except BaseException:
-            self.close()
+            self._ranks = RankProcesses(
+                MODULE, config, name, loop, self._file, config.python, _variables(config)
+            )
+        except EngineError:
+            os.close(self._file)
             raise
+
+    @property
+    def ended(self) -> str:
+        """Why the process cannot be called any more; empty while it can."""
+        return self._ranks.ended
 
     def call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the process's `JaxModel` and return its value.
@@ -65,9 +55,7 @@ class ModelProcess:
         Raises:
             EngineError: it raises, or the process has ended.
         """
-        return asyncio.run_coroutine_threadsafe(
-            self._client.call_first(method, *arguments), self._loop
-        ).result()
+        return self._ranks.call(method, *arguments)[0]
 
     def load(self, *arguments: Any) -> dict[str, tuple[int, ...]]:
         """Load a model; returns name -> shape of each tensor of a version.
@@ -78,7 +66,7 @@ class ModelProcess:
         try:
             return {name: tuple(shape) for name, shape in self.call("load", *arguments)}
         except EngineError as error:
-            raise start_error(str(error))(f"{error}{self._log_tail()}") from error
+            raise start_error(str(error))(f"{error}{self._ranks.log_tail(0)}") from error
 
     def share(
         self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, slots: int, vocab: int
@@ -110,10 +98,6 @@ class ModelProcess:
         self.call("decode", tokens, lengths)
         return self._logits[: len(tokens)]
 
-    def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
-        """See `Slots`: nothing is recorded."""
-        return None
-
     def move(self, source: int, target: int) -> None:
         """See `Slots`."""
         self.call("move", source, target)
@@ -134,85 +118,22 @@ class ModelProcess:
 
     def close(self) -> None:
         """End the process and remove its files. Idempotent; may come from the event loop's thread."""
-        self.ended = self.ended or "is closed"
-        self._loop.call_soon_threadsafe(self._client.close)
-        if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        self._ranks.close()
         if self._file >= 0:
             with suppress(OSError):  # closed already, because there was no memory
                 os.close(self._file)
             self._file = -1
-        shutil.rmtree(self._directory, ignore_errors=True)
-
-    def _started(self, config: EngineConfig) -> "subprocess.Popen[bytes]":
-        python = config.python or sys.executable
-        command = [
-            python,
-            "-m",
-            "rollout.engines.sglang_jax.model_process",
-            str(self._directory),
-            str(self._file),
-        ]
-        try:
-            with (self._directory / "log").open("wb") as log:
-                return subprocess.Popen(
-                    command,
-                    env=_environment(config),
-                    stdin=subprocess.DEVNULL,
-                    stdout=log,
-                    stderr=log,
-                    pass_fds=(self._file,),
-                    start_new_session=True,
-                )
-        except OSError as error:
-            raise EngineSettingsError(f"setting engine.python: {python}: {error.strerror}") from error
-
-    def _connect(self, timeout_s: float) -> None:
-        assert self._process is not None
-        deadline = time.monotonic() + timeout_s
-        path = socket_path(self._directory, 0)
-        while not path.exists():
-            if self._process.poll() is not None:
-                raise EngineError(
-                    f"sglang-jax's process ended with code {self._process.returncode}{self._log_tail()}"
-                )
-            if time.monotonic() > deadline:
-                raise EngineError(
-                    f"sglang-jax's process did not start within {timeout_s:g} s{self._log_tail()}"
-                )
-            time.sleep(POLL_S)
-        asyncio.run_coroutine_threadsafe(self._client.connect([path]), self._loop).result()
-
-    def _lost(self) -> None:
-        self.ended = f"sglang-jax's process has ended{self._log_tail()}"
-
-    def _log_tail(self) -> str:
-        with suppress(OSError):
-            lines = (self._directory / "log").read_text(errors="replace").splitlines()
-            return f"; its log: {' / '.join(line.strip() for line in lines[-8:])[-LOG_TAIL:]}"
-        return ""
 
 
-def _environment(config: EngineConfig) -> dict[str, str]:
-    """Return the process's environment: this one's, without our settings, and with `engine.environment`."""
+def _variables(config: EngineConfig) -> dict[str, str]:
+    """Return variables of the process beyond those of this one, with `engine.environment`."""
     given = dict(config.environment)
-    path = [
-        str(Path(rollout.__file__).parents[1]),
-        given.pop("PYTHONPATH", ""),
-        os.environ.get("PYTHONPATH", ""),
-    ]
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    path = [PATH, given.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
     threads = f"--xla_cpu_multi_thread_eigen={'true' if config.threads > 1 else 'false'}"
     return {
-        "HF_HUB_OFFLINE": "1",
-        "TRANSFORMERS_OFFLINE": "1",
-        **kept,
+        **{name: os.environ.get(name, "1") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")},
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {threads}".strip(),
         **given,
         "JAX_PLATFORMS": "cpu",
-        OWNER: str(os.getpid()),
         "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTHONUNBUFFERED": "1",
     }

@@ -15,8 +15,7 @@ from rollout.engines.base import Capabilities, EngineConfig, Occupancy
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.requests import read_config
 from rollout.engines.sglang_jax.child import ModelProcess
-from rollout.engines.sglang_jax.interpreter import check_interpreter
-from rollout.engines.sglang_jax.model_check import check_model, config_overrides, slots_of
+from rollout.engines.sglang_jax.model_check import check_interpreter, check_model, config_overrides, slots_of
 from rollout.engines.sglang_jax.slot_decoder import SlotDecoder
 from rollout.staging.places import StagingRoom, choose
 from rollout.staging.staging import Staging, whole_source

@@ -1,12 +1,11 @@
 """Decodes with a model that keeps keys and values in slots of one length, a running request each."""
 
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Sequence, Set
 from typing import Protocol
 
-import numpy as np
 import torch
 
-from rollout.engines.in_process.running_request import RunningRequest
+from rollout.engines.in_process.running_request import RunningRequest, batches
 
 
 class Slots(Protocol):
@@ -21,13 +20,6 @@ class Slots(Protocol):
         Args:
             tokens: one for each slot.
             lengths: tokens that each slot holds before.
-        """
-
-    def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
-        """Return the experts of the last pass, int64 [S, N, layers with experts, k] on the host.
-
-        S tokens of each of N `sequences`, 1 of each slot in use if it was not a prefill. None if they are not
-        recorded.
         """
 
     def move(self, source: int, target: int) -> None:
@@ -53,12 +45,10 @@ class SlotDecoder:
         held = list(self._held)
         if held:
             logits = self._model.decode([row.tokens[-1] for row in held], [len(row.ids) - 1 for row in held])
-            self._record(held, [(len(row.ids) - 1, 1) for row in held])
             for row, row_logits in zip(held, logits, strict=True):
                 row.take(row_logits, version)
-        for batch in self._batches(set(rows).difference(held)):
+        for batch in batches(set(rows).difference(held), self._batch_tokens):
             logits = self._model.prefill(len(self._held), [row.ids for row in batch])
-            self._record(batch, [(0, len(row.ids)) for row in batch])
             self._held += batch
             for row, row_logits in zip(batch, logits, strict=True):
                 row.take(row_logits, version)
@@ -66,14 +56,6 @@ class SlotDecoder:
     def forget(self, rows: Sequence[RunningRequest]) -> None:
         """See `Decoder`."""
         self._drop_all_but(set(self._held).difference(rows))
-
-    def _record(self, rows: Sequence[RunningRequest], places: Sequence[tuple[int, int]]) -> None:
-        """Record the experts of the last pass, if they are; `places` are first and number of its inputs."""
-        chosen = self._model.experts_of_pass(len(rows))
-        if chosen is None:
-            return
-        for row, (first, count), experts in zip(rows, places, chosen.unbind(1), strict=True):
-            row.record(first, experts[:count].numpy().astype(np.uint16))
 
     def _drop_all_but(self, rows: Set[RunningRequest]) -> None:
         """Free the slots of other rows; the last slot in use moves into each gap."""
@@ -86,14 +68,3 @@ class SlotDecoder:
             if slot < len(self._held):
                 self._held[slot] = last
                 self._model.move(len(self._held), slot)
-
-    def _batches(self, rows: Set[RunningRequest]) -> Iterator[list[RunningRequest]]:
-        """Yield batches of rows of similar lengths, so that little is padded."""
-        batch: list[RunningRequest] = []
-        for row in sorted(rows, key=lambda row: len(row.ids)):
-            if (len(batch) + 1) * len(row.ids) > self._batch_tokens and batch:
-                yield batch
-                batch = []
-            batch.append(row)
-        if batch:
-            yield batch

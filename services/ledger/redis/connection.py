@@ -1,12 +1,14 @@
 """Calls a Redis or Valkey server: bounded in time, repeated across restarts, with its durability checked."""
 
 import asyncio
+import re
 import time
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import hiredis
 import redis.asyncio as aioredis
+from redis.asyncio.connection import AbstractConnection
 from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import (
@@ -26,8 +28,51 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from protocol.errors import Reason, Refused, SettingsError, Unavailable
 from services.ledger.redis.batches import Batches, Word
 from services.ledger.redis.scripts import Script
-from services.ledger.redis.server_fence import ServerFence
 from services.ledger.redis.url import redacted, refused_url
+
+SERVER_FIELD = "server"
+"""Field of the hash `run`: the `run_id` of the server process on which the run was reconciled last."""
+_RUN_ID = re.compile(rb"run_id:(\w+)")
+
+
+def run_id(info: bytes) -> str:
+    """Return the id of the server process from an answer of `INFO server`; empty if it has none."""
+    found = _RUN_ID.search(info)
+    return found.group(1).decode() if found else ""
+
+
+class ServerFence:
+    """Check that every new connection of a pool passes before it is used."""
+
+    def __init__(self) -> None:
+        self.run_key = ""
+        """Key of the hash `run`; empty while connections are not guarded."""
+
+    async def on_connect(self, connection: AbstractConnection) -> None:
+        """Log in, and reject a server process on which the run is not reconciled yet.
+
+        Raises:
+            RedisConnectionError: if it is not.
+        """
+        try:
+            await connection.on_connect()
+            if self.run_key:
+                await self._check(connection)
+        except BaseException:
+            await connection.disconnect(nowait=True)
+            raise
+
+    async def _check(self, connection: AbstractConnection) -> None:
+        await connection.send_command("INFO", "server")
+        server = run_id(await connection.read_response())
+        await connection.send_command("HGET", self.run_key, SERVER_FIELD)
+        reconciled = await connection.read_response()
+        if reconciled and server and reconciled.decode() != server:
+            raise RedisConnectionError(
+                "it was restarted, and the ingest has not checked yet whether it lost writes: "
+                "is the ingest running?"
+            )
+
 
 T = TypeVar("T")
 _AWAY = (

@@ -10,9 +10,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from protocol.errors import ProtocolError
-from protocol.lifecycle import GroupState
-from protocol.staleness import Bound
-from services.ledger.interface import Lease, LedgerStatus, Peer, Snapshot, StepRecord, Taken, TakenGroup
+from services.ledger.interface import LedgerStatus, Peer, Snapshot, TakenGroup
 
 T = TypeVar("T")
 _SNAPSHOT_FIELDS = (
@@ -34,64 +32,26 @@ _SNAPSHOT_FIELDS = (
 """Fields of a `Snapshot` whose JSON has the same name and value."""
 
 
-class _Peer(msgspec.Struct):
-    role: str
-    info: dict[str, Any]
-
-
-class _Step(msgspec.Struct):
-    step: int
-    epoch: str
-    digest: int
-    groups: tuple[TakenGroup, ...]
-
-
-class _Status(msgspec.Struct):
-    version: int
-    epoch: str
-    sequence: int
-    bound: Bound
-    steps: int
-    issued: int
-    trained: int
-    dropped: int
-    states: dict[GroupState, int]
-    dropped_by_reason: dict[str, int]
-    wasted_tokens: int
-    halted: str
-    draining: bool
-    engines: dict[str, str]
-    """Engine -> epoch and version, separated by a space."""
-    pending: Bound | None = None
-    wasted_by_reason: dict[str, int] = {}
-    fingerprint: str = ""
-
-
 def encode_counts(counts: Mapping[int, int]) -> dict[str, int]:
     """Return tokens per version with string keys, as JSON has them."""
     return {str(version): n for version, n in counts.items()}
 
 
-def decode_lease(data: bytes) -> Lease:
-    """Decode the answer of `lease`."""
-    return _read(data, Lease)
+def decode(data: bytes, kind: type[T]) -> T:
+    """Decode `data` as `kind`.
 
-
-def decode_taken(data: bytes) -> Taken:
-    """Decode the answer of `take`."""
-    return _read(data, Taken)
-
-
-def decode_step(data: bytes) -> StepRecord:
-    """Decode a committed step as `commit` stores it."""
-    record = _read(data, _Step)
-    return StepRecord(record.step, record.epoch, record.digest, record.groups)
+    Lua may write a whole number as 1e+15, or as text if it came from a hash; both are accepted as numbers.
+    """
+    try:
+        return msgspec.json.decode(data, type=kind, strict=False)
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        raise ProtocolError(f"ledger record: {error}") from error
 
 
 def decode_peer(incarnation: bytes, data: bytes) -> Peer:
     """Decode one pair of the answer of `peers`."""
-    record = _read(data, _Peer)
-    return Peer(record.role, incarnation.decode(errors="replace"), record.info)
+    fields = decode(data, dict[str, Any])
+    return _convert(fields | {"incarnation": incarnation.decode(errors="replace")}, Peer)
 
 
 def encode_peer(peer: Peer) -> bytes:
@@ -113,18 +73,17 @@ def decode_endpoints(data: Mapping[bytes, bytes]) -> dict[str, dict[str, str]]:
     topics: dict[str, dict[str, str]] = {}
     for incarnation, served in data.items():
         if incarnation:
-            for topic, endpoint in _read(served, dict[str, str]).items():
+            for topic, endpoint in decode(served, dict[str, str]).items():
                 topics.setdefault(topic, {})[incarnation.decode(errors="replace")] = endpoint
     return topics
 
 
 def decode_status(data: bytes) -> LedgerStatus:
     """Decode the answer of `status` and `claim`."""
-    record = _read(data, _Status)
-    values = {name: getattr(record, name) for name in _Status.__struct_fields__}
-    return LedgerStatus(
-        **{**values, "engines": {engine: _served(text) for engine, text in record.engines.items()}}
-    )
+    fields = {"pending": None} | decode(data, dict[str, Any])
+    engines = _convert(fields.get("engines"), dict[str, str])
+    fields["engines"] = {engine: _served(text) for engine, text in engines.items()}
+    return _convert(fields, LedgerStatus)
 
 
 def encode_snapshot(snapshot: Snapshot) -> list[bytes | int]:
@@ -150,18 +109,8 @@ def encode_snapshot(snapshot: Snapshot) -> list[bytes | int]:
     return [msgspec.json.encode(values), *(item for report in snapshot.reports.items() for item in report)]
 
 
-def decode_group(data: bytes) -> TakenGroup:
-    """Decode the answer of `accept`."""
-    return _read(data, TakenGroup)
-
-
 def _encode_group(group: TakenGroup) -> dict[str, Any]:
     return {**dataclasses.asdict(group), "counts": encode_counts(group.counts)}
-
-
-def decode_event(data: bytes) -> dict[str, Any]:
-    """Decode one event of the log, with all its fields in their order, so that the archive has them all."""
-    return _read(data, dict[str, Any])
 
 
 def _served(text: str) -> tuple[str, int]:
@@ -174,12 +123,8 @@ def _served(text: str) -> tuple[str, int]:
         ) from None
 
 
-def _read(data: bytes, kind: type[T]) -> T:
-    """Decode `data` as `kind`.
-
-    Lua may write a whole number as 1e+15, or as text if it came from a hash; both are accepted as numbers.
-    """
+def _convert(fields: Any, kind: type[T]) -> T:
     try:
-        return msgspec.json.decode(data, type=kind, strict=False)
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
+        return msgspec.convert(fields, kind, strict=False)
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ProtocolError(f"ledger record: {error}") from error

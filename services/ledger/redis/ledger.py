@@ -20,16 +20,12 @@ from services.ledger.interface import (
     TakenGroup,
 )
 from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
-from services.ledger.redis.connection import Connection
+from services.ledger.redis.connection import SERVER_FIELD, Connection
 from services.ledger.redis.json_codec import (
+    decode,
     decode_endpoints,
-    decode_event,
-    decode_group,
-    decode_lease,
     decode_peer,
     decode_status,
-    decode_step,
-    decode_taken,
     encode_counts,
     encode_endpoints,
     encode_peer,
@@ -37,7 +33,6 @@ from services.ledger.redis.json_codec import (
 )
 from services.ledger.redis.keys import Keys
 from services.ledger.redis.scripts import script
-from services.ledger.redis.server_fence import SERVER_FIELD
 
 _READ = 512  # steps or groups that one command reads
 REREAD_S = 10.0
@@ -170,7 +165,7 @@ class RedisLedger:
         answer = await self._run(
             "lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, request
         )
-        return decode_lease(answer[0])
+        return decode(answer[0], Lease)
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:
         await self._run("extend", group, token, lease_ms)
@@ -182,9 +177,8 @@ class RedisLedger:
         self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None
     ) -> TakenGroup:
         tokens = msgspec.json.encode(encode_counts(counts))
-        return decode_group(
-            (await self._run("accept", group, token, tokens, "" if reward is None else reward))[0]
-        )
+        words = (group, token, tokens, "" if reward is None else reward)
+        return decode((await self._run("accept", *words))[0], TakenGroup)
 
     async def lost(self, group: int, token: str) -> None:
         await self._run("lost", group, token)
@@ -204,7 +198,7 @@ class RedisLedger:
         return bool((await self._run("resume", epoch, version, str(digest)))[0])
 
     async def take(self, epoch: str) -> Taken:
-        return decode_taken((await self._run("take", epoch))[0])
+        return decode((await self._run("take", epoch))[0], Taken)
 
     async def commit(
         self,
@@ -230,7 +224,7 @@ class RedisLedger:
         return answer
 
     async def step_records(self, first: int) -> Sequence[StepRecord]:
-        return [decode_step(data) for data in await self._steps("steps", first)]
+        return [decode(data, StepRecord) for data in await self._steps("steps", first)]
 
     async def reports(self, first: int) -> Sequence[bytes]:
         return await self._steps("reports", first)
@@ -277,7 +271,7 @@ class RedisLedger:
         entries = await self._connection.command(
             "XRANGE", self.keys.of("events"), f"{after + 1}-0", "+", "COUNT", limit
         )
-        return [decode_event(_event(fields)) for _, fields in entries]
+        return [decode(_event(fields), dict[str, Any]) for _, fields in entries]
 
     async def archived(self, sequence: int) -> None:
         await self._run("archived", sequence)

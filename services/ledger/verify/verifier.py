@@ -4,10 +4,8 @@ The log is replayed through `protocol.lifecycle`'s table and `protocol.staleness
 violation that names the event and the group. `services/ledger/event_log/events.py` lists the events.
 """
 
-from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from protocol.lifecycle import Event, GroupState
 from protocol.staleness import Bound, deadline
@@ -32,7 +30,6 @@ from services.ledger.event_log.events import (
     TakeEvent,
     UnknownEvent,
     bound_of,
-    decode_fields,
     decode_line,
 )
 from services.ledger.event_log.hash_chain import Chain
@@ -90,14 +87,6 @@ def verify(path: Path) -> AuditResult:
             if not intact:
                 verifier.violation("the line is not as it was archived, or does not follow the one before it")
     return verifier.result(chain.missing())
-
-
-def verify_events(events: Iterable[Mapping[str, Any]]) -> AuditResult:
-    """Check events in order, as `Ledger.events` lists them."""
-    verifier = Verifier()
-    for event in events:
-        verifier.apply(decode_fields(event))
-    return verifier.result()
 
 
 class Verifier:

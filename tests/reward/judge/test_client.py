@@ -16,7 +16,7 @@ from protocol.errors import RewardError
 from reward.judge.client import JudgeClient
 from reward.judge.config import Options
 from reward.judge.reading import Unreadable
-from reward.notes import Notes
+from reward.verifiers.base import Notes
 from tests.reward.judge_server import HANG, JudgeServer, completion, judge_server
 
 MESSAGES = [{"role": "user", "content": "Is it good?"}]

@@ -15,7 +15,7 @@ from reward.judge.config import Options, read_key
 from reward.judge.question import make_question
 from reward.judge.reading import Unreadable, make_reader
 from reward.judge.verifier import load_judge
-from reward.notes import Notes
+from reward.verifiers.base import Notes
 from tests.reward.judge_server import asked, judge_server
 
 DOCS = Path(__file__).parents[3] / "docs/rewards.md"

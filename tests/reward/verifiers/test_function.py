@@ -12,8 +12,7 @@ import pytest
 
 from protocol.errors import RewardError, SettingsError
 from reward.group import ResponseGroup, Verdict
-from reward.notes import Notes
-from reward.verifiers.awaited import AwaitedVerifier
+from reward.verifiers.base import AwaitedVerifier, Notes
 from reward.verifiers.function import AsyncUserFunction, Options, UserFunction, load_function
 
 DOCS = Path(__file__).parents[3] / "docs/rewards.md"

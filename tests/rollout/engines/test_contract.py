@@ -14,12 +14,13 @@ import torch
 from protocol.errors import EngineError
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.contract.bench import MAX_MODEL_LEN, Bench
-from rollout.engines.contract.models import adapted, weights
+from rollout.engines.contract.models import weights
 from rollout.engines.contract.suite import EngineContract
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
 from tests.contracts.engine_commits import CommitContract
 from tests.contracts.engine_drafts import DraftContract
+from tests.contracts.engine_models import adapted
 from tests.contracts.engine_sessions import SessionContract
 from tests.contracts.engine_setups import MARGINS, MODELS, SETUPS, Setup
 from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)

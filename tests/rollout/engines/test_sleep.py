@@ -10,9 +10,10 @@ from protocol.errors import EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.contract.bench import MAX_MODEL_LEN, PROMPTS, ask
-from rollout.engines.contract.models import adapted, tiny_model, weights, write_shm
+from rollout.engines.contract.models import tiny_model, weights, write_shm
 from rollout.engines.hf.engine import HFEngine
 from rollout.engines.registry import ENGINES, make_engine
+from tests.contracts.engine_models import adapted
 from tests.contracts.sglang_environment import sglang_settings
 
 GIB = 1 << 30

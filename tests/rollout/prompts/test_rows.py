@@ -1,7 +1,7 @@
 """Prompts from files: order, held-out prompts, fingerprints, and errors of bad rows."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -10,8 +10,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from protocol.errors import SettingsError
-from rollout.prompts.base import Order, PromptConfig
+from rollout.prompts.base import Order, Prompt, PromptConfig
+from rollout.prompts.held_out import held_out_sets
+from rollout.prompts.named_source import HeldOutConfig, MixtureConfig
 from rollout.prompts.registry import make_source
+from rollout.prompts.rows import compile_pattern, fill_template, parse_template
+from tests.data_sets import sums
 
 EXAMPLES = Path(__file__).parents[3] / "deploy" / "examples"
 
@@ -219,3 +223,174 @@ def test_the_committed_examples_are_right_and_disjoint(task: str, answer: Callab
     prompts = [*(source.at(i) for i in range(source.size or 0)), *source.held_out()]
     assert (source.size, len(prompts), len({p.text for p in prompts})) == (800, 1000, 1000)
     assert all(answer(p.text[:3]) == p.metadata["answer"] and p.text[3:] == "=" for p in prompts)
+
+
+GSM8K = PromptConfig(prompt_field="question", answer_pattern="#### (.+)", shuffle=False)
+
+
+def path_of(path: Path, rows: list[object]) -> str:
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+def only(config: PromptConfig) -> Prompt:
+    return make_source(config).at(0)
+
+
+@pytest.mark.parametrize(
+    ("template", "text"),
+    [
+        ("{question}", "2+2?"),
+        ("Level {level}: {question}\nGo.", "Level 3: 2+2?\nGo."),
+        ("{question} in \\boxed{{}}", "2+2? in \\boxed{}"),
+        ("the same for all", "the same for all"),
+    ],
+)
+def test_a_template_takes_fields_of_the_row(template: str, text: str) -> None:
+    assert fill_template(parse_template(template), {"question": "2+2?", "level": 3}, "here") == text
+
+
+@pytest.mark.parametrize(
+    "template", ["{", "}", "{}", "{0}", "{a.b}", "{a[0]}", "{a!r}", "{a:>3}", "\\boxed{ x }"]
+)
+def test_a_template_with_anything_else_in_braces_is_refused(template: str) -> None:
+    with pytest.raises(SettingsError, match=r"setting prompts\.template: .*write \{\{ and \}\} for braces"):
+        parse_template(template)
+
+
+def test_a_template_names_fields_that_rows_have(tmp_path: Path) -> None:
+    path = path_of(tmp_path / "a.jsonl", [{"question": "2+2?", "answer": "4", "steps": ["a"], "hint": None}])
+    for template, why in (
+        ("{qestion}", "names the field 'qestion', which is not one of answer, hint, question, steps"),
+        ("{steps}", "the field 'steps' of prompts.template is list"),
+        ("{hint}", "the field 'hint' of prompts.template is NoneType"),
+    ):
+        with pytest.raises(SettingsError, match=f"a.jsonl:1: .*{why}"):
+            make_source(PromptConfig(path=path, template=template))
+
+
+def test_with_a_template_all_fields_are_metadata(tmp_path: Path) -> None:
+    path = path_of(tmp_path / "a.jsonl", [{"prompt": "2+2", "answer": "4", "unit": "apples"}])
+    prompt = only(PromptConfig(path=path, template="{prompt} {unit}?"))
+    assert prompt.text == "2+2 apples?"
+    assert prompt.metadata == {"prompt": "2+2", "answer": "4", "unit": "apples"}
+
+
+def test_a_pattern_finds_the_answer_in_its_field(tmp_path: Path) -> None:
+    path = path_of(tmp_path / "a.jsonl", sums(600)[-1:])  # type: ignore[arg-type]
+    assert only(replace(GSM8K, path=path)).metadata["answer"] == "1,199"
+    boxed = path_of(tmp_path / "b.jsonl", [{"problem": "x?", "solution": r"so \boxed{\frac12}. Done"}])
+    config = PromptConfig(
+        path=boxed, prompt_field="problem", answer_field="solution", answer_pattern=r"\\boxed\{(.+)\}"
+    )
+    assert only(config).metadata == {"solution": r"so \boxed{\frac12}. Done", "answer": r"\frac12"}
+
+
+def test_rows_without_an_answer_are_counted_and_the_first_is_named(tmp_path: Path) -> None:
+    rows = [*sums(5), {"question": "?", "answer": "no idea"}, {"question": "?", "answer": "####  "}]
+    path = path_of(tmp_path / "a.jsonl", rows)
+    with pytest.raises(
+        SettingsError, match=r"2 of 7 rows have no answer .*'#### \(\.\+\)'.*a\.jsonl:6: 'no idea'"
+    ):
+        make_source(replace(GSM8K, path=path))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "why"), [("(", "missing \\)"), ("####", "has 0 groups"), ("(a)|(b)", "has 2 groups")]
+)
+def test_a_pattern_has_one_group(pattern: str, why: str) -> None:
+    with pytest.raises(SettingsError, match=rf"setting prompts\.answer_pattern: .*{why}"):
+        compile_pattern(pattern)
+
+
+def test_a_pattern_needs_a_field_to_search(tmp_path: Path) -> None:
+    path = path_of(tmp_path / "a.jsonl", sums(1))  # type: ignore[arg-type]
+    with pytest.raises(SettingsError, match=r"answer_pattern: set prompts\.answer_field"):
+        make_source(replace(GSM8K, path=path, answer_field=""))
+
+
+RATES = [0.5, 0.0, 1.0, None, 0.25, 0.5]
+
+
+def rated(path: Path, rates: Sequence[float | None] = RATES, **fields: object) -> PromptConfig:
+    """Prompts q0, q1 ... of which those with a rate say it."""
+    rows: list[object] = [
+        {"prompt": f"q{i}", "answer": str(i), **({} if rate is None else {"pass_rate": rate}), **fields}
+        for i, rate in enumerate(rates)
+    ]
+    return replace(written(path / "rated.jsonl", rows), passes=2)
+
+
+def stream(config: PromptConfig) -> list[str]:
+    source = make_source(config)
+    return [source.at(i).text for i in range(source.size or 0)]
+
+
+def test_prompts_outside_the_range_are_left_out_and_unknown_ones_stay(tmp_path: Path) -> None:
+    config = replace(rated(tmp_path), min_pass_rate=0.25, max_pass_rate=0.5, shuffle=False)
+    assert stream(config) == ["q0", "q3", "q4", "q5"] * 2
+    assert stream(replace(config, count=2)) == ["q0", "q3"] * 2
+    assert stream(replace(config, max_pass_rate=None)) == ["q0", "q2", "q3", "q4", "q5"] * 2
+    assert len(make_source(replace(config, held_out=3)).held_out()) == 3  # chosen before, by place
+
+
+def test_easy_prompts_come_first_in_every_pass_and_ties_are_shuffled(tmp_path: Path) -> None:
+    config = rated(tmp_path, [0.5] * 8 + [1.0, 0.0, None])
+    texts = stream(replace(config, easy_first=True))
+    first, second = texts[:11], texts[11:]
+    for one in (first, second):
+        assert (one[0], one[9:]) == ("q8", ["q9", "q10"])
+        assert sorted(one[1:9]) == [f"q{i}" for i in range(8)]
+    assert first != second
+    assert (
+        stream(replace(config, easy_first=True, shuffle=False))
+        == [*("q8", *(f"q{i}" for i in range(8)), "q9", "q10")] * 2
+    )
+
+
+def test_the_fingerprint_covers_the_choice_and_the_order_and_is_that_of_before_without(
+    tmp_path: Path,
+) -> None:
+    config = rated(tmp_path)
+    base = make_source(config).fingerprint
+    assert make_source(replace(config, max_pass_rate=1.0)).fingerprint == base  # the same prompts
+    others = [
+        replace(config, min_pass_rate=0.25),
+        replace(config, easy_first=True),
+        rated(tmp_path / "..", [0.5, 0.0, 1.0, None, 0.25, 0.75]),
+    ]
+    assert len({base, *(make_source(other).fingerprint for other in others)}) == 4
+
+
+def test_a_mixture_and_held_out_sets_keep_to_the_range(tmp_path: Path) -> None:
+    config = replace(rated(tmp_path), min_pass_rate=0.25, mixture=(MixtureConfig(name="a"),))
+    texts = set(stream(config))
+    assert texts == {"q0", "q2", "q3", "q4", "q5"}
+    (tmp_path / "other").mkdir()
+    other = rated(tmp_path / "other", [0.0], answer="x", prompt="new")
+    sets = held_out_sets(make_source(config), config, [HeldOutConfig(name="other", path=other.path)], 10)
+    assert [prompt.text for prompt in sets["other"]] == ["new"]  # a set is scored as it is
+
+
+@pytest.mark.parametrize(
+    ("rates", "changed", "says"),
+    [
+        (RATES, {"min_pass_rate": 0.6, "max_pass_rate": 0.5}, "min_pass_rate: 0.6 is above prompts.max_pass"),
+        ([None, None], {"min_pass_rate": 0.1}, "no row has a pass rate in the field 'pass_rate'"),
+        ([0.5, "high"], {"easy_first": True}, "prompt 'q1': the field 'pass_rate' is 'high', not a number"),
+        ([0.5, 0.5], {"min_pass_rate": 0.9}, "0 of 2 prompts are within prompts.min_pass_rate"),
+        (RATES, {"min_pass_rate": 0.25, "count": 6}, "5 of 6 prompts are within .* fewer than 6"),
+    ],
+)
+def test_a_wrong_curriculum_is_refused(
+    tmp_path: Path, rates: Sequence[float | None], changed: dict[str, object], says: str
+) -> None:
+    with pytest.raises(SettingsError, match=says):
+        make_source(replace(rated(tmp_path, rates), **changed))  # type: ignore[arg-type]
+
+
+def test_generated_prompts_have_no_pass_rates() -> None:
+    with pytest.raises(
+        SettingsError, match=r"prompts\.easy_first: True, but prompts\.source 'reasoning_gym' does not use"
+    ):
+        make_source(PromptConfig(source="reasoning_gym", families=("chain_sum",), easy_first=True))

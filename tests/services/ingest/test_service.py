@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import fcntl
+import logging
 import os
 from pathlib import Path
 
@@ -10,6 +11,7 @@ import pytest
 
 from protocol.topics import Role
 from services import ingest
+from services.ingest.service import JUMP_S, ClockWatch
 from services.ledger.embedded_server import EmbeddedServer
 from services.prepare import prepare
 from services.runtime.process import open_process
@@ -44,3 +46,45 @@ async def test_the_error_that_ends_it_is_not_hidden_by_an_archive_that_fails(
     finally:
         os.close(held)
         await server.stop()
+
+
+class Clocks:
+    """The server's wall clock, and the monotonic one of the process."""
+
+    def __init__(self) -> None:
+        self.wall_s, self.now_s, self.answer_s = 1.8e9, 5.0, 0.0
+
+    async def wall_ms(self) -> int:
+        self.pass_s(self.answer_s)
+        return int(self.wall_s * 1000)
+
+    def pass_s(self, seconds: float) -> None:
+        self.wall_s += seconds
+        self.now_s += seconds
+
+
+@pytest.mark.parametrize(("jump_s", "said"), [(86_400, "ahead"), (-86_400, "back"), (-61, "back")])
+async def test_a_jump_is_warned_of_once(jump_s: float, said: str, caplog: pytest.LogCaptureFixture) -> None:
+    clocks = Clocks()
+    watch = ClockWatch(clocks.wall_ms, lambda: clocks.now_s)
+    with caplog.at_level(logging.WARNING):
+        assert await watch.compare() == 0
+        clocks.pass_s(5)
+        clocks.wall_s += jump_s
+        assert await watch.compare() == pytest.approx(jump_s)
+        clocks.pass_s(5)
+        assert await watch.compare() == pytest.approx(0)
+    (warning,) = caplog.messages
+    assert f"ledger.clock_jumped seconds={jump_s:+.0f}" in warning
+    assert said in warning
+
+
+async def test_time_that_passes_and_slow_answers_are_no_jump(caplog: pytest.LogCaptureFixture) -> None:
+    clocks = Clocks()
+    watch = ClockWatch(clocks.wall_ms, lambda: clocks.now_s)
+    with caplog.at_level(logging.WARNING):
+        for answer_s in (0.0, 0.0, 3 * JUMP_S, 0.0):
+            clocks.answer_s = answer_s
+            clocks.pass_s(3600)
+            await watch.compare()
+    assert caplog.messages == []

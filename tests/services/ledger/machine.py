@@ -5,9 +5,9 @@ from hypothesis.stateful import initialize, invariant, rule
 
 from protocol.lifecycle import GroupState
 from protocol.staleness import Policy, holds
-from services.ledger.verify.verifier import verify_events
 from tests.contracts.ledger_rig import spec
 from tests.services.ledger.moves import ENGINES, Moves, Pick
+from tests.services.ledger.verify.logs import verify_events
 
 PROGRESS = ["lease"] * 4 + ["accept"] * 4 + ["apply"] * 2 + ["take"] + ["commit"] * 2
 DISTURB = [

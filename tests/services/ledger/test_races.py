@@ -16,8 +16,8 @@ from protocol.staleness import Policy, trainable_counts
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import Lease
 from services.ledger.redis.ledger import RedisLedger
-from services.ledger.verify.verifier import verify_events
 from tests.contracts.ledger_rig import new_run, spec
+from tests.services.ledger.verify.logs import verify_events
 
 WORKERS = 12
 MINUTE_MS = 60_000

@@ -11,9 +11,9 @@ from protocol.errors import SettingsError
 from protocol.staleness import Bound, Policy
 from protocol.validation import range_of
 from services.settings.load import dump_settings, load_settings
-from services.settings.reference import sections
 from services.settings.sections import Settings
 from services.settings.sources import OTHER_VARIABLES, SHORT_NAMES
+from tests.docs.pages import program
 from tests.integration.loop import ROOT
 
 
@@ -194,7 +194,7 @@ def test_a_file_that_is_not_settings_is_named(tmp_path: Path, name: str, text: s
 
 NUMBERS = {
     f"{section}{'.0' * is_array}.{field.name}": limits
-    for section, kind, is_array in sections()
+    for section, kind, is_array in program("settings_pages").sections()
     for field in dataclasses.fields(kind)
     if (limits := range_of(field.type)) is not None
 }

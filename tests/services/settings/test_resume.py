@@ -10,7 +10,6 @@ import pytest
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import SettingsError
 from services.settings.load import FILE, dump_settings, load_settings, recorded_settings
-from services.settings.reference import sections
 from services.settings.resume import (
     Change,
     changes_since_last_start,
@@ -20,12 +19,15 @@ from services.settings.resume import (
 )
 from services.settings.resume_rules import NOT_COMPARED, ResumeRule, rule_of
 from services.settings.sections import ModelConfig, RunConfig, Settings
+from tests.docs.pages import program
 from trainer.config import ScratchConfig
+
+PAGES = program("settings_pages")
 
 SCRATCH = replace(Settings(), model=ModelConfig(scratch=ScratchConfig()))
 LEAVES = [
     f"{section}.{field.name}"
-    for section, kind, is_array in sections()
+    for section, kind, is_array in PAGES.sections()
     if not is_array
     for field in dataclasses.fields(kind)
     if f"{section}.{field.name}" not in {"model.scratch", *NOT_COMPARED}

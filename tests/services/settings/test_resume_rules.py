@@ -2,28 +2,28 @@
 
 import pytest
 
-from services.settings.reference import sections
 from services.settings.resume_rules import (
     DEFAULT,
     NOT_COMPARED,
-    PATH,
     RULES,
     ResumeRule,
-    render_rules,
     rule_of,
 )
+from tests.docs.pages import program
 
-SECTIONS = {dotted for dotted, _, _ in sections()}
+PAGES = program("settings_pages")
+
+SECTIONS = {dotted for dotted, _, _ in PAGES.sections()}
 SETTINGS = {
     f"{dotted}.{name}"
-    for dotted, kind, is_array in sections()
+    for dotted, kind, is_array in PAGES.sections()
     if not is_array
     for name in kind.__dataclass_fields__  # type: ignore[attr-defined]
 }
 
 
 def test_the_page_is_up_to_date() -> None:
-    assert PATH.read_text() == render_rules(), "run `python -m services.settings.resume_rules`"
+    assert PAGES.RESUME.read_text() == PAGES.render_rules(), "run `python docs/settings_pages.py`"
 
 
 def test_every_row_names_a_setting_or_a_section() -> None:

@@ -1,15 +1,19 @@
 """Tests the numbers of `tether eval`: gains with their errors, the best constant answer, and the text."""
 
+import subprocess
+import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from protocol.errors import SettingsError
 from reward.config import RewardConfig
 from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.evaluation.estimates import PromptScore
 from services.evaluation.scoring import SetScores
-from services.tools.evaluate import add_gains, best_constant, render_scores
+from services.tools.evaluate import add_gains, best_constant, redirect_output, render_scores
 
 
 def greedy(*rewards: float | None) -> SetScores:
@@ -78,3 +82,42 @@ async def test_best_constant_is_the_reward_of_the_most_frequent_answer() -> None
         assert await best_constant(pool, prompts) == pytest.approx(0.75)
         assert await best_constant(pool, [Prompt(text="no answer")]) == 0.0
     assert await best_constant(None, prompts) is None
+
+
+PROGRAM = """
+import logging, os, subprocess, sys
+from pathlib import Path
+from services.tools.evaluate import redirect_output
+
+logging.basicConfig(stream=sys.stderr)
+print("before")
+try:
+    with redirect_output(Path(sys.argv[1])):
+        print("a library")
+        logging.error("a logger")
+        os.write(1, b"a foreign function\\n")
+        command = "read go; echo a process; echo its error >&2"
+        child = subprocess.Popen(command, shell=True, stdin=subprocess.PIPE)
+        raise ValueError("in the middle")
+except ValueError as error:
+    print(error)
+child.communicate(b"go\\n")
+print("after", file=sys.stderr)
+"""
+
+
+def test_only_what_is_printed_outside_of_the_block_is_seen(tmp_path: Path) -> None:
+    log = tmp_path / "logs/eval.log"
+    found = subprocess.run(
+        [sys.executable, "-c", PROGRAM, str(log)], capture_output=True, text=True, timeout=60, check=True
+    )
+    assert (found.stdout, found.stderr) == ("before\nin the middle\n", "after\n")
+    said = log.read_text()
+    for words in ("a library", "ERROR:root:a logger", "a foreign function", "a process", "its error"):
+        assert words in said
+
+
+def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "logs").touch()
+    with pytest.raises(SettingsError, match=r"logs"), redirect_output(tmp_path / "logs/eval.log"):
+        pass

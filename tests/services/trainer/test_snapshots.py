@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from protocol.topics import Role
-from services.evaluation.snapshots import read_snapshots
+from services.evaluation.service import read_snapshots
 from services.run_record.evaluations import SNAPSHOTS, Evaluation, append_evaluation
 from services.runtime.process import Process
 from services.settings.load import load_settings

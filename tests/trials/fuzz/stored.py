@@ -1,6 +1,7 @@
 """Fuzzes decoders of what is read back: from the ledger, the run directory and child processes."""
 
 import contextlib
+import functools
 import json
 import sqlite3
 from collections.abc import Callable
@@ -14,6 +15,7 @@ from protocol.errors import ProtocolError, SettingsError, SpoolError, TetherErro
 from reward.sandbox.runner import KINDS, parse_report
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.event_log.archiver import last_sequence
+from services.ledger.interface import Lease, StepRecord, Taken
 from services.ledger.redis import json_codec
 from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
@@ -23,12 +25,9 @@ from trainer.storage.spool import SCHEMA, Spool
 from trainer.storage.stored import JournalEntry, StoredMessage, decode_entry, encode_entry
 
 RECORDS: tuple[Callable[[bytes], Any], ...] = (
-    json_codec.decode_lease,
-    json_codec.decode_taken,
-    json_codec.decode_step,
+    *(functools.partial(json_codec.decode, kind=kind) for kind in (Lease, Taken, StepRecord, dict[str, Any])),
     json_codec.decode_status,
-    lambda data: json_codec.decode_peer(b"x", data),
-    json_codec.decode_event,
+    functools.partial(json_codec.decode_peer, b"x"),
 )
 
 

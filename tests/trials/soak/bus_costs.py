@@ -17,7 +17,7 @@ from protocol.tensors import Array
 from protocol.topics import ROLLOUTS, SCORED, WEIGHTS, Role, Topic
 from services.bus.broadcast import Broadcaster
 from services.bus.config import BusConfig
-from services.bus.credit import Account, top_up
+from services.bus.peers import Account, top_up
 from services.bus.receiver import Receiver
 from services.bus.sender import Sender
 

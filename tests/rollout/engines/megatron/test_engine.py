@@ -14,8 +14,9 @@ from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Completion, EngineConfig, Occupancy, Request, Sampling
 from rollout.engines.contract.bench import ask, together
-from rollout.engines.contract.models import adapted, write_shm
+from rollout.engines.contract.models import write_shm
 from rollout.engines.megatron.engine import MegatronEngine
+from tests.contracts.engine_models import adapted
 from tests.trainer.megatron.models import ALL_MODELS, HYBRIDS, OPTIMIZER, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.batch import Batch, StepTotals

@@ -13,9 +13,10 @@ from transformers import PreTrainedModel
 from protocol.errors import EngineError
 from protocol.messages import UNKNOWN_EXPERT
 from rollout.engines.base import Completion, Engine, EngineConfig, Request, Sampling
-from rollout.engines.contract.models import tiny_experts, weights, write_shm
+from rollout.engines.contract.models import weights, write_shm
 from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
 from rollout.engines.registry import make_engine
+from tests.contracts.engine_models import tiny_experts
 from tests.contracts.sglang_environment import sglang_settings
 
 NAMES = [

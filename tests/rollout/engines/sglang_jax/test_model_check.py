@@ -8,8 +8,7 @@ import pytest
 
 from protocol.errors import EngineSettingsError
 from rollout.engines.base import EngineConfig
-from rollout.engines.sglang_jax.interpreter import check_interpreter
-from rollout.engines.sglang_jax.model_check import check_model, config_overrides, slots_of
+from rollout.engines.sglang_jax.model_check import check_interpreter, check_model, config_overrides, slots_of
 
 MODEL: dict[str, Any] = {
     "model_type": "qwen3",

@@ -3,10 +3,13 @@
 import asyncio
 import json
 import random
+from collections.abc import Iterable, Mapping
 from functools import cache
 from typing import Any
 
 from protocol.staleness import Policy
+from services.ledger.event_log.events import decode_fields
+from services.ledger.verify.verifier import AuditResult, Verifier
 from tests.trials.simulation.scenario import Scenario
 from tests.trials.simulation.watched import Watched
 from tests.trials.simulation.world import World
@@ -74,3 +77,11 @@ def renumbered(log: Log) -> Log:
     for seq, event in enumerate(log, 1):
         event["seq"] = seq
     return log
+
+
+def verify_events(events: Iterable[Mapping[str, Any]]) -> AuditResult:
+    """Check events in order, as `Ledger.events` lists them."""
+    verifier = Verifier()
+    for event in events:
+        verifier.apply(decode_fields(event))
+    return verifier.result()

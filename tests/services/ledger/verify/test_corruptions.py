@@ -13,10 +13,10 @@ from hypothesis import given, settings
 
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.hash_chain import append, head_of
-from services.ledger.verify.verifier import verify, verify_events
+from services.ledger.verify.verifier import verify
 from tests.services.ledger.verify import forgeries
 from tests.services.ledger.verify.corruptions import CORRUPTIONS, Corruption
-from tests.services.ledger.verify.logs import renumbered, rough_log
+from tests.services.ledger.verify.logs import renumbered, rough_log, verify_events
 
 
 def test_the_log_that_is_spoilt_is_sound_and_has_what_can_be_spoilt() -> None:

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from protocol.staleness import Policy
-from services.ledger.verify.verifier import verify_events
 from tests.contracts.ledger_rig import Driver, MemoryRig
+from tests.services.ledger.verify.logs import verify_events
 
 Log = list[dict[str, Any]]
 

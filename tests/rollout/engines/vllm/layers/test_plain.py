@@ -9,9 +9,10 @@ from transformers import GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
 from rollout.engines.base import EngineConfig, Request, Sampling
-from rollout.engines.contract.models import follows, tiny_experts, weights, write_shm
+from rollout.engines.contract.models import follows, weights, write_shm
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.layers.plain import ACTIVATIONS, mixture
+from tests.contracts.engine_models import tiny_experts
 
 PROMPT = (5, 17, 200, 33)
 

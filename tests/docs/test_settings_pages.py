@@ -8,14 +8,16 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.paths import FIRST
 from protocol.validation import check_range, range_of
-from services.settings.reference import PATH, field_docs, render_reference, sections
+from tests.docs.pages import program
 
-SECTIONS = {dotted: kind for dotted, kind, _ in sections()}
+PAGES = program("settings_pages")
+
+SECTIONS = {dotted: kind for dotted, kind, _ in PAGES.sections()}
 
 
 def test_the_reference_is_up_to_date() -> None:
-    assert PATH.read_text() == render_reference(), (
-        "docs/settings.md does not match the sections: run `python -m services.settings.reference`"
+    assert PAGES.SETTINGS.read_text() == PAGES.render_reference(), (
+        "docs/settings.md does not match the sections: run `python docs/settings_pages.py`"
     )
 
 
@@ -27,7 +29,7 @@ def test_reference_has_forty_settings_that_people_set_first_and_the_rest_under_a
         if field.metadata == FIRST and not dotted.startswith(("eval.", "prompts."))
     }
     assert len(first) == 40
-    section = render_reference().partition("\n## [bound]\n")[2].partition("\n## [")[0]
+    section = PAGES.render_reference().partition("\n## [bound]\n")[2].partition("\n## [")[0]
     before, _, after = section.partition("Advanced:")
     assert "`max_staleness`" in before
     assert "`drop_share`" in after
@@ -35,7 +37,7 @@ def test_reference_has_forty_settings_that_people_set_first_and_the_rest_under_a
 
 @pytest.mark.parametrize("dotted", SECTIONS)
 def test_every_setting_has_a_docstring(dotted: str) -> None:
-    docs = field_docs(SECTIONS[dotted])
+    docs = PAGES.field_docs(SECTIONS[dotted])
     assert [field.name for field in dataclasses.fields(SECTIONS[dotted]) if not docs.get(field.name)] == []
 
 

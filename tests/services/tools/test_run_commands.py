@@ -13,8 +13,13 @@ from services.ledger.event_log.archiver import FILE
 from services.run_record.end import describe_ended_run, recording_end
 from services.run_record.steps import read_last
 from services.settings.load import run_settings
-from services.tools.ended_run import render_ended_run
-from services.tools.run_commands import change_bound, drain_run, read_status, render_run_status
+from services.tools.run_commands import (
+    change_bound,
+    drain_run,
+    read_status,
+    render_ended_run,
+    render_run_status,
+)
 from tests.services.monitor.runs import recorded_run, step_line, write_lines
 
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from rollout.plain_tokenizer import PlainTokenizer, load_plain
+from rollout.tokenizer_files import PlainTokenizer, load_plain
 from trainer.config import ScratchConfig
 from trainer.random_model import write_tokenizer
 

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from protocol.messages import Ack, Heartbeat
-from services.bus.credit import Account, top_up
+from services.bus.peers import Account, top_up
 from services.bus.receiver import Delivery
 from services.bus.sender import Sender
 from tests.services.bus.harness import (

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from services.ledger.interface import Peer
-from services.monitor.activity import WINDOW_S, Activity
+from services.monitor.run_state import WINDOW_S, Activity
 
 
 class Clock:

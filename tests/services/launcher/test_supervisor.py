@@ -14,7 +14,7 @@ import psutil
 import pytest
 
 from protocol.staleness import Bound, Policy
-from services.launcher.dead_services import unregister_dead, unregister_loop
+from services.launcher.supervisor import unregister_dead, unregister_loop
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import Peer, RunSpec
 from services.ledger.redis.ledger import RedisLedger
