@@ -144,7 +144,7 @@ SETUPS = [
             KvPolicy.RECOMPUTE,
             ranks=2,
             dtype="bfloat16",
-            experts=True,
+            model="experts",
             arguments={"enable_expert_parallel": True},
         ),
         ENGINE,
