@@ -81,10 +81,14 @@ def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticF
 
 
 def fix_order_of_sums(settings: Settings) -> None:
-    """Have the kernels of a GPU add in one order, if the run is to be repeated; on a CPU they do."""
+    """Have the kernels of a GPU add in one order, if the run is to be repeated; on a CPU they do.
+
+    An operation without such a kernel then raises torch's RuntimeError, which names it: with a warning alone
+    the backward pass of FlashAttention would add in any order.
+    """
     if settings.run.deterministic and settings.trainer.device != "cpu" and torch.cuda.is_available():
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product of matrices
-        torch.use_deterministic_algorithms(True, warn_only=True)
+        torch.use_deterministic_algorithms(True)
 
 
 def _wires(settings: Settings) -> Mapping[str, BetweenModels]:
