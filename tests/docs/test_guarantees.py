@@ -8,8 +8,8 @@ from tests.docs.pages import DOCS, program
 
 REPORT = """\
 <testsuites><testsuite name="0123abcd" timestamp="2026-11-26T13:48:53.220237+00:00">
-<testcase classname="tests.services.bus.test_credit" name="test_a"/>
-<testcase classname="tests.services.bus.test_credit.TestOf" name="test_b"><failure/></testcase>
+<testcase classname="tests.services.bus.test_peers" name="test_a"/>
+<testcase classname="tests.services.bus.test_peers.TestOf" name="test_b"><failure/></testcase>
 <testcase classname="tests.services.bus.test_delivery" name="test_c"><skipped/></testcase>
 </testsuite></testsuites>
 """
@@ -38,13 +38,13 @@ def test_report_of_a_suite_becomes_counts_of_its_files(tmp_path: Path) -> None:
     (tmp_path / "pytest.xml").write_text(REPORT)
     guarantees = program("guarantees")
     found = guarantees.read_report(tmp_path / "pytest.xml")
-    credit, delivery = "tests/services/bus/test_credit.py", "tests/services/bus/test_delivery.py"
-    assert found[credit] == {
+    peers, delivery = "tests/services/bus/test_peers.py", "tests/services/bus/test_delivery.py"
+    assert found[peers] == {
         "date": "2026-11-26T13:48:53+00:00", "commit": "0123abcd", "passed": 1, "failed": 1, "skipped": 0
     }  # fmt: skip
     runs = {file: {"pytest": run} for file, run in found.items()}
-    assert guarantees.last_run([credit], runs) == "2026-11-26, 1 passed, 1 failed"
-    assert guarantees.last_run([credit, "tests/other.py"], runs).endswith("; no record of 1 of 2 files")
+    assert guarantees.last_run([peers], runs) == "2026-11-26, 1 passed, 1 failed"
+    assert guarantees.last_run([peers, "tests/other.py"], runs).endswith("; no record of 1 of 2 files")
     assert guarantees.last_run(["tests/other.py"], runs) == "no record"
     assert guarantees.last_run([], runs) == "by hand"
     assert delivery in found

@@ -59,7 +59,9 @@ def observe(audit: LiveAudit, step: int, digests: tuple[int, int]) -> None:
 def audited(audit: LiveAudit, digests: tuple[int, int], exported: int = 0) -> list[str]:
     """Audit a step without groups; returns the alarms' sentences."""
     command, plan = SimpleNamespace(records=(), bounds=()), SimpleNamespace(step=4, samples=())
-    step = AuditedStep(command, plan, StepStats(1, skipped="no token"), digests, exported=exported)  # type: ignore[arg-type]
+    step = AuditedStep(
+        command, plan, StepStats(trained_tokens=1, skipped="no token"), digests, exported=exported
+    )  # type: ignore[arg-type]
     return [alarm.sentence() for alarm in audit._carry_out(step)]
 
 

@@ -28,5 +28,5 @@ def test_hf_logprobs_are_those_of_the_models_logits(tmp_path: Path) -> None:
 
 def test_hf_logprobs_refuse_what_transformers_cannot_load(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"model_type": "no-such-model"}')
-    with pytest.raises(SettingsError, match="not a model that transformers can load"):
+    with pytest.raises(SettingsError, match="transformers cannot load it"):
         hf_logprobs(tmp_path, random_samples(7, 5))

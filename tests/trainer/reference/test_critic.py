@@ -42,7 +42,7 @@ def critic_of(models: RankModels) -> ReferenceCritic:
 
 def weights_of(models: RankModels) -> dict[str, torch.Tensor]:
     both = {f"policy.{name}": tensor for name, tensor in models.policy.export()}
-    both |= {f"critic.{name}": tensor.detach() for name, tensor in critic_of(models).weights.items()}
+    both |= {f"critic.{name}": tensor.detach() for name, tensor in critic_of(models)._trained.items()}
     return {name: tensor.clone() for name, tensor in both.items()}
 
 
@@ -100,8 +100,8 @@ def test_the_head_of_a_classifier_is_taken_over(tiny: Path, tmp_path: Path) -> N
     classifier = AutoModelForSequenceClassification.from_pretrained(tiny, num_labels=1)
     classifier.save_pretrained(tmp_path)
     models = make_models("reference", tiny, critic_dir=tmp_path)
-    assert torch.equal(critic_of(models).weights["score.weight"], classifier.score.weight)
-    assert not critic_of(models).weights["score.bias"].any()
+    assert torch.equal(critic_of(models)._trained["score.weight"], classifier.score.weight)
+    assert not critic_of(models)._trained["score.bias"].any()
     batch = whole(plan_command(command(2), RECIPE))
     values = critic_of(models).values(batch)
     with torch.no_grad():
@@ -129,7 +129,7 @@ def test_offloaded_memory_comes_back_bit_for_bit(tiny: Path) -> None:
     leader.train(command(2))
     before = weights_of(models)
     leader.lead(OffloadCommand())
-    assert critic_of(models).weights["score.weight"].untyped_storage().nbytes() == 0
+    assert critic_of(models)._trained["score.weight"].untyped_storage().nbytes() == 0
     leader.lead(OnloadCommand())
     after = weights_of(models)
     assert all(torch.equal(after[name], before[name]) for name in before)
