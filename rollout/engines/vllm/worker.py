@@ -26,7 +26,7 @@ from protocol.messages import WeightManifest
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 from rollout.engines.vllm.drafts import HistoryDrafts
-from rollout.engines.vllm.layers.plain import keep_weights_plain
+from rollout.engines.vllm.layers.plain import keep_weights_plain, rotate_heads_natively
 from rollout.engines.vllm.layers.processed import loading, processings
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.rank_answers import Answer
@@ -311,3 +311,4 @@ def _end_after(owner: int, engine: int) -> None:
 _ENGINE = os.getppid()
 if exit_with_parent(lambda owner: _end_after(owner, _ENGINE)) and not torch.cuda.is_available():
     keep_weights_plain()
+    rotate_heads_natively()

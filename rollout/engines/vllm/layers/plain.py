@@ -1,7 +1,8 @@
-"""Keeps vLLM on a CPU from repacking weights for its kernels: they could not be updated in place.
+"""Has torch compute on a CPU in place of kernels of vLLM that repack weights, or rotate the wrong way.
 
-Linear layers and experts are computed by torch instead, from the weights as the loader wrote them. What
-another release of vLLM repacks nevertheless is found at start (`rollout/staging/loaded_weights.py`).
+Repacked weights could not be updated in place: linear layers and experts are computed from the weights as the
+loader wrote them. What another release of vLLM repacks nevertheless is found at start
+(`rollout/staging/loaded_weights.py`).
 """
 
 import copy
@@ -58,6 +59,26 @@ def keep_weights_plain() -> None:
     CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
     CPUUnquantizedExperts.apply = _apply
     _compute_beside_adapters()
+
+
+def rotate_heads_natively() -> None:
+    """Have queries [T, H, D], as latent attention makes them, rotated by vLLM's function in torch.
+
+    The kernel of vLLM 0.32 is right for queries [T, H * D] alone. Log-probabilities of DeepSeek-V2 were off
+    by up to 0.4.
+    """
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
+    kernel = RotaryEmbedding.forward_cpu
+
+    def forward_cpu(
+        self: Any, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        if query.dim() == 2:
+            return kernel(self, positions, query, key)
+        return self.forward_native(positions, query, key)  # type: ignore[no-any-return]
+
+    RotaryEmbedding.forward_cpu = forward_cpu
 
 
 def _compute_beside_adapters() -> None:

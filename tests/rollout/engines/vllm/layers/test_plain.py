@@ -6,15 +6,43 @@ import pytest
 import torch
 import torch.nn.functional as F
 from transformers import GptOssConfig
+from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
+from vllm.config import VllmConfig, set_current_vllm_config
+from vllm.model_executor.layers.rotary_embedding import get_rope
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.contract.models import follows, weights, write_shm
 from rollout.engines.registry import make_engine
-from rollout.engines.vllm.layers.plain import ACTIVATIONS, mixture
+from rollout.engines.vllm.layers.plain import ACTIVATIONS, mixture, rotate_heads_natively
 from tests.contracts.engine_models import tiny_experts
 
 PROMPT = (5, 17, 200, 33)
+TOKENS, HEADS, NOPE, ROPE, LATENT = 7, 4, 128, 64, 512
+
+
+def test_heads_of_latent_attention_are_rotated_as_in_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
+    rotate_heads_natively()
+    torch.manual_seed(0)
+    query = torch.randn(TOKENS, HEADS, NOPE + ROPE)[..., NOPE:]
+    key = torch.randn(TOKENS, LATENT + ROPE)[:, LATENT:].unsqueeze(1)
+    positions = torch.arange(TOKENS)
+    angles = positions[:, None] / 10000 ** (torch.arange(0, ROPE, 2) / ROPE)
+    turns = torch.polar(torch.ones_like(angles), angles)[None]
+    expected = apply_rotary_emb(query.transpose(0, 1)[None], key.transpose(0, 1)[None], turns)
+    with set_current_vllm_config(VllmConfig()):
+        rope = get_rope(
+            ROPE,
+            max_position=TOKENS,
+            is_neox_style=False,
+            rope_parameters={"rope_type": "default", "rope_theta": 10000.0},
+            dtype=torch.float32,
+        )
+        found = rope.forward_cpu(positions, query.clone(), key.clone())
+    for rotated, wanted in zip(found, expected, strict=True):
+        torch.testing.assert_close(rotated, wanted[0].transpose(0, 1))
 
 
 @pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
