@@ -17,7 +17,10 @@ class HfClassifier:
         self._device, self._batch_size = options.device, options.batch_size
         torch.set_num_threads(options.threads)
         model = AutoModelForSequenceClassification.from_pretrained(
-            options.path, dtype=getattr(torch, options.dtype), local_files_only=True
+            options.path,
+            dtype=getattr(torch, options.dtype),
+            local_files_only=True,
+            trust_remote_code=False,
         )
         self._model = model.to(options.device).eval().requires_grad_(False)
 

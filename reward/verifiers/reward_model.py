@@ -68,10 +68,14 @@ class RewardModel(LoadedVerifier):
             directory = fetch(Kind.MODEL, options.path, commit)
             _check_config(directory)
         try:
-            config = AutoConfig.from_pretrained(str(directory), local_files_only=True)
+            config = AutoConfig.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
             self._limit = options.max_length or getattr(config, "max_position_embeddings", None) or 0
             self._pad = config.pad_token_id or 0
-            self._tokenizer = AutoTokenizer.from_pretrained(str(directory), local_files_only=True)
+            self._tokenizer = AutoTokenizer.from_pretrained(
+                str(directory), local_files_only=True, trust_remote_code=False
+            )
             placed = replace(options, path=str(directory), max_length=self._limit)
             self._classifier = load(CLASSIFIERS[options.engine])(placed)
         except SettingsError as error:

@@ -38,6 +38,7 @@ ABSENT = {
     "distributed_backend": "it is nccl on a GPU and gloo on a CPU; set trainer.device",
     "distributed_timeout_minutes": "set trainer.process_group_timeout_s, in seconds",
     "lora_dropout": "set lora.dropout",
+    "dropout": "set lora.dropout; the policy itself is trained without",
     "trust_remote_code": "set model.trust_remote_code",
 }
 """Setting of another library that does not exist here, in any section -> why, or what to set instead."""
