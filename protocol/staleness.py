@@ -95,22 +95,6 @@ def lag(trained_at: int, generated_under: int) -> int:
     return trained_at - generated_under
 
 
-def max_lag(trained_at: int, token_counts: Mapping[int, int]) -> int:
-    """Return the largest lag among tokens counted per version; 0 if there are none."""
-    return max((lag(trained_at, version) for version, count in token_counts.items() if count), default=0)
-
-
 def trainable_counts(trained_at: int, token_counts: Mapping[int, int], max_staleness: int) -> dict[int, int]:
     """Return the part of `token_counts` (version -> tokens) that may carry gradient in step `trained_at`."""
     return {v: n for v, n in token_counts.items() if n and lag(trained_at, v) <= max_staleness}
-
-
-def straggler(unscored: Mapping[str, int]) -> str | None:
-    """Return the unscored group with the earliest deadline, then the lowest id; None if there is none.
-
-    It is the one that the policy `drop` drops first, and that `wait` waits for.
-
-    Args:
-        unscored: group id -> deadline.
-    """
-    return min(unscored, key=lambda group: (unscored[group], group), default=None)

@@ -6,10 +6,6 @@ is a sample here, with the advantage and the weight of the whole one.
 The digest, by which `tether replay` can tell whether it built the same batch, covers the numbers and arrays
 that the records and the algorithm determine, without log-probabilities of other policies and the choice of
 measurements.
-
-The digest, by which `tether replay` can tell whether it built the same batch, covers the numbers and arrays
-that the records and the algorithm determine, without log-probabilities of other policies and the choice of
-measurements.
 """
 
 from collections.abc import Callable, Iterable, Mapping

@@ -183,6 +183,9 @@ class ShadowedPlacement(SlicePlacement):
         self._staged = staged
         self._missing: dict[int, int] = {}
         """LayerShadow, by its id -> elements that are missing."""
+        self._elements = {id(shadow): 0 for shadow in shadows}
+        for name, shadow in self._shadow_of.items():
+            self._elements[id(shadow)] += sum(size_of(box) for box in self.wanted.get(name, ()))
 
     def destination(self, name: str, box: Box) -> torch.Tensor | None:
         return None if name in self._shadow_of else super().destination(name, box)
@@ -194,11 +197,14 @@ class ShadowedPlacement(SlicePlacement):
             if shadow is None:
                 plain.append((name, box, tensor))
                 continue
-            shadow.open()
+            try:
+                shadow.open()
+            except RuntimeError as error:
+                raise WeightError(f"layer {shadow.name}: no memory for its shadow: {error}") from error
             super().place([(name, box, tensor)])
             shared = [intersection(box, wanted) for wanted in self.wanted.get(name, ())]
             arrived = sum(size_of(part) for part in shared if part is not None)
-            left = self._missing.get(id(shadow), self._elements(shadow)) - arrived
+            left = self._missing.get(id(shadow), self._elements[id(shadow)]) - arrived
             self._missing[id(shadow)] = left
             if not left:
                 shadow.process(self._staged)
@@ -210,14 +216,6 @@ class ShadowedPlacement(SlicePlacement):
         for shadow in self._last:
             shadow.process(self._staged)
 
-    def _elements(self, shadow: LayerShadow) -> int:
-        return sum(
-            size_of(box)
-            for name, one in self._shadow_of.items()
-            if one is shadow
-            for box in self.wanted.get(name, ())
-        )
-
 
 class ShadowedStaging(Staging):
     """Staging whose slices go through shadows, where layers have one."""
@@ -225,6 +223,13 @@ class ShadowedStaging(Staging):
     def __init__(self, plan: "ShadowedPlan", *, architecture: str, tied: bool) -> None:
         super().__init__(plan.sources(), architecture=architecture, tied=tied)
         self._plan = plan
+
+    def _place(self, *version: Any) -> None:
+        try:
+            super()._place(*version)
+        finally:  # a version that failed has filled some in part
+            for shadow in self._plan.shadows:
+                shadow.close()
 
     def _placement(self, destinations: Destinations) -> SlicePlacement:
         return ShadowedPlacement(destinations, self._plan.shadows, self._plan.staged)

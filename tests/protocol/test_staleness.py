@@ -13,8 +13,6 @@ from protocol.staleness import (
     holds,
     is_published,
     lag,
-    max_lag,
-    straggler,
     trainable_counts,
 )
 
@@ -54,14 +52,7 @@ def test_holds_counts_late_groups_as_the_policy_says() -> None:
 
 def test_lag_of_tokens() -> None:
     assert lag(7, 5) == 2
-    assert max_lag(7, {5: 3, 6: 1, 2: 0}) == 2
-    assert max_lag(7, {}) == 0
     assert trainable_counts(7, {4: 2, 5: 3, 7: 1, 6: 0}, 2) == {5: 3, 7: 1}
-
-
-def test_straggler_is_the_earliest_deadline_then_the_lowest_id() -> None:
-    assert straggler({"000000000003": 4, "000000000002": 4, "000000000001": 5}) == "000000000002"
-    assert straggler({}) is None
 
 
 def test_no_lease_is_granted_late_under_any_policy() -> None:

@@ -77,7 +77,12 @@ def give(model: Any, tensors: Tensors, device: torch.device) -> None:
 
 
 def _read(model: Any, model_dir: Path, mesh: DeviceMesh) -> Tensors | None:
-    """Read this rank's shards; None if the files lack a range that is the shard, or part of it."""
+    """Read this rank's shards; None if the files lack a range that is the shard, or part of it.
+
+    Numbers of a quantised checkpoint mean nothing without their scales: transformers reads these.
+    """
+    if getattr(model.config, "quantization_config", None):
+        return None
     sharded = model_tensors(model)
     try:
         views, files = tensor_views(model, sharded), SafetensorsReader(model_dir)

@@ -1,10 +1,9 @@
 """Computes advantages: from rewards of groups, or of single tokens from rewards and values.
 
-Also the punishment of long samples, which is added to rewards before. Computed in float64, returned as
-float32.
-
 Samples of one prompt are each other's baseline. The punishment of long samples is added to rewards before.
-Computed in float64. Shapes: N samples of the batch; t tokens of n samples, one sample after the other.
+Computed in float64, returned as float32.
+
+Shapes: N samples of the batch; t tokens of n samples, one sample after the other.
 """
 
 import torch

@@ -3,8 +3,6 @@
 Shapes: T tokens of a micro-batch, H hidden size, P tensor ranks; megatron's activations are [T, 1, H].
 
 TransformerEngine and Apex are not needed.
-
-TransformerEngine and Apex are not needed.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)

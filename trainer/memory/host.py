@@ -28,7 +28,7 @@ class ExpectedHostMemory:
     checkpoint: int
     """Bytes of the copy that is written during the steps."""
     export: int
-    """The model as it is exported, on the host of rank 0."""
+    """The tensors that the host's ranks export; all hosts have about as many."""
 
     @property
     def total(self) -> int:

@@ -3,11 +3,13 @@
 test_backend.py counts what each of several ranks reads.
 """
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
@@ -59,3 +61,24 @@ def test_a_checkpoint_of_other_tensors_is_loaded_whole_and_the_log_says_so(
     model.config.save_pretrained(tmp_path)
     assert_loaded(tmp_path, mesh)
     assert "trainer.whole" in caplog.text
+
+
+def test_a_quantised_checkpoint_is_read_with_its_scales(mesh: DeviceMesh, tmp_path: Path) -> None:
+    """Its rows alone are numbers in 8 bits, 448 at most."""
+    model_dir = save_model("qwen2-tied", tmp_path)
+    exact = load_file(model_dir / "model.safetensors")
+    files: dict[str, torch.Tensor] = {}
+    for name, tensor in exact.items():
+        if "_proj.weight" not in name:
+            files[name] = tensor
+            continue
+        scale = tensor.abs().max() / 448
+        files[name] = (tensor / scale).to(torch.float8_e4m3fn)
+        files[f"{name}_scale_inv"] = scale.reshape(1, 1)
+    save_file(files, model_dir / "model.safetensors", metadata={"format": "pt"})
+    config = json.loads((model_dir / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    (model_dir / "config.json").write_text(json.dumps(config))
+    found, _ = load_shards(model_dir, "model.path", mesh, TRAINER)
+    name = "model.layers.0.self_attn.q_proj.weight"
+    torch.testing.assert_close(gathered(found[name]), exact[name].float(), rtol=0.1, atol=0.01)

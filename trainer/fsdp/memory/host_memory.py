@@ -28,7 +28,7 @@ class ShardedHost:
         return self.work.parallel.data_parallel_size // self.hosts
 
     def expected(self) -> ExpectedHostMemory:
-        """Return the memory of the host of rank 0, which has the export, too."""
+        """Return the memory of a host, of which all have as many ranks."""
         work, ranks = self.work, self.work.parallel.data_parallel_size
         stepped = ceil(work.stepped / ranks)
         offloads, held = work.optimizer.cpu_offload, work.trainer.offload_parameters
@@ -39,7 +39,7 @@ class ShardedHost:
             optimizer=self.ranks * offloads * moments * stepped,
             transfers=self.ranks * (offloads and not held) * transfer_bytes(stepped, largest, 2 * FLOAT32),
             checkpoint=self.ranks * STATE_BYTES * stepped,
-            export=work.model.parameters * ITEM_BYTES[work.trainer.dtype],
+            export=work.model.parameters * ITEM_BYTES[work.trainer.dtype] // self.hosts,
         )
 
     def alternatives(self) -> Iterator[tuple[str, "ShardedHost"]]:
@@ -51,7 +51,11 @@ class ShardedHost:
                 trainer=dataclasses.replace(work.trainer, offload_parameters=False),
                 optimizer=dataclasses.replace(work.optimizer, cpu_offload=False),
             )
-            yield "optimizer.cpu_offload = false", dataclasses.replace(self, work=on_device)
+            names = ["optimizer.cpu_offload"]
+            if work.trainer.offload_parameters:
+                names.append("trainer.offload_parameters")
+            settings = " and ".join(f"{name} = false" for name in names)
+            yield settings, dataclasses.replace(self, work=on_device)
 
     def on(self, hosts: int) -> "ShardedHost":
         """Return the run on another number of hosts."""

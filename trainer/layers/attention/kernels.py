@@ -5,10 +5,6 @@ Shapes: T tokens, K keys, D size of a head's query and key, V of its value, most
 flash-attn and TransformerEngine are used where `trainer.attention_backend` says so; no test here runs either.
 Where a sequence has more keys than queries, its last query belongs to its last key. The fused kernels count a
 window's tokens without the query's own, and take -1 for all.
-
-flash-attn and TransformerEngine are used where `trainer.attention_backend` says so; no test here runs either.
-Where a sequence has more keys than queries, its last query belongs to its last key. The fused kernels count a
-window's tokens without the query's own, and take -1 for all.
 """
 
 import functools

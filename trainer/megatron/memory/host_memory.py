@@ -71,7 +71,7 @@ def _host_bytes(given: HostWorkload, host: int) -> ExpectedHostMemory:
         optimizer=optimizer,
         transfers=transfers,
         checkpoint=checkpoint,
-        export=_exported(given.work) if host == 0 else 0,
+        export=_exported(given.work) // given.hosts,
     )
 
 

@@ -45,7 +45,7 @@ def test_hosts_divide_the_ranks_and_a_critic_takes_as_much_again() -> None:
     host = ShardedHost(work=workload(4, optimizer=OFFLOADED))
     alone, half = host.expected(), replace(host, hosts=2).expected()
     assert (half.optimizer, half.checkpoint, half.export) == (
-        alone.optimizer / 2, alone.checkpoint / 2, alone.export
+        alone.optimizer / 2, alone.checkpoint / 2, alone.export / 2
     )  # fmt: skip
     both = replace(host, work=replace(host.work, critic=SIZE)).expected()
     assert (both.optimizer, both.export) == (2 * alone.optimizer, alone.export)

@@ -3,8 +3,6 @@
 Shapes: T tokens of this rank, H hidden size, E experts of the layer, k of them for a token.
 
 Routing replay: arXiv 2510.11370.
-
-Routing replay: arXiv 2510.11370.
 """
 
 from dataclasses import dataclass
