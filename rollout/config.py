@@ -70,7 +70,7 @@ class EnvironmentConfig:
     """Section `[environment]`: what turns a prompt into a sample."""
 
     name: str = set_first("single_turn")
-    """The environment: single_turn, given, guess_number, gsm8k, textarena, openenv, tools, agent,
+    """The environment: single_turn, given, guess_number, gsm8k, textarena, openenv, harbor, tools, agent,
     command, server or verifiers (`rollout/environments/`), or one of your own as `MODULE:CLASS` or
     `MODULE:FUNCTION`; the module is found in `run.modules` and `PYTHONPATH`."""
     options: dict[str, Any] = field(default_factory=dict, metadata=FIRST)

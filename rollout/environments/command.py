@@ -21,7 +21,7 @@ from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
 from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 from rollout.programs.folder import clear_left_folders
-from rollout.programs.outcome import Outcome, variables_of, written_outcome
+from rollout.programs.outcome import Outcome, no_outcome, variables_of, written_outcome
 from rollout.programs.owner import find_owner
 from rollout.programs.program import MAX_LINE, Launch, Program
 from rollout.programs.standing_programs import StandingPrograms
@@ -116,7 +116,10 @@ async def _served(program: Program, task: Task) -> Outcome:
     task_file = program.write("task.json", json.dumps(task.as_json()))
     await program.start(variables_of(task.url, task.key, str(task_file), str(program.folder / OUTCOME)))
     await program.ended()
-    return written_outcome(program.read(OUTCOME, MAX_LINE))
+    try:
+        return written_outcome(program.read(OUTCOME, MAX_LINE))
+    except OSError as error:
+        raise no_outcome(error) from None
 
 
 make = Command

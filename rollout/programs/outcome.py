@@ -40,8 +40,13 @@ def written_outcome(data: bytes | None) -> Outcome:
     try:
         fields = None if data is None else json.loads(data)
     except (ValueError, RecursionError) as error:
-        raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
+        raise no_outcome(error) from None
     return None if data is None else outcome_of(fields)
+
+
+def no_outcome(error: Exception) -> ValueError:
+    """Return the error of an outcome that is none, or cannot be read."""
+    return ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300])
 
 
 def outcome_of(fields: Any) -> Outcome:
@@ -57,7 +62,7 @@ def outcome_of(fields: Any) -> Outcome:
             return float(reward)
         answer = fields.get("answer")
     except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300]) from None
+        raise no_outcome(error) from None
     if answer is None:
         return None
     if not isinstance(answer, str) or len(answer) > MAX_ANSWER:

@@ -10,9 +10,9 @@ from yarl import URL
 
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
-from rollout.programs.outcome import Outcome, variables_of, written_outcome
+from rollout.programs.outcome import Outcome, no_outcome, variables_of, written_outcome
 from rollout.programs.program import MAX_LINE, MAX_OUTPUT, ProgramKilled
-from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxDied, Start
+from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand, SandboxDied, SandboxFull, Start
 from rollout.sandboxes.pool import SandboxPool
 from rollout.sandboxes.registry import check_endpoint, make_provider
 
@@ -80,7 +80,10 @@ class SandboxedProgram:
             {**variables_of(url, key, TASK, OUTCOME), **self._variables},
         )
         _check(self._command[0], await sandbox.exec(order))
-        return written_outcome(await sandbox.read(OUTCOME, MAX_LINE))
+        try:
+            return written_outcome(await sandbox.read(OUTCOME, MAX_LINE))
+        except SandboxFull as error:
+            raise no_outcome(error) from None
 
 
 def _check(name: str, executed: Executed) -> None:

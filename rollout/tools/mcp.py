@@ -100,20 +100,20 @@ class McpTool(Tool):
         return streamable_http_client(server.url, http_client=await stack.enter_async_context(http))
 
     async def _answer(self, client: Client, text: str) -> str:
-        name, _, rest = text.strip().partition(" ")
-        if not name:
+        words = text.split(None, 1)
+        if not words:
             tools = (await client.list_tools()).tools
             return "\n".join(
                 f"{tool.name}: {tool.description or ''} {json.dumps(tool.input_schema)}" for tool in tools
             )
         try:
-            arguments = json.loads(rest or "{}")
+            arguments = json.loads(words[1] if words[1:] else "{}")
         except (ValueError, RecursionError):
             arguments = None
         if not isinstance(arguments, dict):
             return f"error: {USAGE}"
         try:
-            return _text_of(await client.call_tool(name, arguments))
+            return _text_of(await client.call_tool(words[0], arguments))
         except MCPError as error:
             if error.code == CONNECTION_CLOSED:
                 raise
@@ -122,8 +122,9 @@ class McpTool(Tool):
 
 
 def _text_of(result: CallToolResult) -> str:
-    parts = [getattr(part, "text", None) or f"[{part.type}]" for part in result.content]
-    said = "\n".join(parts) or json.dumps(result.structured_content)
+    texts = [(part.type, getattr(part, "text", None)) for part in result.content]
+    parts = [f"[{kind}]" if text is None else text for kind, text in texts]
+    said = "\n".join(parts) if parts else json.dumps(result.structured_content)
     return f"error: {said}" if result.is_error else said
 
 

@@ -34,6 +34,15 @@ TEST_FILE = "tests/test.sh"
 FIELD = "harbor"
 """Field of a prompt: the task's directory."""
 NO_NETWORK = "no-network"
+CLEARED = f"""
+set -e
+chmod -R u+rwX {TESTS} {LOGS} || true
+rm -rf {VERIFIER}
+find {TESTS} -mindepth 1 -delete
+[ -z "$(ls -A {TESTS})" ]
+mkdir {VERIFIER}
+"""
+"""Removes files of a program where the tests are and where they write; fails if one stays."""
 NONE: Mapping[str, str] = MappingProxyType({})
 TEST_S = 600.0
 """Seconds of the tests where a task says no other time."""
@@ -154,12 +163,12 @@ async def tested(sandbox: Sandbox, task: HarborTask) -> float:
     """Return the reward that a task's tests write in the sandbox where its program has ended.
 
     Raises:
-        RuntimeError: they wrote none, or took too long.
+        RuntimeError: they wrote none, or took too long, or files of the program cannot be removed.
         SandboxDied: the sandbox has ended.
     """
-    await _ran(
-        sandbox, ("sh", "-c", f"rm -rf {VERIFIER}; find {TESTS} -mindepth 1 -delete; mkdir {VERIFIER}")
-    )
+    cleared = await _ran(sandbox, ("sh", "-c", CLEARED))
+    if cleared.ended or cleared.status:
+        raise RuntimeError(f"files in {TESTS} and {VERIFIER} cannot be removed: {_said(cleared)}")
     tests = task.path / "tests"
     for file in sorted(tests.rglob("*")):
         if file.is_file():
@@ -169,15 +178,18 @@ async def tested(sandbox: Sandbox, task: HarborTask) -> float:
         with suppress(SandboxFull):
             if (found := await sandbox.read(f"{VERIFIER}/{name}", MAX_REWARD)) is not None:
                 return _reward(name, found)
-    said = ended.output[-MAX_OUTPUT:].decode(errors="replace").strip()
     limit = f", after the limit of {ended.ended}" if ended.ended else ""
-    raise RuntimeError(f"the tests of {task.path.name} wrote no reward{limit}: {said}")
+    raise RuntimeError(f"the tests of {task.path.name} wrote no reward{limit}: {_said(ended)}")
 
 
 async def _ran(
     sandbox: Sandbox, words: tuple[str, ...], wall_s: float = TEST_S, variables: Mapping[str, str] = NONE
 ) -> Executed:
     return await sandbox.exec(SandboxCommand(words, wall_s, OUTPUT, variables))
+
+
+def _said(ended: Executed) -> str:
+    return ended.output[-MAX_OUTPUT:].decode(errors="replace").strip()
 
 
 def _reward(name: str, data: bytes) -> float:

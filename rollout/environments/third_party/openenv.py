@@ -57,7 +57,8 @@ class OpenEnvSession:
 
         Raises:
             ValueError: the server refuses the action; says why.
-            RuntimeError: the server does not answer, or by another error.
+            RuntimeError: the server does not answer, or by another error, or by no observation.
+            SettingsError: the observation has no such field as the model is to be shown.
         """
         url = self._options.url
         try:
@@ -66,13 +67,21 @@ class OpenEnvSession:
                 answer = await self._socket.receive_json()
         except TimeoutError:
             raise RuntimeError(f"the OpenEnv server {url}: no answer to {kind} in time") from None
-        except (TypeError, ValueError, OSError, aiohttp.ClientError):
+        except (TypeError, ValueError, RecursionError, OSError, aiohttp.ClientError):
             raise RuntimeError(f"the OpenEnv server {url} closed, or did not say JSON") from None
-        found = answer.get("data", {})
-        if answer.get("type") != "observation":
-            wrong = ValueError if found.get("code") == WRONG_ACTION else RuntimeError
-            raise wrong(f"the OpenEnv server {url}: {json.dumps(found)[:300]}")
-        return _shown(found["observation"], self._options.observation), found["reward"], found["done"]
+        match answer:
+            case {
+                "type": "observation",
+                "data": {
+                    "observation": dict(found),
+                    "reward": int() | float() | None as reward,
+                    "done": bool(done),
+                },
+            }:
+                return _shown(found, self._options.observation), reward, done
+            case {"type": "error", "data": {"code": code} as said} if code == WRONG_ACTION:
+                raise ValueError(f"the OpenEnv server {url}: {json.dumps(said)[:300]}")
+        raise RuntimeError(f"the OpenEnv server {url} sent no observation: {json.dumps(answer)[:300]}")
 
 
 class OpenEnv(EpisodeEnvironment):
@@ -104,6 +113,8 @@ class OpenEnv(EpisodeEnvironment):
             action = {self._options.action: turn} if self._options.action else json.loads(turn)
             if isinstance(action, dict):
                 return await session.asked("step", action)
+        except SettingsError:
+            raise
         except (ValueError, RecursionError) as error:
             return f"error: {error}", None, False
         return "error: an action is a JSON object", None, False

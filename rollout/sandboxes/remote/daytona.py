@@ -4,6 +4,7 @@ The package reads the key DAYTONA_API_KEY. Setting `image` is a snapshot of Dayt
 `python3` (the default one does), `service` the URL of the API where it is not Daytona's own.
 """
 
+import ipaddress
 import math
 import shlex
 from collections.abc import AsyncIterator, Iterator, Mapping
@@ -75,8 +76,6 @@ class DaytonaProvider(RemoteProvider):
         await self._client.close()
 
     async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
-        is_address = host.replace(".", "").isdigit()
-        reached = {"network_allow_list": f"{host}/32"} if is_address else {"domain_allow_list": host}
         given = CreateSandboxFromSnapshotParams(
             snapshot=start.image or self._config.image or None,
             os_user="root",
@@ -84,7 +83,7 @@ class DaytonaProvider(RemoteProvider):
             ephemeral=True,
             auto_stop_interval=0,  # which counts from the last call, and a command may be long
             ttl_minutes=max(1, math.ceil(start.lease_s / 60)),
-            **(reached if host else {"network_block_all": True}),
+            **(_reached(host) if host else {"network_block_all": True}),
         )
         with _failing():
             return DaytonaMachine(await self._client.create(given, timeout=CREATE_S))
@@ -95,6 +94,14 @@ class DaytonaProvider(RemoteProvider):
         with _failing():
             async for sandbox in self._client.list(ListSandboxesQuery(labels=dict(labels)), CREATE_S):
                 yield DaytonaMachine(sandbox), sandbox.labels
+
+
+def _reached(host: str) -> dict[str, str]:
+    """Return the parameter that lets a machine reach a host alone, an address or a name."""
+    try:
+        return {"network_allow_list": str(ipaddress.ip_network(host))}
+    except ValueError:
+        return {"domain_allow_list": host}
 
 
 @contextmanager

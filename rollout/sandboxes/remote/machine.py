@@ -93,9 +93,15 @@ class RemoteSandbox(AskedSandbox):
                 answer = await self._machine.get(f"{FOLDER}/answer")
         except TimeoutError:
             raise SandboxDied(f"it did not answer within {wall_s:g} s") from None
-        self._dead = ""
         head, _, found = answer.partition(b"\n")
-        fields: dict[str, Any] = json.loads(head)
+        try:
+            fields: dict[str, Any] = json.loads(head)
+            is_whole = fields["bytes"] == len(found)
+        except (ValueError, TypeError, KeyError):
+            is_whole = False
+        if not is_whole:
+            raise SandboxDied(f"the sandbox's machine gave no whole answer: {head[:100]!r}")
+        self._dead = ""
         if "error" in fields:
             raise SandboxFull(fields["error"])
         return fields, found

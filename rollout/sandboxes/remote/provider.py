@@ -1,12 +1,14 @@
 """Starts sandboxes on machines of another company, and removes those whose workers have died.
 
-A machine has the labels `tether_host` and `tether_folder`: a folder on this host that its worker has locked
-for as long as it lives. It has a lease of the company's, too, in case no worker starts on this host again.
+A machine has the labels `tether_host`, this host's directory of programs, and `tether_folder`: a folder in it
+that its worker has locked for as long as it lives. It has a lease of the company's, too, in case no worker
+starts on this host again.
 """
 
-import socket
+import secrets
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 
 from yarl import URL
@@ -14,10 +16,13 @@ from yarl import URL
 from protocol.errors import SettingsError
 from protocol.network.addresses import is_loopback
 from rollout.config import SandboxConfig
-from rollout.programs.folder import ProgramFolder, clear_left_folders
+from rollout.programs.folder import ProgramFolder, clear_left_folders, programs_directory
 from rollout.sandboxes.base import SandboxDied, Start
 from rollout.sandboxes.pool import completed, created
 from rollout.sandboxes.remote.machine import RemoteMachine, RemoteSandbox
+
+IDENTITY = "host"
+"""File in the directory of programs that has this host's label."""
 
 
 class RemoteProvider(ABC):
@@ -32,7 +37,7 @@ class RemoteProvider(ABC):
         sandbox: RemoteSandbox | None = None
         began = False
         try:
-            labels = {**_host_label(), "tether_folder": str(folder.path)}
+            labels = {**host_label(), "tether_folder": str(folder.path)}
             machine = await created(self._created(start, host, labels), _removed, (SandboxDied,))
             sandbox = RemoteSandbox(machine, self._config, folder)
             await sandbox.begin(start)
@@ -47,7 +52,7 @@ class RemoteProvider(ABC):
     async def clear_left(self) -> int:
         clear_left_folders()
         count = 0
-        async for machine, labels in self._listed(_host_label()):
+        async for machine, labels in self._listed(host_label()):
             if not Path(labels["tether_folder"]).exists():
                 await machine.remove()
                 count += 1
@@ -84,8 +89,19 @@ def endpoint_host(endpoint: str) -> str:
     return host
 
 
-def _host_label() -> dict[str, str]:
-    return {"tether_host": socket.gethostname()}
+def host_label() -> dict[str, str]:
+    """Return the label of this host's machines: a random name, since hosts may have the same name.
+
+    It is kept in the directory of programs, so that who reads it finds the folders of the label, too.
+    """
+    kept = programs_directory() / IDENTITY
+    if not kept.exists():
+        made = kept.with_name(f"{IDENTITY}-{secrets.token_hex(16)}")
+        made.write_text(made.name)
+        with suppress(FileExistsError):  # another worker was first
+            kept.hardlink_to(made)
+        made.unlink()
+    return {"tether_host": kept.read_text()}
 
 
 async def _removed(machine: RemoteMachine) -> None:

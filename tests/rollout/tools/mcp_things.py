@@ -23,6 +23,12 @@ def count() -> str:
 
 
 @server.tool()
+def hush() -> str:
+    """Say no word."""
+    return ""
+
+
+@server.tool()
 def end() -> None:
     """End the server."""
     os._exit(3)

@@ -40,6 +40,8 @@ async def test_a_program_answers_calls_and_errors_until_it_ends() -> None:
     async with AsyncExitStack() as episode:
         tool = McpTool("things", PROGRAM).opened(episode)
         assert await tool.run('add {"a": 40, "b": 2}') == "42"
+        assert await tool.run('add\n{"a": 40,\n"b": 2}\n') == "42"
+        assert await tool.run("hush") == ""
         assert (await tool.run("")).splitlines()[0].startswith('add: Add two numbers. {"type": "object"')
         assert await tool.run("add 40 2") == f"error: {USAGE}"
         assert "field required" in (await tool.run("add")).lower()

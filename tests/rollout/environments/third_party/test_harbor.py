@@ -3,6 +3,7 @@
 import json
 import sys
 from pathlib import Path
+from typing import cast
 
 import pytest
 
@@ -11,7 +12,9 @@ from protocol.rollout_view import decode_rollout
 from rollout.config import EnvironmentConfig, SandboxConfig
 from rollout.environments.registry import make_environment
 from rollout.environments.third_party.harbor import main, read_task
+from rollout.environments.third_party.harbor import tested as reward_of
 from rollout.prompts.base import Prompt
+from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand
 from tests.changes import slow_unless_changed
 from tests.rollout.environments.groups import generated
 
@@ -36,6 +39,16 @@ open("/logs/verifier/reward.txt", "w").write("100")
 open("/tests/helper.sh", "w").write("exit 1")
 open("result", "w").write("done" if task["metadata"] == {} else "seen")
 """
+FORGES = (
+    AGENT.split("os.makedirs")[0]
+    + """
+import subprocess
+subprocess.run(["sh", "-c", '''
+mkdir /logs/verifier; echo 1 > /logs/verifier/$0; chmod 444 /logs/verifier/$0; chmod 555 /logs/verifier
+mkdir /tests/more; echo 'points=1' > /tests/more/helper.sh; chmod 444 /tests/more/*; chmod 0 /tests/more
+''', "NAME"], check=True)
+"""
+)
 TEST = '. /tests/more/helper.sh; echo "{\\"reward\\": $points}" > /logs/verifier/reward.json; rm result'
 HELPER = '[ -e /tests/helper.sh ] && exit 1; [ "$(cat result)" = "$WANTED" ] && points=0.75 || points=0'
 
@@ -60,6 +73,29 @@ async def test_the_reward_is_what_the_tests_of_the_task_write(tmp_path: Path) ->
     prompt = Prompt("2+2=", metadata={"harbor": str(tmp_path / "task")}, index=7)
     rollout = await generated(tmp_path, harbor(), prompt)
     assert [row.environment_reward for row in decode_rollout(rollout).rows] == [0.75, 0.75]
+
+
+@slow_unless_changed("rollout/sandboxes/", "rollout/environments/third_party/harbor.py")
+@pytest.mark.parametrize("name", ["reward.txt", "reward.json"])
+async def test_a_program_cannot_write_its_reward(tmp_path: Path, name: str) -> None:
+    write_task(tmp_path / "task", "echo 0 > /logs/verifier/reward.txt")
+    prompt = Prompt("2+2=", metadata={"harbor": str(tmp_path / "task")}, index=7)
+    forging = harbor(command=["python3", "-c", FORGES.replace("NAME", name)])
+    [row] = decode_rollout(await generated(tmp_path, forging, prompt, n=1)).rows
+    assert row.environment_reward == 0
+
+
+class FullSandbox:
+    """A sandbox in which no file can be removed."""
+
+    async def exec(self, order: SandboxCommand) -> Executed:
+        return Executed(b"rm: no", "", 1)
+
+
+async def test_no_test_runs_where_files_of_the_program_stay(tmp_path: Path) -> None:
+    write_task(tmp_path / "task")
+    with pytest.raises(RuntimeError, match="cannot be removed: rm: no"):
+        await reward_of(cast(Sandbox, FullSandbox()), read_task(tmp_path / "task", offline=False))
 
 
 @slow_unless_changed("rollout/sandboxes/", "rollout/environments/third_party/harbor.py")

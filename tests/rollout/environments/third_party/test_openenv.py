@@ -75,6 +75,12 @@ async def test_an_action_may_be_the_turn_as_json(renderer: Renderer) -> None:
         ([seen("")], "closed, or did not say"),
         ([{"type": "observation", "data": {"observation": {"other": 1}, "reward": 0, "done": False}}],
          "has no 'heard', but other"),
+        ([seen(""), {"type": "observation", "data": {"observation": {"b": 1}, "reward": 1, "done": True}}],
+         "has no 'heard', but b"),
+        ([[]], r"server http://.* sent no observation: \[\]"),
+        ([{"type": "observation", "data": None}], "server http://.* sent no observation"),
+        ([{"type": "observation", "data": {"reward": 0, "done": False}}], "sent no observation"),
+        ([seen(""), {"type": "error", "data": None}], "sent no observation"),
     ],
 )  # fmt: skip
 async def test_an_answer_that_is_no_observation_fails_the_episode(

@@ -3,7 +3,6 @@
 `make .venv-remote/.ready` sets up the environment that it needs.
 """
 
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from rollout.programs.folder import programs_directory
 from rollout.sandboxes.base import SandboxDied, Start
 from rollout.sandboxes.pool import SandboxPool
 from rollout.sandboxes.remote.daytona import DaytonaProvider
+from rollout.sandboxes.remote.provider import host_label
 from tests.contracts.sandbox_suite import CONFIG, START, SandboxContract, shell
 from tests.rollout.sandboxes.remote.daytona_double import KEY, Double, served
 
@@ -49,6 +49,7 @@ class TestDaytona(SandboxContract):
     [
         ("https://far.example:8443", {"domainAllowList": "far.example"}),
         ("https://192.0.2.7:8443", {"networkAllowList": "192.0.2.7/32"}),
+        ("https://[2001:db8::7]:8443", {"networkAllowList": "2001:db8::7/128"}),
         ("", {"networkBlockAll": True}),
     ],
 )
@@ -67,7 +68,7 @@ async def test_a_sandbox_has_its_lease_and_reaches_its_endpoint_alone(
 async def test_machines_of_dead_workers_of_this_host_are_removed(
     double: Double, provider: DaytonaProvider
 ) -> None:
-    gone = {"tether_host": socket.gethostname(), "tether_folder": str(programs_directory() / "gone")}
+    gone = {**host_label(), "tether_folder": str(programs_directory() / "gone")}
     await double.machines.create({"labels": gone})
     other = await double.machines.create({"labels": {**gone, "tether_host": "other"}})
     async with SandboxPool(provider, 1).leased(START):

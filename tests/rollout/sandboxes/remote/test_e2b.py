@@ -3,7 +3,6 @@
 `make .venv-remote/.ready` sets up the environment that it needs.
 """
 
-import socket
 from collections.abc import AsyncIterator
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +16,7 @@ from rollout.programs.folder import programs_directory
 from rollout.sandboxes.base import SandboxDied, Start
 from rollout.sandboxes.pool import SandboxPool
 from rollout.sandboxes.remote.e2b import E2BProvider
+from rollout.sandboxes.remote.provider import host_label
 from tests.contracts.sandbox_suite import CONFIG, START, SandboxContract, shell
 from tests.rollout.sandboxes.remote.e2b_double import KEY, Double, served
 
@@ -63,7 +63,7 @@ async def test_a_sandbox_has_its_lease_and_reaches_its_endpoint_alone(
 async def test_machines_of_dead_workers_of_this_host_are_removed(
     double: Double, provider: E2BProvider
 ) -> None:
-    gone = {"tether_host": socket.gethostname(), "tether_folder": str(programs_directory() / "gone")}
+    gone = {**host_label(), "tether_folder": str(programs_directory() / "gone")}
     await double.machines.create({"metadata": gone})
     other = await double.machines.create({"metadata": {**gone, "tether_host": "other"}})
     async with SandboxPool(provider, 1).leased(START):
