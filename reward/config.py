@@ -58,3 +58,11 @@ class RewardConfig:
     def may_score_turns(self) -> bool:
         """Whether a verifier may score turns: functions of the user do, as is known once one is imported."""
         return any(verifier.name == "function" for verifier in self.verifiers)
+
+
+def can_score_again(config: RewardConfig) -> bool:
+    """Return whether a second call is cheap and gives the same.
+
+    A judge's answers cost money, and need not be the same; a reward model is loaded by each worker.
+    """
+    return not any("judge" in one.name or "reward_model" in one.name for one in config.verifiers)

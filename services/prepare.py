@@ -16,6 +16,7 @@ from services.ledger.interface import RunSpec
 from services.ledger_recovery.reconcile import reconcile
 from services.preflight.check import check_run
 from services.preflight.problem import refuse
+from services.run_record.end import refuse_made_from_record
 from services.runtime.errors import configure_logging, exit_with
 from services.runtime.resume import start_or_resume
 from services.runtime.run_copies import settings_of_fetched
@@ -86,6 +87,7 @@ async def prepare_run(settings: Settings, compose: Callable[[], Settings]) -> Se
     Raises:
         SettingsError: names the problem; ledger and settings.json are unchanged.
     """
+    refuse_made_from_record(settings.run_dir)
     ledger_url(settings)  # before a model is made, which takes time
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     settings = await asyncio.to_thread(settings_of_fetched, settings, compose)

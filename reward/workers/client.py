@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 from asyncio.subprocess import PIPE
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -74,6 +74,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
         verifiers: Sequence[VerifierConfig | None],
         *,
         is_concurrent: bool,
+        withheld: Collection[str] = (),
     ) -> "WorkerClient":
         """Start a process and wait until it has imported its verifiers; cancelling the call ends it.
 
@@ -83,6 +84,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
             verifiers: the section's, None for each that this process does not import.
             is_concurrent: whether many calls wait in it at once; only verifiers that wait can be called then,
                 otherwise only the others.
+            withheld: variables that it does not inherit.
 
         Raises:
             SettingsError: a verifier's name or options are wrong.
@@ -96,7 +98,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
             stdout=PIPE,
             stderr=None,
             start_new_session=True,
-            env=_environment(),
+            env=_environment(withheld),
         )
         named = [item and [item.name, item.options] for item in verifiers]
         try:
@@ -257,9 +259,13 @@ class WorkerClient(asyncio.SubprocessProtocol):
             pipe.write(LENGTH.pack(len(data)) + data)
 
 
-def _environment() -> dict[str, str]:
+def _environment(withheld: Collection[str]) -> dict[str, str]:
     """Return the environment of a worker process, which imports our packages from where they are."""
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     # Verifiers need no settings, which may contain passwords.
-    inherited = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if not name.startswith("TETHER_") and name not in withheld
+    }
     return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

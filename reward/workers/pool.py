@@ -6,7 +6,7 @@ import functools
 import itertools
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -58,12 +58,15 @@ class ScorePool:
     An async context manager.
     """
 
-    def __init__(self, config: RewardConfig, modules: Sequence[str] = ()) -> None:
+    def __init__(
+        self, config: RewardConfig, modules: Sequence[str] = (), withheld: Collection[str] = ()
+    ) -> None:
         """Check the section.
 
         Args:
             config: the section.
             modules: directories with modules of the user, for the workers.
+            withheld: variables that the workers do not inherit.
 
         Raises:
             SettingsError: a verifier is unknown, two have one name, or a number is out of range.
@@ -78,7 +81,7 @@ class ScorePool:
             )
         if wrong := check_fallbacks({item.component: item.fallback for item in config.verifiers}):
             raise SettingsError(f"setting reward.verifiers: {wrong}")
-        self._config, self._modules = config, tuple(modules)
+        self._config, self._modules, self._withheld = config, tuple(modules), frozenset(withheld)
         self._weights = {verifier.component: verifier.weight for verifier in config.verifiers} | {
             ENVIRONMENT: config.environment_weight,
             TIMED_OUT: 0.0,
@@ -89,7 +92,7 @@ class ScorePool:
         self._traits: Sequence[VerifierTraits] = ()
         self._numbers = itertools.count()
         slots = [
-            WorkerSlot(config, self._modules, config.verifiers, is_concurrent=False)
+            WorkerSlot(config, self._modules, config.verifiers, is_concurrent=False, withheld=self._withheld)
             for _ in range(config.workers)
         ]
         self._free: asyncio.Queue[WorkerSlot] = asyncio.Queue()
@@ -218,7 +221,7 @@ class ScorePool:
                 verifier if traits.awaits else None
                 for verifier, traits in zip(self._config.verifiers, self._traits, strict=True)
             ]
-            self._shared = SharedSlots(self._config, self._modules, awaited)
+            self._shared = SharedSlots(self._config, self._modules, awaited, self._withheld)
             self._slots.append(self._shared)
 
     async def close(self) -> None:

@@ -1,7 +1,7 @@
 """Keeps worker processes: starts one when it is needed, and replaces one that is not healthy."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from protocol.errors import RewardError
 from reward.config import RewardConfig, VerifierConfig
@@ -21,10 +21,11 @@ class WorkerSlot:
         verifiers: Sequence[VerifierConfig | None],
         *,
         is_concurrent: bool,
+        withheld: Collection[str] = (),
     ) -> None:
         """Prepare the slot without a process. The arguments are as for `WorkerClient.start`."""
         self._config, self._modules, self._verifiers = config, modules, verifiers
-        self._is_concurrent = is_concurrent
+        self._is_concurrent, self._withheld = is_concurrent, withheld
         self._worker: WorkerClient | None = None
         self._starting = asyncio.Lock()
         self._start: asyncio.Timeout | None = None
@@ -52,7 +53,11 @@ class WorkerSlot:
         try:
             async with asyncio.timeout(None) as self._start:
                 return await WorkerClient.start(
-                    self._config, self._modules, self._verifiers, is_concurrent=self._is_concurrent
+                    self._config,
+                    self._modules,
+                    self._verifiers,
+                    is_concurrent=self._is_concurrent,
+                    withheld=self._withheld,
                 )
         except TimeoutError:
             raise RewardError(CLOSED) from None
@@ -83,11 +88,15 @@ class SharedSlots:
     """
 
     def __init__(
-        self, config: RewardConfig, modules: Sequence[str], verifiers: Sequence[VerifierConfig | None]
+        self,
+        config: RewardConfig,
+        modules: Sequence[str],
+        verifiers: Sequence[VerifierConfig | None],
+        withheld: Collection[str] = (),
     ) -> None:
         """Make two slots without processes. `verifiers` are the ones that wait, None for each other one."""
         self._shared, self._single = (
-            WorkerSlot(config, modules, verifiers, is_concurrent=True) for _ in range(2)
+            WorkerSlot(config, modules, verifiers, is_concurrent=True, withheld=withheld) for _ in range(2)
         )
         self._alone = asyncio.Lock()
 

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import dataclasses
 import logging
+import os
 import threading
 import time
 from collections.abc import Sequence
@@ -18,7 +19,7 @@ from typing import Any
 
 import msgspec
 
-from protocol.errors import WeightError
+from protocol.errors import TetherError, WeightError
 from protocol.messages import Rollout, WeightManifest
 from rollout.engines.base import KvPolicy
 from rollout.prompts.registry import make_source
@@ -38,6 +39,7 @@ from services.audit.second_worker import Rewards, second_worker
 from services.audit.versions import read_version
 from services.run_record.evaluations import read_evaluations
 from services.runtime.user_modules import add_user_modules
+from services.settings.clouds import CLOUDS
 from services.settings.sections import Settings
 from trainer.backends.base import StepStats
 from trainer.functional.learning_rate import learning_rate
@@ -117,6 +119,8 @@ class LiveAudit:
         """Processor time of the audits so far."""
         self._rewards: Rewards | None = None
         """None until a step is audited."""
+        self._epoch = ""
+        """The trainer's, as of the version that was published last."""
         self._digests: dict[int, int] = {}
         """Version -> digest of its weights, of the newest ones."""
         self._over = threading.Event()
@@ -125,8 +129,9 @@ class LiveAudit:
 
     def hold(self, manifest: WeightManifest) -> None:
         """Hold a version that was published, unless another one is held whose groups may still be trained."""
-        readable = TRANSPORTS.having("files")
-        if not (self._is_on and self._reads and self._has_time and manifest.transport in readable):
+        self._epoch = manifest.epoch
+        readable = manifest.transport in TRANSPORTS.having("files") and "://" not in manifest.location
+        if not (self._is_on and self._reads and self._has_time and readable):
             return
         if self._queued is not None and self._queued[0] == manifest.epoch:
             last = self._queued[1] + self._settings.bound.max_staleness
@@ -177,7 +182,11 @@ class LiveAudit:
                 while True:
                     work = await self._work.get()
                     if isinstance(work, AuditedStep) and self._rewards is None:
-                        self._rewards = await stack.enter_async_context(self._second_worker())
+                        try:
+                            self._rewards = await stack.enter_async_context(self._second_worker())
+                        except TetherError as error:
+                            log.warning("audit.no_second_worker error=%s", error)
+                            self._rewards = lambda rollout: None
                     found = await asyncio.to_thread(self._carry_out, work)
                     for alarm in found:
                         log.error("audit.alarm %s", alarm.sentence())
@@ -193,9 +202,10 @@ class LiveAudit:
 
     def _second_worker(self) -> contextlib.AbstractAsyncContextManager[Rewards]:
         config = dataclasses.replace(self._settings.reward, workers=1)
-        return second_worker(config, add_user_modules(self._settings))
+        withheld = [name for name in os.environ if name.startswith(CLOUDS)]
+        return second_worker(config, add_user_modules(self._settings), withheld)
 
-    def _scored_again(self, rollout: Rollout) -> Sequence[float] | None:
+    def _scored_again(self, rollout: Rollout) -> Sequence[float | None] | None:
         return self._rewards(rollout) if self._rewards is not None else None
 
     @property
@@ -226,7 +236,8 @@ class LiveAudit:
             auditor.recompute_with(recomputers(self._settings, MOST_OPERATIONS))
             self._reads = auditor.recomputes
         found = auditor.audit(work, self._held)
-        found += auditor.new(wrong_versions(read_evaluations(self._settings.run_dir), dict(self._digests)))
+        lines = [one for one in read_evaluations(self._settings.run_dir) if one.epoch == self._epoch]
+        found += auditor.new(wrong_versions(lines, dict(self._digests)))
         append_alarms(self._path, found)
         return found
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from protocol.messages import Rollout, ScoredRollout
 from protocol.rollout_view import RolloutView, decode_rollout
+from reward.workers.group_scoring import FELL_BACK, TIMED_OUT
 from services.audit.alarms import Culprit, Finding
 from trainer.config import AlgorithmConfig
 from trainer.step.plan import StepPlan
@@ -34,7 +35,7 @@ class Again:
 
     prompt: Callable[[int], Sequence[int]] | None = None
     """Group -> tokens of its prompt, by source and template."""
-    rewards: Callable[[Rollout], Sequence[float] | None] | None = None
+    rewards: Callable[[Rollout], Sequence[float | None] | None] | None = None
     """Rewards of a group's samples, by a second call of the verifiers; None: they could not be computed."""
     text: Callable[[tuple[int, ...]], str] | None = None
     """Text of a sample's tokens."""
@@ -146,11 +147,17 @@ def rewards(group: TrainedGroup, again: Again) -> Iterator[Finding]:
     """Compare rewards with a second call of the verifiers."""
     if again.rewards is None or (second := again.rewards(group.scored.rollout)) is None:
         return
-    recorded = group.scored.rewards.numpy().tolist()
+    recorded, times = group.scored.rewards.numpy().tolist(), decided_by_time(group.scored)
     for sample, (found, expected) in enumerate(zip(recorded, second, strict=True)):
-        if _differ(found, expected):
+        if expected is not None and not times[sample] and _differ(found, expected):
             detail = f"reward {found:g} is recorded, the verifiers give {expected:g}"
             yield group.finding("reward", detail, sample)
+
+
+def decided_by_time(scored: ScoredRollout) -> list[bool]:
+    """Return for each sample whether a call that was late, or failed, decided its reward."""
+    marks = [scored.components[name].numpy() for name in (TIMED_OUT, FELL_BACK) if name in scored.components]
+    return [any(mark[sample] > 0 for mark in marks) for sample in range(len(scored.rewards.numpy()))]
 
 
 def advantages(group: TrainedGroup, again: Again) -> Iterator[Finding]:

@@ -8,6 +8,7 @@ import re
 from collections.abc import Iterable
 
 from protocol.topics import Role
+from services.settings.clouds import CLOUDS
 from services.settings.sections import Settings
 
 CREDENTIAL = re.compile(
@@ -24,7 +25,6 @@ HOLDERS = {
     ("HF_", "HUGGING_FACE_", "HUGGINGFACE_"): READS_MODELS,
 }
 """How names begin -> services that get such a credential; others go to the user's code."""
-CLOUDS = ("AWS_", "GOOGLE_", "GCS_", "AZURE_")
 SCORES = frozenset({Role.REWARD, Role.EVALUATION})
 """Services that ask judges."""
 GENERATES = frozenset({Role.ROLLOUT, Role.EVALUATION})

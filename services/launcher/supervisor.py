@@ -32,7 +32,7 @@ from services.preflight.machine import check_directory
 from services.preflight.memory import describe_memory
 from services.preflight.model import read_model
 from services.prepare import prepare
-from services.run_record.end import recording_end
+from services.run_record.end import recording_end, refuse_made_from_record
 from services.run_record.halts import explain_halt
 from services.run_record.progress import Progress, plot_run, report_failures_loop
 from services.run_record.tail import EventTail
@@ -154,6 +154,7 @@ async def _run_prepared(
         progress: tells the user.
     """
     run_dir = settings.run_dir
+    refuse_made_from_record(run_dir)
     async with _ledger_server(settings) as server:
         url = server.url if server else settings.ledger.url
         async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:

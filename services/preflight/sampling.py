@@ -7,6 +7,7 @@ sample from the same distribution: an importance ratio between two different one
 from collections.abc import Iterator
 
 from protocol.staleness import Policy
+from reward.config import can_score_again
 from rollout.config import MIN_TEMPERATURE, SamplingConfig
 from rollout.engines.base import KvPolicy
 from rollout.engines.registry import ENGINES
@@ -99,6 +100,8 @@ def rerun_obstacles(settings: Settings) -> Iterator[str]:
         yield "adapters (lora.rank) and recorded experts (trainer.routing_replay) are not generated again"
     if settings.trainer_ranks > 1:
         yield f"its trainer has {settings.trainer_ranks} ranks, and one makes it again"
+    if not can_score_again(settings.reward):
+        yield "judges and reward models (reward.verifiers) are not called again"
 
 
 def _differences_of_runs(settings: Settings) -> Iterator[str]:

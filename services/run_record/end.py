@@ -91,6 +91,12 @@ def read_parent(run_dir: Path) -> Parent | None:
         return None
 
 
+def refuse_made_from_record(run_dir: Path) -> None:
+    """Raise SettingsError if a run was made from another one's record: it has no ledger to continue."""
+    if (parent := read_parent(run_dir)) is not None:
+        raise SettingsError(f"{run_dir} cannot be continued: it is {parent.sentence()}")
+
+
 def read_end(run_dir: Path) -> RunEnd | None:
     """Return how the last `tether up` ended; None if one is running, was killed, or none was started."""
     try:

@@ -157,8 +157,8 @@ class Rerun:
         )
         report = self._recorded.report(command.step)
         measured = {
-            **dataclasses.asdict(plan.stats),
-            **dataclasses.asdict(stats),
+            **msgspec.structs.asdict(plan.stats),
+            **stats.measured(),
             "batch_digest": plan.digest,
         }
         line = {**report, **{name: value for name, value in measured.items() if name in report}}

@@ -10,19 +10,23 @@ from typing import Any
 import msgspec
 import pytest
 
+from protocol.errors import TetherError
 from protocol.messages import WeightManifest
+from protocol.tensors import Array
 from protocol.weights.lora import LoraConfig
+from reward.config import RewardConfig, VerifierConfig
 from rollout.engines.base import EngineConfig, KvPolicy
 from rollout.engines.contract.models import tiny_model
 from services.audit import live, recompute
 from services.audit.auditor import AuditedStep, Auditor, Unchanged
 from services.audit.live import FILE, LiveAudit
 from services.audit.recompute import ADAPTED, MEMORY_SHARE, MODEL_BYTES, recomputers
-from services.audit.records import Again
+from services.audit.records import Again, rewards
 from services.run_record.evaluations import Evaluation
 from services.settings.sections import AuditConfig, BoundConfig, ModelConfig, RunConfig, Settings
 from trainer.backends.base import StepStats
 
+EPOCHS = ("first", "later")
 MOVED, SAME = (1, 2), (2, 2)
 
 
@@ -127,6 +131,57 @@ def test_versions_and_evaluations_of_other_weights_are_named_once(tmp_path: Path
     assert len((tmp_path / FILE).read_text().splitlines()) == 2
 
 
+def test_evaluations_of_an_abandoned_epoch_are_not_compared(tmp_path: Path) -> None:
+    audit = LiveAudit(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
+    audit._auditor = Auditor(None, share=1.0, dtype="float32", again=Again())
+    audit.hold(version(3, "later"))
+    observe(audit, 4, (1, 2))
+    lines = [
+        Evaluation(version=5, epoch=epoch, set=epoch, digest=f"{9:016x}") for epoch in ("first", "later")
+    ]
+    (tmp_path / "eval.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    [said] = audited(audit, (1, 2))
+    assert "set later" in said
+
+
+def test_version_at_a_url_is_not_held(tmp_path: Path) -> None:
+    audit = LiveAudit(settings_of(tmp_path))
+    audit.hold(msgspec.structs.replace(version(0), transport="http", location="http://host:1/v0"))
+    assert taken(audit) == []
+
+
+async def test_pool_that_cannot_start_leaves_the_other_checks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    reward = RewardConfig(verifiers=(VerifierConfig(name="no.such.module:score"),))
+    audit = LiveAudit(settings_of(tmp_path, reward=reward))
+    carried = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    monkeypatch.setattr(audit, "_carry_out", lambda work: loop.call_soon_threadsafe(carried.set) and [])
+    observe(audit, 0, SAME)
+    with caplog.at_level(logging.WARNING, "tether.audit"):
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            task = tasks.create_task(audit.audit_loop())
+            await carried.wait()
+            task.cancel()
+    assert "audit.no_second_worker" in caplog.text
+    assert "audit.failed" not in caplog.text
+
+
+def test_rewards_that_time_decided_are_not_compared() -> None:
+    def found(second: list[float | None]) -> list[int]:
+        scored = SimpleNamespace(
+            rollout=None,
+            rewards=Array.of([1.0, 0.0, 1.0], "float32"),
+            components={"timed_out": Array.of([0.0, 1.0, 0.0], "float32")},
+        )
+        group = SimpleNamespace(scored=scored, finding=lambda check, detail, sample: sample)
+        return [*rewards(group, Again(rewards=lambda rollout: second))]  # type: ignore[arg-type, list-item]
+
+    assert found([1.0, 1.0, None]) == []
+    assert found([0.0, 1.0, 0.0]) == [0, 2]
+
+
 def test_unchanged_steps_count_only_if_they_follow_each_other(tmp_path: Path) -> None:
     audit = LiveAudit(settings_of(tmp_path, engine=EngineConfig(dtype="bfloat16")))
     for step in range(20):
@@ -191,3 +246,21 @@ def test_memory_is_that_of_the_whole_model_where_versions_are_adapters(
         assert recomputers(settings) is None
         monkeypatch.setattr(recompute, "memory_available", lambda free=int(needed * times) + 8: free)
         assert recomputers(settings) is not None
+
+
+async def test_second_worker_has_no_credentials_of_clouds(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    (tmp_path / "seen_by_worker.py").write_text(
+        "import os\n\nif 'AWS_SECRET_ACCESS_KEY' in os.environ:\n    raise RuntimeError('it is there')\n\n\n"
+        "def score(response):\n    return 1.0\n"
+    )
+    verifier = VerifierConfig(name="function", options={"path": "seen_by_worker:score"})
+    run = RunConfig(dir=str(tmp_path), modules=(str(tmp_path),))
+    audit = LiveAudit(settings_of(tmp_path, run=run, reward=RewardConfig(verifiers=(verifier,))))
+    async with audit._second_worker():
+        monkeypatch.setattr(live, "CLOUDS", ("NONE_",))
+    with pytest.raises(TetherError, match="it is there"):
+        async with audit._second_worker():
+            pass

@@ -17,8 +17,10 @@ from tests.integration.loop import run_to_end, settings_for
 from tests.integration.test_deterministic import OVERRIDES, STEPS
 
 CHANGES = slow_unless_changed(
-    "services/tools/recorded/", "rollout/engines/hf/", "rollout/engines/in_process/", "rollout/seeds.py"
-)
+    "services/tools/recorded/", "services/tools/replay.py", "rollout/engines/hf/",
+    "rollout/engines/in_process/", "rollout/seeds.py", "trainer/backends/", "trainer/execution/",
+    "trainer/step/", "protocol/messages/",
+)  # fmt: skip
 TWO_TURNS = (
     "run.lockstep=false",
     "environment.name=tests.trials.silent.world:TwoTurns",
@@ -65,6 +67,7 @@ def test_rerun_of_an_asynchronous_run_is_equal_and_can_be_forked(tmp_path: Path)
         ("engine.name=vllm", "engine 'hf'"),
         ("lora.rank=4", "lora.rank"),
         ("engine.kv=keep", "engine.kv"),
+        ('reward.verifiers=[{name="judge"}]', "judges"),
     ],
 )
 def test_rerun_refuses_what_it_cannot_generate_again(tmp_path: Path, override: str, cause: str) -> None:
