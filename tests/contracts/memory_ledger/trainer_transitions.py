@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import Event, GroupState
-from protocol.staleness import Policy, holds, lag, straggler, trainable_counts
+from protocol.staleness import Policy, holds, lag, trainable_counts
 from services.ledger.event_log.events import (
     CheckpointEvent,
     ClaimEvent,
@@ -309,3 +309,14 @@ def _held(group: TakenGroup, state: GroupState, snapshot: Snapshot) -> Group:
         attempt=snapshot.attempts.get(group.group, 1),
         counts=dict(group.counts),
     )
+
+
+def straggler(unscored: Mapping[str, int]) -> str | None:
+    """Return the unscored group with the earliest deadline, then the lowest id; None if there is none.
+
+    The policy `drop` drops it first, and `wait` waits for it.
+
+    Args:
+        unscored: group id -> deadline.
+    """
+    return min(unscored, key=lambda group: (unscored[group], group), default=None)
