@@ -10,6 +10,7 @@ from safetensors.torch import load_file
 
 from protocol.weights.lora import AdapterTarget, LoraConfig
 from tests.changes import slow_unless_changed
+from tests.trainer.checkpoints import save_part
 from tests.trainer.lora.oracle import ALGORITHM, LORA, STEPS, targets_of
 from tests.trainer.lora.ranks import make_backend, run
 from tests.trainer.megatron.launch import launch
@@ -118,7 +119,7 @@ def test_logprobs_alone_are_without_dropout(kind: str, tmp_path: Path) -> None:
     model_dir, batch = save_model("llama", tmp_path), make_batch("llama", 7)
     backend = made(kind, model_dir)
     trained(backend)
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     found = backend.logprobs(batch)
     backend.close()
     without = made(kind, model_dir, LORA)
@@ -131,7 +132,7 @@ def test_logprobs_alone_are_without_dropout(kind: str, tmp_path: Path) -> None:
 def test_a_resumed_run_draws_the_same_masks(kind: str, tmp_path: Path) -> None:
     backend = made(kind, save_model("llama", tmp_path))
     trained(backend, range(1))
-    backend.save(tmp_path)
+    save_part(backend, tmp_path)
     expected = trained(backend, range(1, STEPS))
     backend.restore(tmp_path)
     torch.rand(5)
