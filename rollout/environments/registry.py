@@ -53,9 +53,9 @@ ENVIRONMENTS = Registry(
         "openenv": EnvironmentEntry("rollout.environments.third_party.openenv"),
         "server": EnvironmentEntry("rollout.environments.server", has_sessions=True),
         "single_turn": EnvironmentEntry("rollout.environments.single_turn"),
-        "textarena": EnvironmentEntry("rollout.environments.textarena"),
+        "textarena": EnvironmentEntry("rollout.environments.third_party.textarena"),
         "tools": EnvironmentEntry("rollout.environments.tools", records=True, has_sandbox=True),
-        "verifiers": EnvironmentEntry("rollout.environments.verifiers", has_sessions=True),
+        "verifiers": EnvironmentEntry("rollout.environments.third_party.verifiers", has_sessions=True),
     }
 )
 ON_DATA = "given"

@@ -19,7 +19,7 @@ from protocol.rollout_view import RowView
 from services.audit.alarms import Alarm, Finding
 from services.audit.evidence import ALTERNATIVES, Evidence, FalseAlarms, rate_ratios
 from services.audit.recompute import Recomputer, RowScores
-from services.audit.records import Again, TrainedGroup, check_group
+from services.audit.records import Expectations, TrainedGroup, check_group
 from services.audit.residuals import RATE, NoiseFloor, Residuals
 from services.audit.updates import Difference, Shadow
 from services.run_record.evaluations import Evaluation
@@ -102,7 +102,7 @@ class Auditor:
         *,
         share: float,
         dtype: str,
-        again: Again,
+        expectations: Expectations,
         shadow: Shadow | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
@@ -113,11 +113,12 @@ class Auditor:
                 recomputed.
             share: of the groups that are audited, 0 to 1.
             dtype: of the engines.
-            again: parties that compute records again.
+            expectations: parties that compute records again.
             shadow: makes the steps again; None: they are not.
             stopped: whether to end early; called before each row.
         """
-        self._models, self._share, self._again, self._shadow = recomputer, share, again, shadow
+        self._models, self._share, self._shadow = recomputer, share, shadow
+        self._expectations = expectations
         self._dtype, self._stopped = dtype, stopped
         self._chances = FalseAlarms(FALSE_ALARM_RATE)
         self.residuals = Residuals(self._chances, NoiseFloor(), dtype)
@@ -153,7 +154,9 @@ class Auditor:
             if self._stopped():
                 return found
             found += [
-                alarm for finding in check_group(group, self._again) if (alarm := self._of(finding, number))
+                alarm
+                for finding in check_group(group, self._expectations)
+                if (alarm := self._of(finding, number))
             ]
         if self._models is not None:
             self._recompute(number, groups, versions)

@@ -34,7 +34,7 @@ from services.audit.auditor import (
     wrong_versions,
 )
 from services.audit.recompute import recomputers, room_of
-from services.audit.records import Again
+from services.audit.records import Expectations
 from services.audit.second_worker import Rewards, second_worker
 from services.audit.versions import read_version
 from services.run_record.evaluations import read_evaluations
@@ -67,7 +67,7 @@ PLAIN_TURNS = (*ONE_TURN, "gsm8k", "guess_number", "tools", "textarena", "openen
 """Environments all of whose turns are trained."""
 
 
-def again_of(settings: Settings, rewards: Rewards) -> Again:
+def expectations_of(settings: Settings, rewards: Rewards) -> Expectations:
     """Return the parties that compute records again, where the settings leave no other reading of them.
 
     Args:
@@ -80,7 +80,7 @@ def again_of(settings: Settings, rewards: Rewards) -> Again:
     name, renderer = settings.environment.name, Renderer(settings.model_dir, settings.rendering)
     plain_end, plain_turns = name in ONE_TURN and not settings.render.stop, name in PLAIN_TURNS
     source = make_source(settings.prompts) if plain_turns else None
-    return Again(
+    return Expectations(
         prompt=(lambda group: renderer.prompt_tokens(source.at(group))) if source else None,
         rewards=rewards if plain_turns else None,
         text=renderer.text if plain_end else None,
@@ -243,9 +243,9 @@ class LiveAudit:
 
     def _begun(self) -> Auditor:
         """Return an auditor that has no models yet."""
-        again = again_of(self._settings, self._scored_again)
+        expectations = expectations_of(self._settings, self._scored_again)
         dtype, stopped = self._settings.engine.dtype, self._over.is_set
-        return Auditor(None, share=self._share, dtype=dtype, again=again, stopped=stopped)
+        return Auditor(None, share=self._share, dtype=dtype, expectations=expectations, stopped=stopped)
 
     def _read(self, manifest: WeightManifest) -> None:
         """Hold a version in place of the one before, if there is room for models that can serve it."""

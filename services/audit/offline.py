@@ -17,7 +17,7 @@ from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from services.audit.alarms import Alarm
 from services.audit.auditor import AuditedStep, Auditor, Tensors, Unchanged, wrong_versions
-from services.audit.live import again_of, is_learning, line_of
+from services.audit.live import expectations_of, is_learning, line_of
 from services.audit.recompute import recomputers
 from services.audit.second_worker import Rewards, second_worker
 from services.audit.updates import Shadow
@@ -100,7 +100,7 @@ def _audit_steps(recorded: Recorded, rewards: Rewards) -> Numerics:
         recomputers(settings) if exact else None,
         share=1.0,
         dtype=dtype,
-        again=again_of(settings, rewards),
+        expectations=expectations_of(settings, rewards),
         shadow=shadow,
     )
     known: dict[int, Tensors] = {0: _in_dtype(exact, dtype)} if exact else {}

@@ -30,7 +30,7 @@ ADVANTAGES: dict[str, Callable[[Sequence[float], float], list[float]]] = {
 
 
 @dataclass(frozen=True, slots=True)
-class Again:
+class Expectations:
     """Parties that compute a record again; None: it is not checked."""
 
     prompt: Callable[[int], Sequence[int]] | None = None
@@ -74,11 +74,11 @@ class TrainedGroup:
         return Finding(check, Culprit.of(self.scored, sample), detail)
 
 
-def prompts(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+def prompts(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
     """Compare the prompt's tokens with those of source and template."""
-    if again.prompt is None:
+    if expectations.prompt is None:
         return
-    expected = list(again.prompt(group.view.group))
+    expected = list(expectations.prompt(group.view.group))
     for row in group.view.rows:
         found = [*group.view.prompt.tolist(), *row.tokens[: row.own_prompt].tolist()]
         if row.own_prompt == 0 and not len(row.context) and found != expected:
@@ -90,14 +90,14 @@ def prompts(group: TrainedGroup, again: Again) -> Iterator[Finding]:
             return
 
 
-def masks(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+def masks(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
     """Compare the mask with the turns of the record, and the trained tokens with mask, versions and bound."""
     turns = turns_of(group)
     for number, row in enumerate(group.view.rows):
         expected = np.zeros(len(row.tokens), dtype=bool)
         for first, end in turns.get(number, [(row.own_prompt, len(row.tokens))]):
             expected[first:end] = True
-        if wrong := (again.whole_turns * (expected != row.sampled)).nonzero()[0].tolist():
+        if wrong := (expectations.whole_turns * (expected != row.sampled)).nonzero()[0].tolist():
             kind = "sampled" if expected[wrong[0]] else "inserted"
             yield group.finding(
                 "mask", f"token {wrong[0]} of row {number} was {kind}, and is recorded otherwise", row.sample
@@ -105,7 +105,7 @@ def masks(group: TrainedGroup, again: Again) -> Iterator[Finding]:
         part = group.plan.part([group.rows[number]])
         trained = part.loss_mask.numpy()[-len(row.tokens) :] if len(row.tokens) else np.zeros(0, dtype=bool)
         lags = group.plan.step - row.versions
-        masked = again.algorithm.truncated == "mask" and row.finish_reason == "length"
+        masked = expectations.algorithm.truncated == "mask" and row.finish_reason == "length"
         if (trained != (row.sampled & (lags <= group.bound) & (not masked))).any():
             yield group.finding(
                 "mask", f"row {number} is not trained on the tokens that were sampled", row.sample
@@ -117,35 +117,35 @@ def masks(group: TrainedGroup, again: Again) -> Iterator[Finding]:
             )
 
 
-def ends(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+def ends(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
     """Compare why a sample ended with the token that it ended with."""
     for row in group.view.rows:
-        if not again.stop_token_ids or not row.sampled.any():
+        if not expectations.stop_token_ids or not row.sampled.any():
             continue
         last = int(row.tokens[row.sampled.nonzero()[0][-1]])
-        if row.finish_reason == "stop" and last not in again.stop_token_ids:
+        if row.finish_reason == "stop" and last not in expectations.stop_token_ids:
             yield group.finding(
                 "end", f"recorded as finished, but its last token {last} is no end", row.sample
             )
-        if row.finish_reason == "length" and last in again.stop_token_ids:
+        if row.finish_reason == "length" and last in expectations.stop_token_ids:
             yield group.finding(
                 "end", f"recorded as truncated, but its last token {last} is an end", row.sample
             )
 
 
-def responses(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+def responses(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
     """Compare the text that verifiers read with the tokens that are trained, where they are all of it."""
     rollout = group.scored.rollout
-    if again.text is None or rollout.row_texts or len(group.view.rows) > group.view.samples:
+    if expectations.text is None or rollout.row_texts or len(group.view.rows) > group.view.samples:
         return
     for row in group.view.rows:
-        if again.text(tuple(row.tokens[row.own_prompt :].tolist())) != row.response:
+        if expectations.text(tuple(row.tokens[row.own_prompt :].tolist())) != row.response:
             yield group.finding("response", "the text that was scored is not the tokens' text", row.sample)
 
 
-def rewards(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+def rewards(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
     """Compare rewards with a second call of the verifiers."""
-    if again.rewards is None or (second := again.rewards(group.scored.rollout)) is None:
+    if expectations.rewards is None or (second := expectations.rewards(group.scored.rollout)) is None:
         return
     recorded, times = group.scored.rewards.numpy().tolist(), decided_by_time(group.scored)
     for sample, (found, expected) in enumerate(zip(recorded, second, strict=True)):
@@ -160,9 +160,9 @@ def decided_by_time(scored: ScoredRollout) -> list[bool]:
     return [any(mark[sample] > 0 for mark in marks) for sample in range(len(scored.rewards.numpy()))]
 
 
-def advantages(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+def advantages(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
     """Compare advantages with the formula of the algorithm on the recorded rewards."""
-    config, plan = again.algorithm, group.plan
+    config, plan = expectations.algorithm, group.plan
     formula = ADVANTAGES.get(config.name)
     if formula is None or plan.turns is not None or config.truncated == "shape":
         return
@@ -174,10 +174,10 @@ def advantages(group: TrainedGroup, again: Again) -> Iterator[Finding]:
             yield group.finding("advantage", detail, sample)
 
 
-def weights(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+def weights(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
     """Compare weights in the loss with GRPO's: one over the samples of the step times a sample's tokens."""
     plan = group.plan
-    if again.algorithm.name != "grpo" or plan.mini_batches.order(1) != (0,):
+    if expectations.algorithm.name != "grpo" or plan.mini_batches.order(1) != (0,):
         return
     tokens: dict[int, int] = {}
     for row in group.rows:
@@ -191,7 +191,7 @@ def weights(group: TrainedGroup, again: Again) -> Iterator[Finding]:
             yield group.finding("weight", f"weight {found:.4g} is trained, not {expected:.4g}", number)
 
 
-CHECKS: tuple[Callable[[TrainedGroup, Again], Iterator[Finding]], ...] = (
+CHECKS: tuple[Callable[[TrainedGroup, Expectations], Iterator[Finding]], ...] = (
     prompts,
     masks,
     ends,
@@ -203,10 +203,10 @@ CHECKS: tuple[Callable[[TrainedGroup, Again], Iterator[Finding]], ...] = (
 """The checks of a trained group."""
 
 
-def check_group(group: TrainedGroup, again: Again) -> Iterator[Finding]:
+def check_group(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
     """Yield what contradicts a group's record."""
     for check in CHECKS:
-        yield from check(group, again)
+        yield from check(group, expectations)
 
 
 def turns_of(group: TrainedGroup) -> dict[int, list[tuple[int, int]]]:

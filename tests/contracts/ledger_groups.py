@@ -125,6 +125,7 @@ class GroupContract:
         await driver.commit(taken)
         await driver.ledger.accept(lease.group, lease.token, {0: 10})
         await driver.ledger.checkpointed(1)
+        assert [event["event"] for event in await driver.ledger.events(0, 1000)].count("accept") == 1
         await driver.refused(Reason.DUPLICATE, driver.ledger.accept(lease.group, lease.token, {0: 10}))
         await driver.refused(Reason.UNKNOWN_GROUP, driver.ledger.accept(99, lease.token, {0: 10}))
         await driver.refused(Reason.NOT_HELD, driver.ledger.extend(lease.group, lease.token, 1000))
@@ -233,6 +234,7 @@ class GroupContract:
         await driver.refused(Reason.WRONG_STATE, driver.ledger.lost(lease.group, lease.token))
         await driver.refused(Reason.WRONG_STATE, driver.ledger.release(lease.group, lease.token, "x"))
         await driver.refused(Reason.NOT_HELD, driver.ledger.extend(lease.group, lease.token, 1000))
+        assert (await driver.ledger.status()).states[GroupState.TAKEN] == 1
 
     async def test_attempts_of_a_group_end(self, driver: Driver) -> None:
         await driver.begin(max_attempts=2)

@@ -32,7 +32,7 @@ from services.runtime.user_modules import add_user_modules
 from services.settings.load import FILE as SETTINGS
 from services.settings.load import dump_settings
 from services.settings.sections import Settings
-from services.tools.recorded.again import GeneratedAgain
+from services.tools.recorded.replayed_rollouts import RolloutReplayer
 from services.tools.recorded.run import RecordedRun
 from services.tools.replay import leading, other_settings, save_state
 from trainer.execution.commands import CopyWeightsCommand, DigestWeightsCommand, RestoreCommand
@@ -109,12 +109,12 @@ class Rerun:
     async def make(self, to: int, end: int, other: Settings) -> None:
         """Make the steps up to version `to` again, and those up to `end` from the record, under `other`."""
         settings = self._settings
-        again = GeneratedAgain(settings, self._versions.__getitem__)
+        replayer = RolloutReplayer(settings, self._versions.__getitem__)
         with leading(settings) as executor:
             async with ScorePool(settings.reward, add_user_modules(settings)) as pool:
                 for step in range(to):
                     self._hold(executor, step)
-                    records = [await self._scored(again, one, pool) for one in self._groups(step)]
+                    records = [await self._scored(replayer, one, pool) for one in self._groups(step)]
                     command = self._recorded.command(step)
                     command = msgspec.structs.replace(
                         command, records=[encode_payload(one) for one in records]
@@ -138,8 +138,10 @@ class Rerun:
         for old in self._versions.keys() - used - {version}:
             del self._versions[old]
 
-    async def _scored(self, again: GeneratedAgain, recorded: ScoredRollout, pool: ScorePool) -> ScoredRollout:
-        rollout = await asyncio.to_thread(again.generated, recorded.rollout)
+    async def _scored(
+        self, replayer: RolloutReplayer, recorded: ScoredRollout, pool: ScorePool
+    ) -> ScoredRollout:
+        rollout = await asyncio.to_thread(replayer.replay, recorded.rollout)
         scored = await score_rollout(rollout, pool, recorded.scorer)
         if not isinstance(scored, ScoredRollout):
             raise TetherError(f"group {rollout.group} could not be scored again: {scored.error}")

@@ -21,7 +21,7 @@ from services.audit import live, recompute
 from services.audit.auditor import AuditedStep, Auditor, Unchanged
 from services.audit.live import FILE, LiveAudit
 from services.audit.recompute import ADAPTED, MEMORY_SHARE, MODEL_BYTES, recomputers
-from services.audit.records import Again, rewards
+from services.audit.records import Expectations, rewards
 from services.run_record.evaluations import Evaluation
 from services.settings.sections import AuditConfig, BoundConfig, ModelConfig, RunConfig, Settings
 from trainer.backends.base import StepStats
@@ -116,7 +116,7 @@ def test_version_that_was_retired_is_missed_and_the_next_one_is_held(
 
 def test_versions_and_evaluations_of_other_weights_are_named_once(tmp_path: Path) -> None:
     audit = LiveAudit(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
-    audit._auditor = Auditor(None, share=1.0, dtype="float32", again=Again())
+    audit._auditor = Auditor(None, share=1.0, dtype="float32", expectations=Expectations())
     assert audited(audit, (1, 2), exported=2) == []
     [said] = audited(audit, (1, 2), exported=3)
     assert said.startswith("audit.published: published version 5 is not the trainer's (version 5)")
@@ -133,7 +133,7 @@ def test_versions_and_evaluations_of_other_weights_are_named_once(tmp_path: Path
 
 def test_evaluations_of_an_abandoned_epoch_are_not_compared(tmp_path: Path) -> None:
     audit = LiveAudit(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
-    audit._auditor = Auditor(None, share=1.0, dtype="float32", again=Again())
+    audit._auditor = Auditor(None, share=1.0, dtype="float32", expectations=Expectations())
     audit.hold(version(3, "later"))
     observe(audit, 4, (1, 2))
     lines = [
@@ -176,7 +176,7 @@ def test_rewards_that_time_decided_are_not_compared() -> None:
             components={"timed_out": Array.of([0.0, 1.0, 0.0], "float32")},
         )
         group = SimpleNamespace(scored=scored, finding=lambda check, detail, sample: sample)
-        return [*rewards(group, Again(rewards=lambda rollout: second))]  # type: ignore[arg-type, list-item]
+        return [*rewards(group, Expectations(rewards=lambda rollout: second))]  # type: ignore[arg-type, list-item]
 
     assert found([1.0, 1.0, None]) == []
     assert found([0.0, 1.0, 0.0]) == [0, 2]

@@ -16,7 +16,7 @@ from rollout.engines.contract.models import tiny_model
 from services.audit import recompute
 from services.audit.auditor import Auditor
 from services.audit.recompute import Recomputer
-from services.audit.records import Again
+from services.audit.records import Expectations
 
 PROMPT = np.array([5, 17, 20], dtype=np.int32)
 
@@ -113,7 +113,10 @@ def test_row_whose_pass_takes_too_much_memory_is_left_out_counted_and_logged_onc
         plan=SimpleNamespace(temperature=1.0),
         view=SimpleNamespace(group=7, prompt=PROMPT, rows=[row_of([1] * n) for n in (4, 5, 6)]),
     )
-    auditor, added = Auditor((model, model), share=1.0, dtype="float32", again=Again()), list[set[int]]()
+    auditor, added = (
+        Auditor((model, model), share=1.0, dtype="float32", expectations=Expectations()),
+        list[set[int]](),
+    )
     auditor.residuals.add = lambda step, group, version, scores: added.append({*scores})  # type: ignore[method-assign]
     version = dict(tiny_model(3).state_dict())
     with caplog.at_level(logging.WARNING, "tether.audit"):

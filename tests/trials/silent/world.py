@@ -31,7 +31,7 @@ from services.audit.alarms import Alarm
 from services.audit.auditor import AuditedStep, Auditor, Unchanged, wrong_versions
 from services.audit.offline import shared_prompts
 from services.audit.recompute import BETTER, Recomputer
-from services.audit.records import Again
+from services.audit.records import Expectations
 from services.audit.updates import Shadow
 from services.audit.versions import read_version
 from services.ledger.interface import Taken, TakenGroup
@@ -254,7 +254,7 @@ async def open_world(
         settings.weights, executor.models.policy, settings.engine.dtype, run="silent", run_dir=directory
     )
     renderer, source = Renderer(model_dir, settings.render), make_source(settings.prompts)
-    again = Again(
+    expectations = Expectations(
         prompt=lambda group: Renderer.prompt_tokens(renderer, source.at(group)),
         rewards=rewards_of,
         text=renderer.text,
@@ -266,7 +266,7 @@ async def open_world(
         tuple(Recomputer(model_dir, kind, settings.lora) for kind in (torch.float32, BETTER[dtype])),
         share=1.0,
         dtype=dtype,
-        again=again,
+        expectations=expectations,
         shadow=Shadow(settings),
     )
     async with AsyncExitStack() as stack:

@@ -18,7 +18,7 @@ from protocol.errors import EpisodeError, SettingsError
 from protocol.rollout_view import decode_rollout
 from rollout.config import EnvironmentConfig
 from rollout.environments.registry import make_environment
-from rollout.environments.verifiers import EpisodeReading, Reply, TraceDelta
+from rollout.environments.third_party.verifiers import EpisodeReading, Reply, TraceDelta
 from rollout.prompts.base import Prompt
 from tests.rollout.environments.groups import generated
 

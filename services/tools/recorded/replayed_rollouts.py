@@ -16,8 +16,8 @@ from rollout.seeds import seed_within
 from services.settings.sections import Settings
 
 
-class GeneratedAgain:
-    """The engine of a recorded run. What environments and tools said is taken from the record."""
+class RolloutReplayer:
+    """Generator of a recorded run's rollouts. What environments and tools said is taken from the record."""
 
     def __init__(self, settings: Settings, tensors: Callable[[int], Tensors]) -> None:
         """Load the initial model; `tensors` gives a version's, as `RecordedEngine` says."""
@@ -25,7 +25,7 @@ class GeneratedAgain:
         self._engine = RecordedEngine(settings.engine, settings.model_dir, tensors)
         self._stop = tuple(Renderer(settings.model_dir, settings.rendering).stop_token_ids)
 
-    def generated(self, recorded: Rollout) -> Rollout:
+    def replay(self, recorded: Rollout) -> Rollout:
         """Return a group with log-probabilities of its tokens, generated again as they were recorded.
 
         Raises:
