@@ -9,8 +9,8 @@ import pytest
 
 from protocol.validation import validated
 from rollout.config import EnvironmentConfig
-from rollout.environments import gsm8k, textarena, tools
-from rollout.environments.third_party import openenv
+from rollout.environments import gsm8k, tools
+from rollout.environments.third_party import openenv, textarena
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
 from tests.changes import PAGES, slow_unless_changed

@@ -55,7 +55,7 @@ def test_rerun_of_an_asynchronous_run_is_equal_and_can_be_forked(tmp_path: Path)
     assert why == f"fork of {run_dir} from version {TO} on, with algorithm.clip_high=0.01"
 
     other_seed = settings_for(run_dir, "demo.toml", *OVERRIDES, *TWO_TURNS, "trainer.seed=1")
-    with pytest.raises(TetherError, match=r"group 0, sample 0, token .* was generated"):
+    with pytest.raises(TetherError, match=r"group \d+, sample \d+, token .* was generated"):
         rerun(other_seed, TO, tmp_path / "other")
     assert not (tmp_path / "other").exists()
 
