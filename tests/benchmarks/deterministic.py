@@ -88,7 +88,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, required=True, help="where the JSON goes")
     parser.add_argument("--ways", default=",".join(WAYS), help="of these, in this order")
     parser.add_argument("--steps", type=int, default=10)
-    parser.add_argument("--limit-s", type=float, default=150.0, help="for one way, its start included")
+    parser.add_argument("--limit-s", type=float, default=240.0, help="for one way, its start included")
     parser.add_argument("--set", action="append", default=[], help="of the job: section.key=value")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
     options = parser.parse_args()

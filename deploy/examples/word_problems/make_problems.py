@@ -1,0 +1,147 @@
+"""Writes word problems in the form of GSM8K, with worked solutions, the same files every time.
+
+A problem tells what becomes of a number of things: two or three of the events of EVENTS, one after the other.
+A fifth of these sequences of events occurs in no training problem: `new_stories.jsonl` consists of them.
+`new_numbers.jsonl` has other numbers in the sequences of training. Every row has `question`, `solution` (a
+line for each event, then `#### ` and the answer) and `answer`.
+
+usage: python deploy/examples/word_problems/make_problems.py DIRECTORY
+"""
+
+import itertools
+import json
+import random
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+SEED = 0
+TRAINING, HELD_OUT = 8_000, 300
+"""Problems of the training file, and of each held-out file."""
+LARGEST = 200
+"""No number of a problem is larger."""
+NAMES = ("Ava", "Ben", "Chloe", "Dan", "Ella", "Finn", "Grace", "Hugo", "Ivy", "Jack", "Lena", "Max")
+THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "stickers")
+OPENINGS = ("{name} has {count} {things}.", "At first {name} owns {count} {things}.")
+QUESTIONS = (
+    "How many {things} does {name} have now?",
+    "How many {things} are left to {name} at the end?",
+)
+
+
+class Event(NamedTuple):
+    """What one event of a story says and does."""
+
+    text: str
+    work: str
+    """The line of the solution, before its result."""
+    count: int
+    """The number of things after it."""
+
+
+Happening = Callable[[int, random.Random], Event | None]
+"""(things before it, source of numbers) -> an event; None where it cannot happen to that many."""
+
+
+def _buys(count: int, draw: random.Random) -> Event:
+    more = draw.randint(2, 40)
+    said = draw.choice(("{name} buys {k} more.", "A friend gives {name} {k} more {things}."))
+    return Event(said.replace("{k}", str(more)), f"{count} + {more}", count + more)
+
+
+def _gives(count: int, draw: random.Random) -> Event | None:
+    if count < 4:
+        return None
+    fewer = draw.randint(2, min(40, count - 1))
+    said = draw.choice(("{name} gives {k} of them away.", "Then {name} loses {k} of the {things}."))
+    return Event(said.replace("{k}", str(fewer)), f"{count} - {fewer}", count - fewer)
+
+
+def _multiplies(count: int, draw: random.Random) -> Event:
+    word, times = draw.choice((("doubles", 2), ("triples", 3)))
+    return Event(f"In the next month this number {word}.", f"{count} * {times}", count * times)
+
+
+def _halves(count: int, draw: random.Random) -> Event | None:
+    said = draw.choice(("Half of the {things} break.", "{name} sells half of them."))
+    return None if count % 2 else Event(said, f"{count} / 2", count // 2)
+
+
+def _shares(count: int, draw: random.Random) -> Event | None:
+    numbers = [k for k in range(3, 7) if count % k == 0]
+    if not numbers:
+        return None
+    people = draw.choice(numbers)
+    said = f"The {{things}} are shared equally among {people} people, and {{name}} is one of them."
+    return Event(said, f"{count} / {people}", count // people)
+
+
+def _boxes(count: int, draw: random.Random) -> Event:
+    boxes, each = draw.randint(2, 6), draw.randint(2, 9)
+    said = f"{{name}} gets {boxes} boxes with {each} {{things}} in each."
+    return Event(said, f"{count} + {boxes} * {each}", count + boxes * each)
+
+
+def _days(count: int, draw: random.Random) -> Event | None:
+    days, each = draw.randint(2, 6), draw.randint(2, 6)
+    said = f"For {days} days {{name}} uses {each} {{things}} a day."
+    return Event(said, f"{count} - {days} * {each}", count - days * each) if days * each < count else None
+
+
+EVENTS: tuple[Happening, ...] = (_buys, _gives, _multiplies, _halves, _shares, _boxes, _days)
+Story = tuple[Happening, ...]
+
+
+def stories() -> tuple[list[Story], list[Story]]:
+    """Return the sequences of two and three events: those of training, and a fifth that it never has."""
+    every = [story for length in (2, 3) for story in itertools.product(EVENTS, repeat=length)]
+    random.Random(SEED).shuffle(every)
+    return every[len(every) // 5 :], every[: len(every) // 5]
+
+
+def problem(story: Story, draw: random.Random) -> dict[str, str] | None:
+    """Tell a story with new numbers; None if an event cannot happen with them."""
+    names = {"name": draw.choice(NAMES), "things": draw.choice(THINGS)}
+    count = draw.randint(5, 60)
+    sentences = [draw.choice(OPENINGS).replace("{count}", str(count))]
+    lines = []
+    for happening in story:
+        event = happening(count, draw)
+        if event is None or event.count > LARGEST:
+            return None
+        count = event.count
+        sentences.append(event.text)
+        lines.append(f"{event.work} = {count}")
+    question = " ".join([*sentences, draw.choice(QUESTIONS)]).format(**names)
+    return {"question": question, "solution": "\n".join([*lines, f"#### {count}"]), "answer": str(count)}
+
+
+def problems(told: list[Story], draw: random.Random, seen: set[str]) -> Iterator[dict[str, str]]:
+    """Yield problems of these stories without end, none with a question that `seen` has; adds them to it."""
+    while True:
+        row = problem(draw.choice(told), draw)
+        if row and row["question"] not in seen:
+            seen.add(row["question"])
+            yield row
+
+
+def write(directory: Path) -> None:
+    """Write train.jsonl, new_numbers.jsonl and new_stories.jsonl."""
+    directory.mkdir(parents=True, exist_ok=True)
+    trained, held_out = stories()
+    draw = random.Random(SEED + 1)
+    seen: set[str] = set()
+    for name, told, count in (
+        ("train", trained, TRAINING),
+        ("new_numbers", trained, HELD_OUT),
+        ("new_stories", held_out, HELD_OUT),
+    ):
+        rows = itertools.islice(problems(told, draw, seen), count)
+        (directory / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+if __name__ == "__main__":
+    if len(sys.argv) != 2:
+        sys.exit("usage: make_problems.py DIRECTORY")
+    write(Path(sys.argv[1]))
