@@ -93,7 +93,11 @@ def test_further_layers_that_the_model_trains_are_exported_once_as_trained(
     source = tmp_path / "source"
     shutil.copytree(model_dir, source)
     layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
-    trained, further, head = f"model.layers.{layers}.enorm.weight", f"model.layers.{layers}.x", "mtp.fc.weight"
+    trained, further, head = (
+        f"model.layers.{layers}.enorm.weight",
+        f"model.layers.{layers}.x",
+        "mtp.fc.weight",
+    )
     for name in ("further", "copy"):  # the same tensors in two files, as beside a consolidated one
         save_file({key: torch.ones(4) for key in (trained, further, head)}, source / f"{name}.safetensors")
     own = {"model.norm.weight": torch.zeros(3), trained: torch.full((4,), 2.0), head: torch.full((4,), 3.0)}
