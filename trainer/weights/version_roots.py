@@ -136,9 +136,11 @@ class CopiedRoot(VersionRoot):
 
         def call() -> None:
             try:
-                done.set_result(function(*arguments))
+                function(*arguments)
             except Exception as error:  # raised below
                 done.set_exception(error)
+            else:
+                done.set_result(None)
 
         # a daemon: a file system that hangs must not keep the process
         threading.Thread(target=call, name="weights-url", daemon=True).start()
