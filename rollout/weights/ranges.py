@@ -26,7 +26,7 @@ RANGE_BYTES = (256 << 10, 4 << 20)
 TRIES = 4
 """Attempts at a range."""
 CANCELLED_WITHIN_S = 0.02
-"""Interval at which a read looks whether it was cancelled."""
+"""Interval at which a read checks for a cancellation."""
 PAUSE_S = 0.1
 """Seconds before the second attempt; twice as many before each one after it."""
 T = TypeVar("T")

@@ -231,7 +231,7 @@ class Checkpointer:
     async def _write_all(
         self, version: int, complete: Callable[[], None], adapter: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write a checkpoint, then the export, then forget what the checkpoint covers.
+        """Write a checkpoint, then the export, then forget the records that it covers.
 
         Raises:
             TetherError: one is incomplete. An export that is does not keep the checkpoint from being used.
