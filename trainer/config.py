@@ -342,7 +342,7 @@ class WeightConfig:
     backend: str = ""
     """nccl: "gloo" (CPU) or "nccl" (GPU); empty: for the trainer's device. ipc: "gloo" shares host memory."""
     timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 60.0
-    """Limit for one transfer, seconds; with shared also for the engine to serve a version."""
+    """Limit for one transfer, to `url` too, seconds; with shared also for the engine to serve a version."""
 
 
 @dataclass(frozen=True, slots=True)

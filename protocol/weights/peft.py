@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
+from protocol.host.json_file import read_object
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_shapes
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
@@ -94,12 +95,7 @@ def target_modules(names: Iterable[str]) -> list[str]:
 
 
 def _read_config(path: Path, what: str) -> dict[str, Any]:
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{what}: {CONFIG}: {getattr(error, 'strerror', None) or error}") from None
-    if not isinstance(found, dict):
-        raise SettingsError(f"{what}: {CONFIG} is not a JSON object")
+    found = read_object(path, f"{what}: {CONFIG}")
     for field, plain in PLAIN.items():
         if (value := found.get(field, plain)) != plain and value:
             raise SettingsError(f"{what}: {field} is {value!r}; only {plain!r} is supported")

@@ -3,16 +3,15 @@
 import asyncio
 import itertools
 import logging
-import os
 import sys
 from asyncio.subprocess import PIPE
 from collections.abc import Collection, Sequence
-from pathlib import Path
 from typing import Any, cast
 
 import msgspec
 
 from protocol.errors import RewardError, SettingsError
+from protocol.host.child_environment import child_environment
 from reward.config import RewardConfig, VerifierConfig
 from reward.sandbox.process_tree import kill_process_tree
 from reward.workers.frames import LENGTH, MAX_FRAME, CallOutcome, GroupFrame, VerifierTraits
@@ -21,7 +20,7 @@ EXIT_S = 2.0
 """Time after the exit of a process in which a program that it left may keep its pipe open, seconds."""
 SILENCE_S = 5.0
 """How much longer than `timeout_s` the event loop of a concurrent process may stand still, seconds."""
-ROOT = Path(__file__).resolve().parents[2]
+ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 log = logging.getLogger("tether.reward")
 
 
@@ -98,7 +97,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
             stdout=PIPE,
             stderr=None,
             start_new_session=True,
-            env=_environment(withheld),
+            env=child_environment(ONE_THREAD, without=withheld),
         )
         named = [item and [item.name, item.options] for item in verifiers]
         try:
@@ -257,15 +256,3 @@ class WorkerClient(asyncio.SubprocessProtocol):
         pipe = cast(asyncio.WriteTransport | None, self._transport.get_pipe_transport(0))
         if pipe is not None and not pipe.is_closing():
             pipe.write(LENGTH.pack(len(data)) + data)
-
-
-def _environment(withheld: Collection[str]) -> dict[str, str]:
-    """Return the environment of a worker process, which imports our packages from where they are."""
-    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-    # Verifiers need no settings, which may contain passwords.
-    inherited = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("TETHER_") and name not in withheld
-    }
-    return inherited | {"PYTHONPATH": path, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}

@@ -44,6 +44,6 @@ class CallOutcome(msgspec.Struct, array_like=True, frozen=True):
     counts: Mapping[str, float] = {}
     """What happened, see `Notes`."""
     text: str = ""
-    """What a judge said."""
+    """Text of a judge."""
     problem: str = ""
     """What went wrong last, where there is no error."""

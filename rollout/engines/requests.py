@@ -1,12 +1,12 @@
 """Checks models and requests for all engines, and turns token versions into spans."""
 
-import json
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from protocol.choices import did_you_mean
 from protocol.errors import EngineSettingsError, InvalidRequest, Unsupported
+from protocol.host.json_file import read_object
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
@@ -25,15 +25,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     path = model_dir / "config.json"
     if not model_dir.is_dir():
         raise EngineSettingsError(f"model directory {model_dir} does not exist{_suggestion(model_dir)}")
-    try:
-        config = json.loads(path.read_text())
-    except FileNotFoundError:
-        raise EngineSettingsError(f"model directory {model_dir} has no config.json") from None
-    except (OSError, ValueError) as error:
-        raise EngineSettingsError(f"{path}: {error}") from error
-    if not isinstance(config, dict):
-        raise EngineSettingsError(f"{path} is not a JSON object")
-    return config
+    return read_object(path, str(path), kind=EngineSettingsError)
 
 
 def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> None:

@@ -4,9 +4,10 @@ A range that cannot be read is tried again a few times, each time for half of th
 So a link that loses connections delays a version, and one that is dead is refused within the deadline.
 """
 
+import asyncio
 import time
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from contextlib import contextmanager
 from typing import Any, TypeVar
 from urllib.parse import urlsplit
@@ -24,6 +25,8 @@ RANGE_BYTES = (256 << 10, 4 << 20)
 """Least and most bytes of a range."""
 TRIES = 4
 """Attempts at a range."""
+CANCELLED_WITHIN_S = 0.02
+"""Interval at which a read checks for a cancellation."""
 PAUSE_S = 0.1
 """Seconds before the second attempt; twice as many before each one after it."""
 T = TypeVar("T")
@@ -89,19 +92,38 @@ class RangeReader:
         doing, attempt = f"reading {self._shown}/{name}", 0
         while True:
             attempt += 1
-            left = self._deadline.remaining(doing)
-            limit = {"timeout": left / 2} if self._files.async_impl else {}  # reads of local files end
             try:
-                found: bytes = self._files.cat_file(f"{self._root}/{name}", start=start, end=end, **limit)
+                found = self._answer(f"{self._root}/{name}", start, end, doing)
+            except WeightError:
+                raise
             except FileNotFoundError as error:
                 raise WeightError(f"{self._shown}/{name}: No such file") from error
             except Exception as error:  # any error of the file system's own package
                 if attempt == TRIES:
                     text = str(error).replace(self._root, self._shown) or type(error).__name__
                     raise WeightError(f"{self._shown}/{name}: {text}, {TRIES} times") from error
-                time.sleep(min(PAUSE_S * 2 ** (attempt - 1), self._deadline.remaining(doing)))
+                self._deadline.sleep(PAUSE_S * 2 ** (attempt - 1), doing)
             else:
                 return found
+
+    def _answer(self, path: str, start: int | None, end: int | None, doing: str) -> bytes:
+        """Read once; raises any error of the file system, and WeightError once the deadline is cancelled."""
+        limit_s = self._deadline.remaining(doing) / 2
+        if not self._files.async_impl:  # reads of local files end
+            return bytes(self._files.cat_file(path, start=start, end=end))
+        # fsspec's own call in this thread could not be cancelled
+        reading = asyncio.run_coroutine_threadsafe(
+            self._files._cat_file(path, start=start, end=end), self._files.loop
+        )
+        last = time.monotonic() + limit_s
+        try:
+            while not wait([reading], CANCELLED_WITHIN_S).done:
+                self._deadline.remaining(doing)
+                if time.monotonic() > last:
+                    raise TimeoutError(f"no answer within {limit_s:g} s")
+            return bytes(reading.result())
+        finally:
+            reading.cancel()
 
 
 @contextmanager

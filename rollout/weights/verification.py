@@ -1,5 +1,6 @@
 """Verifies every whole tensor of a version, of which this rank may have received slices alone."""
 
+import threading
 import time
 from collections.abc import Callable, Sequence
 from itertools import accumulate
@@ -28,11 +29,11 @@ class Deadline:
         self._what = f"version {manifest.version} over {manifest.transport}"
         self._seconds = seconds
         self._end = time.monotonic() + seconds
-        self._cancelled = False
+        self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Have the next `remaining` raise; for other threads."""
-        self._cancelled = True
+        """Have the next `remaining` raise, and `sleep` end; for other threads."""
+        self._cancelled.set()
 
     def remaining(self, doing: str = "waiting for the sender") -> float:
         """Return the seconds left.
@@ -43,12 +44,16 @@ class Deadline:
         Raises:
             WeightError: none are left, or it was cancelled.
         """
-        if self._cancelled:
+        if self._cancelled.is_set():
             raise WeightError(f"{self._what}: cancelled while {doing}")
         left = self._end - time.monotonic()
         if left <= 0:
             raise WeightError(f"{self._what}: not complete within {self._seconds:g} s while {doing}")
         return left
+
+    def sleep(self, seconds: float, doing: str) -> None:
+        """Wait, until the deadline or a cancellation at most; `doing` and errors are as in `remaining`."""
+        self._cancelled.wait(min(seconds, self.remaining(doing)))
 
 
 class SliceVerification:

@@ -34,6 +34,7 @@ from trainer.execution.commands import (
     SaveCommand,
 )
 from trainer.execution.executor import Executor
+from trainer.execution.state_writer import CHECKPOINT
 from trainer.ranks.launch import result_of_ranks
 from trainer.step.train_command import TrainCommand, plan_command
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
@@ -192,7 +193,7 @@ def save_state(executor: Executor, directory: str) -> None:
     executor.lead(SaveCommand(directory))
     executor.await_part()
     if failure := executor.lead(FinishSaveCommand()):
-        raise TetherError(failure)
+        raise TetherError(failure[CHECKPOINT])
 
 
 def _measured(executor: Executor, command: TrainCommand) -> dict[str, float | None]:

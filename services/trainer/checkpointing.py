@@ -214,28 +214,40 @@ class Checkpointer:
 
         self._writing = self._tasks.create_task(run(), name="checkpoint")
 
-    async def _write_parts(self, version: int, complete: Callable[[], None]) -> None:
-        """Make a checkpoint complete when all ranks have written their parts."""
+    async def _write_parts(self, version: int, complete: Callable[[], None]) -> str:
+        """Make a checkpoint complete when all ranks have written their parts.
+
+        Returns:
+            Why the export's parts are incomplete; empty if there is none, or they are complete.
+        """
         try:
-            await self._runner.finish_save()
+            export_failure = await self._runner.finish_save()
             await self._in_thread(complete)
         except TetherError:
             await self._in_thread(self._run.checkpoints.abandon, version)
             raise
+        return export_failure
 
     async def _write_all(
         self, version: int, complete: Callable[[], None], adapter: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write a checkpoint, then the export, then forget what they cover."""
+        """Write a checkpoint, then the export, then forget the records that it covers.
+
+        Raises:
+            TetherError: one is incomplete. An export that is does not keep the checkpoint from being used.
+        """
         began = time.monotonic()
-        await self._write_parts(version, complete)
-        await self._in_thread(self._finish_export, version, adapter)
+        failure = await self._write_parts(version, complete)
+        if not failure:
+            failure = await self._in_thread(self._finish_export, version, adapter)
         if self._uploader is not None:
             await self._in_thread(self._uploader.put, version, self._run.spool, self._export_of(version))
         if await self._forget():
             seconds = time.monotonic() - began
             self._run.process.metrics.seconds.labels("checkpoint").observe(seconds)
             log.info("checkpoint.done version=%d seconds=%.2f", version, seconds)
+        if failure:
+            raise TetherError(failure)
 
     async def _forget(self) -> bool:
         """Let archive, spool and ledger forget what all kept checkpoints cover; false if it did not work.
@@ -274,18 +286,23 @@ class Checkpointer:
         """Return the directory of a version's model for people and `tether eval`."""
         return self._run.process.settings.run_dir / "exports" / f"step_{version:08}"
 
-    def _finish_export(self, version: int, adapter: Mapping[str, torch.Tensor]) -> None:
-        """Complete the export that the ranks have written, and remove as old ones as checkpoints."""
+    def _finish_export(self, version: int, adapter: Mapping[str, torch.Tensor]) -> str:
+        """Complete the export that the ranks have written, and remove as old ones as checkpoints.
+
+        Returns:
+            Why it could not be completed, or "".
+        """
         settings, target = self._run.process.settings, self._export_of(version)
         try:
             finish_hf(target, settings.model_dir)
             if adapter:
                 save_adapter(adapter.items(), _adapter(target), settings.lora, settings.model_dir)
         except Exception as error:  # of safetensors, too, which has its own
-            raise TetherError(f"export {target}: {error}") from error
+            return f"export {target}: {error}"
         for old in sorted(target.parent.glob("step_*"))[: -settings.trainer.keep_checkpoints]:
             for stale in (old, _adapter(old)):
                 shutil.rmtree(stale, ignore_errors=True)
+        return ""
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)

@@ -28,6 +28,7 @@ from trainer.execution.commands import (
     RestoreCommand,
 )
 from trainer.execution.executor import Executor
+from trainer.execution.state_writer import CHECKPOINT, EXPORT
 from trainer.roles.models import RankModels
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand
@@ -194,19 +195,23 @@ class ModelRunner:
             await self.run(self.shared_engine.invalidate)
         await self.carry_out(RestoreCommand(str(directory)))
 
-    async def finish_save(self) -> None:
+    async def finish_save(self) -> str:
         """Wait until every rank's part of a checkpoint is on disk, during the steps if the backend can.
 
+        Returns:
+            Why an export that was begun is incomplete; empty if it is complete.
+
         Raises:
-            TetherError: a rank could not write its part.
+            TetherError: a rank could not write its part of the checkpoint.
         """
         await asyncio.to_thread(self.executor.await_part)
         if self.executor.has_followers:  # a command to the other ranks comes between two others
             failure = await self.carry_out(FinishSaveCommand())
         else:
             failure = await asyncio.to_thread(self.executor.lead, FinishSaveCommand())
-        if failure:
-            raise TetherError(failure)
+        if CHECKPOINT in failure:
+            raise TetherError(failure[CHECKPOINT])
+        return failure.get(EXPORT, "")
 
     async def close(self) -> None:
         """Close sender, model and threads."""

@@ -84,10 +84,10 @@ class SaveCommand(RankCommand[None], frozen=True, tag="save"):
     directory: str
 
 
-class FinishSaveCommand(RankCommand[str], frozen=True, tag="finish_save"):
+class FinishSaveCommand(RankCommand[dict[str, str]], frozen=True, tag="finish_save"):
     """Wait until every rank has written its part of the checkpoint, and of the export if one was begun.
 
-    The result says why one could not; empty if all are on disk.
+    The result is that of `StateWriter.finish`.
     """
 
 

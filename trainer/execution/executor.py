@@ -32,7 +32,7 @@ from trainer.execution.commands import (
     encode_command,
     next_command,
 )
-from trainer.execution.state_writer import StateWriter
+from trainer.execution.state_writer import CHECKPOINT, EXPORT, StateWriter
 from trainer.ranks.collectives import broadcast_message, is_distributed
 from trainer.ranks.wire import receive_part, send_part
 from trainer.roles.models import RankModels
@@ -131,7 +131,7 @@ class Executor:
             case ExportCommand():
                 adapter = self._adapter.copy_all(models.policy.export()) if models.policy.targets else {}
                 shards = Shards(self._model.copy_all(models.policy.export_model()), _rank())
-                self._writer.begin(shards, Path(command.directory))
+                self._writer.begin(shards, Path(command.directory), EXPORT)
                 return adapter
             case DraftCommand():
                 return sender.provisional(command.epoch, command.version) if sender is not None else None
@@ -141,7 +141,7 @@ class Executor:
                 self._writer.begin(models.copy_state(), Path(command.directory))
             case FinishSaveCommand():
                 own, apart = self._writer.finish(), models.finish_save()
-                return own or apart
+                return ({CHECKPOINT: apart} if apart else {}) | own
             case RestoreCommand():
                 models.restore(Path(command.directory))
             case KeepReferenceCommand():

@@ -16,7 +16,7 @@ from trainer.execution.commands import (
     StepCommand,
     decode_command,
 )
-from trainer.execution.state_writer import StateWriter
+from trainer.execution.state_writer import CHECKPOINT, StateWriter
 from trainer.ranks.wire import BetweenModels, receive_bytes, receive_part, send_bytes
 from trainer.roles.critic import Critic
 from trainer.roles.models import CRITIC, critic_directory
@@ -111,7 +111,7 @@ class CriticFollower:
                     own = HostState({}, parts={CRITIC: self._critic.copy_state()})
                     self._writer.begin(own, Path(command.directory))
                 case FinishSaveCommand():
-                    self._say(self._writer.finish())
+                    self._say(self._writer.finish().get(CHECKPOINT, ""))
                 case RestoreCommand():
                     self._restore(Path(command.directory))
                 case _:

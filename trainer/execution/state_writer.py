@@ -1,6 +1,7 @@
 """Writes the copies of a rank's state in a thread of its own, one after the other."""
 
 import logging
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Protocol
@@ -11,6 +12,9 @@ import torch.distributed as dist
 from trainer.ranks.collectives import control_device, is_distributed
 
 log = logging.getLogger("tether.trainer")
+
+CHECKPOINT, EXPORT = KINDS = ("checkpoint", "export")
+"""What is written in parts; one may fail without the other."""
 
 
 class Writable(Protocol):
@@ -25,40 +29,44 @@ class StateWriter:
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="state")
-        self._written: list[Future[None]] = []
+        self._written: list[tuple[str, Future[None]]] = []
 
-    def begin(self, part: Writable, directory: Path) -> None:
+    def begin(self, part: Writable, directory: Path, kind: str = CHECKPOINT) -> None:
         """Start to write a part, after those that were begun since the last `finish`."""
-        self._written.append(self._thread.submit(part.write, directory))
+        self._written.append((kind, self._thread.submit(part.write, directory)))
 
     def wait(self) -> None:
         """Wait until this rank's parts are written, or have failed; may be called in any thread."""
-        wait(self._written)
+        wait([future for _, future in self._written])
 
-    def finish(self) -> str:
+    def finish(self) -> dict[str, str]:
         """Wait until every rank's parts are on disk. A collective, which no other work may interleave.
 
         Returns:
-            Why one is incomplete; empty if every rank has written its parts.
+            Kind -> why it is incomplete; empty if every rank has written its parts.
         """
         written, self._written = self._written, []
-        error = next((error for future in written if (error := future.exception()) is not None), None)
-        if error is not None:
-            log.error("checkpoint.part_failed error=%s", error)
-        failed = _failed_rank(error is not None)
-        if failed is None:
-            return ""
-        return f"checkpoint: {error or f'rank {failed} could not write its part; its log says why'}"
+        errors: dict[str, BaseException] = {}
+        for kind, future in written:
+            if (error := future.exception()) is not None:
+                log.error("%s.part_failed error=%s", kind, error)
+                errors.setdefault(kind, error)
+        failed = _failed_ranks([kind in errors for kind in KINDS])
+        return {
+            kind: f"{kind}: {errors.get(kind) or f'rank {rank} could not write its part; its log says why'}"
+            for kind, rank in zip(KINDS, failed, strict=True)
+            if rank is not None
+        }
 
     def close(self) -> None:
         """End the thread, when what it writes is written."""
         self._thread.shutdown()
 
 
-def _failed_rank(failed: bool) -> int | None:
-    """Return the highest rank that says it failed, the same on every rank; None if none did."""
+def _failed_ranks(failed: Sequence[bool]) -> list[int | None]:
+    """Return for each kind the highest rank that says it failed, the same on every rank; None if none did."""
     if not is_distributed():
-        return 0 if failed else None
-    found = torch.tensor([dist.get_rank() if failed else -1], dtype=torch.int64, device=control_device())
+        return [0 if one else None for one in failed]
+    found = torch.tensor([dist.get_rank() if one else -1 for one in failed], device=control_device())
     dist.all_reduce(found, dist.ReduceOp.MAX)
-    return int(found) if int(found) >= 0 else None
+    return [rank if rank >= 0 else None for rank in found.tolist()]

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import shutil
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -124,7 +124,7 @@ def write_shards(
 def finish_hf(directory: Path, source: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Make the shards that all ranks have written a model directory, with configuration and tokenizer.
 
-    The `further_layers` of the source are written, too, as they are there.
+    The `further_layers` of the source are written, too, as they are there, unless a rank has written them.
 
     Args:
         directory: replaced if it exists.
@@ -133,8 +133,8 @@ def finish_hf(directory: Path, source: Path, shard_bytes: int = SHARD_BYTES) -> 
     """
     shards = shards_of(directory)
     files = sorted(shards.iterdir())
-    dtype = _dtype(files)
-    write_shards(further_layers(source), shards, FURTHER, shard_bytes)
+    dtype, trained = _dtype(files), _names(files)
+    write_shards(further_layers(source, trained), shards, FURTHER, shard_bytes)
     with directory_written_aside(directory) as aside:
         _name_shards(sorted(shards.iterdir()), aside)
         _copy_rest(source, aside, dtype)
@@ -142,19 +142,36 @@ def finish_hf(directory: Path, source: Path, shard_bytes: int = SHARD_BYTES) -> 
     shards.rmdir()
 
 
-def further_layers(source: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a checkpoint's layers that predict further tokens (MTP), which no trainer loads.
+def further_layers(source: Path, trained: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield the tensors of a checkpoint's layers that predict further tokens (MTP), each once.
 
     These are layers after the last one that config.json counts, and those under `mtp`.
+
+    Args:
+        source: the checkpoint.
+        trained: names that are left out, as the model has these tensors itself: its own code may load layers
+            that no other model loads.
     """
     config = source / "config.json"
     layers = json.loads(config.read_text()).get("num_hidden_layers") if config.is_file() else None
+    seen = set(trained)
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 layer = _LAYER.match(name)
-                if _FURTHER.match(name) or (layer and layers is not None and int(layer[1]) >= layers):
+                is_further = layer and layers is not None and int(layer[1]) >= layers
+                if (is_further or _FURTHER.match(name)) and name not in seen:
+                    seen.add(name)
                     yield name, file.get_tensor(name)
+
+
+def _names(files: Iterable[Path]) -> set[str]:
+    """Return the names of the tensors in files."""
+    names: set[str] = set()
+    for path in files:
+        with safe_open(str(path), framework="pt") as file:
+            names.update(file.keys())
+    return names
 
 
 def _dtype(files: Iterable[Path]) -> str:

@@ -8,6 +8,8 @@
 A copy without complete.json is incomplete: readers ignore it, and the next copy of that version replaces it.
 """
 
+import math
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
@@ -89,13 +91,14 @@ class RemoteDirectory:
         """
         self.put_directory(directory, f"{EXPORTS}/{directory.name}", FILE)
 
-    def put_directory(self, source: Path, name: str, last: str) -> None:
+    def put_directory(self, source: Path, name: str, last: str, end: float = math.inf) -> None:
         """Copy a local directory.
 
         Args:
             source: the local directory.
             name: path that its copy gets in this one.
             last: name of the file that is copied after all others.
+            end: time of `time.monotonic` after which no other file is begun.
 
         Raises:
             RemoteError: it cannot be written.
@@ -103,6 +106,8 @@ class RemoteDirectory:
         with _explained(self.url, "written"):
             files = (path for path in source.rglob("*") if path.is_file())
             for path in sorted(files, key=lambda path: (path.name == last, path)):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"{path.name} is not copied in time")
                 self._put(path, f"{self._root}/{name}/{path.relative_to(source).as_posix()}")
 
     def remove(self, name: str) -> None:

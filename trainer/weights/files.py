@@ -74,7 +74,12 @@ def _lasting(
     directory = Path(config.directory) if config.directory else run_dir / "weights"
     try:
         directory.mkdir(parents=True, exist_ok=True)
-        return FileSender(transport, directory, config, make_root(config, directory), blank)
+        root = make_root(config, directory)
+        try:
+            return FileSender(transport, directory, config, root, blank)
+        except BaseException:
+            root.close()
+            raise
     except OSError as error:
         raise WeightError(f"{directory}: {error}") from error
 

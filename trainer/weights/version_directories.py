@@ -116,12 +116,13 @@ class VersionDirectories:
         final = self.directory / f"v{version:08d}-{epoch}"
         with directory_written_aside(final, durable=self._durable) as aside:
             yield aside, final
+        self._published = [entry for entry in self._published if entry[1] != final]
         try:
             self._root.add(final)
         except WeightError:
             self._remove(final)
             raise
-        self._published = [entry for entry in self._published if entry[1] != final] + [(version, final)]
+        self._published.append((version, final))
 
     def retire(self, in_use: frozenset[int]) -> None:
         """Remove versions that are neither in use nor among the newest, nor needed by one that is."""

@@ -4,8 +4,11 @@ import asyncio
 import logging
 import secrets
 import threading
+import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from pathlib import Path
+from typing import Any
 
 from aiohttp import web
 
@@ -37,7 +40,7 @@ def url_root(config: WeightConfig, directory: Path) -> VersionRoot:
         return ServedRoot(directory, config.host)
     if config.url.startswith(("http://", "https://")):
         return VersionRoot(config.url.rstrip("/"))
-    return CopiedRoot(config.url)
+    return CopiedRoot(config.url, config.timeout_s)
 
 
 class ServedRoot(VersionRoot):
@@ -56,27 +59,40 @@ class ServedRoot(VersionRoot):
         )
         self._thread.start()
         try:
-            super().__init__(started.result(START_S))
-        except OSError as error:
-            raise WeightError(f"weights.host {host}: {error}") from error
+            super().__init__(started.result(2 * START_S))
+        except Exception as error:  # any that the server raises
+            reason = str(error) or f"no server within {START_S:g} s"
+            raise WeightError(f"weights.host {host}: {reason}") from error
+
+    def add(self, version: Path) -> None:
+        if not self._thread.is_alive():
+            raise WeightError(
+                f"version {version.name}: the server of weights.host has ended; the log says why"
+            )
 
     def close(self) -> None:
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._ended.set)
             self._thread.join(START_S)
+            if self._thread.is_alive():
+                log.error("weights.server_left seconds=%g", START_S)
 
     async def _serve(self, directory: Path, host: str, started: "Future[str]") -> None:
         self._loop, self._ended = asyncio.get_running_loop(), asyncio.Event()
         listener = LimitedListener(max_connections=MAX_CONNECTIONS, header_s=HEADER_S, full=FULL)
         path, app = f"/{secrets.token_urlsafe(24)}", web.Application(middlewares=[listener.note])
-        app.router.add_static(path, directory)
         logger = request_logger("tether.weights.http")
         runner = web.AppRunner(app, access_log=None, logger=logger, shutdown_timeout=1.0)
-        await runner.setup()
         try:
-            started.set_result(await listener.start(runner, host, 0) + path)
+            app.router.add_static(path, directory)
+            async with asyncio.timeout(START_S):
+                await runner.setup()
+                location = await listener.start(runner, host, 0) + path
+            started.set_result(location)
             await self._ended.wait()
-        except OSError as error:
+        except Exception as error:
+            if started.done():
+                raise
             started.set_exception(error)
         finally:
             listener.close()
@@ -86,20 +102,50 @@ class ServedRoot(VersionRoot):
 class CopiedRoot(VersionRoot):
     """A directory or an object store that versions are copied to, by fsspec."""
 
-    def __init__(self, url: str) -> None:
-        """Open it, without a read or write. Raises SettingsError."""
+    def __init__(self, url: str, timeout_s: float) -> None:
+        """Open it, without a read or write.
+
+        Args:
+            url: the directory's.
+            timeout_s: limit for a copy, and for a removal.
+
+        Raises:
+            SettingsError: fsspec does not know the kind of URL.
+        """
         super().__init__(url.rstrip("/"))
         self._store = RemoteDirectory(self.location, "weights.url")
+        self._timeout_s = timeout_s
 
     def add(self, version: Path) -> None:
+        end = time.monotonic() + self._timeout_s
         try:
-            self._store.put_directory(version, version.name, MANIFEST)
+            self._within(self._store.put_directory, version, version.name, MANIFEST, end)
         except RemoteError as error:
             raise WeightError(str(error)) from error
 
     def remove(self, name: str) -> None:
         """Remove a version, or log why it stays."""
         try:
-            self._store.remove(name)
+            self._within(self._store.remove, name)
         except RemoteError as error:
             log.warning("weights.not_removed version=%s error=%s", name, error)
+
+    def _within(self, function: Callable[..., None], *arguments: Any) -> None:
+        """Call in a thread that is left behind if it does not end in time. Raises RemoteError."""
+        done: Future[None] = Future()
+
+        def call() -> None:
+            try:
+                function(*arguments)
+            except Exception as error:  # raised below
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+        # a daemon: a file system that hangs must not keep the process
+        threading.Thread(target=call, name="weights-url", daemon=True).start()
+        try:
+            done.result(self._timeout_s)
+        except TimeoutError as error:
+            limit = f"weights.timeout_s, {self._timeout_s:g} s"
+            raise RemoteError(f"{self.location}: no answer within {limit}") from error

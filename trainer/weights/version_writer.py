@@ -51,7 +51,7 @@ class VersionWriter:
         self._require_space(self._last_bytes)
 
         def allocate(index: int, size: int) -> torch.Tensor:
-            return _created(bucket_path(aside, index), size)
+            return _mapped(_created(bucket_path(aside, index), size))
 
         def reserve(index: int, offset: int, nbytes: int) -> None:
             self._reserve(bucket_path(aside, index), offset, nbytes)
@@ -97,9 +97,9 @@ class PartWriter(VersionWriter):
     def write(self, tensors: Named, version: int, aside: Path, name: str) -> BucketContents:
         self._require_space(sum(self._blank.buckets))
         for index, nbytes in enumerate(self._blank.buckets):
-            _created(bucket_path(aside, index), nbytes)
+            bucket = _created(bucket_path(aside, index), nbytes)
             if nbytes:
-                self._reserve(bucket_path(aside, index), 0, nbytes)
+                self._reserve(bucket, 0, nbytes)
         self._tell(str(aside))
         report = write_part(self._blank, self._rows, 0, tensors, aside)
         reports = [msgspec.msgpack.decode(data, type=PartReport) for data in gather_bytes(_encoded(report))]
@@ -202,14 +202,15 @@ def _place(bucket: torch.Tensor, blank: WeightManifest, tensor: int, box: Box) -
     return raw.view(getattr(torch, entry.dtype)).view(entry.shape)[relative(box, whole(entry.shape))]
 
 
-def _created(bucket: Path, size: int) -> torch.Tensor:
-    """Create a sparse file of `size` bytes and return it as a uint8 tensor."""
+def _created(bucket: Path, size: int) -> Path:
+    """Create a sparse file of `size` bytes and return its path."""
     with bucket.open("xb+") as file:
         os.truncate(file.fileno(), size)
-    return _mapped(bucket)
+    return bucket
 
 
 def _mapped(bucket: Path) -> torch.Tensor:
+    """Return a file as a uint8 tensor, which writes to it."""
     with bucket.open("rb+") as file:
         size = file.seek(0, 2)
         memory = mmap.mmap(file.fileno(), size) if size else bytearray()

@@ -18,8 +18,8 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-import rollout
 from protocol.errors import EngineError, EngineSettingsError
+from protocol.host.child_environment import child_environment
 from rollout.engines.base import EngineConfig
 from rollout.engines.multi_process.parent_watch import OWNER
 from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path
@@ -29,10 +29,8 @@ REASON_S = 2.0
 """How long a rank whose connection has closed is waited for, to say how it ended."""
 LOG_TAIL = 600
 """Characters of a rank's log that an error quotes."""
-NOT_OURS = ("TETHER_", "RANK", "WORLD_SIZE", "MASTER_")
-"""How the names of variables begin that a rank must not inherit."""
-PATH = str(Path(rollout.__file__).parents[1])
-"""Directory from which ranks import the product."""
+RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
+"""Variables of other ranks, which a rank must not inherit."""
 
 T = TypeVar("T")
 
@@ -122,7 +120,15 @@ class RankProcesses:
             try:
                 return subprocess.Popen(
                     command,
-                    env={**_environment(rank), **self._variables},
+                    env=child_environment(
+                        {
+                            "LOCAL_RANK": str(rank),
+                            OWNER: str(os.getpid()),
+                            "PYTHONUNBUFFERED": "1",
+                            **self._variables,
+                        },
+                        without=RENDEZVOUS,
+                    ),
                     stdin=subprocess.DEVNULL,
                     stdout=log,
                     stderr=log,
@@ -174,16 +180,3 @@ class RankProcesses:
             lines = self._log(rank).read_text(errors="replace").splitlines()
             return f"; its log: {' / '.join(line.strip() for line in lines[-8:])[-LOG_TAIL:]}"
         return ""
-
-
-def _environment(rank: int) -> dict[str, str]:
-    """Return a rank's environment: this process's, without our settings and other ranks' rendezvous."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith(NOT_OURS)}
-    path = [PATH, os.environ.get("PYTHONPATH", "")]
-    return {
-        **kept,
-        "LOCAL_RANK": str(rank),
-        OWNER: str(os.getpid()),
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
-        "PYTHONUNBUFFERED": "1",
-    }

@@ -17,10 +17,10 @@ import psutil  # type: ignore[import-untyped]
 import torch
 import xxhash
 
-import rollout
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.device.hf_models import code_trust
 from protocol.errors import EngineError, EngineSettingsError
+from protocol.host.child_environment import child_environment
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.multi_process.parent_watch import OWNER
@@ -235,29 +235,19 @@ def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
 
     SGLang finds our plug-in by it, and keeps its files in `directory`. `engine.environment` comes last.
     """
-    given = dict(config.environment)
-    here = Path(rollout.__file__).parents[1]
-    path = [str(directory), str(here), given.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
     defaults = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-    kept = {
-        name: value
-        for name, value in os.environ.items()
-        if not name.startswith("TETHER_") and name != OTHER_LOGPROBS
-    }
     if not torch.cuda.is_available():
         defaults["SGLANG_USE_CPU_ENGINE"] = "1"
-    return {
-        **defaults,
-        **kept,
+    own = {
         OWNER: str(os.getpid()),
         DIRECTORY: str(directory),
         "TMPDIR": str(directory),
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
         "PYTHONUNBUFFERED": "1",
         "OMP_NUM_THREADS": str(config.threads),
         "SGLANG_ALLOW_OVERWRITE_LONGER_CONTEXT_LEN": "1",
-        **given,
     }
+    variables = {**own, **config.environment}
+    return defaults | child_environment(variables, without={OTHER_LOGPROBS}, first=[str(directory)])
 
 
 def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:

@@ -16,7 +16,7 @@ from protocol.errors import EngineError
 from protocol.messages import TensorEntry
 from protocol.weights.buckets import ALIGNMENT, manifest_digest
 from rollout.engines.base import EngineConfig
-from rollout.engines.multi_process.rank_processes import PATH, RankProcesses
+from rollout.engines.multi_process.rank_processes import RankProcesses
 from rollout.engines.multi_process.rank_rpc import start_error
 from rollout.staging.staging import dtype_name
 
@@ -127,13 +127,10 @@ class ModelProcess:
 
 def _variables(config: EngineConfig) -> dict[str, str]:
     """Return variables of the process beyond those of this one, with `engine.environment`."""
-    given = dict(config.environment)
-    path = [PATH, given.pop("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
     threads = f"--xla_cpu_multi_thread_eigen={'true' if config.threads > 1 else 'false'}"
     return {
         **{name: os.environ.get(name, "1") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")},
         "XLA_FLAGS": f"{os.environ.get('XLA_FLAGS', '')} {threads}".strip(),
-        **given,
+        **config.environment,
         "JAX_PLATFORMS": "cpu",
-        "PYTHONPATH": os.pathsep.join(filter(None, path)),
     }

@@ -8,16 +8,14 @@ import asyncio
 import itertools
 import json
 import logging
-import os
 import subprocess
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
-import rollout
 from protocol.errors import SettingsError
+from protocol.host.child_environment import child_environment
 from rollout.off_loop import off_loop, size_of
 
 _log = logging.getLogger("tether.sessions")
@@ -50,7 +48,8 @@ class ParserProcess:
         self._command = [
             (python if engine == "sglang" else "") or sys.executable, "-m", MODULES[engine],
         ]  # fmt: skip
-        self._environment = _environment(variables if engine == "sglang" else {})
+        libraries = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
+        self._environment = child_environment(libraries | (dict(variables) if engine == "sglang" else {}))
         self._process: asyncio.subprocess.Process | None = None
         self._one = asyncio.Lock()
         self._numbers = itertools.count()
@@ -169,11 +168,3 @@ async def _line(process: asyncio.subprocess.Process) -> bytes:
     if not line:
         raise EOFError("the parsers' process has ended")
     return line
-
-
-def _environment(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of the process: this one's without our settings, which may have credentials."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
-    found = {**own, "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **variables}
-    path = [str(Path(rollout.__file__).parents[1]), variables.get("PYTHONPATH"), own.get("PYTHONPATH")]
-    return {**found, "PYTHONPATH": os.pathsep.join(filter(None, path))}

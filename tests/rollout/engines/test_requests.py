@@ -13,7 +13,7 @@ from rollout.engines.requests import NOT_UPDATED, check_fits, read_config, spans
 
 
 def test_unreadable_model_config_is_named(tmp_path: Path) -> None:
-    with pytest.raises(EngineSettingsError, match=r"no config\.json"):
+    with pytest.raises(EngineSettingsError, match=r"config\.json: No such file"):
         read_config(tmp_path)
     (tmp_path / "config.json").write_text("[]")
     with pytest.raises(EngineSettingsError, match="not a JSON object"):

@@ -126,6 +126,20 @@ def test_reader_that_is_cancelled_asks_for_no_more() -> None:
     assert asked == ["bytes=0-0"]
 
 
+def test_reader_of_a_silent_server_ends_when_it_is_cancelled() -> None:
+    """The test's limit is far below the half of the deadline that one read may take."""
+    until = deadline(100_000)
+
+    async def silent(request: web.Request) -> web.Response:
+        until.cancel()
+        await asyncio.Event().wait()
+        return web.Response()
+
+    with server(silent) as url, range_reader(url, until) as files:
+        with pytest.raises(WeightError, match="version 3 over http: cancelled while reading http"):
+            files.read("file", np.zeros(3 * RANGE_BYTES[0], np.uint8))
+
+
 def test_server_without_ranges_is_refused() -> None:
     async def everything(request: web.Request) -> web.Response:
         return web.Response(body=bytes(1 << 20))

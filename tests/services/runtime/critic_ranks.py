@@ -72,7 +72,7 @@ def lead(case: Case, executor: Executor) -> None:
         executor.lead(IdleCommand())
     out.mkdir()
     executor.lead(SaveCommand(case.out))
-    assert executor.lead(FinishSaveCommand()) == ""
+    assert executor.lead(FinishSaveCommand()) == {}
     (out / "measured.json").write_text(json.dumps(found))
     executor.lead(ExitCommand())
 

@@ -76,7 +76,7 @@ def test_a_checkpoint_is_made_and_restored_by_commands(tmp_path: Path) -> None:
     before = weights(executor)
     executor.lead(SaveCommand(str(tmp_path)))
     executor.train(command(1))
-    assert executor.lead(FinishSaveCommand()) == ""
+    assert executor.lead(FinishSaveCommand()) == {}
     assert weights(executor) != before
     executor.lead(RestoreCommand(str(tmp_path)))
     assert weights(executor) == before

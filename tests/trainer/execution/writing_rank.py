@@ -16,7 +16,7 @@ def main(out: Path) -> None:
     rank, writer = dist.get_rank(), StateWriter()
     is_last = rank == dist.get_world_size() - 1
     writer.begin(HostState({f"part{rank}": {"x": torch.ones(2)}}), out / "absent" if is_last else out)
-    (out / f"rank{rank}.txt").write_text(writer.finish())
+    (out / f"rank{rank}.txt").write_text(str(writer.finish()))
     writer.close()
     dist.destroy_process_group()
 

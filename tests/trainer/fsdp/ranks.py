@@ -6,6 +6,7 @@ import sys
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from tests.trainer.fsdp.sharing import write_results
 from tests.trainer.lora.oracle import LORA
 from tests.trainer.lora.oracle import STEPS as ADAPTER_STEPS
 from tests.trainer.megatron.launch import DEADLINE_S
+from tests.trainer.megatron.memory.memory_ranks import check_size
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, step_batch
 from tests.trainer.megatron.ranks import (
     ALGORITHM,
@@ -72,6 +74,27 @@ def make_backend(
         algorithm=ALGORITHM,
         adapters=LORA if adapters else NO_ADAPTERS,
     )
+
+
+def limit_forward(backend: FsdpBackend, tokens: int) -> None:
+    """In the second layer, when the first one's activations are kept."""
+
+    def check(module: torch.nn.Module, inputs: tuple[torch.Tensor, ...]) -> None:
+        check_size(inputs[0].size(1), tokens)
+
+    module: Any = backend._model.module
+    module.model.layers[1].register_forward_pre_hook(check)
+
+
+def limit_backward(backend: FsdpBackend, tokens: int) -> None:
+    """In the backward pass, when the second layer has added its gradients already."""
+
+    def watch(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.requires_grad:
+            output.register_hook(lambda gradient: check_size(gradient.size(1), tokens))
+
+    module: Any = backend._model.module
+    module.model.layers[0].register_forward_hook(watch)
 
 
 def run(ranks: int, models: Path, out: Path) -> None:

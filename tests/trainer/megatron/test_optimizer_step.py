@@ -1,19 +1,16 @@
 """Tests that a step which runs out of memory is repeated, as if it had begun with the smaller budget."""
 
 import gc
-from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 
-from protocol.errors import SettingsError
 from tests.benchmarks.gpu_loop.job import WORDS, make_files
 from tests.benchmarks.trainer.samples import LongTail, batch_of
 from tests.trainer.megatron.launch import launch
-from tests.trainer.megatron.memory.memory_ranks import DEEP, EXPERTS, limit_backward, limit_forward
-from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
+from tests.trainer.megatron.memory.memory_ranks import DEEP, EXPERTS
+from tests.trainer.megatron.models import save_model
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.backends.base import StepStats
 from trainer.batch import Batch
@@ -21,90 +18,11 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 
 NAME = "qwen2"
-BUDGET = 1000
-"""Tokens: more than the batch has."""
-LIMIT = 40
-"""Tokens that a pass can have; the longest sample has fewer."""
 
 
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(NAME, tmp_path_factory.mktemp("model"))
-
-
-@pytest.fixture
-def open_backend(model_dir: Path) -> Iterator[Callable[..., MegatronBackend]]:
-    opened: list[MegatronBackend] = []
-
-    def make(**trainer: Any) -> MegatronBackend:
-        backend = MegatronBackend(
-            model_dir,
-            parallel=ParallelConfig(),
-            optimizer=OPTIMIZER,
-            trainer=TrainerConfig(**{"device": "cpu", "micro_batch_tokens": BUDGET, **trainer}),
-            algorithm=ALGORITHM,
-        )
-        opened.append(backend)
-        return backend
-
-    yield make
-    for backend in opened:
-        backend.close()
-
-
-@pytest.mark.parametrize("limit", [limit_forward, limit_backward])
-@pytest.mark.parametrize("recompute", ["", "selective"])
-def test_a_step_that_runs_out_of_memory_is_repeated_with_the_bits_of_the_smaller_budget(
-    open_backend: Callable[..., MegatronBackend],
-    limit: Callable[[Any, int], None],
-    recompute: str,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    short = open_backend(recompute_granularity=recompute)
-    limit(short, LIMIT)
-    batch = make_batch(NAME, 0)
-    repeated = short.train_step(batch)
-    tokens = short._passes.tokens
-    assert LIMIT / 2 < tokens <= LIMIT
-    (warning,) = repeated.warnings
-    assert f"out of memory with {BUDGET} tokens a micro-batch (out of memory: a pass of " in warning
-    assert f"repeated with {tokens}" in warning
-    assert "memory.out tokens=1000 next=" in caplog.text
-
-    small = open_backend(micro_batch_tokens=tokens, recompute_granularity=recompute)
-    plain = small.train_step(batch)
-    assert plain.warnings == ()
-    assert (repeated.loss, repeated.grad_norm) == (plain.loss, plain.grad_norm)
-    expected = dict(small.export())
-    assert all(torch.equal(expected[name], tensor) for name, tensor in short.export())
-    assert short.train_step(make_batch(NAME, 1)).warnings == ()
-
-
-def test_log_probabilities_are_computed_in_smaller_passes(
-    open_backend: Callable[..., MegatronBackend],
-) -> None:
-    backend = open_backend()
-    batch = make_batch(NAME, 0)
-    expected = backend.logprobs(batch)
-    limit_forward(backend, LIMIT)
-    torch.testing.assert_close(backend.logprobs(batch), expected, atol=1e-6, rtol=0)
-    assert backend._passes.tokens <= LIMIT
-    assert [warning.split(" (")[0] for warning in backend.train_step(batch).warnings] == [
-        f"out of memory with {BUDGET} tokens a micro-batch"
-    ]
-
-
-def test_one_sample_that_is_too_long_is_an_error_that_names_settings_and_changes_nothing(
-    open_backend: Callable[..., MegatronBackend],
-) -> None:
-    backend = open_backend()
-    before = {name: tensor.clone() for name, tensor in backend.export()}
-    limit_forward(backend, 2)
-    with pytest.raises(
-        SettingsError, match=r"one sample a micro-batch .*recompute_granularity.*\[parallel\]"
-    ):
-        backend.train_step(make_batch(NAME, 0))
-    assert all(torch.equal(before[name], tensor) for name, tensor in backend.export())
 
 
 @pytest.mark.xdist_group("layouts")  # one process forks the ranks of all

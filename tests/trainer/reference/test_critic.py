@@ -52,7 +52,7 @@ def test_a_checkpoint_resumes_both_models_bit_for_bit(tiny: Path, tmp_path: Path
     leader = Executor(models)
     leader.train(command(2))
     leader.lead(SaveCommand(str(tmp_path)))
-    assert leader.lead(FinishSaveCommand()) == ""
+    assert leader.lead(FinishSaveCommand()) == {}
     expected = [leader.train(command(step))[1] for step in (3, 4)], weights_of(models)
     leader.close()
     fresh = make_models("reference", tiny, dtype=dtype)

@@ -85,6 +85,29 @@ def test_layers_that_predict_further_tokens_are_exported_as_they_were(
     assert again.keys() == further.keys()  # an export can be the source of the next run
 
 
+@pytest.mark.parametrize("shard_bytes", [1 << 30, 1])
+def test_further_layers_that_the_model_trains_are_exported_once_as_trained(
+    model_dir: Path, tmp_path: Path, shard_bytes: int
+) -> None:
+    """As a model's own code may do: it loads layers that config.json does not count."""
+    source = tmp_path / "source"
+    shutil.copytree(model_dir, source)
+    layers = json.loads((source / "config.json").read_text())["num_hidden_layers"]
+    trained, further, head = (
+        f"model.layers.{layers}.enorm.weight",
+        f"model.layers.{layers}.x",
+        "mtp.fc.weight",
+    )
+    for name in ("further", "copy"):  # the same tensors in two files, as beside a consolidated one
+        save_file({key: torch.ones(4) for key in (trained, further, head)}, source / f"{name}.safetensors")
+    own = {"model.norm.weight": torch.zeros(3), trained: torch.full((4,), 2.0), head: torch.full((4,), 3.0)}
+    write_hf(iter(own.items()), tmp_path / "out", source, shard_bytes)
+    files = [load_file(path) for path in sorted((tmp_path / "out").glob("*.safetensors"))]
+    assert sorted(name for file in files for name in file) == sorted([*own, further])
+    found = {name: tensor for file in files for name, tensor in file.items()}
+    assert all(torch.equal(found[name], tensor) for name, tensor in own.items())
+
+
 def test_the_scripted_backend_can_be_exported(tmp_path: Path) -> None:
     write_hf(backend(tmp_path, name="scripted").export_model(), tmp_path / "out", tmp_path)
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [FILE, "model.safetensors"]

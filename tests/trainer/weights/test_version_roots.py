@@ -1,15 +1,18 @@
 """Versions by URL: of the trainer's own server, another web server, and a store that they are copied to."""
 
 import asyncio
+import threading
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any, ClassVar
 from uuid import uuid4
 
 import aiohttp
 import fsspec
 import pytest
 import torch
+from fsspec.implementations.memory import MemoryFileSystem
 from msgspec.structs import replace
 
 from protocol.errors import SettingsError, WeightError
@@ -75,6 +78,50 @@ def test_version_that_cannot_be_copied_is_not_published(url: str, tmp_path: Path
     assert torch.equal(receive(sender.publish("e1", 2, weights(2)))["a"], weights(2)[0][1])
 
 
+def test_failed_copy_of_a_version_that_was_there_leaves_no_place_for_it(url: str, tmp_path: Path) -> None:
+    sender = http_sender(WeightConfig(bucket_mb=1, keep=2, url=url), tmp_path)
+    for version in (0, 1):
+        sender.publish("e1", version, weights(version))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(fsspec.core.url_to_fs(url)[0]), "put_file", _fails)
+        with pytest.raises(WeightError):
+            sender.publish("e1", 1, weights(1))
+    sender.publish("e1", 2, weights(2))
+    sender.retire(frozenset())
+    assert names(url) == ["v00000000-e1", "v00000002-e1"]
+
+
+class HangingStore(MemoryFileSystem):  # type: ignore[misc]
+    """A store whose copies wait."""
+
+    protocol = "hangingstore"
+    answers = threading.Event()
+    copied: ClassVar[list[str]] = []
+
+    def put_file(self, lpath: str, rpath: str, *args: Any, **options: Any) -> None:
+        assert self.answers.wait(60)
+        self.copied.append(rpath)
+
+    def exists(self, path: str, **options: Any) -> bool:
+        return not self.answers.wait(60)
+
+
+def test_store_that_hangs_is_named_in_time_and_gets_no_other_file(tmp_path: Path) -> None:
+    fsspec.register_implementation("hangingstore", HangingStore, clobber=True)
+    config = WeightConfig(bucket_mb=1, url="hangingstore://run", timeout_s=0.2)
+    sender = http_sender(config, tmp_path)
+    with pytest.raises(
+        WeightError, match=r"^hangingstore://run: no answer within weights\.timeout_s, 0\.2 s"
+    ):
+        sender.publish("e1", 1, weights(1))
+    assert list(sender.directory.iterdir()) == []
+    left = [thread for thread in threading.enumerate() if thread.name == "weights-url"]
+    HangingStore.answers.set()
+    for thread in left:
+        thread.join(60)
+    assert [path.rsplit("/", 1)[1] for path in HangingStore.copied] == ["bucket_00000.bin"]
+
+
 def _fails(*arguments: object, **options: object) -> None:
     raise OSError("no such bucket")
 
@@ -117,8 +164,24 @@ def test_server_of_the_trainer_serves_versions_to_who_knows_the_path(tmp_path: P
     assert secret not in str(error.value)
 
 
+def test_version_is_not_published_by_a_server_that_has_ended(tmp_path: Path) -> None:
+    sender = http_sender(WeightConfig(bucket_mb=1), tmp_path)
+    sender._root.close()
+    with pytest.raises(WeightError, match=r"v00000001-e1: the server of weights\.host has ended"):
+        sender.publish("e1", 1, weights(1))
+    assert list(sender.directory.iterdir()) == []
+
+
 def test_root_that_cannot_be_served_or_opened_is_refused(tmp_path: Path) -> None:
     with pytest.raises(WeightError, match=r"weights\.host 192\.0\.2\.1: "):
         http_sender(WeightConfig(host="192.0.2.1"), tmp_path)
+    (tmp_path / "weights/left.tmp").touch()  # a directory by its name, which cannot be removed as one
+    with pytest.raises(WeightError, match=r"left\.tmp"):
+        http_sender(WeightConfig(), tmp_path)
+    with pytest.raises(WeightError, match=r"weights\.host 127\.0\.0\.1: .*absent"):
+        ServedRoot(tmp_path / "absent", "127.0.0.1")
+    for server in (thread for thread in threading.enumerate() if thread.name == "weights-http"):
+        server.join(60)
+        assert not server.is_alive()
     with pytest.raises(SettingsError, match=r"setting weights\.url: nothing://run: "):
         http_sender(WeightConfig(url="nothing://run"), tmp_path)

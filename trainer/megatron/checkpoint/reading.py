@@ -17,6 +17,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from protocol.errors import SettingsError
+from protocol.host.json_file import read_object
 from trainer.megatron.checkpoint.description import (
     FORMAT,
     KINDS,
@@ -186,14 +187,7 @@ def read_description(directory: Path) -> dict[str, Any]:
         SettingsError: the file cannot be read, or is of another format.
     """
     path = directory / LAYOUT
-    try:
-        description = json.loads(path.read_text())
-        if not isinstance(description, dict):
-            raise ValueError("it is no object")
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"cannot read {path}: {error}: not a checkpoint of the megatron backend"
-        ) from error
+    description = read_object(path, f"cannot read {path}", ": not a checkpoint of the megatron backend")
     if description.get("format") != FORMAT:
         raise SettingsError(f"{path} is of format {description.get('format')}; this tether reads {FORMAT}")
     return description

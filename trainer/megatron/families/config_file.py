@@ -1,12 +1,12 @@
 """Reads config.json of a Hugging Face checkpoint, and checks the JSON types of the fields that are used."""
 
-import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import UnionType
 from typing import Any
 
 from protocol.errors import SettingsError
+from protocol.host.json_file import read_object
 
 KINDS: Mapping[str, tuple[type | UnionType, tuple[str, ...]]] = {
     "a string": (str, ("model_type", "rope_type", "type")),
@@ -91,15 +91,7 @@ def read_config(model_dir: Path) -> dict[str, Any]:
         SettingsError: the file is missing, or not a JSON object.
     """
     path = model_dir / "config.json"
-    try:
-        found = json.loads(path.read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(
-            f"cannot read {path}: {error}: give the directory of a Hugging Face checkpoint"
-        ) from None
-    if not isinstance(found, dict):
-        raise SettingsError(f"{path} is not a JSON object: give the directory of a Hugging Face checkpoint")
-    return found
+    return read_object(path, f"cannot read {path}", ": give the directory of a Hugging Face checkpoint")
 
 
 def check_types(path: Path, table: Mapping[str, Any]) -> None:

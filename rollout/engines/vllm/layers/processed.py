@@ -52,6 +52,8 @@ class LayerProcessing:
         shadow = self._shadow(
             {key: _like(tensor, inputs[f"{self.name}.{key}"]) for key, tensor in self._unprocessed.items()}
         )
+        # vLLM's current settings are the process's, not the thread's. It sets them itself while it starts and
+        # in its own weight updates, and always to these, so that no thread sees others.
         device = next(iter([*inputs.values(), *self.live().values()])).device
         with torch.no_grad(), device, set_current_vllm_config(self._config):
             if _is_latent(shadow):

@@ -12,13 +12,12 @@ import pytest
 pytest.importorskip("daytona")
 
 from protocol.errors import SettingsError
-from rollout.programs.folder import programs_directory
-from rollout.sandboxes.base import SandboxDied, Start
+from rollout.sandboxes.base import Start
 from rollout.sandboxes.pool import SandboxPool
 from rollout.sandboxes.remote.daytona import DaytonaProvider
-from rollout.sandboxes.remote.provider import host_label
-from tests.contracts.sandbox_suite import CONFIG, START, SandboxContract, shell
+from tests.contracts.sandbox_suite import CONFIG, START, shell
 from tests.rollout.sandboxes.remote.daytona_double import KEY, Double, served
+from tests.rollout.sandboxes.remote.suite import RemoteContract
 
 pytestmark = pytest.mark.slow
 
@@ -40,8 +39,8 @@ async def provider(double: Double) -> AsyncIterator[DaytonaProvider]:
     await provider.close()
 
 
-class TestDaytona(SandboxContract):
-    storm = 8
+class TestDaytona(RemoteContract):
+    company, labels = "Daytona", "labels"
 
 
 @pytest.mark.parametrize(
@@ -63,26 +62,6 @@ async def test_a_sandbox_has_its_lease_and_reaches_its_endpoint_alone(
     (asked,) = double.machines.asked.values()
     assert (asked["snapshot"], asked["user"], asked["ttlMinutes"]) == ("mine", "root", 2)
     assert {name: asked[name] for name in asked if "etwork" in name or "domain" in name} == network
-
-
-async def test_machines_of_dead_workers_of_this_host_are_removed(
-    double: Double, provider: DaytonaProvider
-) -> None:
-    gone = {**host_label(), "tether_folder": str(programs_directory() / "gone")}
-    await double.machines.create({"labels": gone})
-    other = await double.machines.create({"labels": {**gone, "tether_host": "other"}})
-    async with SandboxPool(provider, 1).leased(START):
-        assert await provider.clear_left() == 0
-        assert len(double.machines.running) == 2
-    assert list(double.machines.running) == [other]
-    await double.machines.remove(other)
-
-
-async def test_a_machine_that_has_ended_is_a_dead_sandbox(double: Double, provider: DaytonaProvider) -> None:
-    async with SandboxPool(provider, 1).leased(START) as sandbox:
-        await double.machines.close()
-        with pytest.raises(SandboxDied, match="Daytona: "):
-            await shell(sandbox, "true")
 
 
 async def test_a_key_that_is_wrong_or_missing_is_refused_by_name(

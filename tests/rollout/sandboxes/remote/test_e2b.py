@@ -12,13 +12,12 @@ import pytest
 pytest.importorskip("e2b")
 
 from protocol.errors import SettingsError
-from rollout.programs.folder import programs_directory
-from rollout.sandboxes.base import SandboxDied, Start
+from rollout.sandboxes.base import Start
 from rollout.sandboxes.pool import SandboxPool
 from rollout.sandboxes.remote.e2b import E2BProvider
-from rollout.sandboxes.remote.provider import host_label
-from tests.contracts.sandbox_suite import CONFIG, START, SandboxContract, shell
+from tests.contracts.sandbox_suite import CONFIG, START, shell
 from tests.rollout.sandboxes.remote.e2b_double import KEY, Double, served
+from tests.rollout.sandboxes.remote.suite import RemoteContract
 
 pytestmark = pytest.mark.slow
 
@@ -39,8 +38,8 @@ def provider(double: Double) -> E2BProvider:
     return E2BProvider(CONFIG)
 
 
-class TestE2B(SandboxContract):
-    storm = 8
+class TestE2B(RemoteContract):
+    company, labels = "E2B", "metadata"
 
 
 async def test_a_sandbox_has_its_lease_and_reaches_its_endpoint_alone(
@@ -58,26 +57,6 @@ async def test_a_sandbox_has_its_lease_and_reaches_its_endpoint_alone(
     assert (first["templateID"], first["timeout"]) == ("mine", 91)
     assert first["network"] == {"allowOut": ["far.example"], "denyOut": ["0.0.0.0/0"]}
     assert second["network"] == {"denyOut": ["0.0.0.0/0"]}
-
-
-async def test_machines_of_dead_workers_of_this_host_are_removed(
-    double: Double, provider: E2BProvider
-) -> None:
-    gone = {**host_label(), "tether_folder": str(programs_directory() / "gone")}
-    await double.machines.create({"metadata": gone})
-    other = await double.machines.create({"metadata": {**gone, "tether_host": "other"}})
-    async with SandboxPool(provider, 1).leased(START):
-        assert await provider.clear_left() == 0
-        assert len(double.machines.running) == 2
-    assert list(double.machines.running) == [other]
-    await double.machines.remove(other)
-
-
-async def test_a_machine_that_has_ended_is_a_dead_sandbox(double: Double, provider: E2BProvider) -> None:
-    async with SandboxPool(provider, 1).leased(START) as sandbox:
-        await double.machines.close()
-        with pytest.raises(SandboxDied, match="E2B: "):
-            await shell(sandbox, "true")
 
 
 async def test_a_setting_that_cannot_work_is_refused_by_name(

@@ -34,7 +34,7 @@ def limit_forward(backend: MegatronBackend, tokens: int) -> None:
     """In the second layer, when the first one's activations are kept."""
 
     def check(module: torch.nn.Module, inputs: Any, options: dict[str, Any]) -> None:
-        _check(options["hidden_states"].size(0), tokens)
+        check_size(options["hidden_states"].size(0), tokens)
 
     layer = backend._runner._inner[0].decoder.layers[1]
     layer.register_forward_pre_hook(check, with_kwargs=True)
@@ -44,7 +44,7 @@ def limit_backward(backend: MegatronBackend, tokens: int) -> None:
     """In the backward pass, when the second layer has added its gradients already."""
 
     def check(gradient: torch.Tensor) -> None:
-        _check(gradient.size(0), tokens)
+        check_size(gradient.size(0), tokens)
 
     def watch(module: torch.nn.Module, inputs: Any, output: tuple[torch.Tensor, Any]) -> None:
         if output[0].requires_grad:
@@ -53,7 +53,8 @@ def limit_backward(backend: MegatronBackend, tokens: int) -> None:
     backend._runner._inner[0].decoder.layers[0].register_forward_hook(watch)
 
 
-def _check(found: int, limit: int) -> None:
+def check_size(found: int, limit: int) -> None:
+    """Raise torch's own error if a pass has too many tokens."""
     if found > limit:
         raise torch.OutOfMemoryError(f"out of memory: a pass of {found} tokens. There are {limit}")
 

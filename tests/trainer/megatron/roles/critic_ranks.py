@@ -92,7 +92,7 @@ def _resume(leader: Executor, out: Path) -> None:
 def _save(leader: Executor, directory: Path) -> None:
     directory.mkdir()
     leader.lead(SaveCommand(str(directory)))
-    assert leader.lead(FinishSaveCommand()) == ""
+    assert leader.lead(FinishSaveCommand()) == {}
 
 
 if __name__ == "__main__":

@@ -1,0 +1,30 @@
+"""Reads files that hold one JSON object, with errors that say what the file is."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import SettingsError
+
+
+def read_object(
+    path: Path, what: str, remedy: str = "", kind: type[SettingsError] = SettingsError
+) -> dict[str, Any]:
+    """Return the object in a JSON file.
+
+    Args:
+        path: the file.
+        what: begins the error's text.
+        remedy: ends it, with what to do.
+        kind: class of the error.
+
+    Raises:
+        SettingsError: the file cannot be read, or holds no JSON object.
+    """
+    try:
+        found = json.loads(path.read_text())
+    except (OSError, ValueError) as error:
+        raise kind(f"{what}: {getattr(error, 'strerror', None) or error}{remedy}") from None
+    if not isinstance(found, dict):
+        raise kind(f"{what}: it is not a JSON object{remedy}")
+    return found
