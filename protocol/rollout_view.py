@@ -104,6 +104,7 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     check_logprobs(group, logprobs, lambda token: branches[bisect_right(starts, token) - 1][0])
     for field, values in (("finish_reasons", rollout.finish_reasons), ("responses", rollout.responses)):
         require(len(values) == n, group, field, f"has {len(values)} entries for {n} samples")
+    cancelled_lengths(rollout)
     rewards, own_prompts = _environment_rewards(rollout, n), _own_prompts(rollout, branches, starts)
     prompt_experts, experts = _experts(rollout, len(prompt), total)
     contexts = _contexts(group, starts, branches, tokens)
@@ -126,6 +127,19 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
         for i, ((sample, _, _), (start, end)) in enumerate(zip(branches, pairwise(starts), strict=True))
     )
     return RolloutView(group, prompt, rows, n, prompt_experts)
+
+
+def cancelled_lengths(rollout: Rollout) -> list[int]:
+    """Return the tokens of each cancelled sample of the group.
+
+    Raises:
+        ProtocolError: they are no numbers of at least 0; names the group.
+    """
+    if rollout.cancelled is None:
+        return []
+    lengths = checked_array(rollout.group, "cancelled", rollout.cancelled, "int32", (None,))
+    require(bool((lengths >= 0).all()), rollout.group, "cancelled", "has a negative length")
+    return list(lengths.tolist())
 
 
 def sample_lengths(rollout: Rollout) -> list[int]:

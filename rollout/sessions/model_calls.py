@@ -16,6 +16,9 @@ from rollout.sessions.record import SampleRecord
 from rollout.sessions.sampling import RequestSampling, SamplingRules
 
 OVER = "the episode has ended; its model cannot be called any more"
+ENOUGH = "sampling.keep_first other samples of its group have finished"
+CANCELLED = "cancelled"
+"""Reason of an attempt that is ended because its sample is not needed any more."""
 
 
 class ModelCalls:
@@ -45,13 +48,20 @@ class ModelCalls:
         self.max_model_len, self.name, self._ended = max_model_len, name, end_reason
         self._asked = 0
         self._over = False
-        self._running: set[asyncio.Timeout] = set()
+        self._running: dict[str, asyncio.Timeout] = {}
+        """Request that the engine runs -> its time limit."""
+        self._idle = asyncio.Event()
+        """Is set when the last of them has ended."""
         self.turns = self.tokens = 0
         self.first_prompt = self.later_prompts = NOTHING_READ
         self.error: EngineError | EpisodeError | None = None
         """The first error of a call: it counts even if the environment catches it."""
         self.late = False
         """Whether the attempt has used up its time."""
+        self.surplus = False
+        """Whether enough other samples of its group have finished."""
+        self.end: Callable[[], None] = lambda: None
+        """Cancels the environment while the attempt runs."""
         self.left_behind = False
         """Whether the environment runs on although it was cancelled."""
 
@@ -66,7 +76,7 @@ class ModelCalls:
         """Reason why the attempt is ended from outside; empty while it is not, or if none is given."""
         if self.late:
             return f"not done within environment.episode_s {self._config.episode_s:g} s"
-        return self._ended()
+        return ENOUGH if self.surplus else self._ended()
 
     async def __call__(
         self, tokens: tuple[int, ...], max_tokens: int | None, own: RequestSampling | None = None
@@ -74,6 +84,8 @@ class ModelCalls:
         """Continue tokens, as `Generate`; `own` has parameters that apply instead of the run's."""
         if self._over:
             raise RuntimeError(OVER)
+        if self.surplus:
+            raise self._failed(EpisodeError(CANCELLED, ENOUGH))
         limit = self._limit(len(tokens), max_tokens)
         sampling = replace(self.sampling, seed=seed_within(self.sampling.seed, self._asked))
         sampling = sampling if own is None else own.applied(sampling)
@@ -86,7 +98,7 @@ class ModelCalls:
         self._asked += 1
         try:
             async with asyncio.timeout(self._config.call_s) as timeout:
-                self._running.add(timeout)
+                self._running[request.id] = timeout
                 completion = await self._engine.generate(request)
         except TimeoutError:
             if not timeout.expired():
@@ -100,8 +112,13 @@ class ModelCalls:
         except EngineError as error:
             raise self._failed(error) from None
         finally:
-            self._running.discard(timeout)
+            self._running.pop(request.id, None)
+            if not self._running:
+                self._idle.set()
         if completion.finish_reason == "abort":
+            self.tokens += len(completion.tokens)
+            if self.surplus:
+                raise self._failed(EpisodeError(CANCELLED, ENOUGH))
             text = f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
             raise self._failed(EngineError(text))
         more = () if own is None else own.stop
@@ -125,9 +142,18 @@ class ModelCalls:
     def close(self) -> None:
         """Refuse further calls, and end those that a task of the environment's own has left running."""
         self._over = True
-        for timeout in self._running:
+        for timeout in self._running.values():
             if not timeout.expired():
                 timeout.reschedule(0)
+
+    async def cancel(self) -> None:
+        """End the attempt: first its requests, so that their tokens are counted, then the environment."""
+        self.surplus = True
+        if self._running:
+            self._idle.clear()
+            await self._engine.abort(list(self._running))
+            await self._idle.wait()
+        self.end()
 
     def leave_behind(self) -> None:
         """Note that the environment runs on."""
