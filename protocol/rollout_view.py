@@ -104,7 +104,6 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     check_logprobs(group, logprobs, lambda token: branches[bisect_right(starts, token) - 1][0])
     for field, values in (("finish_reasons", rollout.finish_reasons), ("responses", rollout.responses)):
         require(len(values) == n, group, field, f"has {len(values)} entries for {n} samples")
-    cancelled_lengths(rollout)
     rewards, own_prompts = _environment_rewards(rollout, n), _own_prompts(rollout, branches, starts)
     prompt_experts, experts = _experts(rollout, len(prompt), total)
     contexts = _contexts(group, starts, branches, tokens)

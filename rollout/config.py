@@ -20,8 +20,8 @@ class SamplingConfig:
     """n, the samples of a group."""
     keep_first: Annotated[int, Interval(ge=0, le=10**5)] = 0
     """k: the first k samples of a group to finish are trained, and the other n - k are cancelled then. Groups
-    end sooner, and what is trained is shorter than what the model writes (docs/algorithms.md). 0: all are
-    waited for."""
+    end sooner, and trained answers are shorter than the model's (docs/algorithms.md). 0: all are waited for.
+    """
     temperature: Annotated[float, Interval(ge=0, le=100)] = set_first(1.0)
     """Divides the logits before sampling, in engine and trainer alike. Training refuses less than 0.01."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0

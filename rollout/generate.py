@@ -59,10 +59,8 @@ async def generate_group(
         engine, renderer: generate, render the prompt, and detokenize the samples.
         environment, prompt: the producer of each sample, and its input.
         group, token, engine_name: fields of the message, see `Rollout`.
-        n, sampling: samples to generate, and the parameters of every generation.
-        config, max_model_len: limits of episodes, and of the tokens of prompt and sample; 0: none is known.
-        least: samples that must remain when others have failed; None: all.
-        keep: samples after which the others are cancelled, see `Episodes.samples`.
+        n, least, keep: as in `Episodes.samples`; no least: all.
+        sampling, config, max_model_len: parameters of each generation, limits of episodes and of tokens.
         report, ended, recording, strays: as in `Episodes`; no strays: a new set for this group alone.
         with_turn_texts: whether verifiers may ask for the text of each turn.
 
@@ -81,13 +79,7 @@ async def generate_group(
         _rollout, prompt, prompt_tokens, samples, renderer, with_turn_texts, group=group, token=token,
         engine=engine_name, generate_s=time.perf_counter() - began,
     )  # fmt: skip
-    rollout = await off_loop(TOKEN * sum(map(_length, samples)), make)
-    return msgspec.structs.replace(
-        rollout,
-        read_tokens=attempts.read.total,
-        cached_tokens=attempts.read.cached,
-        cancelled=Array.of(attempts.cancelled, "int32") if attempts.cancelled else None,
-    )
+    return attempts.counted_in(await off_loop(TOKEN * sum(map(_length, samples)), make))
 
 
 def failure_reason(error: Exception) -> str:
@@ -113,6 +105,15 @@ class _Attempts:
         if attempt.failure == CANCELLED:
             self.cancelled.append(attempt.tokens)
         self.report(attempt)
+
+    def counted_in(self, rollout: Rollout) -> Rollout:
+        """Return the message of the group with these sums."""
+        return msgspec.structs.replace(
+            rollout,
+            read_tokens=self.read.total,
+            cached_tokens=self.read.cached,
+            cancelled=Array.of(self.cancelled, "int32") if self.cancelled else None,
+        )
 
 
 def _rollout(

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -17,6 +18,8 @@ from rollout.sessions.sampling import RequestSampling, SamplingRules
 
 OVER = "the episode has ended; its model cannot be called any more"
 ENOUGH = "sampling.keep_first other samples of its group have finished"
+ABORT_S = 1.0
+"""Seconds after which a request that still runs is aborted again."""
 CANCELLED = "cancelled"
 """Reason of an attempt that is ended because its sample is not needed any more."""
 
@@ -84,8 +87,6 @@ class ModelCalls:
         """Continue tokens, as `Generate`; `own` has parameters that apply instead of the run's."""
         if self._over:
             raise RuntimeError(OVER)
-        if self.surplus:
-            raise self._failed(EpisodeError(CANCELLED, ENOUGH))
         limit = self._limit(len(tokens), max_tokens)
         sampling = replace(self.sampling, seed=seed_within(self.sampling.seed, self._asked))
         sampling = sampling if own is None else own.applied(sampling)
@@ -116,11 +117,7 @@ class ModelCalls:
             if not self._running:
                 self._idle.set()
         if completion.finish_reason == "abort":
-            self.tokens += len(completion.tokens)
-            if self.surplus:
-                raise self._failed(EpisodeError(CANCELLED, ENOUGH))
-            text = f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
-            raise self._failed(EngineError(text))
+            raise self._aborted(request.id, len(completion.tokens))
         more = () if own is None else own.stop
         if self._renderer is not None and (more or self._renderer.stop_strings):
             found = partial(self._renderer.stopped_length, completion.tokens, more)
@@ -149,10 +146,12 @@ class ModelCalls:
     async def cancel(self) -> None:
         """End the attempt: first its requests, so that their tokens are counted, then the environment."""
         self.surplus = True
-        if self._running:
+        while self._running:
             self._idle.clear()
             await self._engine.abort(list(self._running))
-            await self._idle.wait()
+            with suppress(TimeoutError):  # an engine may miss one that is only being handed over to it
+                async with asyncio.timeout(ABORT_S):
+                    await self._idle.wait()
         self.end()
 
     def leave_behind(self) -> None:
@@ -161,6 +160,8 @@ class ModelCalls:
 
     def _limit(self, context: int, max_tokens: int | None) -> int:
         """Return the most tokens of a call. Raises EpisodeOver if there is no turn or no room left."""
+        if self.surplus:
+            raise self._failed(EpisodeError(CANCELLED, ENOUGH))
         most = self.sampling.max_tokens
         if self._asked:
             if 0 < self._config.max_turns <= self._asked:
@@ -171,6 +172,13 @@ class ModelCalls:
                     raise EpisodeOver(f"{context} tokens fill engine.max_model_len {self.max_model_len}")
                 most = min(most, room)
         return most if max_tokens is None else min(max_tokens, most)
+
+    def _aborted(self, request: str, tokens: int) -> EngineError | EpisodeError:
+        """Return the error of a request that was aborted after some tokens, and count these."""
+        self.tokens += tokens
+        if self.surplus:
+            return self._failed(EpisodeError(CANCELLED, ENOUGH))
+        return self._failed(EngineError(f"request {request}: the engine aborted it after {tokens} tokens"))
 
     def _failed(self, error: EngineError | EpisodeError) -> EngineError | EpisodeError:
         self.error = self.error or error

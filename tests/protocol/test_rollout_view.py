@@ -36,7 +36,7 @@ def test_tokens_of_cancelled_samples_are_checked() -> None:
     assert cancelled_lengths(BRANCHED) == [3, 0]
     wrong = msgspec.structs.replace(ROLLOUT, cancelled=Array.of([3, -1], "int32"))
     with pytest.raises(ProtocolError, match="cancelled has a negative length"):
-        decode_rollout(wrong)
+        cancelled_lengths(wrong)
 
 
 def test_experts_are_of_the_samples_that_have_them() -> None:

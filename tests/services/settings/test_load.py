@@ -390,32 +390,6 @@ def test_filtering_of_groups_is_refused_where_equal_rewards_are_a_signal(
     assert said in refusal(None, "algorithm.filter_groups=true", *changes)
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (("sampling.keep_first=8",), "keep_first: 8 of sampling.samples_per_prompt 8 samples"),
-        (("sampling.keep_first=1",), "keep_first: 1 of sampling.samples_per_prompt 8 samples"),
-        (
-            ("sampling.keep_first=6", "environment.name=agent"),
-            "keep_first: environment 'agent' records calls",
-        ),
-        (
-            ("sampling.keep_first=6", "environment.name=tools"),
-            "keep_first: environment 'tools' records calls",
-        ),
-        (
-            ("sampling.keep_first=2", "bound.groups_per_step=2", "trainer.num_mini_batches=5"),
-            "5 mini-batches for the 4 samples",
-        ),
-    ],
-)
-def test_samples_that_are_kept_are_two_or_more_of_a_group_without_records(
-    changes: tuple[str, ...], said: str
-) -> None:
-    assert said in refusal(None, "sampling.samples_per_prompt=8", *changes)
-    assert load(None, "sampling.samples_per_prompt=8", "sampling.keep_first=6").sampling.kept_samples == 6
-
-
 def test_shaping_needs_a_buffer_below_the_limit() -> None:
     shape = ("algorithm.truncated=shape", "sampling.max_tokens=32")
     for buffer, limit in ((0, 0), (33, 0), (17, 16)):

@@ -98,11 +98,9 @@ def test_prefix_hits_are_those_of_all_groups_together() -> None:
 
 
 def test_cancelled_samples_are_counted_beside_those_that_are_trained() -> None:
-    found = plan(LATE, FRESH).stats
-    assert (found.cancelled_samples, found.cancelled_tokens, found.cancelled_length_mean) == (None,) * 3
+    assert plan(LATE, FRESH).stats.cancelled_length_mean is None
     more = plan(replace(LATE, cancelled=(7, 0)), replace(FRESH, cancelled=(2,))).stats
     assert (more.cancelled_samples, more.cancelled_tokens, more.cancelled_length_mean) == (3, 9, 3.0)
-    assert (more.trained_tokens, more.step_tokens) == (found.trained_tokens, found.step_tokens)
 
 
 def test_a_late_token_is_a_violation_without_masking() -> None:

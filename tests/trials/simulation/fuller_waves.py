@@ -77,8 +77,8 @@ def main() -> None:
         few = row(replace(setting, samples=keep, keep=0), args.seeds)
         steps = row(setting, args.seeds)["steps_per_h"] / few["steps_per_h"]
         print(
-            f"first {keep} of {SAMPLES}: kept {kept:.2f}, cancelled after {cancelled:.2f} of the mean length; "
-            f"{steps:.2f} of the steps with {keep} samples"
+            f"first {keep} of {SAMPLES}: kept {kept:.2f}, cancelled after {cancelled:.2f} of the mean "
+            f"length; {steps:.2f} of the steps with {keep} samples"
         )
 
 

@@ -109,7 +109,7 @@ class Waves:
         self._decoded: list[tuple[float, int, float, Group]] = []
         """Heap of samples that have one: progress at their end, number, progress at their begin, group."""
         self._medians: list[float] = []
-        """Of the next prompts' lengths, the next one last."""
+        """Median lengths of samples of the next prompts, the next one last."""
         self._scored: list[Group] = []
         self._order = 0
         self._version = self._served = 0
