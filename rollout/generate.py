@@ -59,7 +59,7 @@ async def generate_group(
         engine, renderer: generate, render the prompt, and detokenize the samples.
         environment, prompt: the producer of each sample, and its input.
         group, token, engine_name: fields of the message, see `Rollout`.
-        n, least, keep: as in `Episodes.samples`; no least: all.
+        n, least, keep: as in `Episodes.samples`; no least: all that are kept.
         sampling, config, max_model_len: parameters of each generation, limits of episodes and of tokens.
         report, ended, recording, strays: as in `Episodes`; no strays: a new set for this group alone.
         with_turn_texts: whether verifiers may ask for the text of each turn.
@@ -74,7 +74,7 @@ async def generate_group(
         ended, recording, Strays() if strays is None else strays,
     )  # fmt: skip
     name = f"{group}/{{sample}}.{{turn}}.{token}"
-    samples = await episodes.samples(n, n if least is None else least, name, keep)
+    samples = await episodes.samples(n, (keep or n) if least is None else least, name, keep)
     make = functools.partial(
         _rollout, prompt, prompt_tokens, samples, renderer, with_turn_texts, group=group, token=token,
         engine=engine_name, generate_s=time.perf_counter() - began,
