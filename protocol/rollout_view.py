@@ -128,6 +128,19 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     return RolloutView(group, prompt, rows, n, prompt_experts)
 
 
+def cancelled_lengths(rollout: Rollout) -> list[int]:
+    """Return the tokens of each cancelled sample of the group.
+
+    Raises:
+        ProtocolError: they are no numbers of at least 0; names the group.
+    """
+    if rollout.cancelled is None:
+        return []
+    lengths = checked_array(rollout.group, "cancelled", rollout.cancelled, "int32", (None,))
+    require(bool((lengths >= 0).all()), rollout.group, "cancelled", "has a negative length")
+    return list(lengths.tolist())
+
+
 def sample_lengths(rollout: Rollout) -> list[int]:
     """Return the tokens of each sample in all of its rows, counted once, without its prompt.
 

@@ -18,6 +18,10 @@ class SamplingConfig:
 
     samples_per_prompt: Annotated[int, Interval(ge=1, le=10**5)] = set_first(8)
     """n, the samples of a group."""
+    keep_first: Annotated[int, Interval(ge=0, le=10**5)] = 0
+    """k: the first k samples of a group to finish are trained, and the other n - k are cancelled then. Groups
+    end sooner, and trained answers are shorter than the model's (docs/algorithms.md). 0: all are waited for.
+    """
     temperature: Annotated[float, Interval(ge=0, le=100)] = set_first(1.0)
     """Divides the logits before sampling, in engine and trainer alike. Training refuses less than 0.01."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
@@ -27,6 +31,11 @@ class SamplingConfig:
     """Refused above 0 in training, as `top_p` is below 1; see `eval.top_k`."""
     max_tokens: Annotated[int, Interval(ge=1, le=10**7)] = set_first(128)
     """Limit of one generation, tokens. An environment with several turns may set less for each."""
+
+    @property
+    def kept_samples(self) -> int:
+        """Samples of a group that are trained, unless some fail."""
+        return self.keep_first or self.samples_per_prompt
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,17 +20,18 @@ from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sample import NOTHING_READ, EpisodeOver, PromptTokens, Sample
 from rollout.seeds import seed_within
-from rollout.sessions.model_calls import ModelCalls
+from rollout.sessions.model_calls import CANCELLED, ENOUGH, ModelCalls
 from rollout.sessions.record import Recording
 from rollout.strays import Strays
 
-FAILURES = ("call_s", "episode_s", "length", "replay", "error")
+FAILURES = ("call_s", "episode_s", "length", "replay", "error", CANCELLED)
 """Reasons of failed episodes.
 
 - `call_s`, `episode_s`: a time limit of `[environment]`.
 - `length`: the environment did not handle `EpisodeOver`.
 - `replay`: calls are recorded, but the harness must not be run again, or all of them are too old to train.
 - `error`: any exception of the environment.
+- `cancelled`: `sampling.keep_first` other samples of the group had finished before.
 """
 MAX_ERROR = 500
 """Characters of an error that are reported."""
@@ -62,6 +63,34 @@ class EpisodeReport:
     """Recorded calls that the harness did not ask for again."""
 
 
+@dataclass(slots=True)
+class Race:
+    """The attempts of a group that run, of which the first `keep` samples to finish are kept."""
+
+    keep: int
+    """0: all are."""
+    finished: int = 0
+    """Samples that are kept so far."""
+    running: set[ModelCalls] = field(default_factory=set)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether no further sample is kept."""
+        return 0 < self.keep <= self.finished
+
+    def finish(self) -> None:
+        """Count a sample that has finished. Raises EpisodeError if it is not kept."""
+        if self.is_over:
+            raise EpisodeError(CANCELLED, ENOUGH)
+        self.finished += 1
+
+    async def cancel_rest(self) -> None:
+        """End the attempts that still run, once the race is over."""
+        async with asyncio.TaskGroup() as tasks:
+            for calls in self.running if self.is_over else ():
+                tasks.create_task(calls.cancel(), name=f"cancel-{calls.name}")
+
+
 @dataclass(frozen=True, slots=True)
 class Episodes:
     """Everything that the samples of a group have in common."""
@@ -84,7 +113,7 @@ class Episodes:
     strays: Strays = field(default_factory=Strays)
     """Has the episodes that do not end when they are cancelled, of all groups of the process."""
 
-    async def samples(self, n: int, least: int, name: str) -> list[Sample]:
+    async def samples(self, n: int, least: int, name: str, keep: int = 0) -> list[Sample]:
         """Return the samples of `n` that did not fail, at least `least`.
 
         If the group fails, all samples are cancelled. Cancelling leaves no request on the engine.
@@ -92,6 +121,7 @@ class Episodes:
         Args:
             n: samples to generate.
             least: samples that must remain.
+            keep: samples after which the others are cancelled; 0: all are waited for.
             name: ids of requests, with `{sample}` and `{turn}` in it; contains the lease token, so that they
                 differ if the group is leased again.
 
@@ -100,10 +130,11 @@ class Episodes:
             SettingsError: the prompt does not fit the environment.
             EpisodeError: fewer samples remain.
         """
+        race = Race(keep)
         try:
             async with asyncio.TaskGroup() as tasks:
                 running = [
-                    tasks.create_task(self._sample(i, name), name=f"sample-{self.prompt.index}/{i}")
+                    tasks.create_task(self._sample(i, name, race), name=f"sample-{self.prompt.index}/{i}")
                     for i in range(n)
                 ]
         except BaseExceptionGroup as failures:
@@ -116,7 +147,7 @@ class Episodes:
             raise EpisodeError(failed[0].reason, text)
         return samples
 
-    async def _sample(self, index: int, name: str) -> Sample | EpisodeError:
+    async def _sample(self, index: int, name: str, race: Race) -> Sample | EpisodeError:
         """Return a sample, or why its last attempt failed."""
         failure = EpisodeError("error", "not tried")
         began = time.monotonic()
@@ -126,30 +157,34 @@ class Episodes:
         last = self.config.attempts
         for attempt in itertools.count():
             left_s = began + self.config.episode_s - time.monotonic()
-            if left_s <= 0 or attempt >= last:
+            if left_s <= 0 or attempt >= last or race.is_over:
                 break
             ids = name.replace("{sample}", str(index)) + (f".{attempt}" if attempt else "")
             calls = ModelCalls(
                 self.engine, sampling, self.config, self.max_model_len, ids, self.ended, record,
                 self.renderer,
             )  # fmt: skip
-            result = await self._reported(index, attempt, calls, left_s)
+            result = await self._reported(index, attempt, calls, left_s, race)
             if isinstance(result, Sample):
+                await race.cancel_rest()
                 return result
             failure = result
             last += result.reason == "replay" and record is not None and record.replayed > 0
         return failure
 
     async def _reported(
-        self, index: int, attempt: int, calls: ModelCalls, left_s: float
+        self, index: int, attempt: int, calls: ModelCalls, left_s: float, race: Race
     ) -> Sample | EpisodeError:
         began = time.monotonic()
         result: Sample | EpisodeError
+        race.running.add(calls)
         try:
             result = await self._attempt(calls, left_s)
+            race.finish()
         except EpisodeError as error:
             result = error
         finally:
+            race.running.discard(calls)
             calls.close()
         failure, text = ("", "") if isinstance(result, Sample) else (result.reason, result.error)
         seconds = time.monotonic() - began
@@ -189,6 +224,8 @@ class Episodes:
             pass  # `limit` has expired: other exceptions inside are caught there
         if calls.error is not None:
             raise calls.error
+        if calls.surplus and not calls.late:
+            raise EpisodeError(CANCELLED, ENOUGH)
         if limit.expired():
             on = ", and it runs on although it was cancelled" if calls.left_behind else ""
             raise EpisodeError("episode_s", calls.ended + on)
@@ -208,15 +245,17 @@ async def _limited(calls: ModelCalls, seconds: float) -> AsyncIterator[asyncio.T
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
 
-        def expire() -> None:
-            calls.late = True
-            limit.reschedule(loop.time())
+        def end() -> None:
+            if not limit.expired():
+                calls.late = not calls.surplus
+                limit.reschedule(loop.time())
 
-        timer = loop.call_later(seconds, expire)
+        timer, calls.end = loop.call_later(seconds, end), end
         try:
             yield limit
         finally:
             timer.cancel()
+            calls.end = lambda: None
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -3,7 +3,7 @@
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -11,6 +11,7 @@ import numpy as np
 
 from protocol.errors import EngineError, EpisodeError, InvalidRequest
 from protocol.messages import Rollout
+from protocol.tensors import Array
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import Environment
@@ -19,6 +20,7 @@ from rollout.off_loop import TOKEN, off_loop, size_of
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sample import NOTHING_READ, PromptTokens, Sample
+from rollout.sessions.model_calls import CANCELLED
 from rollout.sessions.record import Recording
 from rollout.strays import Strays
 from rollout.trajectory import assemble, turn_texts
@@ -42,6 +44,7 @@ async def generate_group(
     config: EnvironmentConfig = DEFAULT,
     max_model_len: int = 0,
     least: int | None = None,
+    keep: int = 0,
     report: Callable[[EpisodeReport], None] = lambda report: None,
     ended: Callable[[], str] = lambda: "",
     recording: Recording | None = None,
@@ -56,28 +59,27 @@ async def generate_group(
         engine, renderer: generate, render the prompt, and detokenize the samples.
         environment, prompt: the producer of each sample, and its input.
         group, token, engine_name: fields of the message, see `Rollout`.
-        n, sampling: samples to generate, and the parameters of every generation.
-        config, max_model_len: limits of episodes, and of the tokens of prompt and sample; 0: none is known.
-        least: samples that must remain when others have failed; None: all.
+        n, least, keep: as in `Episodes.samples`; no least: all that are kept.
+        sampling, config, max_model_len: parameters of each generation, limits of episodes and of tokens.
         report, ended, recording, strays: as in `Episodes`; no strays: a new set for this group alone.
         with_turn_texts: whether verifiers may ask for the text of each turn.
 
     Raises:
         SettingsError: the prompt cannot be rendered; and any error of `Episodes.samples`.
     """
-    began, read, size = time.perf_counter(), _ReadTokens(report), size_of((prompt.text, prompt.messages))
+    began, attempts, size = time.perf_counter(), _Attempts(report), size_of((prompt.text, prompt.messages))
     prompt_tokens = await off_loop(size, functools.partial(renderer.prompt_tokens, prompt))
     episodes = Episodes(
-        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, read.add,
+        environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, attempts.add,
         ended, recording, Strays() if strays is None else strays,
     )  # fmt: skip
-    samples = await episodes.samples(n, n if least is None else least, f"{group}/{{sample}}.{{turn}}.{token}")
+    name = f"{group}/{{sample}}.{{turn}}.{token}"
+    samples = await episodes.samples(n, (keep or n) if least is None else least, name, keep)
     make = functools.partial(
         _rollout, prompt, prompt_tokens, samples, renderer, with_turn_texts, group=group, token=token,
         engine=engine_name, generate_s=time.perf_counter() - began,
     )  # fmt: skip
-    rollout = await off_loop(TOKEN * sum(map(_length, samples)), make)
-    return msgspec.structs.replace(rollout, read_tokens=read.tokens.total, cached_tokens=read.tokens.cached)
+    return attempts.counted_in(await off_loop(TOKEN * sum(map(_length, samples)), make))
 
 
 def failure_reason(error: Exception) -> str:
@@ -88,16 +90,30 @@ def failure_reason(error: Exception) -> str:
 
 
 @dataclass(slots=True)
-class _ReadTokens:
-    """Sum of the tokens that the engine was given to continue in all attempts; reports it."""
+class _Attempts:
+    """Sums over all attempts at the samples of a group; reports each."""
 
     report: Callable[[EpisodeReport], None]
-    tokens: PromptTokens = NOTHING_READ
+    read: PromptTokens = NOTHING_READ
+    """Tokens that the engine was given to continue."""
+    cancelled: list[int] = field(default_factory=list)
+    """Tokens that each cancelled sample had."""
 
     def add(self, attempt: EpisodeReport) -> None:
         for prompts in (attempt.first_prompt, attempt.later_prompts):
-            self.tokens = self.tokens.plus(prompts.total, prompts.cached)
+            self.read = self.read.plus(prompts.total, prompts.cached)
+        if attempt.failure == CANCELLED:
+            self.cancelled.append(attempt.tokens)
         self.report(attempt)
+
+    def counted_in(self, rollout: Rollout) -> Rollout:
+        """Return the message of the group with these sums."""
+        return msgspec.structs.replace(
+            rollout,
+            read_tokens=self.read.total,
+            cached_tokens=self.read.cached,
+            cancelled=Array.of(self.cancelled, "int32") if self.cancelled else None,
+        )
 
 
 def _rollout(

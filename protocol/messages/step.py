@@ -225,3 +225,10 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     same, 0 to 1."""
     computed_tokens: int | None = None
     """Tokens that the forward passes of all updates computed, without padding."""
+    cancelled_samples: int | None = None
+    """Samples of the batch's groups that `sampling.keep_first` cancelled; None, as below, if none was."""
+    cancelled_tokens: int | None = None
+    """Tokens that they had by then. They are in no other number."""
+    cancelled_length_mean: float | None = None
+    """`cancelled_tokens` by `cancelled_samples`: less than they would have had, to be compared with
+    `response_length_mean`."""

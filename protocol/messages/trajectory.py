@@ -84,6 +84,9 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     own_prompts: Array | None = None
     """int32 [n]: how many tokens at the start of each sample's first row are the rest of its prompt, the
     context of its first call. They are not part of the response. None: all samples have the prompt P."""
+    cancelled: Array | None = None
+    """int32 [c]: tokens that each further sample had when it was cancelled, because `sampling.keep_first`
+    others had finished; they are in no other field. None: none was."""
 
 
 class Remark(msgspec.Struct, frozen=True, kw_only=True):

@@ -2,6 +2,7 @@
 
 import asyncio
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from functools import partial
 
@@ -16,6 +17,11 @@ from rollout.sessions.record import SampleRecord
 from rollout.sessions.sampling import RequestSampling, SamplingRules
 
 OVER = "the episode has ended; its model cannot be called any more"
+ENOUGH = "sampling.keep_first other samples of its group have finished"
+ABORT_S = 1.0
+"""Seconds after which a request that still runs is aborted again."""
+CANCELLED = "cancelled"
+"""Reason of an attempt that is ended because its sample is not needed any more."""
 
 
 class ModelCalls:
@@ -45,13 +51,20 @@ class ModelCalls:
         self.max_model_len, self.name, self._ended = max_model_len, name, end_reason
         self._asked = 0
         self._over = False
-        self._running: set[asyncio.Timeout] = set()
+        self._running: dict[str, asyncio.Timeout] = {}
+        """Request that the engine runs -> its time limit."""
+        self._idle = asyncio.Event()
+        """Is set when the last of them has ended."""
         self.turns = self.tokens = 0
         self.first_prompt = self.later_prompts = NOTHING_READ
         self.error: EngineError | EpisodeError | None = None
         """The first error of a call: it counts even if the environment catches it."""
         self.late = False
         """Whether the attempt has used up its time."""
+        self.surplus = False
+        """Whether enough other samples of its group have finished."""
+        self.end: Callable[[], None] = lambda: None
+        """Cancels the environment while the attempt runs."""
         self.left_behind = False
         """Whether the environment runs on although it was cancelled."""
 
@@ -66,7 +79,7 @@ class ModelCalls:
         """Reason why the attempt is ended from outside; empty while it is not, or if none is given."""
         if self.late:
             return f"not done within environment.episode_s {self._config.episode_s:g} s"
-        return self._ended()
+        return ENOUGH if self.surplus else self._ended()
 
     async def __call__(
         self, tokens: tuple[int, ...], max_tokens: int | None, own: RequestSampling | None = None
@@ -86,7 +99,7 @@ class ModelCalls:
         self._asked += 1
         try:
             async with asyncio.timeout(self._config.call_s) as timeout:
-                self._running.add(timeout)
+                self._running[request.id] = timeout
                 completion = await self._engine.generate(request)
         except TimeoutError:
             if not timeout.expired():
@@ -100,10 +113,11 @@ class ModelCalls:
         except EngineError as error:
             raise self._failed(error) from None
         finally:
-            self._running.discard(timeout)
+            self._running.pop(request.id, None)
+            if not self._running:
+                self._idle.set()
         if completion.finish_reason == "abort":
-            text = f"request {request.id}: the engine aborted it after {len(completion.tokens)} tokens"
-            raise self._failed(EngineError(text))
+            raise self._aborted(request.id, len(completion.tokens))
         more = () if own is None else own.stop
         if self._renderer is not None and (more or self._renderer.stop_strings):
             found = partial(self._renderer.stopped_length, completion.tokens, more)
@@ -125,9 +139,20 @@ class ModelCalls:
     def close(self) -> None:
         """Refuse further calls, and end those that a task of the environment's own has left running."""
         self._over = True
-        for timeout in self._running:
+        for timeout in self._running.values():
             if not timeout.expired():
                 timeout.reschedule(0)
+
+    async def cancel(self) -> None:
+        """End the attempt: first its requests, so that their tokens are counted, then the environment."""
+        self.surplus = True
+        while self._running:
+            self._idle.clear()
+            await self._engine.abort(list(self._running))
+            with suppress(TimeoutError):  # an engine may miss one that is only being handed over to it
+                async with asyncio.timeout(ABORT_S):
+                    await self._idle.wait()
+        self.end()
 
     def leave_behind(self) -> None:
         """Note that the environment runs on."""
@@ -135,6 +160,8 @@ class ModelCalls:
 
     def _limit(self, context: int, max_tokens: int | None) -> int:
         """Return the most tokens of a call. Raises EpisodeOver if there is no turn or no room left."""
+        if self.surplus:
+            raise self._failed(EpisodeError(CANCELLED, ENOUGH))
         most = self.sampling.max_tokens
         if self._asked:
             if 0 < self._config.max_turns <= self._asked:
@@ -145,6 +172,13 @@ class ModelCalls:
                     raise EpisodeOver(f"{context} tokens fill engine.max_model_len {self.max_model_len}")
                 most = min(most, room)
         return most if max_tokens is None else min(max_tokens, most)
+
+    def _aborted(self, request: str, tokens: int) -> EngineError | EpisodeError:
+        """Return the error of a request that was aborted after some tokens, and count these."""
+        self.tokens += tokens
+        if self.surplus:
+            return self._failed(EpisodeError(CANCELLED, ENOUGH))
+        return self._failed(EngineError(f"request {request}: the engine aborted it after {tokens} tokens"))
 
     def _failed(self, error: EngineError | EpisodeError) -> EngineError | EpisodeError:
         self.error = self.error or error

@@ -124,7 +124,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     parallel, prompts, engine = settings.parallel, settings.prompts, settings.engine
     count = f"{model.parameters:,}" if model.parameters else "unknown"
     origin = "" if model.is_made else ", made at the start"
-    per_step = bound.groups_per_step * sampling.samples_per_prompt
+    per_step = bound.groups_per_step * sampling.kept_samples
     ranks = (
         f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
         f"context {parallel.context_parallel_size} x data {parallel.data_parallel_size}"
@@ -140,9 +140,10 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         + _left_out(settings, model, source),
         f"first    {_first_prompt(settings, model, first_prompts(source))}",
         *describe_tools(settings, model),
-        f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.samples_per_prompt} "
+        f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.kept_samples} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
+        *_kept(settings),
         f"learns   {settings.algorithm.name}, lr {settings.optimizer.lr:g}{_clips(settings)}",
         f"trainer  {settings.trainer.backend}, {settings.trainer.dtype}, "
         f"{settings.trainer_ranks} rank(s): {ranks}{_apart(settings)}{_on(services.trainer_gpus)}"
@@ -175,6 +176,18 @@ def _stream(settings: Settings, source: PromptSource) -> str:
     passes, steps = settings.prompts.passes, source.size // settings.bound.groups_per_step
     ends = f", which end after step {steps:,}" if steps < settings.run.steps else ""
     return f"{source.size:,} in {passes} pass{'es' if passes > 1 else ''}{ends}"
+
+
+def _kept(settings: Settings) -> list[str]:
+    """Return a warning that the samples that are trained are chosen by their length, if they are."""
+    sampling = settings.sampling
+    if not sampling.keep_first:
+        return []
+    return [
+        f"kept     WARNING: the first {sampling.keep_first} of {sampling.samples_per_prompt} samples to "
+        "finish are trained, so long answers are left out and the model learns from short ones; compare "
+        "response_length_mean with cancelled_length_mean"
+    ]
 
 
 def _clips(settings: Settings) -> str:

@@ -20,6 +20,7 @@ _CUT = (
     "the engine would sample from the tokens that it keeps, while the trainer computes log-probabilities "
     "over the whole vocabulary, so every importance ratio would be wrong"
 )
+_FIRST = "with sampling.keep_first the time decides which samples are trained; leave it out"
 _INSTEAD = "to train (sampling.temperature is exact; eval.{} is for evaluation)"
 
 
@@ -102,6 +103,8 @@ def rerun_obstacles(settings: Settings) -> Iterator[str]:
         yield f"its trainer has {settings.trainer_ranks} ranks, and one makes it again"
     if not can_score_again(settings.reward):
         yield "judges and reward models (reward.verifiers) are not called again"
+    if settings.sampling.keep_first:
+        yield _FIRST
 
 
 def _differences_of_runs(settings: Settings) -> Iterator[str]:
@@ -123,6 +126,8 @@ def _differences_of_runs(settings: Settings) -> Iterator[str]:
             f"with bound.staleness_policy {str(settings.bound.staleness_policy)!r} the slowest groups "
             "decide what is trained; it has to be 'wait'"
         )
+    if settings.sampling.keep_first:
+        yield _FIRST
     if settings.algorithm.filter_groups:
         yield "algorithm.filter_groups gives places to other prompts as soon as they are free; leave it out"
     if settings.trainer.publish_every != 1:

@@ -22,6 +22,7 @@ from rollout.generate import ENGINE, failure_reason, generate_group
 from rollout.prompts.base import PromptSource
 from rollout.render import Renderer
 from rollout.seeds import seed_within
+from rollout.sessions.model_calls import CANCELLED
 from rollout.sessions.record import Recording
 from rollout.strays import Strays
 from services.bus.sender import Declined, Sender
@@ -291,6 +292,7 @@ class GroupRunner:
                     config=self._process.settings.environment,
                     max_model_len=self._process.settings.engine.max_model_len,
                     least=min(n, LEAST_SAMPLES),
+                    keep=settings.keep_first,
                     report=functools.partial(self._observe, lease.group),
                     ended=lambda: job.ended,
                     recording=self._recording(job),
@@ -303,7 +305,7 @@ class GroupRunner:
             return
         metrics.seconds.labels("generate").observe(rollout.generate_s)
         metrics.count("tokens.generated", int(rollout.loss_mask.numpy().sum()))
-        if len(rollout.responses) < n:
+        if len(rollout.responses) < (settings.keep_first or n):
             metrics.count("group.smaller")
             log.info("group.smaller group=%d samples=%d of=%d", lease.group, len(rollout.responses), n)
         await self._send(lease, rollout)
@@ -380,6 +382,10 @@ def observe_episode(metrics: Metrics, group: int, report: EpisodeReport) -> None
     metrics.count("session.diverged", report.diverged)
     if not report.failure:
         metrics.count("episode.done")
+        return
+    if report.failure == CANCELLED:
+        metrics.count("episode.cancelled")
+        metrics.count("tokens.cancelled", report.tokens)
         return
     metrics.count(f"episode.failed.{report.failure}")
     metrics.count("tokens.failed", report.tokens)

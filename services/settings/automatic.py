@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.host.machine import has_bfloat16, usable_cores
+from rollout.environments.registry import records_calls
 from services.settings.placement import VISIBLE, gpu_list
 from services.settings.sections import Settings
 
@@ -23,6 +24,8 @@ ADMIT_BY_MEMORY = ("sglang", "vllm")
 """Engines with CUDA graphs that begin a request when their KV cache has room for it."""
 MANY_RUNNING, FEW_RUNNING = 512, 64
 """Requests in one batch: of these engines on a GPU, and of the others."""
+FEW_GROUPS = 32
+"""Groups that a worker may hold at least."""
 ALONE, SHARED, COLOCATED = 0.85, 0.4, 0.5
 """Share of a GPU for engines: without the trainer, together with it, and in their turn."""
 
@@ -200,6 +203,19 @@ def _max_running(settings: Settings, machine: Machine) -> int:
     return MANY_RUNNING if bool(machine.gpus) and settings.engine.name in ADMIT_BY_MEMORY else FEW_RUNNING
 
 
+def _groups_in_flight(settings: Settings, machine: Machine) -> int:
+    """Return as many groups as rule F lets a run hold, but no more than fill two batches of the engine.
+
+    With fewer, places that finished samples leave stay empty until the last one of their group has ended
+    (results/waves.md). Episodes that are recorded hold connections or processes of their own.
+    """
+    if records_calls(settings.environment):
+        return FEW_GROUPS
+    held = (settings.bound.max_staleness + 1) * settings.bound.groups_per_step
+    filled = 2 * -(-settings.engine.max_running // settings.sampling.samples_per_prompt)
+    return max(FEW_GROUPS, min(held, filled))
+
+
 def _memory_fraction(settings: Settings, machine: Machine) -> float:
     if settings.colocated.enabled:
         return COLOCATED
@@ -238,6 +254,7 @@ AUTOMATIC: Mapping[str, Callable[[Settings, Machine], Any]] = {
     "engine.dtype": _engine_dtype,
     "engine.enforce_eager": _enforce_eager,
     "engine.max_running": _max_running,
+    "rollout.groups_in_flight": _groups_in_flight,
     "engine.memory_fraction": _memory_fraction,
     "engine.threads": _engine_threads,
     "trainer.dtype": _trainer_dtype,

@@ -84,8 +84,26 @@ def _check_recipe(settings: Settings) -> None:
         settings.trainer,
         settings.optimizer,
         settings.lora,
-        samples=settings.bound.groups_per_step * settings.sampling.samples_per_prompt,
+        samples=settings.bound.groups_per_step * settings.sampling.kept_samples,
     )
+
+
+def _check_keep_first(settings: Settings) -> None:
+    """Check that the samples that are kept are some of a group's, and that no call of theirs is recorded."""
+    kept, samples = settings.sampling.keep_first, settings.sampling.samples_per_prompt
+    if not kept:
+        return
+    if not 2 <= kept < samples:
+        raise SettingsError(
+            f"setting sampling.keep_first: {kept} of sampling.samples_per_prompt {samples} samples; keep 2 "
+            "or more, and fewer than are begun, or leave it out"
+        )
+    if records_calls(settings.environment):
+        raise SettingsError(
+            f"setting sampling.keep_first: environment {settings.environment.name!r} records calls of the "
+            "model, by which another worker would continue the samples that were cancelled; leave it out, or "
+            "use an environment without records"
+        )
 
 
 def _check_filter(settings: Settings) -> None:
@@ -359,6 +377,7 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_own_options,
     _check_recipe,
     _check_filter,
+    _check_keep_first,
     _check_overlong,
     lambda settings: check_backend(settings.trainer, settings.optimizer),
     lambda settings: check_schedule(settings.optimizer),

@@ -45,6 +45,8 @@ def verify_run(run_dir: Path, *, files: bool = False, numerics: bool = False) ->
     calls, stored = audit_calls(run_dir), count_stored_tokens(run_dir, path)
     facts["violations"] += calls.violations + stored.violations
     facts |= {"records": stored.records, "record_tokens": stored.tokens}
+    if stored.cancelled_samples:
+        facts |= {name: getattr(stored, name) for name in ("cancelled_samples", "cancelled_tokens")}
     found = {"calls": calls.calls, "call_tokens": calls.tokens} if calls.calls else {}
     return {**facts, **found, **({"tool_results": calls.results} if calls.results else {})}
 

@@ -65,6 +65,7 @@ ROLLOUT = Rollout(
     turn_texts=("a", "b", "c"),
     turn_contexts=("", "", ""),
     own_prompts=Array.of([0, 0], "int32"),
+    cancelled=Array.of([3, 0], "int32"),
 )
 UNCOUNTED: dict[str, Any] = {
     "read_tokens": 0,
@@ -74,6 +75,7 @@ UNCOUNTED: dict[str, Any] = {
     "turn_texts": (),
     "turn_contexts": (),
     "own_prompts": None,
+    "cancelled": None,
 }
 """Fields of `ROLLOUT` that earlier releases lack."""
 WITHOUT_TURNS: dict[str, Any] = {"turns": None, "turn_texts": (), "turn_contexts": ()}
@@ -163,6 +165,9 @@ SAMPLES: dict[str, AnyMessage] = {
         time=1.5,
         prefix_hit_rate=0.75,
         batch_digest="00112233445566778899aabbccddeeff",
+        cancelled_samples=2,
+        cancelled_tokens=3,
+        cancelled_length_mean=1.5,
     ),
     "weight_manifest": WeightManifest(
         epoch="e1",

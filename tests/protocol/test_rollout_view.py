@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from protocol.codec import decode
 from protocol.errors import ProtocolError
 from protocol.messages import Rollout, ScoredRollout
-from protocol.rollout_view import MAX_GROUPS, decode_rollout, sample_lengths
+from protocol.rollout_view import MAX_GROUPS, cancelled_lengths, decode_rollout, sample_lengths
 from protocol.tensors import Array
 from tests.protocol.samples import BRANCHED, GOLDEN, ROLLOUT, UNCOUNTED
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
@@ -29,6 +29,14 @@ def test_samples_of_the_golden_rollout() -> None:
     assert (first.sampled.tolist(), second.sampled.tolist()) == ([True, True], [True])
     assert (first.versions.tolist(), second.versions.tolist()) == ([3, 4], [4])
     assert (first.finish_reason, second.response, second.environment_reward) == ("stop", "c", 1.0)
+
+
+def test_tokens_of_cancelled_samples_are_checked() -> None:
+    assert cancelled_lengths(ROLLOUT) == [3, 0]
+    assert cancelled_lengths(BRANCHED) == [3, 0]
+    wrong = msgspec.structs.replace(ROLLOUT, cancelled=Array.of([3, -1], "int32"))
+    with pytest.raises(ProtocolError, match="cancelled has a negative length"):
+        cancelled_lengths(wrong)
 
 
 def test_experts_are_of_the_samples_that_have_them() -> None:

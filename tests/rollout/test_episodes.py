@@ -56,13 +56,19 @@ class Group:
         self.strays = Strays(grace_s=0.01)
 
     async def generate(
-        self, environment: Play | Environment, *, least: int = 2, max_model_len: int = 0, **limits: float
+        self,
+        environment: Play | Environment,
+        *,
+        least: int = 2,
+        keep: int = 0,
+        max_model_len: int = 0,
+        **limits: float,
     ) -> Rollout:
         played = environment if isinstance(environment, Environment) else EpisodeEnvironment(environment)
         return await generate_group(
             self.engine, self.renderer, played, PROMPT,
             group=12, token="t0", n=4, sampling=Sampling(max_tokens=6), engine_name="engine.1",
-            config=EnvironmentConfig(**limits), max_model_len=max_model_len, least=least,
+            config=EnvironmentConfig(**limits), max_model_len=max_model_len, least=least, keep=keep,
             report=self.reports.append, recording=self.recording, strays=self.strays,
         )  # fmt: skip
 
@@ -316,3 +322,77 @@ async def test_cancelling_a_group_ends_its_environments(group: Group) -> None:
     assert task.cancelled()
     assert len(ended) == 4
     assert not group.reports
+
+
+def racing(lengths: dict[int, int], turns: list[Episode]) -> Play:
+    """An environment whose i-th episode makes `lengths[i]` turns; one without a number waits for ever."""
+
+    async def play(episode: Episode) -> float:
+        number = len(turns)
+        turns.append(episode)
+        for _ in range(lengths.get(number, 0)):
+            await episode.generate()
+        if number not in lengths:
+            await asyncio.Event().wait()
+        return float(number)
+
+    return play
+
+
+async def test_the_first_samples_to_finish_are_kept_and_the_tokens_of_the_others_counted(
+    group: Group,
+) -> None:
+    rollout = await group.generate(racing({0: 40, 1: 1, 2: 2, 3: 1}, []), keep=2)
+    assert [sample.environment_reward for sample in decode_rollout(rollout).rows] == [1.0, 3.0]
+    assert group.failures() == [(0, 0, "cancelled"), (2, 0, "cancelled")]
+    assert rollout.cancelled is not None
+    reported = [report.tokens for report in group.reports if report.failure]
+    assert sorted(rollout.cancelled.numpy().tolist()) == sorted(reported)
+    sampled = sum(report.tokens for report in group.reports)
+    assert sampled == len(rollout.tokens.numpy()) + sum(reported)
+    assert min(reported) >= 6
+
+
+async def test_samples_that_finish_at_once_are_no_more_than_are_kept(group: Group) -> None:
+    rollout = await group.generate(racing(dict.fromkeys(range(4), 1), []), keep=3)
+    assert len(rollout.responses) == 3
+    assert rollout.cancelled is not None
+    assert rollout.cancelled.numpy().tolist() == [6]
+
+
+async def test_a_request_that_is_cancelled_gives_the_tokens_that_it_had(model_dir: Path) -> None:
+    engine = Watched(model_dir, EngineConfig(name="scripted", seconds_per_token=0.05))
+    group, done = Group(engine, model_dir), asyncio.Event()
+
+    async def play(episode: Episode) -> float:
+        number = len(begun)
+        begun.append(number)
+        if number < 2:
+            await done.wait()
+            return await one_token(episode)
+        asyncio.get_running_loop().call_later(0.12, done.set)
+        await episode.generate()
+        return 0.0
+
+    async def one_token(episode: Episode) -> float:
+        await episode.generate(max_tokens=1)
+        return 1.0
+
+    begun: list[int] = []
+    rollout = await group.generate(play, keep=2)
+    assert rollout.cancelled is not None
+    assert all(1 <= tokens < 6 for tokens in rollout.cancelled.numpy().tolist())
+    assert not engine._running
+    await engine.close()
+
+
+async def test_an_environment_that_is_not_needed_any_more_is_cancelled_wherever_it_is(group: Group) -> None:
+    rollout = await group.generate(racing({0: 1, 1: 1, 2: 1}, []), keep=3, episode_s=60.0)
+    assert len(rollout.responses) == 3
+    assert group.failures() == [(3, 0, "cancelled")]
+
+
+async def test_a_sample_that_failed_is_not_tried_again_once_enough_are_kept(group: Group) -> None:
+    rollout = await group.generate(failing(2, ValueError()), keep=2, attempts=3)
+    assert len(rollout.responses) == 2
+    assert {failure for *_, failure in group.failures()} == {"error", "cancelled"}

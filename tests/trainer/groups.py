@@ -37,6 +37,7 @@ class GroupSpec:
     are those of its first row. Empty: each row is a sample."""
     read: tuple[int, int] = (0, 0)
     """`read_tokens` and `cached_tokens`."""
+    cancelled: Sequence[int] = ()
 
 
 def spans_of(samples: Sequence[SampleSpec]) -> list[tuple[int, int, int]]:
@@ -77,6 +78,7 @@ def scored(spec: GroupSpec, **replaced: Array) -> ScoredRollout:
         generate_s=spec.generate_s,
         read_tokens=spec.read[0],
         cached_tokens=spec.read[1],
+        cancelled=Array.of(spec.cancelled, "int32") if spec.cancelled else None,
         **{**arrays, **replaced},
     )
     return ScoredRollout(rollout=rollout, rewards=rewards)

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from protocol.errors import ProtocolError
 from protocol.messages import ScoredRollout, StepReport
+from protocol.rollout_view import cancelled_lengths
 from protocol.staleness import lag
 from protocol.tensors import Array
 from trainer.batch import StepTotals
@@ -68,6 +69,8 @@ class StepTally:
         self._scores_of: dict[str, list[float]] = {}
         """Verifier -> sum of its scores, before weighting, and their number."""
         self._tokens = self._truncated_tokens = self._read_tokens = self._cached_tokens = 0
+        self._cancelled: list[int] = []
+        """Tokens that each cancelled sample had."""
         self._last: tuple[int, int] | None = None
         """Group and sample of the row that was added last."""
 
@@ -91,6 +94,7 @@ class StepTally:
             _count(self._scores_of, verifier, scores)
         self._read_tokens += rollout.read_tokens
         self._cached_tokens += rollout.cached_tokens
+        self._cancelled += cancelled_lengths(rollout)
 
     def add(self, sample: BatchSample, arrays: Mapping[str, NDArray[Any]]) -> None:
         """Count a row of a group that was begun; `arrays` are its `token_arrays`.
@@ -174,6 +178,9 @@ class StepTally:
             reward_by_source=_means(self._rewards_of),
             score_by_verifier=_means(self._scores_of),
             score_s=_mean(self._score_s),
+            cancelled_samples=len(self._cancelled) or None,
+            cancelled_tokens=sum(self._cancelled) if self._cancelled else None,
+            cancelled_length_mean=_mean(self._cancelled),
         )
 
     def _lag_histogram(self) -> Counter[int]:

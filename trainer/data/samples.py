@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.messages import Rollout, ScoredRollout
-from protocol.rollout_view import RowView, checked_array, decode_rollout, require
+from protocol.rollout_view import RowView, cancelled_lengths, checked_array, decode_rollout, require
 from protocol.turns import TurnPlace, turns_of
 
 ROUNDING = 1e-4
@@ -257,4 +257,5 @@ def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:
     """
     for _ in samples_of(message, 0, 0, version):
         pass
+    cancelled_lengths(message.rollout)
     return token_counts(message.rollout)

@@ -1,15 +1,16 @@
-"""Counts the sampled tokens of stored records by version, with a second decoder, for `tether verify`.
+"""Counts the tokens of stored records with a second decoder, for `tether verify`: sampled ones by version.
 
 It proves the bound from the counts that each accept wrote into the log, and the ingest took these
 counts from the record with `protocol.codec`. Here the package msgpack, `json` and `struct` read the stored
-bytes, so a fault of the codec cannot hide itself.
+bytes, so a fault of the codec cannot hide itself. Samples that were cancelled are in no accept: their number
+and tokens are compared with the lines of metrics.jsonl.
 """
 
 import json
 import sqlite3
 import struct
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,8 @@ from typing import Any
 import msgpack
 
 MAX_VIOLATIONS = 1000
+STEPS = "metrics.jsonl"
+"""File with a line for each committed step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +31,10 @@ class StoredTokens:
     """Records whose accept is in the log."""
     tokens: int
     """Sampled tokens in them."""
+    cancelled_samples: int
+    """Samples of these records that were cancelled."""
+    cancelled_tokens: int
+    """Tokens that they had."""
     violations: tuple[str, ...]
     """Records that the second decoder cannot read, or whose tokens are not those of their accept."""
 
@@ -39,9 +46,11 @@ def count_stored_tokens(run_dir: Path, log: Path) -> StoredTokens:
     """
     violations: list[str] = []
     stored: dict[tuple[int, str], tuple[str, Counter[int]]] = {}
+    cancelled: dict[int, tuple[int, ...]] = {}
     for where, group, token, payload in _records(run_dir):
         try:
             stored[group, token] = where, tokens_by_version(payload, group, token)
+            cancelled[group] = cancelled_tokens(payload)
         except (ValueError, KeyError, TypeError, struct.error, msgpack.UnpackException) as error:
             problem = f"msgpack cannot read its record under lease {token}: {error or type(error).__name__}"
             violations.append(f"{where}: group {group}: {problem}")
@@ -56,7 +65,11 @@ def count_stored_tokens(run_dir: Path, log: Path) -> StoredTokens:
                 f"{where}: group {key[0]}: its record has {dict(counts)} sampled tokens by version, and its "
                 f"accept has {dict(logged)}"
             )
-    return StoredTokens(records, tokens, tuple(violations[:MAX_VIOLATIONS]))
+    violations += _wrong_lines(run_dir, log, cancelled)
+    all_cancelled = [n for lengths in cancelled.values() for n in lengths]
+    return StoredTokens(
+        records, tokens, len(all_cancelled), sum(all_cancelled), tuple(violations[:MAX_VIOLATIONS])
+    )
 
 
 def tokens_by_version(payload: bytes, group: int, token: str) -> Counter[int]:
@@ -85,6 +98,42 @@ def tokens_by_version(payload: bytes, group: int, token: str) -> Counter[int]:
     return +counts
 
 
+def cancelled_tokens(payload: bytes) -> tuple[int, ...]:
+    """Return the tokens of each cancelled sample of an encoded `ScoredRollout`; raises as above."""
+    found = msgpack.unpackb(payload, strict_map_key=False)["rollout"].get("cancelled")
+    return struct.unpack(f"<{len(found[2]) // 4}i", found[2]) if found else ()
+
+
+def _wrong_lines(run_dir: Path, log: Path, cancelled: Mapping[int, Sequence[int]]) -> Iterator[str]:
+    """Yield the steps whose line does not have the cancelled samples of its batch, where all are stored."""
+    # under one epoch a step is taken once; after a rewind it has another
+    lines = {(line.get("step"), line.get("epoch")): line for line in _events(run_dir / STEPS, b'"epoch"')}
+    for take in _events(log, b'"take"'):
+        line = lines.get((take.get("step"), take.get("epoch"))) if take.get("event") == "take" else None
+        if line is None or not cancelled.keys() >= set(take["groups"]):
+            continue
+        lengths = [n for group in take["groups"] for n in cancelled[group]]
+        told = tuple(line.get(name) or 0 for name in ("cancelled_samples", "cancelled_tokens"))
+        if told != (len(lengths), sum(lengths)):
+            yield (
+                f"step {take['step']}: its line has {told[0]} cancelled samples of {told[1]} tokens, and its "
+                f"records have {len(lengths)} of {sum(lengths)}"
+            )
+
+
+def _events(file: Path, mark: bytes) -> Iterator[dict[str, Any]]:
+    """Yield the lines of a JSON file that have `mark` in them, and that can be read."""
+    if file.is_file():
+        with file.open("rb") as lines:
+            for line in lines:
+                if mark in line:
+                    try:
+                        event = json.loads(line)
+                    except ValueError:  # which `verify` reports
+                        continue
+                    yield event
+
+
 def _records(run_dir: Path) -> Iterator[tuple[str, int, str, bytes]]:
     """Yield place, group, lease token and payload of each record; damaged files are for `check_files`."""
     for path in sorted((run_dir / "archive").glob("step_*.msgpack")):
@@ -108,14 +157,8 @@ def _records(run_dir: Path) -> Iterator[tuple[str, int, str, bytes]]:
 
 def _accepts(log: Path) -> Iterator[tuple[tuple[int, str], Mapping[int, int]]]:
     """Yield (group, lease token) and counts of each accept, also of those in a rebuild."""
-    with log.open("rb") as lines:
-        for line in lines:
-            if b'"accept"' in line:
-                try:
-                    event = json.loads(line)
-                except ValueError:  # which `verify` reports
-                    continue
-                yield from _accepts_in(event)
+    for event in _events(log, b'"accept"'):
+        yield from _accepts_in(event)
 
 
 def _accepts_in(event: Any) -> Iterator[tuple[tuple[int, str], Mapping[int, int]]]:

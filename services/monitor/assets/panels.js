@@ -30,7 +30,7 @@ export const PANELS = [
   { id: "grad_norm", raw: true, section: "learning", title: "Gradient norm", zero: true, help: "Before clipping.", series: [{ name: "grad_norm", label: "norm", color: "c1" }, { name: "critic_grad_norm", label: "of the critic", color: "c3" }, { match: /^grad_norm_/, color: "c2" }] },
   {
     id: "lengths", section: "learning", title: "Response length", zero: true, help: "Tokens of a sample.",
-    series: [{ name: "response_length_mean", label: "mean", color: "c1" }, { name: "dropped_length_mean", label: "of dropped groups", color: "c5", points: true }, { match: /^response_length_/, color: "c3" }],
+    series: [{ name: "response_length_mean", label: "mean", color: "c1" }, { name: "dropped_length_mean", label: "of dropped groups", color: "c5", points: true }, { name: "cancelled_length_mean", label: "when cancelled", color: "c4", points: true }, { match: /^response_length_/, color: "c3" }],
   },
   { id: "truncated", section: "learning", title: "Truncated samples", ...share, help: "Ended by the token limit.", series: [{ name: "truncated_share", label: "truncated", color: "c5" }, { match: /truncated/, color: "c5" }] },
   {
@@ -90,6 +90,7 @@ export const PANELS = [
     series: [
       { name: "wasted_tokens", label: "wasted", color: "c5" }, { name: "masked_tokens", label: "masked", color: "c2" },
       { name: "filtered_tokens", label: "without signal", color: "c4" }, { name: "truncated_tokens", label: "truncated", color: "c1" },
+      { name: "cancelled_tokens", label: "cancelled", color: "c3" },
     ],
   },
   ...[

@@ -22,7 +22,14 @@ def test_a_rollout_of_a_release_without_lengths_of_prompts_is_read() -> None:
     for name in ("rollout", "scored"):
         _, message = decode((GOLDEN / f"{name}.v2.without_own_prompts.msgpack").read_bytes())
         rollout = message.rollout if isinstance(message, ScoredRollout) else message
-        assert rollout == msgspec.structs.replace(ROLLOUT, own_prompts=None)
+        assert rollout == msgspec.structs.replace(ROLLOUT, own_prompts=None, cancelled=None)
+
+
+def test_a_rollout_of_a_release_that_cancelled_no_sample_is_read() -> None:
+    for name in ("rollout", "scored"):
+        _, message = decode((GOLDEN / f"{name}.v2.without_cancelled.msgpack").read_bytes())
+        rollout = message.rollout if isinstance(message, ScoredRollout) else message
+        assert rollout == msgspec.structs.replace(ROLLOUT, cancelled=None)
 
 
 def test_a_rollout_of_a_release_that_did_not_count_what_was_read_is_read() -> None:

@@ -312,6 +312,10 @@ def test_check_run_tries_the_users_reward_on_a_real_row(tmp_path: Path, function
             ["prompts.held_out=8", "prompts.passes=0"],
             "6 held out (2 of 8 repeat others, or occur in training)",
         ),
+        (
+            ["sampling.samples_per_prompt=8", "sampling.keep_first=6"],
+            "WARNING: the first 6 of 8 samples to finish are trained, so long answers are left out",
+        ),
         (["algorithm.name=gspo"], "clips 0.2 and 0.2 (the paper has 3e-4 and 4e-4"),
         (
             ["algorithm.name=gspo", "algorithm.clip_low=3e-4"],

@@ -71,7 +71,8 @@ def test_sampling_has_no_other_way_to_change_the_distribution() -> None:
     names = {field.name for field in dataclasses.fields(Sampling)}
     assert names == {"max_tokens", "temperature", "top_p", "top_k", "stop_token_ids", "seed"}
     names = {field.name for field in dataclasses.fields(SamplingConfig)}
-    assert names == {"samples_per_prompt", "temperature", "top_p", "top_k", "max_tokens"}
+    # `keep_first` chooses among whole samples, which `tether check` warns of
+    assert names == {"samples_per_prompt", "keep_first", "temperature", "top_p", "top_k", "max_tokens"}
 
 
 @pytest.mark.parametrize("algorithm", ["grpo", "dr_grpo"])
@@ -102,6 +103,7 @@ def test_the_demo_can_be_repeated() -> None:
         ("engine.name=megatron", "'megatron'"),
         ("bound.staleness_policy=mask", "bound.staleness_policy 'mask'"),
         ("algorithm.filter_groups=true", "algorithm.filter_groups"),
+        ("sampling.keep_first=2", "sampling.keep_first"),
         ("trainer.publish_every=2", "trainer.publish_every is 2"),
         ("engine.drafts=history", "engine.drafts"),
         ("engine.arguments={enable_prefix_caching=true}", "enable_prefix_caching"),
@@ -119,6 +121,7 @@ def test_setting_that_lets_speed_decide_is_refused(changed: str, named: str) -> 
     [
         ("engine.name=hf", ""),
         ("engine.name=vllm", "engine 'hf'"),
+        ("sampling.keep_first=2", "sampling.keep_first"),
         ("parallel.data_parallel_size=2", "2 ranks"),
     ],
 )

@@ -22,6 +22,7 @@ CPU = {
     "engine.dtype": "float32",
     "engine.enforce_eager": True,
     "engine.max_running": 64,
+    "rollout.groups_in_flight": 32,
     "engine.memory_fraction": 0.85,
     "engine.threads": 1,
     "trainer.dtype": "float32",
@@ -89,6 +90,25 @@ def test_automatic_settings_by_gpus(
     gpus: list[str], overrides: tuple[str, ...], expected: dict[str, object]
 ) -> None:
     assert chosen(Machine(gpus, cores=16, bfloat16=True), *overrides) == expected
+
+
+@pytest.mark.parametrize(
+    ("overrides", "groups"),
+    [
+        (("bound.groups_per_step=8", "bound.max_staleness=1"), 32),
+        (("bound.groups_per_step=32", "bound.max_staleness=1"), 64),
+        (("bound.groups_per_step=32", "bound.max_staleness=2"), 96),
+        (("bound.groups_per_step=256", "bound.max_staleness=2"), 128),
+        (("bound.groups_per_step=256", "engine.max_running=64"), 32),
+        (("bound.groups_per_step=256", "sampling.samples_per_prompt=2"), 512),
+        (("bound.groups_per_step=256", "environment.name=agent"), 32),
+        (("bound.groups_per_step=256", "rollout.groups_in_flight=7"), 7),
+    ],
+)
+def test_a_worker_holds_what_the_bound_allows_and_its_engine_can_use(
+    overrides: tuple[str, ...], groups: int
+) -> None:
+    assert chosen(Machine(["0"], cores=16), *overrides)["rollout.groups_in_flight"] == groups
 
 
 @pytest.mark.parametrize(

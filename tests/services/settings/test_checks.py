@@ -24,6 +24,24 @@ def test_tools_that_are_recorded_record_no_experts() -> None:
         load_settings(None, [*asked, "environment.record=off", "trainer.backend=reference"], environ={})
 
 
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (["sampling.keep_first=8"], "keep_first: 8 of sampling.samples_per_prompt 8 samples"),
+        (["sampling.keep_first=1"], "keep_first: 1 of sampling.samples_per_prompt 8 samples"),
+        (["sampling.keep_first=6", "environment.name=agent"], "keep_first: environment 'agent' records"),
+        (["sampling.keep_first=6", "environment.name=tools"], "keep_first: environment 'tools' records"),
+        (["sampling.keep_first=2", "bound.groups_per_step=2", "trainer.num_mini_batches=5"],
+         "5 mini-batches for the 4 samples"),
+    ],
+)  # fmt: skip
+def test_kept_samples_are_two_or_more_of_a_group_without_records(changes: list[str], said: str) -> None:
+    many = "sampling.samples_per_prompt=8"
+    with pytest.raises(SettingsError, match=said):
+        load_settings(None, [many, *changes], environ={})
+    assert load_settings(None, [many, "sampling.keep_first=6"], environ={}).sampling.kept_samples == 6
+
+
 FULL = ["rollout.groups_in_flight=1025", "sampling.samples_per_prompt=8"]
 LONG = ["environment.max_turns=257"]
 

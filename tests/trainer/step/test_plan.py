@@ -97,6 +97,12 @@ def test_prefix_hits_are_those_of_all_groups_together() -> None:
     assert found.prefix_hit_rate == 0.5
 
 
+def test_cancelled_samples_are_counted_beside_those_that_are_trained() -> None:
+    assert plan(LATE, FRESH).stats.cancelled_length_mean is None
+    more = plan(replace(LATE, cancelled=(7, 0)), replace(FRESH, cancelled=(2,))).stats
+    assert (more.cancelled_samples, more.cancelled_tokens, more.cancelled_length_mean) == (3, 9, 3.0)
+
+
 def test_a_late_token_is_a_violation_without_masking() -> None:
     with pytest.raises(
         BoundViolation, match="group 7: token 0 of version 1 has lag 2 in step 3, over the bound of 1"

@@ -19,7 +19,7 @@ from services.tools.verification import verify_run
 from tests.protocol.samples import BRANCHED, ROLLOUT
 from tests.services.monitor.runs import recorded_run
 from trainer.storage.spool import Spool
-from trainer.storage.stored_tokens import StoredTokens, count_stored_tokens, tokens_by_version
+from trainer.storage.stored_tokens import STEPS, StoredTokens, count_stored_tokens, tokens_by_version
 
 
 @pytest.fixture
@@ -62,6 +62,29 @@ def test_count_that_the_record_does_not_have_is_a_violation(run_dir: Path) -> No
     assert counted(run_dir).violations == (
         f"spool: group {group}: its record has {before} sampled tokens by version, "
         "and its accept has {0: 1}",
+    )
+
+
+def test_cancelled_samples_are_those_of_the_line_of_their_step(tmp_path: Path) -> None:
+    payload = encode_payload(ScoredRollout(rollout=ROLLOUT, rewards=Array.of([0.0], "float32")))
+    with closing(Spool(tmp_path / "spool.sqlite")) as spool:
+        spool.put_many([(ROLLOUT.group, ROLLOUT.token, payload)])
+    counts = {str(v): n for v, n in decode_rollout(ROLLOUT).token_counts().items()}
+    events = [
+        {"event": "accept", "group": ROLLOUT.group, "token": ROLLOUT.token, "counts": counts},
+        {"event": "take", "step": 4, "epoch": "e1", "groups": [ROLLOUT.group]},
+    ]
+    (tmp_path / FILE).write_text("".join(json.dumps(event) + "\n" for event in events))
+    lines = (("e1", 2, 3, 0), ("e1", 1, 3, 1), ("e1", None, None, 1), ("e0", 1, 1, 0))
+    for epoch, samples, tokens, wrong in lines:
+        line = {"step": 4, "epoch": epoch, "cancelled_samples": samples, "cancelled_tokens": tokens}
+        (tmp_path / STEPS).write_text(json.dumps(line) + "\n")
+        found = counted(tmp_path)
+        assert (found.records, found.cancelled_samples, found.cancelled_tokens) == (1, 2, 3)
+        assert len(found.violations) == wrong
+    (tmp_path / STEPS).write_text(json.dumps({"step": 4, "epoch": "e1", "cancelled_samples": 1}) + "\n")
+    assert counted(tmp_path).violations == (
+        "step 4: its line has 1 cancelled samples of 0 tokens, and its records have 2 of 3",
     )
 
 
@@ -110,7 +133,7 @@ def test_damaged_files_are_left_to_the_check_of_files(run_dir: Path) -> None:
         path.write_bytes(b"\x93garbage")
     (run_dir / "spool.sqlite").write_bytes(b"no database" * 1000)
     (run_dir / FILE).write_text('{"event": "accept"\n')
-    assert counted(run_dir) == StoredTokens(0, 0, ())
+    assert counted(run_dir) == StoredTokens(0, 0, 0, 0, ())
 
 
 def test_empty_counts_of_a_version_are_not_compared() -> None:

@@ -111,7 +111,9 @@ class Fleet:
 
     def _generate(self, engine: Engine, lease: Lease) -> None:
         s, began, life = self.scenario, self._now(), engine.life
-        duration = s.generate_ms * engine.slowness * min(self.random.paretovariate(s.tail), s.longest)
+        draws = sorted(self.random.paretovariate(s.tail) for _ in range(s.samples))
+        slowest = draws[(s.keep_first or s.samples) - 1]
+        duration = s.generate_ms * engine.slowness * min(slowest, s.longest)
         score = self.random.expovariate(1 / s.score_ms)
         stops = began + self.random.random() * duration if self.random.random() < s.hang_share else math.inf
         over = [False]

@@ -70,6 +70,8 @@ def main() -> int:
         "--no-signal-share", type=float, default=0.0, help="groups that are filtered for equal rewards"
     )
     parser.add_argument("--publish-every", type=int, default=1, help="versions from one that engines get")
+    parser.add_argument("--samples", type=int, default=1, help="samples of a group")
+    parser.add_argument("--keep-first", type=int, default=0, help="samples after which it is complete")
     parser.add_argument("--server", default="", help="binary of the server; empty: the embedded one")
     arguments = vars(parser.parse_args())
     ledger, server = arguments.pop("ledger"), arguments.pop("server")

@@ -26,6 +26,10 @@ class Scenario:
     """Shortest generation; durations are Pareto."""
     tail: float = 1.3
     """Exponent of the Pareto law: below 2 the variance has no bound, below 1 the mean."""
+    samples: int = 1
+    """Samples of a group, each of a duration of its own; the group takes as long as the slowest."""
+    keep_first: int = 0
+    """Samples after which a group is complete; 0: all."""
     longest: float = 1000.0
     """Durations are cut off at so many times the shortest."""
     token_ms: int = 250

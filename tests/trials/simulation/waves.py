@@ -4,6 +4,7 @@
 
 Decisions are those of `protocol.staleness`; only time is simulated. The groups in generation share the pool
 as requests share a batch: each advances by 1 / (1 + n / KNEE) tokens per unit of time, n being their number.
+`fuller_waves` divides groups into samples; here a group is one.
 """
 
 import argparse
@@ -12,7 +13,7 @@ import itertools
 import math
 import random
 import statistics
-from collections import Counter
+from collections import Counter, deque
 from dataclasses import dataclass, field, replace
 
 from protocol.staleness import Bound, Policy, admits, deadline, holds
@@ -22,6 +23,10 @@ KNEE = 16
 """Groups at which each advances half as fast as alone."""
 MEDIAN, SIGMA, LONGEST = 10.0, 0.7, 60.0
 """Seconds that a group takes alone: log-normal, cut off."""
+SPREADS = 0.5, 0.5
+"""Sigma of the prompts' medians, and of the samples of a prompt, where a group is several samples."""
+ERROR = 0.5 / math.sqrt(8)
+"""Sigma of a prompt's median as eight earlier samples tell it."""
 APPLY_S = 2.0
 """From a commit until the engines serve the version, where the trainer has a device of its own."""
 SWITCH_S = 1.0
@@ -45,6 +50,19 @@ class Setting:
     admission: str = "greedy"
     seed: int = 0
     steps: int = 300
+    samples: int = 1
+    """Samples of a group."""
+    width: int = 1
+    """Samples that slow each other as `KNEE` says of a group."""
+    keep: int = 0
+    """Samples after which a group is scored, and the others are cancelled; 0: all."""
+    slots: float = math.inf
+    """Samples that the pool decodes at a time; others wait for a place."""
+    leases: str = "groups"
+    """What has to have a place before a lease: all samples of the group, or with `samples` one. With `queue`
+    rule F alone decides."""
+    sorted_batches: int = 0
+    """So many batches of prompts at a time come longest first, by what earlier samples of a prompt took."""
 
 
 @dataclass(slots=True)
@@ -53,9 +71,8 @@ class Group:
 
     version: int
     due: int
-    began: float
-    """Progress of the pool when it was leased."""
-    length: float
+    samples: list[tuple[float, float]] = field(default_factory=list)
+    """Progress of the pool when each finished sample began and ended."""
 
 
 @dataclass(slots=True)
@@ -72,6 +89,10 @@ class Tally:
     lags: Counter[int] = field(default_factory=Counter)
     """Tokens by lag at their step; under `mask` those beyond the bound carry no gradient."""
     dropped: int = 0
+    kept: list[float] = field(default_factory=list)
+    """Lengths of finished samples."""
+    cancelled: list[float] = field(default_factory=list)
+    """What cancelled samples had of theirs."""
 
 
 class Waves:
@@ -82,7 +103,13 @@ class Waves:
         self.tally = Tally()
         self._random = random.Random(setting.seed)
         self._now = self._progress = 0.0
-        self._live: list[tuple[float, int, Group]] = []
+        self._live: list[Group] = []
+        self._waiting: deque[tuple[float, Group]] = deque()
+        """Length and group of samples that have no place."""
+        self._decoded: list[tuple[float, int, float, Group]] = []
+        """Heap of samples that have one: progress at their end, number, progress at their begin, group."""
+        self._medians: list[float] = []
+        """Median lengths of samples of the next prompts, the next one last."""
         self._scored: list[Group] = []
         self._order = 0
         self._version = self._served = 0
@@ -107,25 +134,66 @@ class Waves:
         return self._step_ends < math.inf
 
     def _deadlines(self) -> list[int]:
-        return [group.due for _, _, group in self._live] + [group.due for group in self._scored]
+        return [group.due for group in self._live] + [group.due for group in self._scored]
 
     def _speed(self) -> float:
         asleep = self.setting.colocated and (self._running or self._now < self._device_free)
-        return 0.0 if asleep else 1 / (1 + len(self._live) / KNEE)
+        return 0.0 if asleep else 1 / (1 + len(self._decoded) / self.setting.width / KNEE)
 
     def _lease(self) -> None:
         asleep = self.setting.colocated and (self._running or self._now < self._device_free)
         step = self._version + self._running
         due = deadline(self._served, self.bound.max_staleness)
-        while not asleep and admits(self._deadlines(), due, step, self.bound) and self._admitted(due):
-            length = min(self._random.lognormvariate(math.log(MEDIAN), SIGMA), LONGEST)
-            group = Group(self._served, due, self._progress, length)
-            self._order += 1
-            heapq.heappush(self._live, (self._progress + length, self._order, group))
+        while (
+            not asleep
+            and self._has_place()
+            and admits(self._deadlines(), due, step, self.bound)
+            and self._admitted(due)
+        ):
+            group = Group(self._served, due)
+            self._live.append(group)
+            self._waiting += [(length, group) for length in self._lengths()]
+            self._begin_samples()
             self._leased = self._now
 
+    def _has_place(self) -> bool:
+        n, taken = self.setting.samples, len(self._decoded) + len(self._waiting)
+        return {
+            "groups": (len(self._live) + 1) * n <= self.setting.slots,
+            "samples": taken < self.setting.slots,
+            "queue": True,
+        }[self.setting.leases]
+
+    def _lengths(self) -> list[float]:
+        """Return the lengths of a group's samples, in seconds that they would take alone."""
+        n, batches = self.setting.samples, self.setting.sorted_batches
+        if not self._medians:
+            spread = SIGMA if n == 1 else SPREADS[0]
+            many = max(1, batches * self.bound.groups_per_step)
+            self._medians = [self._random.lognormvariate(math.log(MEDIAN), spread) for _ in range(many)]
+            if batches:
+                self._medians.sort(key=lambda length: length * self._random.lognormvariate(0, ERROR))
+        median = self._medians.pop()
+        if n == 1:
+            return [min(median, LONGEST)]
+        return [min(self._random.lognormvariate(math.log(median), SPREADS[1]), LONGEST) for _ in range(n)]
+
+    def _begin_samples(self) -> None:
+        while self._waiting and len(self._decoded) < self.setting.slots:
+            length, group = self._waiting.popleft()
+            self._order += 1
+            heapq.heappush(self._decoded, (self._progress + length, self._order, self._progress, group))
+
+    def _remove(self, group: Group) -> None:
+        """End the samples of a group that are being generated, or wait."""
+        self._live.remove(group)
+        self._waiting = deque(entry for entry in self._waiting if entry[1] is not group)
+        self._decoded = [entry for entry in self._decoded if entry[3] is not group]
+        heapq.heapify(self._decoded)
+        self._begin_samples()
+
     def _admitted(self, due: int) -> bool:
-        groups = [group for _, _, group in self._live]
+        groups = self._live
         return ADMISSIONS[self.setting.admission](
             View(
                 groups_per_step=self.bound.groups_per_step,
@@ -152,12 +220,11 @@ class Waves:
         self._scored.sort(key=lambda group: group.due)
         rest = self._scored[size:]
         while bound.policy is not Policy.MASK and not holds(
-            [*(g.due for _, _, g in self._live), *(g.due for g in rest)], self._version + 1, bound
+            [*(g.due for g in self._live), *(g.due for g in rest)], self._version + 1, bound
         ):
             if bound.policy is Policy.WAIT or not self._live:
                 return
-            self._live.remove(min(self._live, key=lambda entry: entry[2].due))
-            heapq.heapify(self._live)
+            self._remove(min(self._live, key=lambda group: group.due))
             self._count_dropped(1)
         if self._version >= WARM_UP:
             self.tally.at_once += self._now <= self._committed + SWITCH_S * self.setting.colocated
@@ -171,16 +238,18 @@ class Waves:
     def _newest(self, group: Group) -> int:
         """Return the version of a group's last token."""
         later = self._changes[group.version + 1 :]
-        return group.version + sum(at < group.began + group.length for at in later)
+        last = max(end for _, end in group.samples)
+        return group.version + sum(at < last for at in later)
 
     def _lags(self, batch: list[Group]) -> Counter[int]:
         """Return the batch's tokens by lag."""
         lags: Counter[int] = Counter()
-        for group in batch:
-            starts = [max(at, group.began) for at in self._changes[group.version :]]
+        samples = [(group.version, *sample) for group in batch for sample in group.samples]
+        for first, began, ended in samples:
+            starts = [max(at, began) for at in self._changes[first:]]
             ends = [*starts[1:], math.inf]
-            for version, (start, end) in enumerate(zip(starts, ends, strict=True), group.version):
-                end = min(end, group.began + group.length)
+            for version, (start, end) in enumerate(zip(starts, ends, strict=True), first):
+                end = min(end, ended)
                 if end > start:
                     lags[self._version - version] += round(1000 * (end - start))
         return lags
@@ -189,8 +258,8 @@ class Waves:
         """Continue with the next event: a group scored, a step's end, a version served, a lease due again."""
         speed = self._speed()
         times = [self._step_ends, self._served_at]
-        if self._live and speed:
-            times.append(self._now + max(0.0, self._live[0][0] - self._progress) / speed)
+        if self._decoded and speed:
+            times.append(self._now + max(0.0, self._decoded[0][0] - self._progress) / speed)
         if self._device_free > self._now:
             times.append(self._device_free)
         if self.setting.admission == "paced":
@@ -202,14 +271,28 @@ class Waves:
         self._count(until - self._now, speed)
         self._progress += speed * (until - self._now)
         self._now = until
-        while self._live and self._live[0][0] <= self._progress + 1e-9:
-            self._scored.append(heapq.heappop(self._live)[2])
+        while self._decoded and self._decoded[0][0] <= self._progress + 1e-9:
+            ended, _, began, group = heapq.heappop(self._decoded)
+            self._finish_sample(group, began, ended)
+            self._begin_samples()
         if self._now >= self._step_ends:
             self._commit()
         if self._now >= self._served_at:
             self._served_at = math.inf
             self._changes += [self._progress] * (self._version - self._served)
             self._served = self._version
+
+    def _finish_sample(self, group: Group, began: float, ended: float) -> None:
+        group.samples.append((began, ended))
+        counted = self._version >= WARM_UP
+        if counted:
+            self.tally.kept.append(ended - began)
+        if len(group.samples) == (self.setting.keep or self.setting.samples):
+            if counted:
+                rest = [entry for entry in self._decoded if entry[3] is group]
+                self.tally.cancelled += [self._progress - entry[2] for entry in rest]
+            self._remove(group)
+            self._scored.append(group)
 
     def _commit(self) -> None:
         self._version += 1
