@@ -265,11 +265,19 @@ class Ledger(Protocol):
         if `epoch` is not on the current branch, WRONG_STATE if `version` is not committed.
         """
 
-    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
+    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int, groups: int = 0) -> Lease:
         """Lease the next group: a WAITING or expired one first, else a new one.
 
         Repeating it with the same `request` returns the same lease. Refuses BOUND, PENDING, DONE, EXHAUSTED,
-        DRAINING, HALTED, STALE_ENGINE, ARCHIVE_BEHIND.
+        DRAINING, HALTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER for a worker that has over 1.2 times as many
+        groups as another one, which was refused for BOUND or BUSIER within 5 s and would get the lease now.
+
+        Args:
+            request: names the request.
+            engine: incarnation of the engine that will generate.
+            holder: incarnation of the worker.
+            lease_ms: how long the lease lasts.
+            groups: how many the worker works on; its next ones are generated beside these.
         """
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:
