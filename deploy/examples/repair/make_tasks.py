@@ -61,7 +61,9 @@ def task(seed: str, rung: str) -> dict[str, Any]:
     pair = sorted((line, other))
     two = [lines[i - 1].strip() for i in pair]
     asked = ASKED[rung].format(
-        lines="\n".join(f"{i}: {text}" for i, text in enumerate(two, 1)) if rung == "choice" else "\n".join(two),
+        lines="\n".join(f"{i}: {text}" for i, text in enumerate(two, 1))
+        if rung == "choice"
+        else "\n".join(two),
         line=line,
         example=f"solve({example}) returns {found[failing[0]]}; it should return {expected[failing[0]]}.",
     )
