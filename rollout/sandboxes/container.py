@@ -238,7 +238,7 @@ async def _removed(container: Any) -> None:
 
 
 async def _is_removed(container: Any) -> bool:
-    """Remove a container; return whether it is gone."""
+    """Remove a container; return whether that succeeded."""
     with suppress(*FAILED):
         await _removed(container)
         return True

@@ -269,15 +269,8 @@ class Ledger(Protocol):
         """Lease the next group: a WAITING or expired one first, else a new one.
 
         Repeating it with the same `request` returns the same lease. Refuses BOUND, PENDING, DONE, EXHAUSTED,
-        DRAINING, HALTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER for a worker that has over 1.2 times as many
-        groups as another one, which was refused for BOUND or BUSIER within 5 s and would get the lease now.
-
-        Args:
-            request: names the request.
-            engine: incarnation of the engine that will generate.
-            holder: incarnation of the worker.
-            lease_ms: how long the lease lasts.
-            groups: how many the worker works on; its next ones are generated beside these.
+        DRAINING, HALTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER if the holder works on `groups`, and over 1.2
+        times as many as one that was refused for BOUND or BUSIER within 5 s and would get the lease now.
         """
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:

@@ -38,7 +38,7 @@ local function waits(reason, detail)
   return refuse(reason, detail)
 end
 -- Return an engine that waits with so few groups that this one is over BUSIER times as busy, and that serves as new a version, so that
--- there is room for it, too. One that has not asked for WAITS_MS waits no more: it is gone, sleeps, or has its groups.
+-- there is room for it, too. One that has not asked for WAITS_MS waits no more: it has ended, sleeps, or has its groups.
 local function less_busy()
   local waiting = tonumber(ARGV[7]) > 0 and redis.call('HGETALL', K.waits) or {}
   for i = 1, #waiting, 2 do
