@@ -50,7 +50,7 @@ class TestBubblewrap(HostSandboxContract):
 
 
 def mark_of(process: psutil.Process) -> str:
-    """Return the name of the folder of the sandbox that a process is in; empty: it is in none, or has ended."""
+    """Return the name of the folder of the sandbox that a process is in; empty: of none, or it has ended."""
     try:
         return process.environ().get("TETHER_PROGRAM", "")
     except psutil.Error:
