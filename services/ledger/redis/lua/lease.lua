@@ -43,12 +43,13 @@ local function less_busy()
   local waiting = tonumber(ARGV[7]) > 0 and redis.call('HGETALL', K.waits) or {}
   for i = 1, #waiting, 2 do
     local groups, at = string.match(waiting[i + 1], '^(%d+) (%d+)$')
-    local its_epoch, its_version = string.match(redis.call('HGET', K.engines, waiting[i]) or '', '^(%S*) (%d+)$')
-    if not its_epoch or now() - tonumber(at) > WAITS_MS then
+    if now() - tonumber(at) > WAITS_MS then
       redis.call('HDEL', K.waits, waiting[i])
-    elseif tonumber(ARGV[7]) > BUSIER * tonumber(groups) and tonumber(its_version) >= version and
-      redis.call('SISMEMBER', K.lineage, its_epoch) == 1 then
-      return waiting[i]
+    elseif tonumber(ARGV[7]) > BUSIER * tonumber(groups) then
+      local its_epoch, its_version = string.match(redis.call('HGET', K.engines, waiting[i]) or '', '^(%S*) (%d+)$')
+      if its_epoch and tonumber(its_version) >= version and redis.call('SISMEMBER', K.lineage, its_epoch) == 1 then
+        return waiting[i]
+      end
     end
   end
 end
