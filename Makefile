@@ -32,7 +32,7 @@ export HF_HUB_OFFLINE := 1
 # Compiled modules are kept: every service is a process of its own, and imports them sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-check bench-trainer bench-generation bench-gpu chaos soak test-compose guarantees clean
+.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-check bench-trainer bench-generation bench-gpu chaos soak test-compose test-containers guarantees clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -159,6 +159,10 @@ guarantees: $(VENV)/.ready
 
 test-compose: $(VENV)/.ready
 	bash deploy/docker/test_compose.sh
+
+# sandboxes in containers of Docker and of Podman
+test-containers: $(VENV)/.ready
+	bash deploy/docker/test_containers.sh
 
 clean:
 	rm -rf $(VENV) $(SGLANG) $(TRACKING) $(BRIDGE) $(VERIFIERS) $(JAX) $(CUDA) $(CUDA_SGLANG) runs

@@ -64,6 +64,7 @@ class Reason(StrEnum):
     STALE_ENGINE = "stale_engine"  # the engine does not serve this epoch yet
     STALE_STEP = "stale_step"  # not the step that is running
     PENDING = "pending"  # a change of the bound waits until rule F holds with it
+    BUSIER = "busier"  # a worker with fewer groups waits for the room
     DONE = "done"  # every group that the run still needs is issued
     EXHAUSTED = "exhausted"  # the prompts have run out
     DRAINING = "draining"

@@ -12,52 +12,20 @@ cd "$(dirname "$0")/../.."
 export TETHER_STEPS=${TETHER_STEPS:-5} TETHER_IMAGE=${IMAGE:-tether:cpu} TETHER_MONITOR_PORT=0
 base=${BASE:-python:3.11-slim-bookworm}
 project=tether-test-$$
-scratch=$(mktemp -d)
 files=(-f compose.yaml)
+cli=(docker)
+. deploy/docker/private_engine.sh
 
-say() { printf -- '-- %s\n' "$*"; }
-die() { printf 'test_compose: %s\n' "$*" >&2; exit 1; }
 compose() { docker compose -p "$project" "${files[@]}" "$@"; }
-
-# An engine of our own: its files, socket and pid lie in $scratch; it changes no firewall rule.
-start_engine() {
-  [ "$(id -u)" = 0 ] && command -v dockerd >/dev/null || die "no container engine answers: start Docker, or run as root with dockerd installed"
-  export DOCKER_HOST=unix://$scratch/docker.sock
-  dockerd --iptables=false --bridge=none --ip-forward=false --ip-masq=false \
-    --default-ulimit nofile=20000:20000 --default-ulimit nproc=32768:32768 \
-    --data-root "$scratch/data" --exec-root "$scratch/exec" --pidfile "$scratch/dockerd.pid" -H "$DOCKER_HOST" >"$scratch/dockerd.log" 2>&1 &
-  engine=$!
-  for _ in $(seq 60); do docker info >/dev/null 2>&1 && return; sleep 1; done
-  tail -5 "$scratch/dockerd.log" >&2
-  die "dockerd did not start within 60 s"
-}
-
-stop_engine() {
-  [ -n "${engine:-}" ] || return 0
-  kill "$engine" 2>/dev/null || true
-  wait "$engine" || true
-  umount "$scratch"/exec/netns/* 2>/dev/null || true # dockerd leaves its bind mount of the host's network behind
-}
-
-# Without a registry: a Debian of our own with Python and Redis, and packages from wheels.
-make_base() {
-  command -v debootstrap >/dev/null || die "cannot pull $base, and there is no debootstrap to make it"
-  docker image inspect tether-test-base >/dev/null 2>&1 || {
-    say "making a base image"
-    debootstrap --variant=minbase --include=ca-certificates,python3,python3-venv,python3-distutils,libnuma1,redis-server bookworm "$scratch/root" \
-      >"$scratch/debootstrap.log" 2>&1 || die "$(tail -1 "$scratch/debootstrap.log")"
-    tar -C "$scratch/root" -c . | docker import - tether-test-base >/dev/null
-    rm -rf "$scratch/root"
-  }
-  base=tether-test-base
-  export TETHER_REDIS_IMAGE=tether-test-base
-  deploy/docker/fetch_wheels.sh
-  build_args=(--network none --build-arg PIP_NO_INDEX=1)
-}
 
 build() {
   build_args=()
-  docker image inspect "$base" >/dev/null 2>&1 || timeout 300 docker pull -q "$base" >/dev/null 2>&1 || make_base
+  base=$(have_image "$base" tether-test-base python3-venv,python3-distutils,libnuma1,redis-server)
+  [ "$base" != tether-test-base ] || { # without a registry packages come from wheels
+    export TETHER_REDIS_IMAGE=tether-test-base
+    deploy/docker/fetch_wheels.sh
+    build_args=(--network none --build-arg PIP_NO_INDEX=1)
+  }
   say "building $TETHER_IMAGE on $base"
   docker build -q -f deploy/docker/Dockerfile --target cpu -t "$TETHER_IMAGE" --build-arg BASE="$base" "${build_args[@]}" . >/dev/null
   [ "$(docker run --rm --network none "$TETHER_IMAGE" id -u)" != 0 ] || die "$TETHER_IMAGE runs as root"
@@ -130,7 +98,7 @@ finish() {
 docker compose version >/dev/null || die "docker compose (2.20 or newer) is needed"
 trap finish EXIT
 trap 'exit 130' INT TERM
-docker info >/dev/null 2>&1 || start_engine
+docker info >/dev/null 2>&1 || start_docker
 [ -n "${IMAGE:-}" ] || build
 choose_network
 run_demo

@@ -142,9 +142,12 @@ class ContainerProvider:
 
     async def clear_left(self) -> int:
         try:
-            return await asyncio.to_thread(self._clear)
+            left = await asyncio.to_thread(self._left)
         except FAILED as error:
             raise SandboxDied(f"the service did not list containers: {str(error)[-300:]}") from None
+        async with asyncio.TaskGroup() as tasks:  # at once: the first start waits for them
+            removing = [tasks.create_task(_is_removed(container)) for container in left]
+        return sum(task.result() for task in removing)
 
     async def forget(self, snapshot: str) -> None:
         pass  # it is the files themselves
@@ -193,17 +196,17 @@ class ContainerProvider:
             ],
         )
 
-    def _clear(self) -> int:
-        """Remove containers of this user whose folders are not locked any more."""
+    def _left(self) -> list[Any]:
+        """Return containers of this user whose folders are not locked any more."""
         clear_left_folders()
-        count, here = 0, str(programs_directory())
-        for container in self._client.containers.list(all=True, sparse=True, filters={"label": LABEL}):
-            folder = (container.attrs.get("Labels") or {}).get(LABEL, "")
-            if os.path.dirname(folder) == here and not os.path.exists(folder):
-                with suppress(*FAILED):  # another worker removes it
-                    container.remove(force=True, v=True)
-                    count += 1
-        return count
+        here = str(programs_directory())
+        found = self._client.containers.list(all=True, sparse=True, filters={"label": LABEL})
+        folders = [(container.attrs.get("Labels") or {}).get(LABEL, "") for container in found]
+        return [
+            container
+            for container, folder in zip(found, folders, strict=True)
+            if os.path.dirname(folder) == here and not os.path.exists(folder)
+        ]
 
 
 INSIDE_MB = 64
@@ -232,6 +235,14 @@ def _remove(container: Any) -> None:
 
 async def _removed(container: Any) -> None:
     await asyncio.to_thread(_remove, container)
+
+
+async def _is_removed(container: Any) -> bool:
+    """Remove a container; return whether that succeeded."""
+    with suppress(*FAILED):
+        await _removed(container)
+        return True
+    return False
 
 
 async def _closed(folder: ProgramFolder, relay: Relay | None) -> None:

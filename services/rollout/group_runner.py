@@ -223,6 +223,7 @@ class GroupRunner:
                         engine=self._process.incarnation,
                         holder=self._process.incarnation,
                         lease_ms=int(self._config.lease_s * 1000),
+                        groups=len(self._held),
                     )
                 except Refused as refusal:
                     if refusal.reason is Reason.HALTED:

@@ -4,6 +4,7 @@ import pytest
 
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import GroupState
+from tests.contracts.ledger_clock import passed
 from tests.contracts.ledger_rig import Driver
 
 
@@ -62,6 +63,38 @@ class GroupContract:
         await driver.step(1)
         await driver.refused(Reason.BOUND, driver.lease("slow"))
         assert (await driver.lease("eng")).version == 1
+
+    async def test_a_worker_that_waits_with_fewer_groups_comes_first(self, driver: Driver) -> None:
+        """The busy one has over 20 % more."""
+        await driver.begin(E=1, B=4, engines=("busy", "idle"))
+        busy = [await driver.lease("busy", groups=n) for n in range(8)]
+        await driver.refused(Reason.BOUND, driver.lease("idle"))
+        await driver.refused(Reason.BOUND, driver.lease("busy", groups=8))
+        for lease in busy[:2]:
+            await driver.ledger.drop(lease.group, lease.token, "x")
+        await driver.refused(Reason.BUSIER, driver.lease("busy", groups=6))
+        assert (await driver.lease("idle")).attempt == 1  # it waits no more
+        assert (await driver.lease("busy", groups=6)).attempt == 1
+        await driver.refused(Reason.BOUND, driver.lease("idle", groups=5))
+        await driver.ledger.drop(busy[2].group, busy[2].token, "x")
+        assert (await driver.lease("busy", groups=6)).attempt == 1
+
+    async def test_a_worker_that_may_not_lease_or_asks_no_more_keeps_nobody_waiting(
+        self, driver: Driver
+    ) -> None:
+        await driver.begin(E=1, B=2, engines=("busy", "idle", "old"))
+        leases = [await driver.lease("busy", groups=n) for n in range(4)]
+        for engine in ("idle", "old"):
+            await driver.refused(Reason.BOUND, driver.lease(engine))
+        for lease in leases[:2]:
+            await driver.ledger.accept(lease.group, lease.token, {0: 1})
+        await driver.commit(await driver.ledger.take("e1"))
+        await driver.ledger.applied("busy", "e1", 1)
+        assert (await driver.lease("busy", groups=2)).version == 1  # the others serve version 0
+        await driver.ledger.applied("idle", "e1", 1)
+        await driver.refused(Reason.BUSIER, driver.lease("busy", groups=2))
+        await passed(driver, 6000)
+        assert (await driver.lease("busy", groups=3)).version == 1
 
     async def test_expired_lease_is_taken_over_and_the_old_holder_loses(self, driver: Driver) -> None:
         await driver.begin()

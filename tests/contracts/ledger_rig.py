@@ -98,9 +98,13 @@ class Driver:
             await self.ledger.applied(engine, "e1", 0)
         return self
 
-    async def lease(self, engine: str = "eng", request: str = "", lease_ms: int = 600_000) -> Lease:
+    async def lease(
+        self, engine: str = "eng", request: str = "", lease_ms: int = 600_000, groups: int = 0
+    ) -> Lease:
         request = request or f"r{next(self._requests)}"
-        return await self.ledger.lease(request=request, engine=engine, holder="worker", lease_ms=lease_ms)
+        return await self.ledger.lease(
+            request=request, engine=engine, holder="worker", lease_ms=lease_ms, groups=groups
+        )
 
     async def reaped(self, lease: Lease) -> None:
         """Let a lease run out, and give a call the chance to see it (which is refused)."""

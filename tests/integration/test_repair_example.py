@@ -1,6 +1,7 @@
 """The example deploy/examples/repair: its tasks can be solved, its hidden tests decide, its agents run."""
 
 import ast
+import importlib
 import json
 import subprocess
 import sys
@@ -37,7 +38,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 def test_the_same_seed_makes_the_same_tasks(tasks: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
     assert make(tmp_path) == tasks
-    assert set(tasks) == {"number", "line", "one", "many"}
+    assert set(tasks) == {"number", "choice", "line", "one", "many"}
 
 
 def test_a_task_is_a_program_with_one_wrong_line_that_its_hidden_tests_see(
@@ -49,7 +50,8 @@ def test_a_task_is_a_program_with_one_wrong_line_that_its_hidden_tests_see(
             wrong = row["files"]["solution.py"]
             ast.parse(wrong)
             lines = [line.strip() for line in wrong.splitlines()]
-            known = map(str, range(1, len(lines) + 1)) if rung == "number" else lines
+            numbers = {"number": len(lines), "choice": 2}.get(rung, 0)
+            known = list(map(str, range(1, numbers + 1))) if numbers else lines
             assert row["hidden_line"] in known
             assert len(row["hidden_tests"]) == 12
             assert rung == row["rung"]
@@ -57,7 +59,18 @@ def test_a_task_is_a_program_with_one_wrong_line_that_its_hidden_tests_see(
     assert python_tests.score("", row["files"]["solution.py"], row, options) == 0.0
 
 
-@pytest.mark.parametrize(("config", "rung"), [("config", "line"), ("ladder", "number")])
+def test_the_judge_wants_the_hidden_line_last(
+    tasks: dict[str, list[dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    judge = importlib.import_module("judge")
+    for rung in ("number", "choice", "line"):
+        row = tasks[rung][0]
+        answers = (f"so\n {row['hidden_line']}\n", f"{row['hidden_line']}\nno", "")
+        assert [judge.score(response=answer, metadata=row) for answer in answers] == [1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(("config", "rung"), [("config", "line"), ("ladder", "number"), ("ladder", "choice")])
 def test_a_configuration_passes_the_check(config: str, rung: str, tmp_path: Path) -> None:
     make(tmp_path / "tasks")
     given = [f"run.dir={tmp_path / 'run'}", f"prompts.path={tmp_path / 'tasks' / rung}.jsonl"]

@@ -2,9 +2,9 @@
 
     python deploy/examples/repair/make_tasks.py [--out runs/repair-tasks] [--tasks 1000] [--seed 0]
 
-The rungs of the ladder: `number`, print the number of the line with the bug, which is named; `line`, print
-the line, which is named with another one; `one`, repair a program of one function; `many`, one of four
-functions. The same seed writes the same tasks.
+The rungs of the ladder: `number`, print the number of the line with the bug, which is named; `choice`, print
+which of two lines has it, 1 or 2; `line`, print the line, which is named with another one; `one`, repair a
+program of one function; `many`, one of four functions. The same seed writes the same tasks.
 """
 
 import argparse
@@ -17,11 +17,12 @@ from typing import Any
 from mutations import mutant
 from programs import inputs, program
 
-RUNGS = {"number": 1, "line": 1, "one": 1, "many": 4}
+RUNGS = {"number": 1, "choice": 1, "line": 1, "one": 1, "many": 4}
 """Rung -> functions of its programs."""
 TESTS = 12
 ASKED = {
     "number": "Line {line} of solution.py is wrong. Print its number: ",
+    "choice": "One of these two lines of solution.py is wrong:\n{lines}\nPrint its number, 1 or 2: ",
     "line": "One line of solution.py is wrong. The wrong line is one of these two:\n{lines}\nPrint it.",
     "one": "solution.py has one wrong line. Repair the file.\n{example}",
     "many": "solution.py has one wrong line, in any of its functions. Repair the file.\n{example}",
@@ -57,17 +58,22 @@ def task(seed: str, rung: str) -> dict[str, Any]:
     example = values[failing[0]]
     lines = wrong.splitlines()
     other = generator.choice([i for i, text in enumerate(lines, 1) if text.strip() and i != line])
+    pair = sorted((line, other))
+    two = [lines[i - 1].strip() for i in pair]
     asked = ASKED[rung].format(
-        lines="\n".join(lines[i - 1].strip() for i in sorted((line, other))),
+        lines="\n".join(f"{i}: {text}" for i, text in enumerate(two, 1))
+        if rung == "choice"
+        else "\n".join(two),
         line=line,
         example=f"solve({example}) returns {found[failing[0]]}; it should return {expected[failing[0]]}.",
     )
-    shown = "" if rung == "number" else f"solution.py:\n```python\n{wrong}\n```\n"
+    answers = {"number": str(line), "choice": str(pair.index(line) + 1)}
+    shown = "" if rung in answers else f"solution.py:\n```python\n{wrong}\n```\n"
     return {
         "prompt": shown + asked,
         "rung": rung,
         "files": {"solution.py": wrong},
-        "hidden_line": str(line) if rung == "number" else lines[line - 1].strip(),
+        "hidden_line": answers.get(rung, lines[line - 1].strip()),
         "hidden_tests": [
             {"call": "solve", "args": [value], "returns": result}
             for value, result in zip(values, expected, strict=True)

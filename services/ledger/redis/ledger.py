@@ -161,9 +161,9 @@ class RedisLedger:
 
     # -- a group's life
 
-    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
+    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int, groups: int = 0) -> Lease:
         answer = await self._run(
-            "lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, request
+            "lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, request, groups
         )
         return decode(answer[0], Lease)
 

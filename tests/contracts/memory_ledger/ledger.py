@@ -10,7 +10,7 @@ from typing import Any
 from protocol.errors import Reason, Refused
 from protocol.ids import new_token
 from protocol.lifecycle import Event, GroupState
-from protocol.staleness import Bound, Policy, admits, deadline
+from protocol.staleness import Bound, Policy, deadline
 from services.ledger.event_log.events import (
     AcceptEvent,
     AppliedEvent,
@@ -145,20 +145,18 @@ class MemoryLedger:
 
     # -- a group's life
 
-    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int) -> Lease:
+    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int, groups: int = 0) -> Lease:
         run = self.run_state
         answered = run.requests.get(request)
         if answered is not None:
             return answered
         run.expire_leases()
         epoch, version = self._admit(run, engine)
-        group = self._next_group(run, deadline(version, run.bound.max_staleness))
+        due = deadline(version, run.bound.max_staleness)
+        group = self._next_group(run, lambda: run.check_room(engine, groups, version, due))
         run.transition(group, Event.LEASE)
         group.token, group.holder, group.version = self._tokens(), holder, version
-        group.max_staleness, group.deadline = (
-            run.bound.max_staleness,
-            deadline(version, run.bound.max_staleness),
-        )
+        group.max_staleness, group.deadline = run.bound.max_staleness, due
         group.attempt += 1
         group.expires_ms = self.clock() + lease_ms
         run.append(
@@ -199,14 +197,13 @@ class MemoryLedger:
             raise Refused(Reason.PENDING, "a change of the bound waits until rule F holds with it")
         return epoch, version
 
-    def _next_group(self, run: RunState, due: int) -> Group:
+    def _next_group(self, run: RunState, check_room: Callable[[], None]) -> Group:
         """Return the group to lease; groups that have used up their attempts are dropped on the way."""
         if len(run.slot_deadlines()) >= (run.spec.steps - run.next_step()) * run.bound.groups_per_step:
             raise Refused(Reason.DONE)
         if not run.leasable() and run.exhausted():
             raise Refused(Reason.EXHAUSTED, f"{run.spec.prompts} prompts")
-        if not admits(run.slot_deadlines(), due, run.next_step(), run.bound):
-            raise Refused(Reason.BOUND, f"no room for deadline {due} at step {run.next_step()}")
+        check_room()
         for group in run.leasable():
             if group.attempt < run.spec.max_attempts:
                 return group

@@ -12,7 +12,7 @@ import msgspec
 
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import ACTIVE, NO_SIGNAL, Event, GroupState, after
-from protocol.staleness import Bound, holds
+from protocol.staleness import Bound, admits, holds
 from services.ledger.event_log.events import (
     BoundEvent,
     DropEvent,
@@ -23,6 +23,9 @@ from services.ledger.event_log.events import (
 )
 from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken, TakenGroup
 from tests.contracts.memory_ledger.run_clock import RunClock
+
+WAITS_MS, BUSIER = 5000, 1.2
+"""As `lease` of the interface says."""
 
 
 @dataclass(slots=True)
@@ -96,6 +99,8 @@ class RunState:
     published: int = -1
     """Version of `manifest`."""
     engines: dict[str, tuple[str, int]] = field(default_factory=dict)
+    waits: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Engine -> groups and time of its last lease request, if that found no room."""
     requests: dict[str, Lease] = field(default_factory=dict)
     """Lease request -> the lease that it was granted, while the group is LEASED by it."""
     log: deque[LedgerEvent] = field(default_factory=deque)
@@ -113,6 +118,21 @@ class RunState:
         self.sequence += 1
         time_ms = self.clock.wall() if isinstance(self.clock, RunClock) else self.clock()
         self.log.append(msgspec.structs.replace(event, seq=self.sequence, time_ms=time_ms))
+
+    def check_room(self, engine: str, groups: int, version: int, due: int) -> None:
+        """Refuse a lease that rule F has no room for, or a worker with fewer groups waits for."""
+        try:
+            if not admits(self.slot_deadlines(), due, self.next_step(), self.bound):
+                raise Refused(Reason.BOUND, f"no room for deadline {due} at step {self.next_step()}")
+            for other, (its_groups, at) in self.waits.items():
+                epoch, its_version = self.engines.get(other, ("", -1))
+                waits = epoch in self.lineage and its_version >= version and self.clock() - at <= WAITS_MS
+                if waits and groups > BUSIER * its_groups:
+                    raise Refused(Reason.BUSIER, f"{other} waits with fewer groups")
+        except Refused:
+            self.waits[engine] = groups, self.clock()
+            raise
+        self.waits.pop(engine, None)
 
     def next_step(self) -> int:
         """Return N of rule F."""

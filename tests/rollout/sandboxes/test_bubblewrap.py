@@ -6,29 +6,34 @@ import pwd
 import subprocess
 import sys
 import tempfile
-from dataclasses import replace
 from pathlib import Path
 
 import psutil
 import pytest
-from aiohttp import web
 
-from protocol.errors import SettingsError
-from rollout.programs.folder import programs_directory
+from rollout.config import SandboxConfig
 from rollout.sandboxes import bubblewrap
-from rollout.sandboxes.base import SandboxCommand, SandboxDied, Start
+from rollout.sandboxes.base import SandboxCommand
 from rollout.sandboxes.bubblewrap import BubblewrapProvider
 from rollout.sandboxes.pool import SandboxPool
 from rollout.sandboxes.served import INSIDE
 from tests.changes import slow_unless_changed
-from tests.contracts.sandbox_suite import CONFIG, OUTPUT, START, SandboxContract, shell
+from tests.contracts.host_sandbox_suite import HostSandboxContract
+from tests.contracts.sandbox_suite import CONFIG, OUTPUT, START, shell
 
 pytestmark = [
     pytest.mark.xdist_group("sandbox"),
-    slow_unless_changed("rollout/sandboxes/", "reward/sandbox/", "tests/contracts/sandbox_suite.py"),
+    slow_unless_changed(
+        "rollout/sandboxes/",
+        "reward/sandbox/",
+        "tests/contracts/sandbox_suite.py",
+        "tests/contracts/host_sandbox_suite.py",
+    ),
 ]
 
-ASK = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"
+
+def made(config: SandboxConfig) -> BubblewrapProvider:
+    return BubblewrapProvider(config)
 
 
 @pytest.fixture
@@ -37,112 +42,19 @@ def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> BubblewrapProvi
     return BubblewrapProvider(CONFIG)
 
 
-class TestBubblewrap(SandboxContract):
-    pass
+class TestBubblewrap(HostSandboxContract):
+    made = f"{__name__}:made"
+
+    def running(self, folder: str) -> list[psutil.Process]:
+        return [process for process in psutil.process_iter() if mark_of(process) == folder]
 
 
-async def test_it_reaches_its_endpoint_under_the_same_url_and_nothing_else(
-    provider: BubblewrapProvider,
-) -> None:
-    app = web.Application()
-
-    async def said(request: web.Request) -> web.Response:
-        return web.Response(text="s" * 200_000)
-
-    app.router.add_get("/s/key/v1", said)
-    runner = web.AppRunner(app)
-    await runner.setup()
-    site = web.TCPSite(runner, "127.0.0.1", 0)
-    await site.start()
-    url = f"http://127.0.0.1:{runner.addresses[0][1]}"
-    other = web.TCPSite(runner, "127.0.0.1", 0)
-    await other.start()
+def mark_of(process: psutil.Process) -> str:
+    """Return the name of the folder of the sandbox that a process is in; empty: of none, or it has ended."""
     try:
-        async with SandboxPool(provider, 1).leased(Start(300, endpoint=url)) as sandbox:
-            for _ in range(2):
-                found = await sandbox.exec(
-                    SandboxCommand(("python3", "-c", ASK, f"{url}/s/key/v1"), 60, 1 << 20)
-                )
-                assert (found.output, found.status) == (b"s" * 200_000 + b"\n", 0)
-            elsewhere = f"http://127.0.0.1:{runner.addresses[1][1]}/s/key/v1"
-            assert (
-                await sandbox.exec(SandboxCommand(("python3", "-c", ASK, elsewhere), 60, OUTPUT))
-            ).status == 1
-    finally:
-        await runner.cleanup()
-
-
-async def test_an_endpoint_on_another_host_is_refused(provider: BubblewrapProvider) -> None:
-    with pytest.raises(SettingsError, match=r"on loopback, not rollout\.example"):
-        await provider.start(Start(10, endpoint="https://rollout.example:8000"))
-
-
-async def test_a_sandbox_that_was_killed_says_so_and_another_one_starts(provider: BubblewrapProvider) -> None:
-    pool = SandboxPool(provider, 1)
-    async with pool.leased(START) as sandbox:
-        [child] = [child for child in psutil.Process().children() if child.name() == "bwrap"]
-        child.kill()
-        with pytest.raises(SandboxDied, match="the sandbox has ended"):
-            await shell(sandbox, "echo 1")
-    async with pool.leased(START) as later:
-        assert (await shell(later, "echo 1")).output == b"1\n"
-
-
-async def test_it_ends_with_its_lease(provider: BubblewrapProvider) -> None:
-    async with SandboxPool(provider, 1).leased(Start(lease_s=1)) as sandbox:
-        with pytest.raises(SandboxDied):
-            await shell(sandbox, "sleep 10000", 10_000.0)
-
-
-KILLED = """
-import asyncio, os, signal, tempfile
-tempfile.tempdir = {folder!r}
-from rollout.sandboxes.bubblewrap import BubblewrapProvider
-from tests.contracts.sandbox_suite import CONFIG, START
-async def main():
-    sandbox = await BubblewrapProvider(CONFIG).start(START)
-    os.kill(os.getpid(), signal.SIGKILL)
-asyncio.run(main())
-"""
-
-
-async def test_a_killed_worker_takes_its_sandboxes_with_it_and_the_next_one_removes_the_rest(
-    provider: BubblewrapProvider, tmp_path: Path
-) -> None:
-    subprocess.run([sys.executable, "-c", KILLED.format(folder=str(tmp_path))], check=False)
-    left = list(programs_directory().iterdir())
-    assert len(left) == 1
-    async with SandboxPool(provider, 1).leased(START) as sandbox:
-        assert left[0] not in programs_directory().iterdir()
-        await shell(sandbox, "true")
-    assert list(programs_directory().iterdir()) == []
-    mark = f"TETHER_PROGRAM={left[0].name}".encode()
-    for process in Path("/proc").glob("[0-9]*/environ"):
-        try:
-            assert mark not in process.read_bytes()
-        except OSError:
-            continue
-
-
-async def test_the_worker_s_environment_is_not_in_it(
-    provider: BubblewrapProvider, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TETHER_SECRET_TEST", "credentials")
-    async with SandboxPool(provider, 1).leased(START) as sandbox:
-        assert b"credentials" not in (await shell(sandbox, "env; cat /proc/*/environ")).output
-
-
-async def test_a_large_snapshot_has_the_processor_time_it_needs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    config = replace(CONFIG, cpu_s=1, disk_mb=64, memory_mb=1024)
-    pool = SandboxPool(BubblewrapProvider(config), 1)
-    async with pool.leased(START) as sandbox:
-        made = await shell(sandbox, "head -c 60000000 /dev/urandom > f; sha256sum f")
-        snapshot = await sandbox.snapshot()
-    async with pool.leased(replace(START, snapshot=snapshot)) as later:
-        assert (await shell(later, "sha256sum f")).output == made.output
+        return process.environ().get("TETHER_PROGRAM", "")
+    except psutil.Error:
+        return ""
 
 
 SEGMENTS = """

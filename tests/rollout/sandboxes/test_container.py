@@ -1,6 +1,6 @@
 """The provider `container` keeps the promises of a sandbox, where Docker or Podman answers.
 
-SANDBOX_IMAGE names an image with Python, SANDBOX_SERVICE the URL of the service.
+SANDBOX_IMAGE names an image with Python, DOCKER_HOST the URL of the service: `make test-containers` has both.
 """
 
 import asyncio
@@ -17,31 +17,44 @@ import pytest
 import requests
 
 from protocol.errors import SettingsError
+from rollout.config import SandboxConfig
+from rollout.programs.folder import programs_directory
 from rollout.sandboxes.base import SandboxDied
-from rollout.sandboxes.container import ContainerProvider
+from rollout.sandboxes.container import LABEL, ContainerProvider
 from tests.changes import slow_unless_changed
-from tests.contracts.sandbox_suite import CONFIG, START, SandboxContract
+from tests.contracts.host_sandbox_suite import HostSandboxContract
+from tests.contracts.sandbox_suite import CONFIG, START
 
 IMAGE = os.environ.get("SANDBOX_IMAGE", "")
 pytestmark = [
     pytest.mark.xdist_group("sandbox"),
-    slow_unless_changed("rollout/sandboxes/", "tests/contracts/sandbox_suite.py"),
+    slow_unless_changed(
+        "rollout/sandboxes/", "tests/contracts/sandbox_suite.py", "tests/contracts/host_sandbox_suite.py"
+    ),
 ]
+
+
+def made(config: SandboxConfig) -> ContainerProvider:
+    return ContainerProvider(replace(config, name="container", image=IMAGE))
 
 
 @pytest.fixture
 async def provider(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[ContainerProvider]:
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    service = os.environ.get("SANDBOX_SERVICE", "")
-    provider = ContainerProvider(replace(CONFIG, name="container", image=IMAGE, service=service))
+    provider = made(CONFIG)
     yield provider
     assert await provider.clear_left() == 0
     await provider.close()
 
 
 @pytest.mark.skipif(not IMAGE, reason="SANDBOX_IMAGE names no image")
-class TestContainer(SandboxContract):
-    storm = 8
+class TestContainer(HostSandboxContract):
+    made = f"{__name__}:made"
+    storm = 128
+
+    def running(self, folder: str) -> list[Any]:
+        label = f"{LABEL}={programs_directory() / folder}"
+        return docker.from_env().containers.list(filters={"label": label}, ignore_removed=True)
 
 
 def test_an_image_has_to_be_named() -> None:

@@ -1,7 +1,8 @@
-"""Calls that fail or are malformed, as the `openai` package gets them."""
+"""Calls that fail, are malformed, or have pauses between them, as the `openai` package gets them."""
 
 import asyncio
 import json
+from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -11,8 +12,10 @@ import pytest
 
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Completion, EngineConfig, Sampling
+from rollout.engines.contract.models import tiny_model
 from rollout.engines.registry import make_engine
 from rollout.sessions.model_calls import ModelCalls
+from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import USER, served
 
 TOOL: Any = {"type": "function", "function": {"name": "add", "description": "", "parameters": {}}}
@@ -63,3 +66,24 @@ async def test_a_client_that_hangs_up_at_any_time_is_no_error(caplog: pytest.Log
         await client.chat.completions.create(model="m", messages=[USER])
         await session.drained()
     assert caplog.messages == []
+
+
+@pytest.mark.parametrize("name", ["scripted", "hf"])
+async def test_sessions_that_wait_for_a_tool_hold_no_slot_of_the_engine(name: str, tmp_path: Path) -> None:
+    """The engine has one slot; each call is made while the other sessions wait between theirs."""
+    tiny_model(1).save_pretrained(tmp_path)
+    config = EngineConfig(name=name, max_model_len=512, max_running=1)
+    engine = make_engine(config, tmp_path, "engine.0")
+    await engine.start()
+    sampling = Sampling(max_tokens=4, stop_token_ids=renderer("tool use").stop_token_ids)
+    async with asyncio.timeout(120), AsyncExitStack() as opened:
+        opened.push_async_callback(engine.close)
+        sessions = []
+        for number in range(4):
+            generate = ModelCalls(engine, sampling, EnvironmentConfig(), 512, f"{number}/0.{{turn}}.t")
+            sessions.append((await opened.enter_async_context(served(generate)))[:2])
+        for turn in range(3):
+            for client, session in sessions:
+                await client.chat.completions.create(model="any", messages=[USER] * (turn + 1))
+                assert len(session.tree.calls) == turn + 1
+                assert (await engine.occupancy()).running == 0

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from protocol.errors import Reason
 from rollout.episodes import EpisodeReport
 from rollout.sample import PromptTokens
 from services.observability.metrics import Metrics
@@ -73,3 +74,14 @@ async def test_a_group_that_the_engine_fails_is_leased_again_and_never_dropped_f
         await eventually(lambda: world.environment.in_tool == SAMPLES)  # under the next lease
         assert [held.lease.attempt for held in world.runner._held.values()] == [2]
         assert (await world.ledger.status()).dropped_by_reason == {}
+
+
+async def test_a_worker_with_groups_leaves_room_to_one_that_waits_without(tmp_path: Path) -> None:
+    world = SessionWorld(MemoryRig(), tmp_path, 2, ("rollout.groups_in_flight=2",))
+    async with world.running(E=0, B=1):
+        await world.driver.refused(Reason.BOUND, world.driver.lease())
+        await world.ledger.set_bound(groups_per_step=2)
+        world.runner.nudge()
+        metrics, event = world.process.metrics.registry, {"event": "lease.refused.busier"}
+        await eventually(lambda: bool(metrics.get_sample_value("tether_events_total", event)))
+        assert (await world.driver.lease()).group == 1

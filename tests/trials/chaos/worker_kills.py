@@ -36,11 +36,10 @@ ENDS = 5
 
 def rollout_workers(up: int) -> dict[str, int]:
     """Return the living rollout workers of a `tether up`: name -> pid."""
-    found = {}
-    for child in psutil.Process(up).children():
-        if (name := service_of(child.pid)).startswith("rollout."):
-            found[name] = child.pid
-    return found
+    with contextlib.suppress(psutil.NoSuchProcess):  # it ends just now
+        services = {service_of(child.pid): child.pid for child in psutil.Process(up).children()}
+        return {name: pid for name, pid in services.items() if name.startswith("rollout.")}
+    return {}
 
 
 async def killing_loop(up: asyncio.subprocess.Process, run_dir: Path, every_s: float) -> int:

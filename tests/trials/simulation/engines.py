@@ -93,7 +93,7 @@ class Fleet:
                 lease = await self.ledger.call(
                     "lease", request=f"{engine.name}-{self.ledger.calls['lease']}", engine=engine.name,
                     holder=engine.name,
-                    lease_ms=self.scenario.lease_ms,
+                    lease_ms=self.scenario.lease_ms, groups=self.scenario.slots - engine.free,
                 )  # fmt: skip
             except Refused as refusal:
                 if refusal.reason is Reason.HALTED:

@@ -60,7 +60,7 @@ async def test_no_trained_token_is_over_the_bound_where_few_versions_are_publish
 ) -> None:
     scenario = Scenario(
         groups=1000,
-        seed=7,
+        seed=8,
         max_staleness=E,
         groups_per_step=4,
         policy=Policy.DROP,

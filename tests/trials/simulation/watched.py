@@ -11,9 +11,12 @@ from services.ledger.redis.keys import padded
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import AuditResult, Verifier
 from tests.contracts.memory_ledger.ledger import MemoryLedger
+from tests.contracts.memory_ledger.run_state import WAITS_MS
 from tests.trials.simulation.pipeline import Pipeline
 
 DAY_MS = 86_400_000
+FAR_MS = 10**14
+"""Later than any reading of a clock."""
 DRAIN_CALLS = 500
 Event = dict[str, Any]
 
@@ -60,6 +63,14 @@ class Watched:
         """Return the answer or refusal of one call."""
         return await outcome(getattr(self.memory, name), arguments, named)
 
+    def _wait(self) -> None:
+        state, key = self.memory.run_state, self._server.keys.of("waits")
+        for engine, (groups, at) in state.waits.items():
+            if state.clock() - at > WAITS_MS:
+                self._pipeline.later("HDEL", key, engine)
+            else:
+                self._pipeline.later("HSET", key, engine, f"{groups} {FAR_MS}")
+
     async def drain(self) -> list[Event]:
         """Verify the new events, and let the ledger forget them."""
         events = [dict(event) for event in await self.memory.events(self._drained, 1_000_000)]
@@ -81,7 +92,7 @@ class Twins(Watched):
     """The oracle and the ledger on a server, which must decide alike in every call.
 
     The oracle's clock rules: a lease that expires in a call is moved into the past on the server before the
-    same call is made there.
+    same call is made there, and an engine waits for room there as long as here.
     """
 
     def __init__(
@@ -93,6 +104,8 @@ class Twins(Watched):
 
     async def once(self, name: str, arguments: Any, named: Any) -> Any:
         before = self.memory.run_state.sequence if name != "create" else 0
+        if name == "lease":
+            self._wait()
         expected = await super().once(name, arguments, named)
         new, log = self.memory.run_state.sequence - before, self.memory.run_state.log
         fresh = [log[i] for i in range(len(log) - new, len(log))]

@@ -1,9 +1,10 @@
 -- (new), WAITING or expired LEASED -> LEASED, with a new token and a new deadline = the engine's version + E.
--- ARGV: 1 engine, 2 holder, 3 lease (ms), 4 token, 5 most unarchived events, 6 request
+-- ARGV: 1 engine, 2 holder, 3 lease (ms), 4 token, 5 most unarchived events, 6 request, 7 groups that the worker has
 -- Returns: JSON {group, token, epoch, version, deadline, max_staleness, attempt}; again the same for the same request while the group is
 -- LEASED by it
--- Refuses no_run, halted, draining, archive_behind, stale_engine, pending, done, exhausted, bound. Groups that have used up their
+-- Refuses no_run, halted, draining, archive_behind, stale_engine, pending, done, exhausted, bound, busier. Groups that have used up their
 -- attempts are dropped on the way (at most 128), whatever the answer.
+local WAITS_MS, BUSIER = 5000, 1.2 -- documented in services/ledger/interface.py
 local absent = no_run()
 if absent then return absent end
 local answered = redis.call('HGET', K.requests, ARGV[6])
@@ -31,12 +32,35 @@ end
 local function exhausted()
   return R.prompts >= 0 and R.issued >= R.prompts
 end
+-- Note that the engine waits for room, with its groups, and refuse.
+local function waits(reason, detail)
+  redis.call('HSET', K.waits, ARGV[1], ARGV[7] .. ' ' .. string.format('%.0f', now()))
+  return refuse(reason, detail)
+end
+-- Return an engine that waits with so few groups that this one is over BUSIER times as busy, and that serves as new a version, so that
+-- there is room for it, too. One that has not asked for WAITS_MS waits no more: it has ended, sleeps, or has its groups.
+local function less_busy()
+  local waiting = tonumber(ARGV[7]) > 0 and redis.call('HGETALL', K.waits) or {}
+  for i = 1, #waiting, 2 do
+    local groups, at = string.match(waiting[i + 1], '^(%d+) (%d+)$')
+    if now() - tonumber(at) > WAITS_MS then
+      redis.call('HDEL', K.waits, waiting[i])
+    elseif tonumber(ARGV[7]) > BUSIER * tonumber(groups) then
+      local its_epoch, its_version = string.match(redis.call('HGET', K.engines, waiting[i]) or '', '^(%S*) (%d+)$')
+      if its_epoch and tonumber(its_version) >= version and redis.call('SISMEMBER', K.lineage, its_epoch) == 1 then
+        return waiting[i]
+      end
+    end
+  end
+end
 local id = candidate()
 if not id and exhausted() then return refuse('exhausted', R.prompts .. ' prompts') end
 local deadline = version + R.max_staleness
 if deadline < step or not holds(deadline) then  -- a lease that is late at birth would only make stale tokens
-  return refuse('bound', 'no room for deadline ' .. deadline .. ' at step ' .. step)
+  return waits('bound', 'no room for deadline ' .. deadline .. ' at step ' .. step)
 end
+local idler = less_busy()
+if idler then return waits('busier', idler .. ' waits with fewer groups') end
 
 local group
 for round = 1, MOST + 1 do
@@ -62,4 +86,5 @@ append('lease', {group = tonumber(id), token = group.token, holder = ARGV[2], en
 local answer = cjson.encode({group = tonumber(id), token = group.token, epoch = epoch, version = version, deadline = deadline,
   max_staleness = R.max_staleness, attempt = group.attempt})
 redis.call('HSET', K.requests, ARGV[6], answer)
+redis.call('HDEL', K.waits, ARGV[1])
 return {'ok', answer}
