@@ -115,7 +115,7 @@ def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]
     backends = {settings.trainer.backend, *(engine.name for engine in engines_of(settings))}
     if "megatron" in backends and not problems:
         problems += refusals(_check_megatron_adapters, settings, model)
-    elif not problems:
+    elif not problems and any(".experts." in name for name in shapes):
         problems += _expert_problems(adapter_targets(shapes, lora), lora)
     yield from problems
 
