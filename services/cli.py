@@ -51,16 +51,20 @@ def init(
     print(f"wrote {files}; next: tether up {directory / 'config.toml'}")
 
 
+Steps = Annotated[int | None, typer.Option(help="stop after so many steps")]
+NewRunDir = Annotated[Path | None, typer.Option(help="where the run writes; continues what is there")]
+Rollouts = Annotated[int | None, typer.Option(help="rollout workers")]
+Rewards = Annotated[int | None, typer.Option(help="reward workers")]
+
+
 @app.command()
 def up(
     config: Config,
-    steps: Annotated[int | None, typer.Option(help="stop after so many steps")] = None,
-    run_dir: Annotated[
-        Path | None, typer.Option(help="where the run writes; continues what is there")
-    ] = None,
+    steps: Steps = None,
+    run_dir: NewRunDir = None,
     set_: Overrides = None,
-    rollouts: Annotated[int | None, typer.Option(help="rollout workers")] = None,
-    rewards: Annotated[int | None, typer.Option(help="reward workers")] = None,
+    rollouts: Rollouts = None,
+    rewards: Rewards = None,
 ) -> None:
     """Run all services on this machine until the steps are done or Ctrl-C."""
     import asyncio
@@ -69,8 +73,7 @@ def up(
     from services.launcher.supervisor import run_up
     from services.settings.load import load_settings, run_settings
 
-    counts = {"services.rollouts": rollouts, "services.rewards": rewards}
-    overrides = [*(set_ or []), *_given({"run.steps": steps, "run.dir": run_dir, **counts})]
+    overrides = _overrides(set_, steps, run_dir, rollouts, rewards)
     configure_logging("up")
     compose = functools.partial(load_settings, str(config), overrides)
     settings = compose()
@@ -89,13 +92,17 @@ def up(
 @app.command()
 def check(
     config: Config,
+    steps: Steps = None,
+    run_dir: NewRunDir = None,
     set_: Overrides = None,
+    rollouts: Rollouts = None,
+    rewards: Rewards = None,
     as_json: AsJson = False,
 ) -> None:
     """Find all problems that would keep a run from starting, without starting it; then exit with 2."""
     from services.tools.check import check_configuration, render_check
 
-    result = check_configuration(str(config), set_ or [])
+    result = check_configuration(str(config), _overrides(set_, steps, run_dir, rollouts, rewards))
     _show(
         {"problems": list(result.problems), "summary": list(result.summary)},
         as_json,
@@ -343,6 +350,18 @@ def evaluate(
 for command in (bisect, push, replay, rerun, serve):
     app.command()(command)
 app.command("import-config")(import_config)
+
+
+def _overrides(
+    set_: list[str] | None,
+    steps: int | None,
+    run_dir: Path | None,
+    rollouts: int | None,
+    rewards: int | None,
+) -> list[str]:
+    """Return what a command line changes in a settings file."""
+    counts = {"services.rollouts": rollouts, "services.rewards": rewards}
+    return [*(set_ or []), *_given({"run.steps": steps, "run.dir": run_dir, **counts})]
 
 
 def _given(options: Mapping[str, object]) -> list[str]:

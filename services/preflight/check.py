@@ -26,7 +26,13 @@ from services.preflight.endpoints import local_problems
 from services.preflight.engines import engine_problems, kernel_problems
 from services.preflight.machine import attention_problems
 from services.preflight.memory import describe_memory, host_memory_problems
-from services.preflight.model import ModelFacts, adapter_problems, model_problems, read_model
+from services.preflight.model import (
+    ModelFacts,
+    adapter_problems,
+    describe_adapters,
+    model_problems,
+    read_model,
+)
 from services.preflight.own_code import own_code_problems
 from services.preflight.problem import Problem, refusals
 from services.preflight.rewards import reward_gpu_problems, trial_problems, verifier_problems
@@ -144,7 +150,8 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
         *_kept(settings),
-        f"learns   {settings.algorithm.name}, lr {settings.optimizer.lr:g}{_clips(settings)}",
+        f"learns   {settings.algorithm.name}, lr {settings.optimizer.lr:g}{_clips(settings)}"
+        + describe_adapters(settings, model),
         f"trainer  {settings.trainer.backend}, {settings.trainer.dtype}, "
         f"{settings.trainer_ranks} rank(s): {ranks}{_apart(settings)}{_on(services.trainer_gpus)}"
         f"{_on_hosts(settings)}",

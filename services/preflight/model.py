@@ -5,16 +5,17 @@ It reads files and builds no model.
 
 import dataclasses
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
+from itertools import islice
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from protocol.device.checkpoint_shapes import tensor_shapes
 from protocol.errors import EngineError, SettingsError
-from protocol.weights.lora import adapter_targets
+from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from protocol.weights.peft import check_peft
 from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
@@ -25,12 +26,13 @@ from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.fsdp.layout import NOT_SHARDED, layout_refusals
+from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.delta import check_generation
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import architecture_of
-from trainer.megatron.families.stages import export_plan
+from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.families.table import FAMILIES
 from trainer.megatron.families.windows import windows_of
 from trainer.megatron.layout import Layout
@@ -41,6 +43,9 @@ OF_TRANSFORMERS = ("fsdp", "reference")
 """Backends that train models of transformers as they are."""
 ALIKE_IN_VLLM = ("qwen2", "qwen3")
 """Families whose layers vLLM treats alike; of others with windows it reads which layers have one."""
+
+ROUTERS = ("gate", "router")
+"""Last components of the names of layers that choose experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,7 +111,51 @@ def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]
     shapes = tensor_shapes(model.place) if lora.rank and model.is_made else {}
     if not shapes:  # made at the start, or refused without weights
         return
-    yield from refusals(lambda: check_peft(adapter_targets(shapes, lora), lora))
+    problems = [*refusals(lambda: check_peft(adapter_targets(shapes, lora), lora))]
+    backends = {settings.trainer.backend, *(engine.name for engine in engines_of(settings))}
+    if "megatron" in backends and not problems:
+        problems += refusals(_check_megatron_adapters, settings, model)
+    elif not problems and any(".experts." in name for name in shapes):
+        problems += _expert_problems(adapter_targets(shapes, lora), lora)
+    yield from problems
+
+
+def _check_megatron_adapters(settings: Settings, model: ModelFacts) -> None:
+    """Define the rules of the adapters as trainer and engine will; raises SettingsError."""
+    is_trainer = settings.trainer.backend == "megatron"
+    try:
+        architecture = architecture_of(dict(model.config), model.place / "config.json")
+        parallel = settings.parallel if is_trainer else ParallelConfig()
+        layout = Layout.of(parallel, architecture.layers)
+        stages = [stage_rules(architecture, layout, stage) for stage in range(layout.pp)]
+    except SettingsError:  # the check of the model says it
+        return
+    for rules in stages:
+        lora_rules(rules, settings.lora)
+
+
+def _expert_problems(targets: Iterable[AdapterTarget], lora: LoraConfig) -> Iterator[Problem]:
+    """Yield the first layer that is none of transformers': it stacks experts, its routers return tuples."""
+    chosen = (t.weight for t in targets if "experts" in t.module.split(".") or t.last in ROUTERS)
+    for weight in islice(chosen, 1):
+        yield Problem(
+            f"{weight} is an expert's or a router's, which cannot have adapters",
+            "name projections of attention, or use 'all-linear'",
+            "lora.target_modules",
+            list(lora.target_modules),
+        )
+
+
+def describe_adapters(settings: Settings, model: ModelFacts) -> str:
+    """Return which layers get adapters; empty if none do."""
+    lora = settings.lora
+    if not lora.rank:
+        return ""
+    shapes = tensor_shapes(model.place) if model.is_made else {}
+    names = (
+        sorted({target.last for target in adapter_targets(shapes, lora)}) if shapes else lora.target_modules
+    )
+    return f"; adapters of rank {lora.rank} on {names if isinstance(names, str) else ', '.join(names)}"
 
 
 def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterator[Problem]:

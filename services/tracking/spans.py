@@ -1,4 +1,4 @@
-"""Reads spans from a run's event log and metrics.jsonl, from where the last process ended."""
+"""Reads spans from a run's event log, metrics.jsonl and eval.jsonl, from where the last process ended."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -8,6 +8,8 @@ import xxhash
 
 from services.ledger.event_log.archiver import FILE as EVENTS
 from services.ledger.event_log.events import decode_line
+from services.run_record.evaluations import FILE as EVALUATIONS
+from services.run_record.evaluations import parse_evaluation
 from services.run_record.lines import LineFollower
 from services.run_record.steps import FILE as METRICS
 from services.run_record.steps import parse_line
@@ -31,7 +33,7 @@ class TraceSpan(NamedTuple):
 class SpanReader:
     """Reader of spans, which remembers the groups whose slices have begun."""
 
-    files: tuple[str, ...] = (EVENTS, METRICS)
+    files: tuple[str, ...] = (EVENTS, METRICS, EVALUATIONS)
 
     def __init__(self, run_dir: Path, offsets: Mapping[str, int]) -> None:
         """Read the lines before `offsets` (file -> bytes) again: slices that end after them began there."""
@@ -49,6 +51,9 @@ class SpanReader:
         """Return the spans that a line of a file ends."""
         if file == EVENTS:
             return self._spans(self._records.event_records(decode_line(data)))
+        if file == EVALUATIONS:
+            row = parse_evaluation(data)
+            return [] if row is None else self._spans(self._records.evaluation_records(row))
         step = parse_line(data)
         return [] if step is None else self._spans(self._records.step_records(step))
 

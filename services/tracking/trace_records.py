@@ -1,4 +1,4 @@
-"""Makes a trace of a run's files: every step, group, version and halt on the track of its process.
+"""Makes a trace of a run's files: every step, group, version, evaluation, halt on the track of its process.
 
 Records are those of the Trace Event Format: `ph` X is a slice, i an instant, C a counter, M a name; `ts` and
 `dur` are microseconds. Times are the ledger server's for groups and the trainer's for the parts of a step.
@@ -34,15 +34,22 @@ from services.ledger.event_log.events import (
     UnhaltEvent,
 )
 from services.ledger.event_log.reader import read_events
+from services.run_record.evaluations import Evaluation, describe_scores, read_evaluations
 from services.run_record.steps import FILE as METRICS
 from services.run_record.steps import read_steps
 
 Record = dict[str, Any]
 PARTS = ("wait", "train", "publish", "checkpoint", "other")
 """Parts of a step in order; metrics.jsonl has PART_s of each, in seconds."""
+COUNTERS = {
+    "lag": ("lag_mean", "lag_max"),
+    "longest pause, ms": ("pause_ms",),
+    "busy share": ("engine_busy", "reward_busy"),
+}
+"""Counter -> the numbers of metrics.jsonl that it shows for each step."""
 INSTANTS = (BoundEvent, ClaimEvent, DrainEvent, HaltEvent, RebuildEvent, ResumeEvent, UnhaltEvent)
 """Events of the whole run, which are drawn as a line through all tracks."""
-LEDGER, TRAINER, QUEUE = "ledger", "trainer", "scored, in the queue"
+LEDGER, TRAINER, QUEUE, EVALUATION = "ledger", "trainer", "scored, in the queue", "evaluation"
 
 
 @dataclass(slots=True)
@@ -106,7 +113,8 @@ def write_perfetto(run_dir: Path, out: Path) -> int:
     count = 0
     with written_aside(out) as aside, aside.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-        for record in trace_records(read_events(run_dir / FILE), read_steps(run_dir / METRICS)):
+        files = read_events(run_dir / FILE), read_steps(run_dir / METRICS), read_evaluations(run_dir)
+        for record in trace_records(*files):
             file.write((b",\n" if count else b"") + msgspec.json.encode(record))
             count += 1
         file.write(b"\n]}\n")
@@ -131,6 +139,13 @@ class TraceRecords:
         yield from self._tracks.pid(TRAINER)
         yield from _step_records(self._tracks.pids[TRAINER], line)
 
+    def evaluation_records(self, row: Evaluation) -> Iterator[Record]:
+        """Yield the slice of a line of eval.jsonl."""
+        yield from self._tracks.pid(EVALUATION)
+        facts = {"set": row.set, "scores": ", ".join(describe_scores(row))}
+        length_us, name = row.seconds * 1e6, f"version {row.version} on {row.set}"
+        yield _slice(self._tracks.pids[EVALUATION], name, row.time * 1e6 - length_us, length_us, facts)
+
     def event_records(self, event: LedgerEvent) -> Iterator[Record]:
         """Yield the records of an event of the log; events come oldest first."""
         self._last_ms = event.time_ms
@@ -144,14 +159,21 @@ class TraceRecords:
             yield from self._tracks.end(group, self._last_ms, "not ended")
 
 
-def trace_records(events: Iterable[LedgerEvent], steps: Iterable[Mapping[str, Any]]) -> Iterator[Record]:
+def trace_records(
+    events: Iterable[LedgerEvent],
+    steps: Iterable[Mapping[str, Any]],
+    evaluations: Iterable[Evaluation] = (),
+) -> Iterator[Record]:
     """Yield the records of a whole trace.
 
     Args:
         events: of the log, oldest first.
         steps: lines of metrics.jsonl, one for each step.
+        evaluations: lines of eval.jsonl.
     """
     records = TraceRecords()
+    for row in evaluations:
+        yield from records.evaluation_records(row)
     for line in steps:
         yield from records.step_records(line)
     for event in events:
@@ -160,17 +182,18 @@ def trace_records(events: Iterable[LedgerEvent], steps: Iterable[Mapping[str, An
 
 
 def _step_records(pid: int, line: Mapping[str, Any]) -> Iterator[Record]:
-    """Yield the parts of a step, and its lag."""
+    """Yield the parts of a step, and what `COUNTERS` says of it."""
     seconds = [float(line.get(f"{part}_s") or 0.0) for part in PARTS]
     end_us = float(line.get("time") or 0.0) * 1e6
     begin_us = end_us - 1e6 * sum(seconds)
     for part, length_s in zip(PARTS, seconds, strict=True):
         if length_s > 0:
-            args = {"step": line["step"], "loss": line.get("loss"), "reward_mean": line.get("reward_mean")}
+            args = {name: line.get(name) for name in ("step", "loss", "reward_mean", "pause_ms")}
             yield _slice(pid, f"{part} {line['step']}", begin_us, length_s * 1e6, args)
         begin_us += length_s * 1e6
-    lag = {name: line.get(name) or 0 for name in ("lag_mean", "lag_max")}
-    yield {"ph": "C", "name": "lag", "pid": pid, "ts": round(end_us), "args": lag}
+    for counter, names in COUNTERS.items():
+        values = {name: line.get(name) or 0 for name in names}
+        yield {"ph": "C", "name": counter, "pid": pid, "ts": round(end_us), "args": values}
 
 
 def _slice(pid: int, name: str, begin_us: float, length_us: float, args: Mapping[str, Any]) -> Record:

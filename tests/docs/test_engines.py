@@ -1,4 +1,4 @@
-"""Checks the settings that docs/engines.md and docs/weights.md show."""
+"""Checks the settings that docs/engines.md, weights.md and rewards.md show."""
 
 from pathlib import Path
 
@@ -9,7 +9,10 @@ from services.settings.load import load_settings
 from tests.docs.pages import blocks
 
 TABLES = [
-    text for page in ("engines.md", "weights.md") for language, _, text in blocks(page) if language == "toml"
+    text
+    for page in ("engines.md", "weights.md", "rewards.md")
+    for language, _, text in blocks(page)
+    if language == "toml" and text.startswith("[")  # not the options of a verifier alone
 ]
 
 

@@ -4,6 +4,10 @@ import json
 import re
 from pathlib import Path
 
+import pytest
+
+from services.preflight.own_code import own_code_problems
+from services.settings.load import load_settings
 from tests.changes import PAGES, slow_unless_changed
 from tests.docs.pages import begin, follow
 from tests.integration.command import tether
@@ -51,3 +55,14 @@ def test_a_run_of_ones_own_code_is_trained_as_written(tmp_path: Path) -> None:
     assert printed.count("differences from grpo, at most: advantages ") == 2
     assert re.search(r"\d\d passed", printed)
     assert re.search(r"steps 3 .*violations 0", printed)
+
+
+def test_the_algorithm_of_its_page_is_tried_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    printed = follow("algorithms.md", tmp_path)
+    assert re.search(r"my_algorithm:Kind on a made batch: 24 samples of 3 groups", printed)
+    assert "differences from grpo, at most: advantages " in printed
+    monkeypatch.syspath_prepend(str(tmp_path))
+    settings = load_settings(str(tmp_path / "my_algorithm.toml"), environ={})
+    assert [*own_code_problems(settings)] == []

@@ -24,6 +24,7 @@ from trainer.layers.attention.kernels import choose_backend
 from trainer.lora import merged, with_dropout, without_adapters
 from trainer.megatron import cpu, parallel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
+from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.convert.export import Exporter
 from trainer.megatron.convert.reshard import plan_of
 from trainer.megatron.families.experts import check_ranks
@@ -323,7 +324,7 @@ class MegatronBackend(Offloadable, Backend):
         self.targets = adapter_targets({plan.name: plan.shape for plan in self._plan}, adapters)
         check_peft(self.targets, adapters)
         self._published = plan_of(
-            ((stage, lora.lora_rules(rules, adapters)) for stage, rules in enumerate(stages)), layout
+            ((stage, lora_rules(rules, adapters)) for stage, rules in enumerate(stages)), layout
         )
         self._trained = lora.attach(
             part, stages[self._position.place.pp], adapters, self._position, self._trainer.seed

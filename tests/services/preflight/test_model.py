@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
-from services.preflight.model import model_problems, read_facts, tensor_shapes
+from services.preflight.model import describe_adapters, model_problems, read_facts, tensor_shapes
 from tests.services.preflight.test_check import demo, found, with_model
 from tests.trainer.megatron.models import save_model
 from trainer.config import ScratchConfig
@@ -37,6 +37,31 @@ def test_adapter_to_start_from_is_checked_before_the_start(tmp_path: Path) -> No
     assert "lora.rank is 0; set lora.rank" in without
     (unknown,) = problems("lora.rank=2", 'lora.target_modules=["qproj"]')
     assert "the model has no linear layer qproj" in unknown
+
+
+@pytest.mark.parametrize(
+    ("name", "layer", "backend", "words"),
+    [
+        ("qwen3-moe", "gate_proj", "megatron", "is an expert's, and experts cannot have adapters"),
+        ("qwen3-moe", "gate", "megatron", "mlp.gate.weight cannot have an adapter in the megatron backend"),
+        ("phi3", "qkv_proj", "megatron", "qkv_proj.weight cannot have an adapter in the megatron backend"),
+        ("qwen2", "lm_head", "megatron", "lm_head.weight cannot have an adapter in the megatron backend"),
+        ("qwen3-moe", "down_proj", "reference", "is an expert's or a router's, which cannot have adapters"),
+        ("qwen3-moe", "gate", "reference", "is an expert's or a router's, which cannot have adapters"),
+        ("qwen3-moe", "q_proj", "reference", ""),
+        ("phi3", "qkv_proj", "reference", ""),
+    ],
+)
+def test_layers_that_a_trainer_cannot_adapt_are_refused(
+    tmp_path: Path, name: str, layer: str, backend: str, words: str
+) -> None:
+    model = save_model(name, tmp_path / "model")
+    words_of_lora = ("lora.rank=2", f'lora.target_modules=["{layer}"]', f'trainer.backend="{backend}"')
+    settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', 'engine.name="hf"', *words_of_lora)
+    problems = [problem for problem in found(settings) if "lora" in problem]
+    assert [words in problem for problem in problems] == [True] * bool(words), problems
+    if not words:
+        assert describe_adapters(settings, read_facts(model)) == f"; adapters of rank 2 on {layer}"
 
 
 def test_arguments_that_no_engine_has_are_found_for_each_engine(tmp_path: Path) -> None:

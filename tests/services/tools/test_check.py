@@ -3,6 +3,7 @@
 import json
 from pathlib import Path
 
+from typer.main import get_command
 from typer.testing import CliRunner
 
 from services.cli import app
@@ -49,3 +50,14 @@ def test_check_ends_with_2_where_a_run_could_not_start(tmp_path: Path) -> None:
     assert bad.exit_code == 2
     assert "sampling.top_p = 0.5" in json.loads(bad.stdout)["problems"][0]
     assert not (tmp_path / "run").exists()
+
+
+def test_check_takes_the_options_of_up(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").touch()
+    words = ["--run-dir", str(tmp_path), "--steps", "3", "--rollouts", "2", "--rewards", "2"]
+    result = CliRunner().invoke(app, ["check", DEMO, *words])
+    assert result.exit_code == 2
+    assert "it holds other files (notes.txt) and no run" in result.output
+    commands = [get_command(app).commands[name] for name in ("check", "up")]  # type: ignore[attr-defined]
+    checked, started = ({option for item in command.params for option in item.opts} for command in commands)
+    assert checked - {"--json"} == started

@@ -5,6 +5,8 @@ from pathlib import Path
 import pytest
 
 from services.ledger.event_log.archiver import FILE as EVENTS
+from services.run_record.evaluations import FILE as EVALUATIONS
+from services.run_record.evaluations import Evaluation, append_evaluation
 from services.run_record.steps import FILE as METRICS
 from services.run_record.steps import read_steps
 from services.tracking.spans import SpanReader, TraceSpan, span_id, trace_id
@@ -35,6 +37,9 @@ def test_each_part_of_a_step_and_each_life_of_a_group_is_a_span(run_dir: Path) -
     ends = [span for span in groups if span.facts.get("outcome") == "trained"]
     assert len(ends) == sum(line["groups"] for line in lines)
     assert all(span.trace == span.name and span.end_us >= span.begin_us for span in ends)
+    append_evaluation(run_dir, Evaluation(version=6, set="held", greedy=0.75, seconds=1.5, time=1000.0))
+    (scored,) = read(reader, run_dir / EVALUATIONS)
+    assert (scored.process, scored.begin_us, scored.end_us) == ("evaluation", 998_500_000, 1_000_000_000)
 
 
 def test_a_restarted_process_reads_the_same_spans_from_where_the_last_one_ended(run_dir: Path) -> None:

@@ -23,6 +23,7 @@ from services.ledger.event_log.events import (
     ReleaseEvent,
     TakeEvent,
 )
+from services.run_record.evaluations import Evaluation, append_evaluation
 from services.run_record.steps import read_steps
 from services.tracking.trace_records import trace_records
 from tests.services.monitor.runs import recorded_run
@@ -114,16 +115,26 @@ def run_dir(tmp_path: Path) -> Path:
 
 
 def test_the_command_writes_a_file_with_every_step_and_group(run_dir: Path, tmp_path: Path) -> None:
-    out = tmp_path / "run.json"
+    out, lines = tmp_path / "run.json", read_steps(run_dir / "metrics.jsonl")
+    end = lines[-1]["time"]
+    append_evaluation(run_dir, Evaluation(version=6, set="held", greedy=0.75, seconds=1.5, time=end))
     answer = CliRunner().invoke(app, ["trace", str(run_dir), "--perfetto", str(out)])
     assert answer.exit_code == 0, answer.output
     records: list[dict[str, Any]] = json.loads(out.read_text())["traceEvents"]
-    lines = read_steps(run_dir / "metrics.jsonl")
     trained = [record for record in records if record["name"].startswith("train ")]
     assert [record["name"] for record in trained] == [f"train {line['step']}" for line in lines]
     assert [record["dur"] / 1e6 for record in trained] == pytest.approx(
         [line["train_s"] for line in lines], abs=1e-6
     )
+    drawn = [r["args"] for r in records if r["name"] in ("longest pause, ms", "busy share")]
+    assert drawn == [
+        {name: line.get(name) or 0 for name in names}
+        for line in lines
+        for names in (("pause_ms",), ("engine_busy", "reward_busy"))
+    ]
+    (scored,) = [record for record in records if record["name"] == "version 6 on held"]
+    assert (scored["dur"], scored["args"]["scores"]) == (1_500_000, "greedy 0.750")
+    assert scored["ts"] + scored["dur"] == pytest.approx(end * 1e6, abs=1)
     ends = [r for r in records if r["ph"] == "X" and r["args"].get("outcome") == "trained"]
     assert len(ends) == sum(line["groups"] for line in lines)
     lanes: dict[tuple[int, int], list[tuple[int, int]]] = {}

@@ -27,9 +27,9 @@ from tests.trainer.megatron.models import (
 from trainer.backends.base import Backend
 from trainer.config import TrainerConfig
 from trainer.lora import as_published, merged, save_adapter
+from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.families.reading import architecture_of
 from trainer.megatron.families.stages import stage_rules
-from trainer.megatron.layers.lora import lora_rules
 from trainer.megatron.layout import Layout
 from trainer.reference.backend import ReferenceBackend
 from trainer.storage.hf_export import write_hf

@@ -7,11 +7,11 @@ from typing import Any
 import msgspec
 
 from protocol.weights.lora import LoraConfig
+from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.convert.reshard import TensorPlan, plan_of
 from trainer.megatron.convert.rules import Rule
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.stages import stage_rules
-from trainer.megatron.layers.lora import lora_rules
 from trainer.megatron.layout import Layout
 
 LAYOUT = "layout.json"

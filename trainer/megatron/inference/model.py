@@ -16,6 +16,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, as_scaled
 from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
+from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
 from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, OUTPUT_BIAS
 from trainer.megatron.families.delta import check_generation
@@ -221,7 +222,7 @@ def _plans(architecture: Architecture, layout: Layout, adapters: LoraConfig) -> 
     """Return the plans of a version's tensors: of the model, or of its adapters."""
     if not adapters.rank:
         return export_plan(architecture, layout)
-    return plan_of([(0, lora.lora_rules(stage_rules(architecture, layout, 0), adapters))], layout)
+    return plan_of([(0, lora_rules(stage_rules(architecture, layout, 0), adapters))], layout)
 
 
 def _build(architecture: Architecture, position: parallel.Position, dtype: torch.dtype) -> PackedModel:

@@ -1,4 +1,4 @@
-"""Puts adapters on megatron's parallel layers, split as these are, and defines the rules of their export.
+"""Puts adapters on megatron's parallel layers, split as these are; `convert/adapters.py` has their rules.
 
 A column-parallel layer (qkv, gate and up) has A on every tensor rank and the rank's rows of B; a row-parallel
 one (output, down) the rank's columns of A and B on every rank. Fused layers have an adapter for each tensor
@@ -7,7 +7,7 @@ that they hold, under megatron's layer:
     decoder.layers.0.self_attention.linear_qkv.lora.q_proj.a
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -22,9 +22,10 @@ from megatron.core.tensor_parallel import (
 )
 
 from protocol.errors import SettingsError
-from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
+from protocol.weights.lora import LoraConfig, adapter_targets
 from trainer.lora import AdapterSwitch, initial_adapters
-from trainer.megatron.convert.rules import Direct, ExpertStack, FusedQKV, Interleaved, Rule, Split, Stacked
+from trainer.megatron.convert.adapters import lora_rules
+from trainer.megatron.convert.rules import Direct, FusedQKV, Rule
 from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.megatron.layout import Grid
 from trainer.megatron.parallel import Position
@@ -51,47 +52,6 @@ class Adapters(torch.nn.ModuleDict, AdapterSwitch):
     sequence_parallel: bool
     tp: tuple[int, int]
     """Tensor rank, and how many there are."""
-
-
-def lora_rules(rules: Iterable[Rule], config: LoraConfig) -> list[Rule]:
-    """Return the rules of the adapters of the parameters that `rules` name.
-
-    Raises:
-        SettingsError: a layer cannot have adapters, or no layer has a target module.
-    """
-    rules = list(rules)
-    shapes = {name: shape for rule in rules for name, shape in rule.shapes.items()}
-    wanted = {target.weight: target for target in adapter_targets(shapes, config)}
-    return [
-        found
-        for rule in rules
-        if rule.owner
-        for name in rule.shapes
-        if name in wanted
-        for found in _pair(rule, wanted[name], config)
-    ]
-
-
-def _pair(rule: Rule, target: AdapterTarget, config: LoraConfig) -> tuple[Rule, Rule]:
-    """Return the rules of A and B of one weight."""
-    if isinstance(rule, ExpertStack):
-        raise SettingsError(
-            f"setting lora.target_modules: {target.weight} is an expert's, and experts cannot have adapters "
-            "in the megatron backend: name projections of attention only"
-        )
-    here = f"{rule.parameter.removesuffix('.weight')}.lora.{target.module.rpartition('.')[2]}"
-    a, b = (config.rank, target.shape[1]), (target.shape[0], config.rank)
-    if isinstance(rule, Split) and rule.dim == 1:
-        return Split(parameter=f"{here}.a", name=target.a, shape=a, dim=1), Direct(
-            parameter=f"{here}.b", name=target.b, shape=b
-        )
-    if rule.dim != 0 or isinstance(rule, Direct | Interleaved | Stacked) or "layers" not in rule.parameter:
-        raise SettingsError(
-            f"setting lora.target_modules: {target.weight} cannot have an adapter in the megatron backend"
-        )
-    return Direct(parameter=f"{here}.a", name=target.a, shape=a), Split(
-        parameter=f"{here}.b", name=target.b, shape=b
-    )
 
 
 def attach(

@@ -13,6 +13,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import save_model
 from trainer.config import ParallelConfig
+from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.convert.reshard import stretch
 from trainer.megatron.convert.rules import Direct, Rule
 from trainer.megatron.families.delta import DeltaNet
@@ -23,7 +24,6 @@ from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.rope import Rope
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.families.table import FAMILIES
-from trainer.megatron.layers.lora import lora_rules
 from trainer.megatron.layout import Layout
 
 TENSOR_SIZES = (1, 2, 4)
