@@ -63,6 +63,22 @@ def read_named(adapters: Mapping[str, Path], model_dir: Path) -> dict[str, Named
     return found
 
 
+def named_tensors(
+    adapters: Mapping[str, str | Path], model_dir: Path
+) -> dict[str, tuple[LoraConfig, dict[str, torch.Tensor]]]:
+    """Return settings, and A and scaling B by their PEFT names, of each adapter; raises as `read_named`."""
+    found = {}
+    for name, adapter in read_named({name: Path(path) for name, path in adapters.items()}, model_dir).items():
+        pairs = adapter.pairs(torch.float32)
+        tensors = {
+            tensor_name: tensor
+            for target in adapter.targets
+            for tensor_name, tensor in zip((target.a, target.b), pairs[target.weight], strict=True)
+        }
+        found[name] = as_scaled(adapter.config), tensors
+    return found
+
+
 def covering(adapters: Iterable[NamedAdapter]) -> LoraConfig:
     """Return the settings of an adapter with the rank and the layers of all of these; none: of no adapter."""
     configs = [adapter.config for adapter in adapters]

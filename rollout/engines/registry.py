@@ -63,6 +63,7 @@ ENGINES = Registry(
         "megatron": EngineEntry(
             "rollout.engines.megatron.engine:MegatronEngine",
             serves_adapters=True,
+            names_adapters=True,
             can_sleep=True,
             records_experts=True,
             profiles=True,

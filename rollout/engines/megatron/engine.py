@@ -5,6 +5,7 @@ joins them at the next step. Several tensor ranks are processes of their own (`r
 graphs. Weights come through a transport, as to every engine, or the trainer computes with the live ones, too.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,10 +15,11 @@ from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError, SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Capabilities, EngineConfig, Occupancy
-from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
+from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
 from rollout.engines.megatron.decoder import PagedDecoder
 from rollout.engines.megatron.rank import TensorRankSettings
 from rollout.engines.megatron.ranks import RankedModel
+from rollout.engines.named_adapters import named_tensors
 from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.staging.places import StagingRoom
 from rollout.staging.releasable_memory import ReleasableMemory
@@ -44,9 +46,10 @@ class MegatronEngine(InProcessEngine):
         incarnation: str,
         lora: LoraConfig = NO_ADAPTERS,
         shared: Path | None = None,
+        named: Mapping[str, Path] = NONE_NAMED,
     ) -> None:
         """Create an engine that is not started; the arguments are as in `make_engine`."""
-        super().__init__(config, model_dir, incarnation)
+        super().__init__(config, model_dir, incarnation, named)
         self._lora = lora
         self._shared = shared
         self._shared_memory: SharedTensors | None = None
@@ -80,6 +83,7 @@ class MegatronEngine(InProcessEngine):
                 buffer_bytes=int(config.buffer_size_gb * 2**30),
                 records_experts=config.enable_return_routed_experts,
                 adapters=self._lora,
+                named=named_tensors(self._named, self._model_dir),
             )
         except SettingsError as error:
             raise EngineSettingsError(f"engine megatron: {error}") from error
@@ -122,11 +126,6 @@ class MegatronEngine(InProcessEngine):
             architecture = read_architecture(self._model_dir)
         except SettingsError as error:
             raise EngineSettingsError(f"engine megatron: {error}") from error
-        if architecture.experts.count:
-            raise EngineSettingsError(
-                f"engine megatron: tensor_parallel_size is {config.tensor_parallel_size}, and a model with "
-                "experts has one rank: set it to 1"
-            )
         model = self._ranked = RankedModel(
             config,
             TensorRankSettings(
@@ -135,12 +134,14 @@ class MegatronEngine(InProcessEngine):
                 running=config.max_running,
                 length=config.max_model_len,
                 buffer_bytes=int(config.buffer_size_gb * 2**30),
+                records_experts=config.enable_return_routed_experts,
                 adapters=self._lora,
+                named={name: str(path) for name, path in self._named.items()},
                 staging=StagingRoom(config.staging, config.staging_mb),
                 threads=max(1, config.threads // config.tensor_parallel_size),
                 start_timeout_s=config.start_timeout_s,
             ),
-            architecture.vocabulary,
+            architecture,
             self._name,
             self._loop,
         )

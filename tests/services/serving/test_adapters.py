@@ -56,7 +56,7 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Serving, dic
 
 @pytest.mark.parametrize(
     "served",
-    ["hf", pytest.param("vllm", marks=[pytest.mark.engine, slow_unless_changed(*VLLM)])],
+    ["hf", "megatron", pytest.param("vllm", marks=[pytest.mark.engine, slow_unless_changed(*VLLM)])],
     indirect=True,
 )
 async def test_requests_at_once_have_each_the_adapter_that_their_model_names(

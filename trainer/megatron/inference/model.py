@@ -24,6 +24,7 @@ from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.inference.attention import CachedCore, CachedLatentAttention, CachedSelfAttention
 from trainer.megatron.inference.cache import PagedCache, page_bytes, pages_for
+from trainer.megatron.inference.row_adapters import NamedTensors, RowAdapters
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.router import RouterRecorder
 from trainer.megatron.layout import Layout
@@ -32,6 +33,8 @@ from trainer.megatron.model import DTYPES, PackedModel, buffers_of, build_model,
 
 VOCABULARY = (EMBEDDING, OUTPUT, OUTPUT_BIAS)
 """Tensors that are padded to a multiple of the ranks."""
+NONE_NAMED: NamedTensors = {}
+"""No adapters by name."""
 INITIAL_DEVIATION = 0.02
 """Standard deviation of the random weights of a model without a checkpoint."""
 
@@ -72,6 +75,7 @@ class CachedModel:
         buffer_bytes: int = 0,
         records_experts: bool = False,
         adapters: LoraConfig = NO_ADAPTERS,
+        named: NamedTensors = NONE_NAMED,
         ranks: int = 1,
     ) -> None:
         """Load a checkpoint; a directory without one gives random weights.
@@ -85,6 +89,7 @@ class CachedModel:
                 `length`; 0 is no limit.
             records_experts: whether `experts_of_pass` tells which experts were chosen.
             adapters: what versions bring, with the scaling in B; at first they change nothing.
+            named: adapters that sequences may name, which versions do not change; only without `adapters`.
             ranks: tensor ranks; with several, torch.distributed is initialized.
 
         Raises:
@@ -94,7 +99,8 @@ class CachedModel:
         self.architecture = read_architecture(model_dir)
         self.pages = _pages(self.architecture, DTYPES[dtype].itemsize, length, running, buffer_bytes, ranks)
         """Pages of the KV cache, enough for one sequence of `length` at least."""
-        parts = ParallelConfig(tensor_model_parallel_size=ranks)
+        shares = ranks if self.architecture.experts.count else 1
+        parts = ParallelConfig(tensor_model_parallel_size=ranks, expert_tensor_parallel_size=shares)
         self._layout = Layout.of(parts, self.architecture.layers)
         self._plan = {plan.name: plan for plan in _plans(self.architecture, self._layout, adapters)}
         self.shapes = {name: plan.shape for name, plan in self._plan.items()}
@@ -105,6 +111,8 @@ class CachedModel:
         self._windows = set(map(self.architecture.window_of, range(self.architecture.layers)))
         try:
             self._make(model_dir, position, DTYPES[dtype], adapters)
+            rules = stage_rules(self.architecture, self._layout, position.place.pp)
+            self._named = RowAdapters(self.module, rules, position, named)
             self._recorder = RouterRecorder(self.module) if records_experts else None
             like = next(iter(self.base.values()))
             self.cache = PagedCache(self.pages, length, self.architecture, like, ranks)
@@ -160,13 +168,20 @@ class CachedModel:
         return buffers_of(self.module)
 
     @torch.no_grad()
-    def prefill(self, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> torch.Tensor:
+    def prefill(
+        self,
+        sequences: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        adapters: Sequence[str] = (),
+    ) -> torch.Tensor:
         """Fill the cache with N sequences; returns logits [N, V] after the end of each.
 
         Args:
             sequences: token ids.
             tables: pages of each sequence, cleared, enough for its tokens.
+            adapters: the adapter of each sequence by name, "" for none; none at all: no sequence has one.
         """
+        self._named.choose(adapters)
         lengths = list(map(len, sequences))
         longest, count = max(lengths), len(sequences)
         tokens = torch.tensor(
@@ -179,7 +194,11 @@ class CachedModel:
 
     @torch.no_grad()
     def decode(
-        self, tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+        self,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        adapters: Sequence[str] = (),
     ) -> torch.Tensor:
         """Append a token to each of B sequences; returns logits [B, V] after it.
 
@@ -187,7 +206,9 @@ class CachedModel:
             tokens: one for each sequence.
             lengths: tokens that the cache holds of each before.
             tables: pages of each sequence, cleared before their first use, enough for the token too.
+            adapters: see `prefill`.
         """
+        self._named.choose(adapters)
         self.cache.begin_decode(tables, lengths, self.module.rotaries)
         self._rows.index = None
         ids = torch.tensor(tokens, device=self._device)[:, None]
