@@ -12,7 +12,7 @@ import torch
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineSettingsError
-from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig, as_scaled
+from protocol.weights.lora import AdapterTarget, LoraConfig, as_scaled
 from protocol.weights.peft import TENSORS, read_peft
 
 
@@ -79,11 +79,9 @@ def named_tensors(
     return found
 
 
-def covering(adapters: Iterable[NamedAdapter]) -> LoraConfig:
-    """Return the settings of an adapter with the rank and the layers of all of these; none: of no adapter."""
-    configs = [adapter.config for adapter in adapters]
-    if not configs:
-        return NO_ADAPTERS
-    rank = max(config.rank for config in configs)
-    layers = sorted({layer for config in configs for layer in config.target_modules})
+def covering(configs: Iterable[LoraConfig]) -> LoraConfig:
+    """Return the settings of an adapter with the rank and the layers of all of these."""
+    found = list(configs)
+    rank = max(config.rank for config in found)
+    layers = sorted({layer for config in found for layer in config.target_modules})
     return as_scaled(LoraConfig(rank, target_modules=tuple(layers)))
