@@ -11,6 +11,7 @@ from pathlib import Path
 
 import torch
 
+from protocol.device.shared_layout import rank_file
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError, SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
@@ -118,10 +119,6 @@ class MegatronEngine(InProcessEngine):
 
     def _load_ranks(self, batch_tokens: int) -> LoadedModel:
         config = self._config
-        if self._shared is not None:
-            raise EngineSettingsError(
-                "engine megatron: tensor_parallel_size must be 1 where the trainer computes with its weights"
-            )
         try:
             architecture = read_architecture(self._model_dir)
         except SettingsError as error:
@@ -138,6 +135,7 @@ class MegatronEngine(InProcessEngine):
                 adapters=self._lora,
                 named={name: str(path) for name, path in self._named.items()},
                 staging=StagingRoom(config.staging, config.staging_mb),
+                shared=str(self._shared or ""),
                 threads=max(1, config.threads // config.tensor_parallel_size),
                 start_timeout_s=config.start_timeout_s,
             ),
@@ -146,7 +144,8 @@ class MegatronEngine(InProcessEngine):
             self._loop,
         )
         decoder = self._decoder = PagedDecoder(model, batch_tokens)
-        return LoadedModel(decoder, model, model.staging, model.digest, model)
+        memory = model if self._shared is None else None
+        return LoadedModel(decoder, model, model.staging, model.digest, memory)
 
     def _share(self, model: CachedModel, decoder: "PagedDecoder", path: Path) -> LoadedModel:
         self._shared_memory, buffers = share_parameters(model.module, model.buffers())
@@ -164,9 +163,11 @@ class MegatronEngine(InProcessEngine):
         )
 
     def _unload(self) -> None:
-        if self._shared_memory is not None and self._shared is not None:
-            self._shared.unlink(missing_ok=True)
+        if self._shared_memory is not None:
             self._shared_memory.close()
+        if self._shared is not None:
+            for rank in range(self._config.tensor_parallel_size):
+                rank_file(self._shared, rank).unlink(missing_ok=True)
         if self._cached_model is not None:
             self._cached_model.close()
         if self._ranked is not None:

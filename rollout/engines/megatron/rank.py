@@ -18,15 +18,18 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from protocol.device.shared_layout import rank_file
 from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig
+from rollout.engines.megatron.shared_rank import SharedRankPlan
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 from rollout.engines.named_adapters import named_tensors
 from rollout.staging.places import StagingRoom
-from rollout.staging.rank import RankStaging
+from rollout.staging.rank import RankPlan, RankStaging
 from rollout.staging.rank_status import RankCommit, RankStatus
 from rollout.staging.releasable_memory import ReleasableMemory
+from rollout.staging.shared_weights import describe, share_parameters
 from rollout.staging.staging_plan import trace
 from trainer.megatron.inference.model import CachedModel
 from trainer.ranks.process_group import join_ranks
@@ -52,6 +55,8 @@ class TensorRankSettings(msgspec.Struct, frozen=True):
     named: dict[str, str]
     """Name -> PEFT directory of the adapters that requests may name."""
     staging: StagingRoom
+    shared: str
+    """File that describes rank 0's live weights to a trainer that computes with them; empty: none does."""
     threads: int
     start_timeout_s: float
 
@@ -100,17 +105,28 @@ class TensorRank:
             named=named_tensors(settings.named, Path(settings.model_dir)),
             ranks=self._ranks,
         )
-        dtype = getattr(torch, settings.dtype)
-        plan = trace(model.load, model.parameters.items(), model.shapes, dtype, settings.staging)
         architecture = model.architecture
-        self._staging = RankStaging(plan, architecture=architecture.name, tied=architecture.tied)
-        lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]
-        self._memory = ReleasableMemory(lost, kept=model.base.values())
+        self._staging = RankStaging(
+            self._plan(settings), architecture=architecture.name, tied=architecture.tied
+        )
         if self._rank == 0:
             count = settings.running * architecture.vocabulary
             memory = mmap.mmap(self._file, 4 * count)
             self._logits = torch.frombuffer(memory, dtype=torch.float32, count=count)
         return RankLoaded(model.pages, self._staging.unplaced)
+
+    def _plan(self, settings: TensorRankSettings) -> RankPlan:
+        """Return where versions go; with a trainer that computes with the live weights, share them."""
+        model = self._model
+        if settings.shared:
+            self._shared, buffers = share_parameters(model.module, model.buffers())
+            describe(self._shared, rank_file(Path(settings.shared), self._rank), model.parameters, buffers)
+            return SharedRankPlan(model, self._rank)
+        dtype = getattr(torch, settings.dtype)
+        plan = trace(model.load, model.parameters.items(), model.shapes, dtype, settings.staging)
+        lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]
+        self._memory = ReleasableMemory(lost, kept=model.base.values())
+        return plan
 
     def divide(self, nowhere: Sequence[str]) -> None:
         """See `RankStaging.divide`."""

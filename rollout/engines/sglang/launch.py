@@ -77,9 +77,9 @@ class SglangServer:
         """Start the server and return when it answers.
 
         Args:
-            session: of `new_session`.
-            lora: rank and modules of the adapter `NAME`; it has no effect before a version.
-            named: further adapters by the name that requests give, of modules that `lora` has.
+            session: with the key.
+            lora: rank and modules of the adapter `NAME`, which has no effect before a version.
+            named: name -> further adapter, of modules that `lora` has.
 
         Raises:
             EngineError: with the end of its log, if it ends before.
@@ -101,8 +101,7 @@ class SglangServer:
             str(secret),
         ]
         if lora.rank:
-            adapters = {NAME: (lora, NO_TENSORS), **named}
-            command += adapter_options(await asyncio.to_thread(self._write, adapters, lora))
+            command += adapter_options(await asyncio.to_thread(self._write, lora, named))
         try:
             if self._config.enable_sleep_mode and torch.cuda.is_available():
                 await check_memory_saver(command[0])
@@ -117,6 +116,9 @@ class SglangServer:
                 )
         except OSError as error:
             raise EngineSettingsError(f"setting engine.python: {command[0]}: {error.strerror}") from error
+        await self._answering(session)
+
+    async def _answering(self, session: aiohttp.ClientSession) -> None:
         while not await _answers(session, self.url):
             self.check()
             await asyncio.sleep(POLL_S)
@@ -171,8 +173,9 @@ class SglangServer:
         if self.url:
             await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
-    def _write(self, adapters: Mapping[str, NamedTensors], lora: LoraConfig) -> dict[str, Path]:
-        """Write adapters, all with the modules of `lora`; returns their directories by name."""
+    def _write(self, lora: LoraConfig, named: Mapping[str, NamedTensors]) -> dict[str, Path]:
+        """Write the adapters, all with the modules of `lora`; returns their directories by name."""
+        adapters = {NAME: (lora, NO_TENSORS), **named}
         shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(self._model_dir).items()}
         directories = {}
         for name, (config, tensors) in adapters.items():

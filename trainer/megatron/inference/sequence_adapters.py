@@ -20,7 +20,7 @@ MERGED = "linear_kv_up_proj"
 """Layer of latent attention whose weight a decode step uses itself, for all sequences."""
 
 
-class RowAdapters:
+class SequenceAdapters:
     """This rank's shares of the adapters of a model, and which of them each row of the next pass has."""
 
     def __init__(
@@ -83,7 +83,7 @@ class RowAdapters:
         return bool(self._rows)
 
 
-def _hook(rows: RowAdapters, named: Mapping[str, lora.Adapters]) -> Any:
+def _hook(rows: SequenceAdapters, named: Mapping[str, lora.Adapters]) -> Any:
     def add(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
         return (rows.add(layer, named, inputs[0], output[0]), *output[1:]) if rows.is_on else output
 
