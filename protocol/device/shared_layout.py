@@ -22,8 +22,8 @@ HELD, VERSION = "held", "version"
 """Section of the trainer's file, and the name of its one number: the version that the masters hold, or -1
 while the trainer writes to them."""
 SUMS, PIECES = "sums", "pieces"
-"""Section of the file of a trainer's rank 0, and the name of its one tensor: the sums of the pieces that the
-ranks publish, one rank after the other, int64."""
+"""Section beside `HELD` where the trainer has several ranks, and the name of its one tensor: the sums of the
+pieces that they publish, one rank after the other, int64."""
 
 PARAMETERS = "parameters"
 """Section of an engine's file: the live weights by the names of the trainer's parameters. For `hf` and `vllm`

@@ -62,7 +62,8 @@ class SharedPartSender:
         for master, tensor in zip(masters.values(), moved, strict=True):
             master.data = tensor
         self._masters = dict(zip(masters, moved, strict=True))
-        self._path: Path | None = None
+        self._files: list[Path] = []
+        """Descriptions of this epoch."""
 
     def provisional(self, epoch: str, version: int) -> None:
         """Return None: engines wait for the manifest."""
@@ -86,7 +87,7 @@ class SharedPartSender:
             sums = [np.frombuffer(found.sums, np.int64) for found in reports]
             locations = [found.location for found in reports]
             complete = complete_manifest(blank, self._rows.digests(sums), locations, base_model=base_model)
-            manifest = replace(complete, tied=tied)
+            manifest = replace(complete, location=str(self._files[-1]), tied=tied)
             self._sums.copy_(torch.from_numpy(np.concatenate(sums)))
             self._held.fill_(version)
         if not agreed(not problem) and problem:
@@ -106,18 +107,23 @@ class SharedPartSender:
     def close(self) -> None:
         """Withdraw the version and remove the description; the masters stay usable in this process."""
         self.invalidate()
-        if self._path is not None:
-            self._path.unlink(missing_ok=True)
+        for file in self._files:
+            file.unlink(missing_ok=True)
         self._memory.close()
 
     def _report(self, epoch: str, tensors: Named) -> PartReport:
-        """Describe the masters, and digest this rank's pieces."""
+        """Describe the masters, and digest this rank's pieces.
+
+        Version and sums have a file of their own: all engine ranks map it, and the masters' GPU is one's.
+        """
         path = rank_file(description_file(self._run_dir, f"trainer.{epoch}"), self._rank)
         try:
-            if path != self._path:
-                held, sums = {VERSION: self._held}, {PIECES: self._sums}
-                self._memory.write(path, {MASTERS: self._masters, HELD: held, SUMS: sums})
-                self._path = path
+            if path not in self._files:
+                sums = description_file(self._run_dir, f"trainer.{epoch}.sums")
+                self._memory.write(path, {MASTERS: self._masters})
+                if not self._rank:
+                    self._memory.write(sums, {HELD: {VERSION: self._held}, SUMS: {PIECES: self._sums}})
+                self._files = [path] if self._rank else [path, sums]
             return PartReport(str(path), "", self._digested(tensors))
         except WeightError as error:
             drain(tensors)

@@ -96,7 +96,8 @@ class SharedRankStaging(Staging):
 
     def _map(self, manifest: WeightManifest) -> None:
         """Map the masters of the same rank, and version and sums of rank 0."""
-        own, first = (map_tensors(Path(manifest.parts[rank].location)) for rank in (self._rank, 0))
+        own = map_tensors(Path(manifest.parts[self._rank].location))
+        first = map_tensors(Path(manifest.location))
         try:
             masters, self._held, sums = own[MASTERS], first[HELD][VERSION], first[SUMS][PIECES]
         except KeyError as error:
