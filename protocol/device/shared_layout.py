@@ -21,6 +21,9 @@ MASTERS = "masters"
 HELD, VERSION = "held", "version"
 """Section of the trainer's file, and the name of its one number: the version that the masters hold, or -1
 while the trainer writes to them."""
+SUMS, PIECES = "sums", "pieces"
+"""Section beside `HELD` where the trainer has several ranks, and the name of its one tensor: the sums of the
+pieces that they publish, one rank after the other, int64."""
 
 PARAMETERS = "parameters"
 """Section of an engine's file: the live weights by the names of the trainer's parameters. For `hf` and `vllm`
@@ -35,6 +38,11 @@ half of the columns each."""
 def description_file(run_dir: Path, incarnation: str) -> Path:
     """Return the file in which a process of a run describes its tensors."""
     return run_dir / "shared" / f"{incarnation}{SUFFIX}"
+
+
+def rank_file(file: Path, rank: int) -> Path:
+    """Return the file of another tensor rank beside that of rank 0."""
+    return file.with_name(f"{file.stem}.rank{rank}{SUFFIX}") if rank else file
 
 
 def matches_layout(part: "torch.Tensor", shape: tuple[int, ...]) -> bool:

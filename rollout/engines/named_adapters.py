@@ -12,7 +12,7 @@ import torch
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineSettingsError
-from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig, as_scaled
+from protocol.weights.lora import AdapterTarget, LoraConfig, as_scaled
 from protocol.weights.peft import TENSORS, read_peft
 
 
@@ -63,11 +63,25 @@ def read_named(adapters: Mapping[str, Path], model_dir: Path) -> dict[str, Named
     return found
 
 
-def covering(adapters: Iterable[NamedAdapter]) -> LoraConfig:
-    """Return the settings of an adapter with the rank and the layers of all of these; none: of no adapter."""
-    configs = [adapter.config for adapter in adapters]
-    if not configs:
-        return NO_ADAPTERS
-    rank = max(config.rank for config in configs)
-    layers = sorted({layer for config in configs for layer in config.target_modules})
+def named_tensors(
+    adapters: Mapping[str, str | Path], model_dir: Path
+) -> dict[str, tuple[LoraConfig, dict[str, torch.Tensor]]]:
+    """Return settings, and A and scaling B by their PEFT names, of each adapter; raises as `read_named`."""
+    found = {}
+    for name, adapter in read_named({name: Path(path) for name, path in adapters.items()}, model_dir).items():
+        pairs = adapter.pairs(torch.float32)
+        tensors = {
+            tensor_name: tensor
+            for target in adapter.targets
+            for tensor_name, tensor in zip((target.a, target.b), pairs[target.weight], strict=True)
+        }
+        found[name] = as_scaled(adapter.config), tensors
+    return found
+
+
+def covering(configs: Iterable[LoraConfig]) -> LoraConfig:
+    """Return the settings of an adapter with the rank and the layers of all of these."""
+    found = list(configs)
+    rank = max(config.rank for config in found)
+    layers = sorted({layer for config in found for layer in config.target_modules})
     return as_scaled(LoraConfig(rank, target_modules=tuple(layers)))

@@ -63,6 +63,7 @@ ENGINES = Registry(
         "megatron": EngineEntry(
             "rollout.engines.megatron.engine:MegatronEngine",
             serves_adapters=True,
+            names_adapters=True,
             can_sleep=True,
             records_experts=True,
             profiles=True,
@@ -73,6 +74,7 @@ ENGINES = Registry(
         "sglang": EngineEntry(
             "rollout.engines.sglang.engine:SglangEngine",
             serves_adapters=True,
+            names_adapters=True,
             can_sleep=True,
             started_to_sleep=True,
             records_experts=True,

@@ -6,7 +6,8 @@ forward passes. Answers are sent to the engine's process (`ranks.py` is that sid
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Protocol
 
 import torch
 
@@ -14,16 +15,43 @@ from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.staging.rank_status import RankCommit, RankState, RankStatus
-from rollout.staging.shadows import ShadowedPlan
-from rollout.staging.shared_weights import SharedPlan
-from rollout.staging.staging import digest_of
-from rollout.staging.staging_plan import AnyPlan
+from rollout.staging.staging import Staging, digest_of
+
+
+class RankPlan(Protocol):
+    """Places of a version's tensors in a rank: `AnyPlan`, or what replaces it."""
+
+    @property
+    def live(self) -> Mapping[str, torch.Tensor]:
+        """Live parameters that versions change."""
+
+    @property
+    def unplaced(self) -> Iterable[str]:
+        """Tensors of the model of which the rank has no part."""
+
+    def calibrate(self) -> None:
+        """Check that the plan reproduces the live weights. Raises EngineError if it does not."""
+
+    def staging(self, *, architecture: str, tied: bool) -> Staging:
+        """Return what stages versions."""
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Yield (name, live tensor, whether the rank holds all of it); what it does not hold is zero."""
+
+    def apply(self) -> None:
+        """Copy the version that was taken over the live weights."""
+
+    def release(self) -> None:
+        """Release the memory of the copy. Idempotent."""
+
+    def restore(self) -> None:
+        """Take the memory of the copy again. Raises EngineError: there is no room."""
 
 
 class RankStaging:
     """One rank's part of the weights, live and staged, and the thread that fills the staging copy."""
 
-    def __init__(self, plan: AnyPlan | ShadowedPlan | SharedPlan, *, architecture: str, tied: bool) -> None:
+    def __init__(self, plan: RankPlan, *, architecture: str, tied: bool) -> None:
         """Calibrate `plan` and stage by it.
 
         Args:

@@ -49,11 +49,7 @@ class SharedStaging(Staging):
         self._masters: dict[str, torch.Tensor] = {}
 
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
-        if manifest.transport != TRANSPORT:
-            raise WeightError(
-                f"version {manifest.version} comes by {manifest.transport}, "
-                f"this engine accepts only the transport {TRANSPORT}"
-            )
+        check_transport(manifest)
         covered = super().fetch(manifest, deadline_s)
         try:
             self._masters_of(manifest)
@@ -129,6 +125,19 @@ class SharedStaging(Staging):
     def _receiver_of(self, manifest: WeightManifest) -> WeightReceiver:
         self._receiver = receiver = CheckedReceiver(self._shared)
         return receiver
+
+
+def check_transport(manifest: WeightManifest) -> None:
+    """Refuse a version that is not in a trainer's masters.
+
+    Raises:
+        WeightError: it comes by another transport.
+    """
+    if manifest.transport != TRANSPORT:
+        raise WeightError(
+            f"version {manifest.version} comes by {manifest.transport}, "
+            f"this engine accepts only the transport {TRANSPORT}"
+        )
 
 
 class SharedPlan(LoaderTrace):

@@ -38,11 +38,10 @@ def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
 
 
 def _rank_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
-    experts = engine.name == "megatron" and any(model.config.get(field) for field in EXPERTS)
-    if (engine.name in ON_ONE_RANK or experts) and engine.tensor_parallel_size != 1:
+    if engine.name in ON_ONE_RANK and engine.tensor_parallel_size != 1:
         yield Problem(
-            f"engine {engine.name!r} computes {'a model with experts ' if experts else ''}on one rank",
-            "set it to 1, or use vllm or sglang",
+            f"engine {engine.name!r} computes on one rank",
+            "set it to 1, or use vllm, sglang or megatron",
             "engine.tensor_parallel_size",
             engine.tensor_parallel_size,
         )

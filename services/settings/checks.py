@@ -303,7 +303,11 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
     trainer, engine, services = settings.trainer, settings.engine, settings.services
     sharing = ENGINES.having("shares_with")
     backend = ENGINES[engine.name].shares_with if engine.name in sharing else None
-    trainer_gpu, rollout_gpu = gpu_list(services.trainer_gpus)[:1], gpu_list(services.rollout_gpus)[:1]
+    # one rank of each on a GPU
+    ranks = engine.tensor_parallel_size if backend == "megatron" else 1
+    trainer_gpu, rollout_gpu = (
+        gpu_list(gpus)[:ranks] for gpus in (services.trainer_gpus, services.rollout_gpus)
+    )
     return (
         (backend is None, f"engine.name is {engine.name!r}; it has to be {' or '.join(sharing)}"),
         (
@@ -311,14 +315,7 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
             f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} "
             f"it has to be {backend!r}",
         ),
-        (
-            settings.trainer_ranks != 1,
-            f"[parallel] and [placement] ask for {settings.trainer_ranks} ranks; the trainer has to be one",
-        ),
-        (
-            engine.tensor_parallel_size != 1,
-            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it has to be 1",
-        ),
+        *_ranks_of_shared(settings, ranks),
         (
             engine.enable_sleep_mode,
             "engine.enable_sleep_mode is true; the trainer computes with the engine's memory",
@@ -347,6 +344,22 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
             trainer_gpu != rollout_gpu,
             f"services.trainer_gpus is {services.trainer_gpus!r}, services.rollout_gpus "
             f"{services.rollout_gpus!r}; they have to name the same GPU",
+        ),
+    )
+
+
+def _ranks_of_shared(settings: Settings, ranks: int) -> tuple[tuple[bool, str], ...]:
+    engine = settings.engine
+    tensor = settings.parallel.tensor_model_parallel_size
+    return (
+        (
+            engine.tensor_parallel_size != ranks,
+            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it has to be 1",
+        ),
+        (
+            settings.trainer_ranks != ranks or tensor != ranks,
+            f"[parallel] and [placement] ask for {settings.trainer_ranks} ranks, {tensor} of them tensor "
+            f"ranks; the trainer has to be as many tensor ranks as the engine, {ranks}",
         ),
     )
 

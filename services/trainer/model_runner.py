@@ -6,17 +6,16 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
-from protocol.device.shared_layout import BUFFERS, PARAMETERS
-from protocol.device.shared_tensors import map_tensors
 from protocol.errors import TetherError
 from protocol.messages import WeightDraft, WeightManifest
 from services.runtime.process import Process
 from services.runtime.training import build_models
 from services.trainer.gpu_turn import TrainerGpuTurn
-from services.trainer.shared_engine import SharedEngine
+from services.trainer.shared_engine import AnySharedSender, SharedEngine
 from trainer.backends.base import Backend, StepStats
 from trainer.backends.early_export import Tensors
 from trainer.execution.commands import (
+    AttachCommand,
     DigestWeightsCommand,
     DraftCommand,
     FinishSaveCommand,
@@ -35,7 +34,6 @@ from trainer.step.train_command import TrainCommand
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.registry import make_sender
-from trainer.weights.shared import SharedSender
 
 T = TypeVar("T")
 
@@ -135,7 +133,7 @@ class ModelRunner:
             TetherError: the engine has ended, or does not serve the version in time.
         """
         return self.shared_engine is None or await self.shared_engine.ready(
-            manifest, lambda path: self.run(self._attach, path)
+            manifest, lambda path: self.carry_out(AttachCommand(str(path)))
         )
 
     async def train(
@@ -238,10 +236,6 @@ class ModelRunner:
         named = in_dtype(tensors, self._engine_dtype)
         return self.sender.publish(epoch, version, named, base_model=self.executor.models.policy.architecture)
 
-    def _attach(self, path: Path) -> None:
-        found = map_tensors(path)
-        self.executor.models.policy.attach(found.get(PARAMETERS, {}), found.get(BUFFERS, {}))
-
 
 def _open_sender(process: Process, backend: Backend) -> WeightSender:
     settings = process.settings
@@ -271,7 +265,7 @@ async def load_model(process: Process, turn: TrainerGpuTurn | None) -> ModelRunn
         await process.ready("model")
     sender = await loop.run_in_executor(thread, _open_sender, process, models.policy)
     shared_engine = None
-    if isinstance(sender, SharedSender):
+    if isinstance(sender, AnySharedSender):
         shared_engine = SharedEngine(process, sender, settings.weights.timeout_s)
     return ModelRunner(
         models,

@@ -20,6 +20,7 @@ from protocol.messages import WeightManifest
 from protocol.topics import Role
 from services.runtime.process import Process
 from trainer.weights.shared import SharedSender
+from trainer.weights.shared_parts import SharedPartSender
 
 log = logging.getLogger("tether.sharing")
 
@@ -28,6 +29,7 @@ POLL_S = (0.003, 0.05)
 CHECK_S = 0.2
 """Seconds between two checks that the engine lives."""
 
+AnySharedSender = SharedSender | SharedPartSender
 Attach = Callable[[Path], Awaitable[object]]
 """Makes the backend compute with the tensors that a file describes."""
 
@@ -35,7 +37,7 @@ Attach = Callable[[Path], Awaitable[object]]
 class SharedEngine:
     """The engine that the trainer computes with."""
 
-    def __init__(self, process: Process, sender: SharedSender, timeout_s: float) -> None:
+    def __init__(self, process: Process, sender: AnySharedSender, timeout_s: float) -> None:
         """Start without an engine.
 
         Args:

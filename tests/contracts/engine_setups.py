@@ -89,6 +89,9 @@ SETUPS = [
     engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
     engine_under_test("megatron-lora", Setup("megatron", KvPolicy.RECOMPUTE, lora=PARTIAL), OTHER_SETUP),
     engine_under_test("megatron-tp2", Setup("megatron", KvPolicy.RECOMPUTE, ranks=2), SLOW),
+    engine_under_test(
+        "megatron-experts-tp2", Setup("megatron", KvPolicy.RECOMPUTE, ranks=2, model="experts"), SLOW
+    ),
     engine_under_test("megatron-lora-tp2", Setup("megatron", KvPolicy.KEEP, ranks=2, lora=PARTIAL), SLOW),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
     engine_under_test(

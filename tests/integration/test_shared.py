@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.gpus import visible_gpus
 from tests.integration.command import audit, pids, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT, Finished, run_to_end, running
@@ -55,6 +56,33 @@ async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtyp
     assert [event["version"] for event in of(runs[1], "applied")][:3] == [0, 1, 2]
     assert dtype == "bfloat16" or all(step["logprob_error_max"] < 1e-4 for step in runs[1].steps)
     assert list((tmp_path / "shared/shared").iterdir()) == []
+
+
+@slow_unless_changed("rollout/engines/megatron/", "trainer/weights/shared", "trainer/megatron/convert/")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_of_each_have_the_weights_of_a_run_by_shm(tmp_path: Path, dtype: str) -> None:
+    overrides = (
+        *PAIRS["megatron"], "engine.tensor_parallel_size=2", "parallel.tensor_model_parallel_size=2",
+        "bound.max_staleness=0", "sampling.temperature=0", "algorithm.name=reinforce_plus_plus",
+        f"trainer.dtype={dtype}", f"engine.dtype={dtype}", "eval.at_end=false", "services.restarts=0",
+        "monitor.enabled=false", "trainer.checkpoint_every=2", "algorithm.entropy_coef=0.1",
+    )  # fmt: skip
+    words = [word for override in overrides for word in ("--set", override)]
+    demo, found = str(ROOT / "deploy/configs/demo.toml"), []
+    for way in ("shm", "shared"):
+        run_dir, transport = tmp_path / way, ("--set", f"weights.transport={way}")
+        up = ("up", demo, "--steps", "3", "--run-dir", str(run_dir), *words, *transport)
+        result = tether(*up, seconds=400)
+        assert result.returncode == 0, result.stdout + result.stderr
+        assert audit(run_dir)["violations"] == []
+        digests = [event["digest"] for event in events(run_dir) if event["event"] == "commit"]
+        files = sorted((run_dir / "exports/step_00000003").glob("*.safetensors"))
+        found.append((digests, [file.read_bytes() for file in files]))
+    assert found[0] == found[1]
+    assert len(set(found[1][0])) == 3
+    assert "weights.attached" in (tmp_path / "shared/logs/trainer.log").read_text()
+    assert list((tmp_path / "shared/shared").iterdir()) == []
+    assert processes_of(tmp_path / "shared") == []
 
 
 @pytest.mark.parametrize(("pair", "dtype"), [*CASES, ("hf", "bfloat16")])

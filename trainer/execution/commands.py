@@ -97,6 +97,13 @@ class RestoreCommand(RankCommand[None], frozen=True, tag="restore"):
     directory: str
 
 
+class AttachCommand(RankCommand[None], frozen=True, tag="attach"):
+    """Compute with the live weights that an engine describes, each rank with those of the same rank."""
+
+    file: str
+    """The description of the engine's rank 0."""
+
+
 class KeepReferenceCommand(RankCommand[None], frozen=True, tag="keep_reference"):
     """Keep the current weights as the reference model."""
 
@@ -127,6 +134,7 @@ AnyCommand = (
     | SaveCommand
     | FinishSaveCommand
     | RestoreCommand
+    | AttachCommand
     | KeepReferenceCommand
     | OffloadCommand
     | OnloadCommand

@@ -8,12 +8,15 @@ import msgspec
 import torch.distributed as dist
 
 from protocol.device.profiles import profiled
+from protocol.device.shared_layout import BUFFERS, PARAMETERS, rank_file
+from protocol.device.shared_tensors import map_tensors
 from trainer.backends.base import StepStats
 from trainer.backends.early_export import Tensors
 from trainer.batch import Batch
 from trainer.data.prefix_tree import RowFamily
 from trainer.execution.commands import (
     AnyCommand,
+    AttachCommand,
     CopyWeightsCommand,
     DigestWeightsCommand,
     DraftCommand,
@@ -144,6 +147,9 @@ class Executor:
                 return ({CHECKPOINT: apart} if apart else {}) | own
             case RestoreCommand():
                 models.restore(Path(command.directory))
+            case AttachCommand():
+                found = map_tensors(rank_file(Path(command.file), _rank()))
+                models.policy.attach(found.get(PARAMETERS, {}), found.get(BUFFERS, {}))
             case KeepReferenceCommand():
                 models.keep_reference()
             case OffloadCommand():

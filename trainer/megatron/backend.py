@@ -104,7 +104,10 @@ class MegatronBackend(Offloadable, Backend):
                 self._add_adapters(whole_part(chunks), adapters)
             self._buffers = buffers_of(chunks[0])
             self._exporter = Exporter(
-                self._part.layout, self._position, DTYPES[trainer.dtype], self._parameter
+                self._part.layout,
+                self._position,
+                torch.float32 if shared else DTYPES[trainer.dtype],
+                self._parameter,
             )
             self._make_stepper(chunks, optimizer, apart=shared)
         except BaseException:
@@ -221,10 +224,10 @@ class MegatronBackend(Offloadable, Backend):
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield copies of the trained tensors on rank 0, in the training dtype, on the training device.
 
-        One is gathered at a time. With transport `shared` they are the masters instead, in fp32, as views of
-        them where they are dense.
+        One is gathered at a time. With transport `shared` they are the masters instead, in fp32, on one rank
+        as views of them where they are dense.
         """
-        if not self._masters:
+        if not self._masters or self._part.layout.ranks > 1:
             yield from self._exporter.gathered(self._published)
         else:
             parts = self.master_parts()
@@ -232,9 +235,6 @@ class MegatronBackend(Offloadable, Backend):
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
-        if self._masters:
-            yield from ((name, tensor.to(DTYPES[self._trainer.dtype])) for name, tensor in self.export())
-            return
         owners = shared_out(
             {plan.name: math.prod(plan.shape) for plan in self._plan}, self._part.layout.ranks
         )
@@ -242,7 +242,9 @@ class MegatronBackend(Offloadable, Backend):
         adapter = dict(self._exporter.gathered(self._published, halves)) if self.targets else {}
         targets = {target.weight: target for target in self.targets}
         for name, tensor in self._exporter.gathered(self._plan, owners):
-            yield name, merged(targets[name], tensor, adapter, self.lora) if name in targets else tensor
+            if name in targets:
+                tensor = merged(targets[name], tensor, adapter, self.lora)
+            yield name, tensor.to(DTYPES[self._trainer.dtype]) if self._masters else tensor
 
     def export_ahead(self, begin: Callable[[Tensors], None] | None, updates: int) -> EarlyExport:
         begin = None if self.lora.rank else begin  # adapters are small
@@ -331,7 +333,8 @@ class MegatronBackend(Offloadable, Backend):
         )
 
     def _parameter(self, name: str) -> torch.Tensor:
-        return self._trained[name] if name in self._trained else self._parameters[name]
+        held = self._masters or self._trained
+        return held[name] if name in held else self._parameters[name]
 
 
 def initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:

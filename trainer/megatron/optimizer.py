@@ -24,6 +24,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
 from megatron.core.optimizer import get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
+from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.backends.early_export import EarlyExport
@@ -181,7 +182,7 @@ class Optimizer:
             chunks: the result of `wrap_model`.
             position: this rank's place in the layout.
             dtype: the parameters'.
-            apart: have masters in float32, too, instead of stepping the parameters; on one rank only.
+            apart: have masters in float32, too, of whole parameters, instead of stepping these.
         """
         self.config, self._chunks = config, list(chunks)
         settings = MegatronOptimizerConfig(
@@ -338,12 +339,12 @@ def _shards(inner: DistributedOptimizer) -> Iterator[MasterPart]:
 
 
 def _set_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer step copies of the parameters, with the parameters' gradients.
-
-    For one rank only: megatron's marks of what several ranks replicate are not copied.
-    """
+    """Make an optimizer step copies of the parameters, with their gradients and megatron's marks."""
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             master = parameter.detach().clone()
             master.main_grad = parameter.main_grad
+            copy_tensor_model_parallel_attributes(master, parameter)
+            if hasattr(parameter, "shared"):
+                master.shared = parameter.shared
             group["params"][position] = parameter.main_param = master

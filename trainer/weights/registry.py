@@ -77,9 +77,11 @@ def make_sender(
             raise SettingsError(f"weights.{name} {getattr(config, name)}: must be positive")
     name, entry = config.transport, TRANSPORTS.find(config.transport, "setting weights.transport:")
     sender: Any = load(entry.path)
-    if name == "shared":
+    if name == "shared" and sum(map(len, backend.replicas)) == 1:
         return None if rank else sender(run_dir, backend.masters(), backend.master_parts)
     blank = _blank(config, backend, dtype, rank)
+    if name == "shared":
+        return _shared_part(run_dir, rank, blank, backend)
     if not entry.files:
         keys = SenderKeys(curve_dir) if curve_dir else None
         return sender(config, rank, blank, keys) if rank < len(blank.parts) else None
@@ -89,6 +91,16 @@ def make_sender(
         return PartFollower(rank, blank)
     in_parts = blank if len(blank.parts) > 1 else None
     return None if rank else sender(config, run if name == "shm" else run_dir, in_parts)
+
+
+def _shared_part(run_dir: Path, rank: int, blank: WeightManifest, backend: Backend) -> WeightSender:
+    from trainer.weights.shared_parts import SharedPartSender  # imports torch
+
+    if len(blank.parts) == 1:
+        raise SettingsError(
+            "setting weights.transport: with 'shared' all ranks of the trainer have to be on one host"
+        )
+    return SharedPartSender(run_dir, rank, blank, backend.masters())
 
 
 def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> WeightManifest:

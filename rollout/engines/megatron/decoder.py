@@ -25,11 +25,20 @@ class Paged(Protocol):
     def clear(self, pages: Sequence[int]) -> None:
         """Zero pages before their first use by a sequence."""
 
-    def prefill(self, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> torch.Tensor:
+    def prefill(
+        self,
+        sequences: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        adapters: Sequence[str] = (),
+    ) -> torch.Tensor:
         """Fill the cache with N sequences; returns logits [N, V] after the end of each."""
 
     def decode(
-        self, tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+        self,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        adapters: Sequence[str] = (),
     ) -> torch.Tensor:
         """Append a token to each of B sequences; returns logits [B, V] after it."""
 
@@ -58,12 +67,14 @@ class PagedDecoder:
         held = self._grow([row for row in rows if row.kv])
         if held:
             before = [row.length - 1 for row in held]
-            logits = self._model.decode([row.tokens[-1] for row in held], before, [row.kv for row in held])
+            tokens, tables = [row.tokens[-1] for row in held], [row.kv for row in held]
+            logits = self._model.decode(tokens, before, tables, _adapters(held))
             self._record(held, [(first, 1) for first in before])
             for row, row_logits in zip(held, logits, strict=True):
                 row.take(row_logits, version)
         for batch in batches(self._start(held, rows[len(held) :]), self._batch_tokens):
-            logits = self._model.prefill([row.ids for row in batch], [row.kv for row in batch])
+            tables = [row.kv for row in batch]
+            logits = self._model.prefill([row.ids for row in batch], tables, _adapters(batch))
             self._record(batch, [(0, row.length) for row in batch])
             for row, row_logits in zip(batch, logits, strict=True):
                 row.take(row_logits, version)
@@ -118,6 +129,10 @@ class PagedDecoder:
             return
         for row, (first, count), experts in zip(rows, places, chosen.unbind(1), strict=True):
             row.record(first, experts[:count].numpy().astype(np.uint16))
+
+
+def _adapters(rows: Sequence[RunningRequest]) -> list[str]:
+    return [row.request.adapter for row in rows]
 
 
 def _most_pages(row: RunningRequest) -> int:

@@ -5,19 +5,22 @@ joins them at the next step. Several tensor ranks are processes of their own (`r
 graphs. Weights come through a transport, as to every engine, or the trainer computes with the live ones, too.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from protocol.device.shared_layout import rank_file
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError, SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Capabilities, EngineConfig, Occupancy
-from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
+from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
 from rollout.engines.megatron.decoder import PagedDecoder
 from rollout.engines.megatron.rank import TensorRankSettings
 from rollout.engines.megatron.ranks import RankedModel
+from rollout.engines.named_adapters import named_tensors
 from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.staging.places import StagingRoom
 from rollout.staging.releasable_memory import ReleasableMemory
@@ -44,9 +47,10 @@ class MegatronEngine(InProcessEngine):
         incarnation: str,
         lora: LoraConfig = NO_ADAPTERS,
         shared: Path | None = None,
+        named: Mapping[str, Path] = NONE_NAMED,
     ) -> None:
         """Create an engine that is not started; the arguments are as in `make_engine`."""
-        super().__init__(config, model_dir, incarnation)
+        super().__init__(config, model_dir, incarnation, named)
         self._lora = lora
         self._shared = shared
         self._shared_memory: SharedTensors | None = None
@@ -80,6 +84,7 @@ class MegatronEngine(InProcessEngine):
                 buffer_bytes=int(config.buffer_size_gb * 2**30),
                 records_experts=config.enable_return_routed_experts,
                 adapters=self._lora,
+                named=named_tensors(self._named, self._model_dir),
             )
         except SettingsError as error:
             raise EngineSettingsError(f"engine megatron: {error}") from error
@@ -114,19 +119,10 @@ class MegatronEngine(InProcessEngine):
 
     def _load_ranks(self, batch_tokens: int) -> LoadedModel:
         config = self._config
-        if self._shared is not None:
-            raise EngineSettingsError(
-                "engine megatron: tensor_parallel_size must be 1 where the trainer computes with its weights"
-            )
         try:
             architecture = read_architecture(self._model_dir)
         except SettingsError as error:
             raise EngineSettingsError(f"engine megatron: {error}") from error
-        if architecture.experts.count:
-            raise EngineSettingsError(
-                f"engine megatron: tensor_parallel_size is {config.tensor_parallel_size}, and a model with "
-                "experts has one rank: set it to 1"
-            )
         model = self._ranked = RankedModel(
             config,
             TensorRankSettings(
@@ -135,17 +131,21 @@ class MegatronEngine(InProcessEngine):
                 running=config.max_running,
                 length=config.max_model_len,
                 buffer_bytes=int(config.buffer_size_gb * 2**30),
+                records_experts=config.enable_return_routed_experts,
                 adapters=self._lora,
+                named={name: str(path) for name, path in self._named.items()},
                 staging=StagingRoom(config.staging, config.staging_mb),
+                shared=str(self._shared or ""),
                 threads=max(1, config.threads // config.tensor_parallel_size),
                 start_timeout_s=config.start_timeout_s,
             ),
-            architecture.vocabulary,
+            architecture,
             self._name,
             self._loop,
         )
         decoder = self._decoder = PagedDecoder(model, batch_tokens)
-        return LoadedModel(decoder, model, model.staging, model.digest, model)
+        memory = model if self._shared is None else None
+        return LoadedModel(decoder, model, model.staging, model.digest, memory)
 
     def _share(self, model: CachedModel, decoder: "PagedDecoder", path: Path) -> LoadedModel:
         self._shared_memory, buffers = share_parameters(model.module, model.buffers())
@@ -163,9 +163,11 @@ class MegatronEngine(InProcessEngine):
         )
 
     def _unload(self) -> None:
-        if self._shared_memory is not None and self._shared is not None:
-            self._shared.unlink(missing_ok=True)
+        if self._shared_memory is not None:
             self._shared_memory.close()
+        if self._shared is not None:
+            for rank in range(self._config.tensor_parallel_size):
+                rank_file(self._shared, rank).unlink(missing_ok=True)
         if self._cached_model is not None:
             self._cached_model.close()
         if self._ranked is not None:

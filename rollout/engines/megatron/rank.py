@@ -14,23 +14,30 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 import torch.distributed as dist
 
+from protocol.device.shared_layout import rank_file
 from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig
+from rollout.engines.megatron.shared_rank import SharedRankPlan
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
+from rollout.engines.named_adapters import named_tensors
 from rollout.staging.places import StagingRoom
-from rollout.staging.rank import RankStaging
+from rollout.staging.rank import RankPlan, RankStaging
 from rollout.staging.rank_status import RankCommit, RankStatus
 from rollout.staging.releasable_memory import ReleasableMemory
+from rollout.staging.shared_weights import describe, share_parameters
 from rollout.staging.staging_plan import trace
 from trainer.megatron.inference.model import CachedModel
 from trainer.ranks.process_group import join_ranks
 
 ANYTIME = ("stage", "status", "cancel")
 """Methods that concern the staging copy alone, and do not wait for a step."""
+EXPERTS = np.uint16
+"""Type of the numbers of experts in an answer."""
 
 
 class TensorRankSettings(msgspec.Struct, frozen=True):
@@ -43,8 +50,13 @@ class TensorRankSettings(msgspec.Struct, frozen=True):
     length: int
     """Tokens of the longest sequence."""
     buffer_bytes: int
+    records_experts: bool
     adapters: LoraConfig
+    named: dict[str, str]
+    """Name -> PEFT directory of the adapters that requests may name."""
     staging: StagingRoom
+    shared: str
+    """File that describes rank 0's live weights to a trainer that computes with them; empty: none does."""
     threads: int
     start_timeout_s: float
 
@@ -88,31 +100,48 @@ class TensorRank:
             running=settings.running,
             length=settings.length,
             buffer_bytes=settings.buffer_bytes,
+            records_experts=settings.records_experts,
             adapters=settings.adapters,
+            named=named_tensors(settings.named, Path(settings.model_dir)),
             ranks=self._ranks,
         )
-        dtype = getattr(torch, settings.dtype)
-        plan = trace(model.load, model.parameters.items(), model.shapes, dtype, settings.staging)
         architecture = model.architecture
-        self._staging = RankStaging(plan, architecture=architecture.name, tied=architecture.tied)
-        lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]
-        self._memory = ReleasableMemory(lost, kept=model.base.values())
+        self._staging = RankStaging(
+            self._plan(settings), architecture=architecture.name, tied=architecture.tied
+        )
         if self._rank == 0:
             count = settings.running * architecture.vocabulary
             memory = mmap.mmap(self._file, 4 * count)
             self._logits = torch.frombuffer(memory, dtype=torch.float32, count=count)
         return RankLoaded(model.pages, self._staging.unplaced)
 
+    def _plan(self, settings: TensorRankSettings) -> RankPlan:
+        """Return where versions go; with a trainer that computes with the live weights, share them."""
+        model = self._model
+        if settings.shared:
+            self._shared, buffers = share_parameters(model.module, model.buffers())
+            describe(self._shared, rank_file(Path(settings.shared), self._rank), model.parameters, buffers)
+            return SharedRankPlan(model, self._rank)
+        dtype = getattr(torch, settings.dtype)
+        plan = trace(model.load, model.parameters.items(), model.shapes, dtype, settings.staging)
+        lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]
+        self._memory = ReleasableMemory(lost, kept=model.base.values())
+        return plan
+
     def divide(self, nowhere: Sequence[str]) -> None:
         """See `RankStaging.divide`."""
         self._staging.divide(nowhere)
 
     def prefill(
-        self, clear: Sequence[int], sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]
-    ) -> None:
-        """Clear pages, then do as `CachedModel.prefill`, and show the logits."""
+        self,
+        clear: Sequence[int],
+        sequences: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        adapters: Sequence[str],
+    ) -> bytes:
+        """Clear pages, then do as `CachedModel.prefill`; see `_show`."""
         self._clear(clear)
-        self._show(self._model.prefill(sequences, tables))
+        return self._show(self._model.prefill(sequences, tables, adapters))
 
     def decode(
         self,
@@ -120,10 +149,11 @@ class TensorRank:
         tokens: Sequence[int],
         lengths: Sequence[int],
         tables: Sequence[Sequence[int]],
-    ) -> None:
-        """Clear pages, then do as `CachedModel.decode`, and show the logits."""
+        adapters: Sequence[str],
+    ) -> bytes:
+        """Clear pages, then do as `CachedModel.decode`; see `_show`."""
         self._clear(clear)
-        self._show(self._model.decode(tokens, lengths, tables))
+        return self._show(self._model.decode(tokens, lengths, tables, adapters))
 
     def stage(self, manifest: bytes, deadline_s: float) -> str:
         """See `RankStaging.stage`."""
@@ -161,10 +191,16 @@ class TensorRank:
         if pages:
             self._model.clear(pages)
 
-    def _show(self, logits: torch.Tensor) -> None:
-        """Write logits [N, V] to the engine's memory, on rank 0."""
-        if self._rank == 0:
-            self._logits[: logits.numel()].copy_(logits.flatten())
+    def _show(self, logits: torch.Tensor) -> bytes:
+        """Write logits [N, V] to the engine's memory, and return the experts of the pass, on rank 0.
+
+        All ranks choose the same. The experts are `EXPERTS` [S, N, L, K]; empty if they are not recorded.
+        """
+        experts = self._model.experts_of_pass(len(logits))
+        if self._rank:
+            return b""
+        self._logits[: logits.numel()].copy_(logits.flatten())
+        return b"" if experts is None else experts.numpy().astype(EXPERTS).tobytes()
 
 
 METHODS = (*ANYTIME, "load", "divide", "prefill", "decode", "commit", "sleep", "wake", "live_digest")

@@ -11,17 +11,19 @@ from concurrent.futures import CancelledError, Future
 from typing import Any
 
 import msgspec
+import numpy as np
 import torch
 
 from protocol.device.shared_tensors import reserved
 from protocol.errors import EngineError, EngineSettingsError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import EngineConfig, Served
-from rollout.engines.megatron.rank import RankLoaded, TensorRankSettings
+from rollout.engines.megatron.rank import EXPERTS, RankLoaded, TensorRankSettings
 from rollout.engines.multi_process.rank_processes import RankProcesses
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S
 from rollout.staging.ranks import AllRanksStaging
 from rollout.staging.staging import Staging
+from trainer.megatron.families.numbers import Architecture
 
 MODULE = "rollout.engines.megatron.rank"
 
@@ -33,7 +35,7 @@ class RankedModel:
         self,
         config: EngineConfig,
         settings: TensorRankSettings,
-        vocabulary: int,
+        architecture: Architecture,
         name: str,
         loop: asyncio.AbstractEventLoop,
     ) -> None:
@@ -42,7 +44,7 @@ class RankedModel:
         Args:
             config: the engine's settings.
             settings: of each rank.
-            vocabulary: tokens of the model.
+            architecture: the model's.
             name: the engine's, in errors.
             loop: the engine's.
 
@@ -52,8 +54,12 @@ class RankedModel:
         self._to_clear: list[int] = []
         """Pages that the next pass has to clear before it uses them."""
         self._file = os.memfd_create("tether-megatron", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-        memory = reserved(self._file, 4 * settings.running * vocabulary)
-        self._logits = torch.frombuffer(memory, dtype=torch.float32).view(settings.running, vocabulary)
+        memory = reserved(self._file, 4 * settings.running * architecture.vocabulary)
+        self._logits = torch.frombuffer(memory, dtype=torch.float32).view(settings.running, -1)
+        self._chosen = b""
+        """Experts of the last pass, `EXPERTS` [S, N, *choice]; empty if they are not recorded."""
+        experts = architecture.experts
+        self._choice = experts.sparse_layers_before(architecture.layers), experts.per_token
         self._all = AllRanksStaging(
             self._call_each,
             self._call_each,
@@ -87,19 +93,31 @@ class RankedModel:
         """See `CachedModel`: the next pass begins with it."""
         self._to_clear += pages
 
-    def prefill(self, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> torch.Tensor:
-        """See `CachedModel`; the logits are overwritten by the next pass."""
-        return self._pass(len(sequences), "prefill", sequences, tables)
-
-    def decode(
-        self, tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+    def prefill(
+        self,
+        sequences: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        adapters: Sequence[str] = (),
     ) -> torch.Tensor:
         """See `CachedModel`; the logits are overwritten by the next pass."""
-        return self._pass(len(tokens), "decode", tokens, lengths, tables)
+        return self._pass(len(sequences), "prefill", sequences, tables, adapters)
+
+    def decode(
+        self,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        adapters: Sequence[str] = (),
+    ) -> torch.Tensor:
+        """See `CachedModel`; the logits are overwritten by the next pass."""
+        return self._pass(len(tokens), "decode", tokens, lengths, tables, adapters)
 
     def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
-        """Return none: models with experts are refused."""
-        return None
+        """See `CachedModel`."""
+        if not self._chosen:
+            return None
+        chosen = np.frombuffer(self._chosen, EXPERTS).astype(np.int64)
+        return torch.from_numpy(chosen).view(-1, sequences, *self._choice)
 
     def apply(self) -> None:
         """Commit the version that was taken, on all ranks; see `Committable`."""
@@ -127,7 +145,7 @@ class RankedModel:
 
     def _pass(self, count: int, method: str, *arguments: Any) -> torch.Tensor:
         clear, self._to_clear = self._to_clear, []
-        self.processes.call(method, clear, *arguments)
+        self._chosen = self.processes.call(method, clear, *arguments)[0]
         return self._logits[:count]
 
 

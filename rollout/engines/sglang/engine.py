@@ -8,7 +8,7 @@ SGLang: `engine.python` names the interpreter that has it.
 import asyncio
 import base64
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolic
 from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
 from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path, start_error
 from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
+from rollout.engines.named_adapters import covering, named_tensors
 from rollout.engines.requests import check_request
 from rollout.engines.sglang.launch import SglangServer, check_model
 from rollout.engines.sglang.lora import NAME
@@ -40,13 +41,26 @@ class SglangEngine(MultiProcessEngine):
     """One server. TP ranks commit at the same step; pipeline and data parallelism are not used."""
 
     def __init__(
-        self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        incarnation: str,
+        lora: LoraConfig = NO_ADAPTERS,
+        named: Mapping[str, Path] | None = None,
     ) -> None:
-        self._server = SglangServer(config, model_dir, incarnation, lora)
+        """Create an engine that is not started; the arguments are as in `make_engine`.
+
+        With `named` versions can bring an adapter alone, for the requests that name none.
+        """
+        self._server = SglangServer(config, model_dir, incarnation)
         self._ranks = RankRpcClient(incarnation, on_lost=self._server.give_up)
         super().__init__(config, model_dir, incarnation, call=self._ranks.call, call_anytime=self._ranks.call)
         self.capabilities = Capabilities(seeds=False, sleep=config.enable_sleep_mode)
         self._lora = lora
+        self._named = dict(named or {})
+        self._adapters: dict[str, str] = {}
+        """Name of each adapter that a request may have -> SGLang's; of "" the one that versions bring, if
+        any."""
         self._vocab = 0
         self._mixture: Mixture | None = None
         """None: experts are not recorded."""
@@ -59,8 +73,15 @@ class SglangEngine(MultiProcessEngine):
         ready = False
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
+                named = await asyncio.to_thread(named_tensors, self._named, self._model_dir)
+                self._lora = covering(config for config, _ in named.values()) if named else self._lora
                 model = await asyncio.to_thread(check_model, self._config, self._model_dir, self._lora)
-                await self._server.start(self._http)
+                # names of ours: SGLang takes some characters apart
+                numbers = {name: str(number) for number, name in enumerate(named)}
+                await self._server.start(
+                    self._http, self._lora, {numbers[name]: adapter for name, adapter in named.items()}
+                )
+                self._adapters = {"": NAME, **numbers} if self._lora.rank else {}
                 await self._install(model)
                 # the first step allocates and compiles
                 await self._complete(Request("warm-up", (0,), Sampling(max_tokens=2)), "warm-up:")
@@ -82,6 +103,7 @@ class SglangEngine(MultiProcessEngine):
             max_model_len=self._config.max_model_len,
             running=self._running,
             no_seeds="engine sglang does not support seeds of single requests",
+            adapters=self._named,
         )
         self._running[request.id] = name = f"{next(self._numbers)}:{request.id}"
         try:
@@ -186,7 +208,7 @@ class SglangEngine(MultiProcessEngine):
             "extra_key": self._weights.cache_key,
             "return_logprob": True,
             "return_routed_experts": self._mixture is not None,
-            "lora_path": NAME if self._lora.rank else None,
+            "lora_path": self._adapters.get(request.adapter),
             "sampling_params": {
                 "max_new_tokens": sampling.max_tokens,
                 "temperature": sampling.temperature,

@@ -8,7 +8,9 @@ import signal
 import socket
 import sys
 import tempfile
+from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +28,7 @@ from rollout.engines.base import EngineConfig
 from rollout.engines.multi_process.parent_watch import OWNER
 from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.engines.sglang.arguments import OTHER_LOGPROBS, check_environment, option_words
-from rollout.engines.sglang.lora import NAME, first_adapter
+from rollout.engines.sglang.lora import NAME, NO_TENSORS, write_adapter
 from rollout.engines.sglang.memory import check_memory_saver
 from rollout.engines.sglang.plugin import DIRECTORY
 
@@ -47,15 +49,16 @@ EXIT_USAGE = 2
 LOG_TAIL = 600
 """Characters of the server's log that an error quotes."""
 
+NamedTensors = tuple[LoraConfig, Mapping[str, torch.Tensor]]
+"""Settings of an adapter, and A and scaling B by their PEFT names."""
+NONE_NAMED: Mapping[str, NamedTensors] = {}
+
 
 class SglangServer:
     """One server with its processes, which form a process group of their own, and their directory."""
 
-    def __init__(
-        self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS
-    ) -> None:
+    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
         self._config = config
-        self._lora = lora
         self._model_dir = model_dir
         self._incarnation = incarnation
         self._process: asyncio.subprocess.Process | None = None
@@ -65,8 +68,18 @@ class SglangServer:
         self.key = secrets.token_hex(16)
         """API key of requests: without it others on this host could load other weights."""
 
-    async def start(self, session: aiohttp.ClientSession) -> None:
+    async def start(
+        self,
+        session: aiohttp.ClientSession,
+        lora: LoraConfig = NO_ADAPTERS,
+        named: Mapping[str, NamedTensors] = NONE_NAMED,
+    ) -> None:
         """Start the server and return when it answers.
+
+        Args:
+            session: with the key.
+            lora: rank and modules of the adapter `NAME`, which has no effect before a version.
+            named: name -> further adapter, of modules that `lora` has.
 
         Raises:
             EngineError: with the end of its log, if it ends before.
@@ -87,8 +100,8 @@ class SglangServer:
             "--config",
             str(secret),
         ]
-        if self._lora.rank:
-            command += adapter_options(await asyncio.to_thread(self._write_adapter))
+        if lora.rank:
+            command += adapter_options(await asyncio.to_thread(self._write, lora, named))
         try:
             if self._config.enable_sleep_mode and torch.cuda.is_available():
                 await check_memory_saver(command[0])
@@ -103,6 +116,9 @@ class SglangServer:
                 )
         except OSError as error:
             raise EngineSettingsError(f"setting engine.python: {command[0]}: {error.strerror}") from error
+        await self._answering(session)
+
+    async def _answering(self, session: aiohttp.ClientSession) -> None:
         while not await _answers(session, self.url):
             self.check()
             await asyncio.sleep(POLL_S)
@@ -157,11 +173,16 @@ class SglangServer:
         if self.url:
             await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
-    def _write_adapter(self) -> Path:
-        directory = self.directory / "adapter"
+    def _write(self, lora: LoraConfig, named: Mapping[str, NamedTensors]) -> dict[str, Path]:
+        """Write the adapters, all with the modules of `lora`; returns their directories by name."""
+        adapters = {NAME: (lora, NO_TENSORS), **named}
         shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(self._model_dir).items()}
-        first_adapter(directory, shapes, self._lora, self._config.dtype)
-        return directory
+        directories = {}
+        for name, (config, tensors) in adapters.items():
+            directory = directories[name] = self.directory / f"adapter-{name}"
+            own = replace(config, target_modules=lora.target_modules)
+            write_adapter(directory, shapes, own, self._config.dtype, tensors)
+        return directories
 
     def _group(self) -> list[psutil.Process]:
         if self._process is None:
@@ -221,13 +242,17 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
     ]
 
 
-def adapter_options(directory: Path) -> list[str]:
-    """Return the options that the command has besides if an adapter is trained, which has the only slot."""
+def adapter_options(directories: Mapping[str, Path]) -> list[str]:
+    """Return the options that the command has besides with adapters in these directories, by their names.
+
+    Each has a slot.
+    """
     # no version brings the base weights, so SGLang keeps them in host memory while the engine sleeps
     kernels = (
         ["--enable-weights-cpu-backup"] if torch.cuda.is_available() else ["--lora-backend=torch_native"]
     )
-    return ["--enable-lora", "--max-loras-per-batch=1", f"--lora-paths={NAME}={directory}", *kernels]
+    paths = [f"{name}={directory}" for name, directory in directories.items()]
+    return ["--enable-lora", f"--max-loras-per-batch={len(paths)}", *kernels, "--lora-paths", *paths]
 
 
 def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:

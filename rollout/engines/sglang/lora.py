@@ -1,4 +1,4 @@
-"""Updates the one LoRA adapter of SGLang's only slot in place.
+"""Updates one LoRA adapter of SGLang in its slot; adapters that are served by name have the others.
 
 SGLang loads an adapter once and copies it into tensors that its kernels read. An update stages and commits
 these tensors, as it does parameters without adapters; SGLang itself must never load or move the adapter
@@ -23,30 +23,36 @@ from rollout.staging.places import StagingRoom
 from rollout.staging.staging_plan import AnyPlan, make_plan
 
 NAME = "policy"
-SLOT = 0
+"""What versions bring, and what requests have that name no adapter."""
+NO_TENSORS: Mapping[str, torch.Tensor] = {}
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 """Modules that SGLang fuses into one layer: it loads adapters of all of them or of none."""
 NOTHING = 0
 """Number of an element that no tensor of a version brings."""
 
 
-def first_adapter(
-    directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str
+def write_adapter(
+    directory: Path,
+    shapes: Mapping[str, tuple[int, ...]],
+    lora: LoraConfig,
+    dtype: str,
+    given: Mapping[str, torch.Tensor] = NO_TENSORS,
 ) -> None:
-    """Write an adapter without effect into a new directory.
+    """Write an adapter into a new directory; without tensors it has no effect.
 
-    Its alpha is its rank, because the published adapters include the scaling.
+    Its alpha is its rank, because the scaling is in B.
 
     Args:
         directory: is created.
         shapes: shapes of the model's tensors, by checkpoint name.
-        lora: the adapter that versions bring; modules that SGLang fuses with its own are added.
+        lora: rank and modules of the adapter; modules that SGLang fuses with these are added.
         dtype: dtype of the tensors.
+        given: A and B that are not zero, by their PEFT name.
     """
     modules = {target.last for target in adapter_targets(shapes, lora)}
     fused = LoraConfig(lora.rank, lora.alpha, _with_fused(sorted(modules), shapes))
     tensors = {
-        name: torch.zeros(shape, dtype=getattr(torch, dtype))
+        name: given.get(name, torch.zeros(shape)).to(getattr(torch, dtype))
         for name, shape in adapter_shapes(adapter_targets(shapes, fused), lora.rank).items()
     }
     directory.mkdir()
@@ -62,23 +68,21 @@ def first_adapter(
 
 
 def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_mb: int) -> AnyPlan:
-    """Plan the staging of the tensors of the adapter's slot.
+    """Plan the staging of the slot of the adapter `NAME`.
 
-    Loads the first adapter, and forbids SGLang to load or drop one again.
+    Loads all adapters, each into a slot, and forbids SGLang to load or drop one again.
 
     Args:
-        manager: SGLang's LoRAManager, of a model that has the first adapter.
+        manager: SGLang's LoRAManager, of a model that has the adapter, and slots for all that it has.
         shapes: shapes of the adapter's tensors that versions bring, by name.
         staging_mb: see `EngineConfig`.
 
     Raises:
         EngineError: if SGLang has no place for a tensor, or rearranges one in a way that cannot be traced.
     """
-    (uid,) = manager.loras
-    manager.fetch_new_loras({uid})
+    (uid,) = (uid for uid, ref in manager.lora_refs.items() if ref.lora_name == NAME)
+    manager.fetch_new_loras(set(manager.loras))
     pool = manager.memory_pool
-    if pool.buffer_id_to_uid[SLOT] != uid:
-        raise EngineError(f"SGLang holds adapter {pool.buffer_id_to_uid[SLOT]} in the slot of ours")
     numbered = Numbered.of(shapes)
     loaded = _load_numbers(manager, uid, numbered)
     live = {name: tensor for name, tensor in _buffers(pool).items() if loaded[name].any()}
@@ -191,7 +195,12 @@ def _load_numbers(manager: Any, uid: str, numbered: Numbered) -> dict[str, torch
     )
     try:
         pool.load_lora_weight_to_buffer(
-            uid, SLOT, adapter, manager.lora_modules, manager.embed_tokens_module, manager.lm_head_module
+            uid,
+            pool.buffer_id_to_uid.index(uid),
+            adapter,
+            manager.lora_modules,
+            manager.embed_tokens_module,
+            manager.lm_head_module,
         )
         return _buffers(pool)
     finally:

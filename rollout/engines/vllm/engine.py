@@ -91,7 +91,7 @@ class VllmEngine(MultiProcessEngine):
         try:
             async with asyncio.timeout(self._config.start_timeout_s):
                 named = await asyncio.to_thread(read_named, self._named, self._model_dir)
-                self._lora = covering(named.values()) if named else self._lora
+                self._lora = covering(adapter.config for adapter in named.values()) if named else self._lora
                 model = await asyncio.to_thread(check_model, self._config, self._model_dir, self._lora)
                 await self._vllm.start(
                     engine_arguments(

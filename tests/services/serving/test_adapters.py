@@ -12,7 +12,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
 from services.serving.source import Serving, serving_of, with_adapters
-from tests.changes import VLLM, slow_unless_changed
+from tests.changes import SGLANG, VLLM, slow_unless_changed
+from tests.contracts.sglang_environment import sglang_settings
 from tests.services.serving.test_service import ENGINE, client_of, logprobs_of, serving
 from trainer.config import ScratchConfig
 from trainer.lora import save_adapter
@@ -46,7 +47,13 @@ def write_adapter(model_dir: Path, directory: Path, config: LoraConfig, seed: in
 @pytest.fixture
 def served(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Serving, dict[str, PreTrainedModel]]:
     model_dir = build_scratch(ScratchConfig(), tmp_path / "small")
-    engine = [f"engine.name={getattr(request, 'param', 'hf')}", "engine.dtype=float32", ENGINE[1]]
+    name = getattr(request, "param", "hf")
+    engine = [f"engine.name={name}", "engine.dtype=float32", ENGINE[1]]
+    if name == "sglang":
+        own = sglang_settings()
+        variables = ", ".join(f"{key}='{value}'" for key, value in own.pop("environment", {}).items())
+        engine += [f"engine.{key}={value}" for key, value in own.items()]
+        engine += [f"engine.environment={{{variables}}}"]
     models: dict[str, PreTrainedModel] = {"small": AutoModelForCausalLM.from_pretrained(model_dir)}
     for seed, (name, config) in enumerate(CONFIGS.items()):
         models[name] = write_adapter(model_dir, tmp_path / name, config, seed)
@@ -56,7 +63,12 @@ def served(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[Serving, dic
 
 @pytest.mark.parametrize(
     "served",
-    ["hf", pytest.param("vllm", marks=[pytest.mark.engine, slow_unless_changed(*VLLM)])],
+    [
+        "hf",
+        "megatron",
+        pytest.param("sglang", marks=[pytest.mark.engine, slow_unless_changed(*SGLANG)]),
+        pytest.param("vllm", marks=[pytest.mark.engine, slow_unless_changed(*VLLM)]),
+    ],
     indirect=True,
 )
 async def test_requests_at_once_have_each_the_adapter_that_their_model_names(

@@ -200,7 +200,8 @@ async def test_a_trainer_that_is_to_stop_does_not_wait(settings: Settings) -> No
         ("engine.name=sglang", "engine.name is 'sglang'; it has to be hf or megatron or vllm"),
         (
             "parallel.tensor_model_parallel_size=2",
-            "[parallel] and [placement] ask for 2 ranks; the trainer has to be one",
+            "[parallel] and [placement] ask for 2 ranks, 2 of them tensor ranks; the trainer has to be as "
+            "many tensor ranks as the engine, 1",
         ),
         ("engine.tensor_parallel_size=2", "engine.tensor_parallel_size is 2"),
         ("engine.enable_sleep_mode=true", "engine.enable_sleep_mode is true"),

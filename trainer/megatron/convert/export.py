@@ -30,6 +30,15 @@ class PublishedPiece:
     box: Box
     rows: tuple[Piece, ...]
     """Rows of the rank's parameter that make up the box, in order."""
+    held: Mapping[int, tuple[Piece, ...]]
+    """Number of each rank that has the box, in the grid of the parameter -> its rows."""
+
+
+def joined(plan: TensorPlan, rows: Sequence[Piece], parameter: torch.Tensor) -> torch.Tensor:
+    """Return the box that rows of a parameter make up: a view, if they follow each other there, or a copy."""
+    views = [stretch(parameter, plan.dim, row.local_start, row.length, row.local_matrix) for row in rows]
+    found: torch.Tensor = (views[0] if len(views) == 1 else torch.cat(views, plan.dim)).detach()
+    return found if rows[0].matrix is None else found.unsqueeze(0)
 
 
 class Exporter:
@@ -65,9 +74,7 @@ class Exporter:
         """Yield this rank's pieces of the publication of these plans; no other rank takes part."""
         for piece in self._parts(plans)[self._position.rank]:
             plan = plans[piece.tensor]
-            rows = self._rows(plan, piece.rows)
-            found = (rows[0] if len(rows) == 1 else torch.cat(rows, plan.dim)).detach()
-            yield plan.name, found if piece.rows[0].matrix is None else found.unsqueeze(0)
+            yield plan.name, joined(plan, piece.rows, self._held(plan.parameter))
 
     def gathered(
         self, plans: Iterable[TensorPlan], owners: Mapping[str, int] = MappingProxyType({})
@@ -146,11 +153,17 @@ def published_pieces(plans: Sequence[TensorPlan], layout: Layout) -> tuple[tuple
         for (_, numbers), pieces in groups.items():
             rank = min(_holders(plan, numbers, layout), key=lambda rank: (elements[rank], rank))
             number = layout.number_of(layout.place_of(rank), expert=plan.expert)
-            held = [next(p for p in (piece, *piece.copies) if p.rank == number) for piece in pieces]
-            for rows in _adjacent(held):
+            runs = {
+                holder: _adjacent(
+                    next(p for p in (piece, *piece.copies) if p.rank == holder) for piece in pieces
+                )
+                for holder in numbers
+            }
+            for run, rows in enumerate(runs[number]):
                 box = _box(plan, rows)
                 elements[rank] += size_of(box)
-                parts[rank].append(PublishedPiece(index, box, rows))
+                held = {holder: found[run] for holder, found in runs.items()}
+                parts[rank].append(PublishedPiece(index, box, rows, held))
     return tuple(tuple(part) for part in parts)
 
 

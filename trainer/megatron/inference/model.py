@@ -6,17 +6,20 @@ has its own length and pages: requests start and end between two steps, and weig
 Shapes: B sequences that get one token each; N sequences, S tokens of the longest; V vocabulary.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
 from protocol.errors import SettingsError
+from protocol.messages import WeightPiece
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, as_scaled
 from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.convert.adapters import lora_rules
+from trainer.megatron.convert.export import PublishedPiece, joined, published_pieces
 from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
 from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, OUTPUT_BIAS
 from trainer.megatron.families.delta import check_generation
@@ -25,6 +28,7 @@ from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.inference.attention import CachedCore, CachedLatentAttention, CachedSelfAttention
 from trainer.megatron.inference.cache import PagedCache, page_bytes, pages_for
+from trainer.megatron.inference.sequence_adapters import NamedTensors, SequenceAdapters
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.router import RouterRecorder
 from trainer.megatron.layout import Layout
@@ -33,6 +37,8 @@ from trainer.megatron.model import DTYPES, PackedModel, buffers_of, build_model,
 
 VOCABULARY = (EMBEDDING, OUTPUT, OUTPUT_BIAS)
 """Tensors that are padded to a multiple of the ranks."""
+NONE_NAMED: NamedTensors = {}
+"""No adapters by name."""
 INITIAL_DEVIATION = 0.02
 """Standard deviation of the random weights of a model without a checkpoint."""
 
@@ -73,39 +79,39 @@ class CachedModel:
         buffer_bytes: int = 0,
         records_experts: bool = False,
         adapters: LoraConfig = NO_ADAPTERS,
+        named: NamedTensors = NONE_NAMED,
         ranks: int = 1,
     ) -> None:
         """Load a checkpoint; a directory without one gives random weights.
 
         Args:
-            model_dir: directory with config.json, and safetensors if it is a checkpoint.
+            model_dir: directory with config.json, and safetensors if it is one.
             dtype: one of `DTYPES`.
             running: most sequences at a time.
             length: tokens of the longest sequence.
-            buffer_bytes: limit of this rank's KV cache, which otherwise holds `running` sequences of
-                `length`; 0 is no limit.
+            buffer_bytes: limit of this rank's KV cache; 0: it holds `running` sequences of `length`.
             records_experts: whether `experts_of_pass` tells which experts were chosen.
             adapters: what versions bring, with the scaling in B; at first they change nothing.
+            named: adapters that sequences may name, which versions do not change; only without `adapters`.
             ranks: tensor ranks; with several, torch.distributed is initialized.
 
         Raises:
             SettingsError: the model or adapters are not supported, or the buffer does not hold `length`.
-            RuntimeError: there is no room for the parameters or the cache.
+            RuntimeError: there is no room.
         """
         self.architecture = read_architecture(model_dir)
         self.pages = _pages(self.architecture, DTYPES[dtype].itemsize, length, running, buffer_bytes, ranks)
         """Pages of the KV cache, enough for one sequence of `length` at least."""
-        parts = ParallelConfig(tensor_model_parallel_size=ranks)
+        parts = _ranks(self.architecture, ranks)
         self._layout = Layout.of(parts, self.architecture.layers)
         self._plan = {plan.name: plan for plan in _plans(self.architecture, self._layout, adapters)}
         self.shapes = {name: plan.shape for name, plan in self._plan.items()}
-        """Name in a version -> shape."""
         cpu.install()
         position = parallel.initialize(parts, "auto", 0)
         self._device, self._place, self._closed = position.device, position.place, False
         self._windows = set(map(self.architecture.window_of, range(self.architecture.layers)))
         try:
-            self._make(model_dir, position, DTYPES[dtype], adapters)
+            self._make(model_dir, position, DTYPES[dtype], adapters, named)
             self._recorder = RouterRecorder(self.module) if records_experts else None
             like = next(iter(self.base.values()))
             self.cache = PagedCache(self.pages, length, self.architecture, like, ranks)
@@ -115,13 +121,20 @@ class CachedModel:
         self._rows = OutputRows(self.module)
 
     def _make(
-        self, model_dir: Path, position: parallel.Position, dtype: torch.dtype, adapters: LoraConfig
+        self,
+        model_dir: Path,
+        position: parallel.Position,
+        dtype: torch.dtype,
+        adapters: LoraConfig,
+        named: NamedTensors,
     ) -> None:
         self.module = _build(self.architecture, position, dtype)
         self.base: dict[str, torch.Tensor] = dict(self.module.named_parameters())
         self._fill(model_dir)
         self.parameters = self._add(adapters, position) if adapters.rank else self.base
         """Those that versions change; `base` are the model's own."""
+        rules = stage_rules(self.architecture, self._layout, position.place.pp)
+        self._named = SequenceAdapters(self.module, rules, position, named)
 
     def _fill(self, model_dir: Path) -> None:
         if any(model_dir.glob("*.safetensors")):
@@ -152,6 +165,19 @@ class CachedModel:
             if name in VOCABULARY and end < len(held):
                 held[end:].zero_()  # the padding of the last ranks
 
+    def pieces(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor | None]:
+        """Yield the pieces that a trainer of the same ranks publishes, out of this rank's parameters.
+
+        None: this rank does not have the piece.
+        """
+        for plan, piece in self._pieces():
+            rows = piece.held.get(self._layout.number_of(self._place, expert=plan.expert))
+            yield None if rows is None else joined(plan, rows, parameters[plan.parameter])
+
+    def published(self) -> list[list[WeightPiece]]:
+        """Return the places of these pieces, by rank of the trainer."""
+        return [[WeightPiece(piece.tensor, piece.box) for piece in part] for part in self._published_pieces]
+
     def parts(self) -> dict[str, torch.Tensor]:
         """Return checkpoint name -> the view of a parameter that is the tensor, see `matches_layout`."""
         return parts_of(self._plan.values(), self.parameters)
@@ -161,13 +187,20 @@ class CachedModel:
         return buffers_of(self.module)
 
     @torch.no_grad()
-    def prefill(self, sequences: Sequence[Sequence[int]], tables: Sequence[Sequence[int]]) -> torch.Tensor:
+    def prefill(
+        self,
+        sequences: Sequence[Sequence[int]],
+        tables: Sequence[Sequence[int]],
+        adapters: Sequence[str] = (),
+    ) -> torch.Tensor:
         """Fill the cache with N sequences; returns logits [N, V] after the end of each.
 
         Args:
             sequences: token ids.
             tables: pages of each sequence, cleared, enough for its tokens.
+            adapters: the adapter of each sequence by name, "" for none; none at all: no sequence has one.
         """
+        self._named.choose(adapters)
         lengths = list(map(len, sequences))
         longest, count = max(lengths), len(sequences)
         tokens = torch.tensor(
@@ -180,7 +213,11 @@ class CachedModel:
 
     @torch.no_grad()
     def decode(
-        self, tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+        self,
+        tokens: Sequence[int],
+        lengths: Sequence[int],
+        tables: Sequence[Sequence[int]],
+        adapters: Sequence[str] = (),
     ) -> torch.Tensor:
         """Append a token to each of B sequences; returns logits [B, V] after it.
 
@@ -188,7 +225,9 @@ class CachedModel:
             tokens: one for each sequence.
             lengths: tokens that the cache holds of each before.
             tables: pages of each sequence, cleared before their first use, enough for the token too.
+            adapters: see `prefill`.
         """
+        self._named.choose(adapters)
         self.cache.begin_decode(tables, lengths, self.module.rotaries)
         self._rows.index = None
         ids = torch.tensor(tokens, device=self._device)[:, None]
@@ -211,11 +250,25 @@ class CachedModel:
             self._closed = True
             parallel.finalize()
 
+    @cached_property
+    def _published_pieces(self) -> tuple[tuple[PublishedPiece, ...], ...]:
+        return published_pieces(tuple(self._plan.values()), self._layout)
+
+    def _pieces(self) -> Iterator[tuple[TensorPlan, PublishedPiece]]:
+        plans = tuple(self._plan.values())
+        return ((plans[piece.tensor], piece) for part in self._published_pieces for piece in part)
+
     def _logits(self, tokens: torch.Tensor, masks: dict[int, torch.Tensor] | None) -> torch.Tensor:
         found: torch.Tensor = self.module(
             tokens, None, masks, inference_context=self.cache, runtime_gather_output=True
         )
         return found[..., : self.architecture.vocabulary]
+
+
+def _ranks(architecture: Architecture, ranks: int) -> ParallelConfig:
+    """Return a layout of tensor ranks, which share the matrices of experts as all others."""
+    shares = ranks if architecture.experts.count else 1
+    return ParallelConfig(tensor_model_parallel_size=ranks, expert_tensor_parallel_size=shares)
 
 
 def _plans(architecture: Architecture, layout: Layout, adapters: LoraConfig) -> tuple[TensorPlan, ...]:

@@ -72,32 +72,63 @@ def attach(
     Raises:
         SettingsError: the adapters cannot be split over the tensor ranks.
     """
-    grid = Grid(position.config.tensor_model_parallel_size)
-    heads = {rule.parameter: rule for rule in rules if isinstance(rule, FusedQKV)}
     model.requires_grad_(False)
-    adapter_rules = lora_rules(rules, config)
     shapes = {name: shape for rule in rules for name, shape in rule.shapes.items()}
     first = initial_adapters(adapter_targets(shapes, config), config, seed)
+    for name, adapters in shares(model, rules, config, position, first).items():
+        layer: Any = model.get_submodule(name)
+        layer.lora = adapters
+        layer.register_forward_hook(_hook)
+    parameters: dict[str, torch.Tensor] = {
+        name: parameter for name, parameter in model.named_parameters() if ".lora." in name
+    }
+    mark_split(parameters, lora_rules(rules, config))
+    return parameters
+
+
+def shares(
+    model: torch.nn.Module,
+    rules: list[Rule],
+    config: LoraConfig,
+    position: Position,
+    tensors: Mapping[str, torch.Tensor],
+) -> dict[str, Adapters]:
+    """Return this rank's share of A and B by the name of their layer, which does not have them yet.
+
+    Args:
+        model: see `attach`.
+        rules: see `attach`.
+        config: see `attach`.
+        position: see `attach`.
+        tensors: A and B by their PEFT name; layers without any have no adapter.
+
+    Raises:
+        SettingsError: see `attach`.
+    """
+    grid = Grid(position.config.tensor_model_parallel_size)
+    heads = {rule.parameter: rule for rule in rules if isinstance(rule, FusedQKV)}
+    adapter_rules = lora_rules(rules, config)
+    found: dict[str, Adapters] = {}
     for a, b in zip(adapter_rules[::2], adapter_rules[1::2], strict=True):
         name, _, key = a.parameter.removesuffix(".a").rpartition(".lora.")
-        layer: Any = model.get_submodule(name)
-        if not hasattr(layer, "lora"):
-            layer.lora = _empty(heads.get(f"{name}.weight"), config, position)
-            layer.register_forward_hook(
-                next(hook for kind, hook in _HOOKS.items() if isinstance(layer, kind))
-            )
-        like = layer.weight
-        layer.lora[key] = pair = LowRank(
-            *(_share(first, rule, grid, position.place.tp).to(like.device, like.dtype) for rule in (a, b))
+        if not a.shapes.keys() <= tensors.keys():
+            continue
+        if name not in found:
+            found[name] = _empty(heads.get(f"{name}.weight"), config, position)
+        like: Any = model.get_submodule(name).weight
+        found[name][key] = pair = LowRank(
+            *(_share(tensors, rule, grid, position.place.tp).to(like.device, like.dtype) for rule in (a, b))
         )
         # With sequence parallelism each rank has only its tokens of a row-parallel layer's output: the mark
         # makes megatron add up the gradients.
         pair.b.sequence_parallel = position.sequence_parallel and isinstance(b, Direct)  # type: ignore[attr-defined]
-    parameters: dict[str, torch.Tensor] = {
-        name: parameter for name, parameter in model.named_parameters() if ".lora." in name
-    }
-    mark_split(parameters, adapter_rules)
-    return parameters
+    return found
+
+
+def added(layer: torch.nn.Module, adapters: Adapters, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return what adapters add to the output of a layer, shaped as `output`, for inputs x."""
+    kind = next(kind for kind in _ADDED if isinstance(layer, kind))
+    return adapters.scaling * _ADDED[kind](adapters, x, output)
 
 
 def adapted_weight(layer: Any) -> torch.Tensor:
@@ -127,22 +158,25 @@ def _empty(rule: FusedQKV | None, config: LoraConfig, position: Position) -> Ada
     return adapters
 
 
-def _share(first: Mapping[str, torch.Tensor], rule: Rule, grid: Grid, rank: int) -> torch.Tensor:
+def _share(tensors: Mapping[str, torch.Tensor], rule: Rule, grid: Grid, rank: int) -> torch.Tensor:
     (segment,) = (segment for segment in rule.segments(grid) if segment.rank == rank)
-    share = first[segment.name].narrow(rule.dim, segment.start, segment.length)
+    share = tensors[segment.name].narrow(rule.dim, segment.start, segment.length)
     return share.clone(memory_format=torch.contiguous_format)  # not a view that keeps the whole
 
 
-def _column_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
-    """Add the adapters' outputs to a column-parallel layer's output, in the order of its rows."""
+def _hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
     adapters: Adapters = layer.lora
     if not adapters.is_on:
         return output
-    x = inputs[0]
+    return output[0] + added(layer, adapters, inputs[0], output[0]), *output[1:]
+
+
+def _to_column(adapters: Adapters, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return B A x of a column-parallel layer, in the order of its rows."""
     if adapters.sequence_parallel:
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
     deltas = {key: _column(adapters.dropped(x), pair) for key, pair in adapters.items()}
-    return output[0] + adapters.scaling * _in_order(adapters, deltas, output[0]), *output[1:]
+    return _in_order(adapters, deltas, output)
 
 
 def _column(x: torch.Tensor, pair: Any) -> torch.Tensor:
@@ -173,18 +207,15 @@ def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: to
     return torch.cat(parts, dim=-1).flatten(-2)
 
 
-def _row_hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
-    """Add the adapter's output to a row-parallel layer's output."""
-    adapters: Adapters = layer.lora
-    if not adapters.is_on:
-        return output
+def _to_row(adapters: Adapters, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
+    """Return B A x of a row-parallel layer."""
     pair: Any = next(iter(adapters.values()))
-    inner = F.linear(adapters.dropped(inputs[0], *adapters.tp), pair.a)  # of this rank's columns only
+    inner = F.linear(adapters.dropped(x, *adapters.tp), pair.a)  # of this rank's columns only
     if adapters.sequence_parallel:
         inner = reduce_scatter_to_sequence_parallel_region(inner)
     else:
         inner = reduce_from_tensor_model_parallel_region(inner)
-    return output[0] + adapters.scaling * F.linear(inner, pair.b), *output[1:]
+    return F.linear(inner, pair.b)
 
 
-_HOOKS = {ColumnParallelLinear: _column_hook, RowParallelLinear: _row_hook}
+_ADDED = {ColumnParallelLinear: _to_column, RowParallelLinear: _to_row}

@@ -6,6 +6,7 @@ import signal
 from contextlib import suppress
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from protocol.errors import EngineError, EngineSettingsError
@@ -20,7 +21,9 @@ from tests.trainer.megatron.models import ALL_MODELS, make_model, save_model
 pytestmark = slow_unless_changed("rollout/engines/megatron/", "trainer/megatron/inference")
 
 
-@pytest.mark.parametrize("name", ["phi", "gemma3", "deepseek-v2-dense"])
+@pytest.mark.parametrize(
+    "name", ["phi", "gemma3", "deepseek-v2-dense", "qwen2-moe", "deepseek-v3", "gpt-oss", "mixtral"]
+)
 async def test_two_ranks_serve_what_one_model_computes(name: str, tmp_path: Path) -> None:
     vocabulary = int(ALL_MODELS[name][1]["vocab_size"])
     model_dir, model = save_model(name, tmp_path / "model"), make_model(name).eval()
@@ -59,10 +62,20 @@ async def test_dead_rank_ends_the_engine_with_the_reason(tmp_path: Path) -> None
             await engine.check()
 
 
-async def test_model_with_experts_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(EngineSettingsError, match="tensor_parallel_size is 2, and a model with experts"):
-        async with started(save_model("qwen3-moe", tmp_path), tensor_parallel_size=2):
-            pass
+async def test_two_ranks_record_the_experts_that_one_records(tmp_path: Path) -> None:
+    model_dir = save_model("qwen3-moe", tmp_path)
+    requests = ragged_requests(6, int(ALL_MODELS["qwen3-moe"][1]["vocab_size"]))
+    found = []
+    for ranks in (1, 2):
+        settings = {"tensor_parallel_size": ranks, "enable_return_routed_experts": True, "max_running": 4}
+        async with started(model_dir, **settings) as engine:
+            found.append(await together(engine, requests))
+    for request, one, two in zip(requests, *found, strict=True):
+        assert one.tokens == two.tokens
+        assert one.experts is not None
+        assert two.experts is not None
+        assert len(two.experts) == len(request.prompt) + len(two.tokens) - 1
+        assert (np.sort(one.experts) == np.sort(two.experts)).all()
 
 
 async def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None:

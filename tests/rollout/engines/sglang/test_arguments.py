@@ -51,7 +51,7 @@ def test_every_name_of_the_table_is_an_argument(known: set[str]) -> None:
 
 def test_every_argument_that_the_engine_sets_is_in_the_table(config: EngineConfig, tmp_path: Path) -> None:
     tiny_model(1).save_pretrained(tmp_path)
-    command = server_command(config, tmp_path, "rollout.0.a", 4000) + adapter_options(tmp_path)
+    command = server_command(config, tmp_path, "rollout.0.a", 4000) + adapter_options({"policy": tmp_path})
     options = {word[2:].partition("=")[0].replace("-", "_") for word in command if word.startswith("--")}
     assert options <= REFUSED.keys() | CHANGEABLE
 

@@ -16,7 +16,7 @@ from rollout.engines.contract.models import tiny_model
 from rollout.engines.sglang.launch import (
     adapter_options,
 )
-from rollout.engines.sglang.lora import Numbered, first_adapter
+from rollout.engines.sglang.lora import Numbered, write_adapter
 
 
 @given(st.data())
@@ -55,10 +55,10 @@ def test_rearranged_tensor_is_refused() -> None:
             numbered.found_in("o_proj.0.a", rearranged)
 
 
-def test_first_adapter_changes_nothing_and_covers_fused_layers(tmp_path: Path) -> None:
+def test_adapter_without_tensors_changes_nothing_and_covers_fused_layers(tmp_path: Path) -> None:
     model = tiny_model(1)
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    first_adapter(
+    write_adapter(
         tmp_path / "adapter",
         shapes,
         LoraConfig(rank=4, target_modules=("v_proj", "up_proj", "o_proj")),
@@ -71,4 +71,4 @@ def test_first_adapter_changes_nothing_and_covers_fused_layers(tmp_path: Path) -
     assert len(tensors) == 2 * 6 * 2
     assert not any(tensor.any() for tensor in tensors.values())
     assert {tensor.dtype for tensor in tensors.values()} == {torch.bfloat16}
-    assert "--max-loras-per-batch=1" in adapter_options(tmp_path)
+    assert "--max-loras-per-batch=1" in adapter_options({"policy": tmp_path})

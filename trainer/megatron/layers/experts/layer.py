@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
+from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer
 
@@ -184,7 +185,8 @@ class SharedGate(torch.nn.Module):
 class ExpertMLP(torch.nn.Module):
     """Router, experts, and the exchange between them, plus an MLP for all tokens if the model has one.
 
-    Every token is computed, for any number of tokens that choose an expert.
+    Every token is computed, for any number of tokens that choose an expert. Tensor ranks that all have the
+    same tokens, as in generation, share the matrices of every expert: each makes a summand for all tokens.
     """
 
     def __init__(self, config: TransformerConfig, experts: Experts, layer: int) -> None:
@@ -196,6 +198,7 @@ class ExpertMLP(torch.nn.Module):
         self.shared_gate = SharedGate(config) if experts.shared_gate else None
         self.size = mpu.get_expert_model_parallel_world_size()
         self.copies = mpu.get_expert_tensor_parallel_world_size()
+        self.sums = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
 
     def make_experts(self, config: TransformerConfig, experts: Experts) -> torch.nn.Module:
         """Return this rank's experts; called as (rows sorted by expert, rows of each expert)."""
@@ -216,6 +219,8 @@ class ExpertMLP(torch.nn.Module):
         outputs = order.by_token(self._outputs(order.rows_of(x), order.counts))
         weights = routing.weights[:, None].to(outputs.dtype)
         total = torch.bmm(weights, outputs).view_as(hidden_states)
+        if self.sums:
+            total = reduce_from_tensor_model_parallel_region(total)
         return total if self.shared is None else total + self._shared(hidden_states, self.shared), None
 
     def _shared(self, x: torch.Tensor, mlp: SwigluMLP) -> torch.Tensor:
@@ -223,7 +228,7 @@ class ExpertMLP(torch.nn.Module):
         return output if self.shared_gate is None else self.shared_gate(x) * output
 
     def _outputs(self, rows: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-        if self.size * self.copies == 1:
+        if self.sums or self.size * self.copies == 1:
             found: torch.Tensor = self.experts(rows, counts)
             return found
         group = mpu.get_expert_tensor_and_model_parallel_group()

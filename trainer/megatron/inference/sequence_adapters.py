@@ -1,0 +1,90 @@
+"""Adds what the adapter that a sequence names puts out to its row of a batch, by hooks on megatron's layers.
+
+Shapes: S tokens of each of N sequences, in this order: the sequence varies fastest.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from protocol.errors import SettingsError
+from protocol.weights.lora import LoraConfig
+from trainer.megatron.convert.rules import Rule
+from trainer.megatron.layers import lora
+from trainer.megatron.parallel import Position
+
+NamedTensors = Mapping[str, tuple[LoraConfig, Mapping[str, torch.Tensor]]]
+"""Name of an adapter -> its settings, and A and scaling B by their PEFT names."""
+MERGED = "linear_kv_up_proj"
+"""Layer of latent attention whose weight a decode step uses itself, for all sequences."""
+
+
+class SequenceAdapters:
+    """This rank's shares of the adapters of a model, and which of them each row of the next pass has."""
+
+    def __init__(
+        self, model: torch.nn.Module, rules: list[Rule], position: Position, adapters: NamedTensors
+    ) -> None:
+        """Put hooks on the layers that an adapter changes.
+
+        Args:
+            model: the whole model, or this tensor rank's part.
+            rules: its rules, without adapters.
+            position: this rank's place.
+            adapters: the adapters.
+
+        Raises:
+            SettingsError: naming the adapter that has a layer that can have none here.
+        """
+        self._rows: Sequence[str] = ()
+        layers: dict[str, dict[str, lora.Adapters]] = {}
+        for name, (config, tensors) in adapters.items():
+            try:
+                shares = lora.shares(model, rules, config, position, tensors)
+            except SettingsError as error:
+                raise SettingsError(f"adapter {name!r}: {error}") from error
+            for layer, share in shares.items():
+                if layer.endswith(MERGED):
+                    raise SettingsError(
+                        f"adapter {name!r}: engine megatron has none by name for {', '.join(share)}; "
+                        "leave it out of the adapter"
+                    )
+                layers.setdefault(layer, {})[name] = share.requires_grad_(False)
+        for layer, named in layers.items():
+            model.get_submodule(layer).register_forward_hook(_hook(self, named))
+
+    def choose(self, rows: Sequence[str]) -> None:
+        """Set the adapter of each row of the next pass; "" is none, and no rows are none at all."""
+        self._rows = rows if any(rows) else ()
+
+    def add(
+        self,
+        layer: torch.nn.Module,
+        named: Mapping[str, lora.Adapters],
+        x: torch.Tensor,
+        output: torch.Tensor,
+    ) -> torch.Tensor:
+        """Return a layer's output with its rows' adapters, [S, N, width] or [S * N, 1, width].
+
+        All tensor ranks take the adapters in one order, because some are sums over the ranks.
+        """
+        found = output.clone(memory_format=torch.contiguous_format)
+        inputs, outputs = (values.reshape(-1, len(self._rows), values.shape[-1]) for values in (x, found))
+        for name, adapters in named.items():
+            if index := [number for number, row in enumerate(self._rows) if row == name]:
+                chosen = outputs[:, index]
+                outputs[:, index] = chosen + lora.added(layer, adapters, inputs[:, index], chosen)
+        return found
+
+    @property
+    def is_on(self) -> bool:
+        """Whether a row of the pass has an adapter."""
+        return bool(self._rows)
+
+
+def _hook(rows: SequenceAdapters, named: Mapping[str, lora.Adapters]) -> Any:
+    def add(layer: torch.nn.Module, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
+        return (rows.add(layer, named, inputs[0], output[0]), *output[1:]) if rows.is_on else output
+
+    return add

@@ -1,0 +1,142 @@
+"""Publishes where the fp32 masters of a trainer's tensor ranks lie, as `shared.py` does for one rank.
+
+Each rank describes its masters in a file, and digests the pieces of the publication that it has. Rank 0 has
+the sums of all, which engine ranks read in its memory: each compares the masters of its own rank with them.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from msgspec.structs import replace
+
+from protocol.device.shared_layout import (
+    HELD,
+    MASTERS,
+    PIECES,
+    SUMS,
+    TRANSPORT,
+    VERSION,
+    description_file,
+    rank_file,
+)
+from protocol.device.shared_tensors import SharedTensors
+from protocol.device.slice_digests import SliceSums
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest
+from trainer.ranks.collectives import agreed, gather_bytes
+from trainer.weights.bucket_writer import Named, drain
+from trainer.weights.served.layout import PartReport, PieceRows, checked_pieces, complete_manifest
+from trainer.weights.shared import NOT_HELD
+
+_decoder = msgspec.msgpack.Decoder(PartReport)
+
+
+class SharedPartSender:
+    """One rank's masters, in memory that the same rank of the engine can map; see `WeightSender`."""
+
+    in_parts = True
+
+    def __init__(
+        self, run_dir: Path, rank: int, blank: WeightManifest, masters: Mapping[str, torch.Tensor]
+    ) -> None:
+        """Move the masters.
+
+        Args:
+            run_dir: directory of the run.
+            rank: this process's.
+            blank: `blank_manifest` of the model.
+            masters: parameter of this rank -> its master; they stay the same objects.
+
+        Raises:
+            WeightError: on a CPU, there is not enough memory for them; they stay where they are.
+        """
+        self._run_dir, self._rank, self._blank = run_dir, rank, blank
+        self._rows = PieceRows(blank)
+        spans = [span for part in self._rows.pieces for span in part]
+        sums = torch.zeros(sum(end - first for first, end in spans), dtype=torch.int64)
+        self._memory = SharedTensors([torch.tensor(NOT_HELD), sums, *masters.values()])
+        self._held, self._sums, *moved = self._memory.tensors
+        for master, tensor in zip(masters.values(), moved, strict=True):
+            master.data = tensor
+        self._masters = dict(zip(masters, moved, strict=True))
+        self._files: list[Path] = []
+        """Descriptions of this epoch."""
+
+    def provisional(self, epoch: str, version: int) -> None:
+        """Return None: engines wait for the manifest."""
+
+    def publish(
+        self,
+        epoch: str,
+        version: int,
+        tensors: Named,
+        *,
+        base_model: str = "",
+        tied: tuple[tuple[str, str], ...] = (),
+    ) -> WeightManifest:
+        """Publish the version that the masters hold; `tensors` are this rank's pieces of them."""
+        self.invalidate()
+        blank = replace(self._blank, epoch=epoch, version=version, transport=TRANSPORT)
+        report = self._report(epoch, tensors)
+        reports = [_decoder.decode(data) for data in gather_bytes(msgspec.msgpack.encode(report))]
+        manifest, problem = blank, next((found.error for found in reports if found.error), "")
+        if reports and not problem:
+            sums = [np.frombuffer(found.sums, np.int64) for found in reports]
+            locations = [found.location for found in reports]
+            complete = complete_manifest(blank, self._rows.digests(sums), locations, base_model=base_model)
+            manifest = replace(complete, location=str(self._files[-1]), tied=tied)
+            self._sums.copy_(torch.from_numpy(np.concatenate(sums)))
+            self._held.fill_(version)
+        if not agreed(not problem) and problem:
+            raise WeightError(f"version {version}: {problem}")
+        return manifest
+
+    def invalidate(self) -> None:
+        """Withdraw the version, as the masters are about to be written to: no engine reads it any more.
+
+        Engine ranks read the number of rank 0, which commands the other ranks after that.
+        """
+        self._held.fill_(NOT_HELD)
+
+    def retire(self, in_use: frozenset[int]) -> None:
+        """Return at once: there is one version at a time."""
+
+    def close(self) -> None:
+        """Withdraw the version and remove the description; the masters stay usable in this process."""
+        self.invalidate()
+        for file in self._files:
+            file.unlink(missing_ok=True)
+        self._memory.close()
+
+    def _report(self, epoch: str, tensors: Named) -> PartReport:
+        """Describe the masters, and digest this rank's pieces.
+
+        Version and sums have a file of their own: all engine ranks map it, and the masters' GPU is one's.
+        """
+        path = rank_file(description_file(self._run_dir, f"trainer.{epoch}"), self._rank)
+        try:
+            if path not in self._files:
+                sums = description_file(self._run_dir, f"trainer.{epoch}.sums")
+                self._memory.write(path, {MASTERS: self._masters})
+                if not self._rank:
+                    self._memory.write(sums, {HELD: {VERSION: self._held}, SUMS: {PIECES: self._sums}})
+                self._files = [path] if self._rank else [path, sums]
+            return PartReport(str(path), "", self._digested(tensors))
+        except WeightError as error:
+            drain(tensors)
+            return PartReport(str(path), f"rank {self._rank}: {error}", b"")
+
+    def _digested(self, tensors: Named) -> bytes:
+        spans = self._rows.pieces[self._rank]
+        device = next(iter(self._masters.values())).device
+        sums, position = SliceSums(sum(end - first for first, end in spans), device), 0
+        pieces = checked_pieces(self._blank, self._rank, tensors)
+        for (piece, tensor), (first, end) in zip(pieces, spans, strict=True):
+            shape = self._blank.tensors[piece.tensor].shape
+            sums.add(tensor.detach().contiguous(), shape, piece.box, position - first)
+            position += end - first
+        sums.launch()
+        return sums.total.cpu().numpy().tobytes()
