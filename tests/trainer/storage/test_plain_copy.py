@@ -1,0 +1,153 @@
+"""Tests copies of quantised checkpoints: transformers, which dequantises by itself, loads the same weights."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
+
+from protocol.errors import SettingsError
+from rollout.engines.contract.models import tiny_model
+from tests.contracts.engine_models import tiny_gpt_oss
+from trainer.storage.plain_copy import quantization_of, write_plain
+
+BLOCK = 64
+FP8 = {"quant_method": "fp8", "activation_scheme": "dynamic", "weight_block_size": [BLOCK, BLOCK]}
+PROJECTION = "model.layers.0.self_attn.q_proj.weight"
+
+
+def describe(model_dir: Path, **quantization: object) -> None:
+    path = model_dir / "config.json"
+    config = {**json.loads(path.read_text()), "quantization_config": quantization, "dtype": "bfloat16"}
+    path.write_text(json.dumps(config))
+
+
+def change(model_dir: Path, **tensors: torch.Tensor | None) -> None:
+    path = model_dir / "model.safetensors"
+    files = {**load_file(path), **tensors}
+    save_file({name: t for name, t in files.items() if t is not None}, path, metadata={"format": "pt"})
+
+
+def save_fp8(directory: Path) -> Path:
+    """Save a model whose projections are 8 bits in blocks."""
+    tiny_model(1, dtype=torch.bfloat16).to(torch.bfloat16).save_pretrained(directory)
+    describe(directory, **FP8)
+    files: dict[str, torch.Tensor] = {}
+    for name, tensor in load_file(directory / "model.safetensors").items():
+        files[name] = tensor
+        if name.endswith("_proj.weight"):
+            rows, columns = tensor.shape
+            blocks = tensor.float().reshape(rows // BLOCK, BLOCK, columns // BLOCK, BLOCK)
+            scale = blocks.abs().amax((1, 3)) / 448
+            files[name] = (blocks / scale[:, None, :, None]).reshape(rows, columns).to(torch.float8_e4m3fn)
+            files[f"{name}_scale_inv"] = scale
+    save_file(files, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def save_mxfp4(directory: Path) -> Path:
+    """Save a gpt-oss whose experts are random 4 bits with random exponents."""
+    tiny_gpt_oss(1, dtype=torch.bfloat16).to(torch.bfloat16).save_pretrained(directory)
+    describe(directory, quant_method="mxfp4", modules_to_not_convert=["model.layers.*.self_attn", "lm_head"])
+    generator = torch.Generator().manual_seed(1)
+    files = load_file(directory / "model.safetensors")
+    for name in [name for name in files if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, inner, outer = files.pop(name).shape
+        shape = (experts, outer, inner // 32, 16)
+        files[f"{name}_blocks"] = torch.randint(256, shape, generator=generator).to(torch.uint8)
+        files[f"{name}_scales"] = torch.randint(110, 135, shape[:-1], generator=generator).to(torch.uint8)
+    save_file(files, directory / "model.safetensors", metadata={"format": "pt"})
+    return directory
+
+
+def assert_loads_as(copy: Path, expected: PreTrainedModel) -> None:
+    assert quantization_of(copy) is None
+    found = AutoModelForCausalLM.from_pretrained(copy, dtype=torch.bfloat16).state_dict()
+    assert found.keys() == expected.state_dict().keys()
+    for name, tensor in expected.state_dict().items():
+        assert torch.equal(found[name], tensor), name
+
+
+def test_blocks_of_fp8_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    source = save_fp8(tmp_path / "fp8")
+    write_plain(source, tmp_path / "plain")
+    expected = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.bfloat16, quantization_config=FineGrainedFP8Config(dequantize=True)
+    )
+    assert_loads_as(tmp_path / "plain", expected)
+    assert {tensor.dtype for tensor in load_file(tmp_path / "plain/model.safetensors").values()} == {
+        torch.bfloat16
+    }
+
+
+def test_experts_of_mxfp4_are_what_transformers_makes_of_them(tmp_path: Path) -> None:
+    source = save_mxfp4(tmp_path / "mxfp4")
+    write_plain(source, tmp_path / "plain")
+    expected = AutoModelForCausalLM.from_pretrained(
+        source, dtype=torch.bfloat16, quantization_config=Mxfp4Config(dequantize=True)
+    )
+    assert_loads_as(tmp_path / "plain", expected)
+
+
+@pytest.mark.parametrize(
+    ("end", "scale", "by_element"),
+    [
+        ("_scale", torch.tensor(0.5), lambda scale: scale),
+        ("_scale_inv", torch.tensor([0.5]), lambda scale: scale),
+        ("_scale", torch.arange(1.0, 129), lambda scale: scale[:, None]),
+        ("_scale", torch.arange(1.0, 129)[:, None], lambda scale: scale),
+        # the last blocks of rows and of columns are cut
+        (
+            "_scale_inv",
+            torch.arange(1.0, 7).reshape(3, 2),
+            lambda scale: torch.stack([scale[i // 48, torch.arange(128) // 96] for i in range(128)]),
+        ),
+    ],
+    ids=["tensor", "tensor of one", "rows", "rows in a column", "ragged blocks"],
+)
+def test_scales_multiply_their_part(
+    tmp_path: Path, end: str, scale: torch.Tensor, by_element: object
+) -> None:
+    source = save_fp8(tmp_path / "fp8")
+    describe(source, quant_method="fp8", weight_block_size=[48, 96])
+    bits = load_file(source / "model.safetensors")[PROJECTION]
+    own = {f"{PROJECTION}_scale_inv": None, PROJECTION + end: scale}
+    others = {
+        name: None
+        for name in load_file(source / "model.safetensors")
+        if "_proj.weight" in name and not name.startswith(PROJECTION)
+    }
+    change(source, **{**others, **own, PROJECTION.replace("weight", "input_scale"): torch.tensor(3.0)})
+    write_plain(source, tmp_path / "plain")
+    found = load_file(tmp_path / "plain/model.safetensors")
+    expected = (bits.float() * by_element(scale)).to(torch.bfloat16)  # type: ignore[operator]
+    assert torch.equal(found[PROJECTION], expected)
+    assert not any("scale" in name for name in found)
+
+
+@pytest.mark.parametrize(
+    ("changes", "method", "words"),
+    [
+        ({f"{PROJECTION}_scale_inv": None}, FP8, "q_proj.weight is in 8 bits and has no scale"),
+        ({f"{PROJECTION}_scale_inv": torch.ones(3, 2)}, FP8, r"q_proj.weight has the shape .* \(3, 2\)"),
+        ({}, {"quant_method": "awq", "bits": 4}, "'awq'; checkpoints of fp8 and mxfp4 are read"),
+    ],
+)
+def test_other_checkpoints_are_refused_by_name_and_nothing_is_written(
+    tmp_path: Path, changes: dict[str, torch.Tensor | None], method: dict[str, object], words: str
+) -> None:
+    source = save_fp8(tmp_path / "fp8")
+    describe(source, **method)
+    change(source, **changes)
+    with pytest.raises(SettingsError, match=words):
+        write_plain(source, tmp_path / "plain")
+    assert [path.name for path in tmp_path.iterdir()] == ["fp8"]
+
+
+def test_blocks_without_exponents_are_refused_by_name(tmp_path: Path) -> None:
+    source = save_mxfp4(tmp_path / "mxfp4")
+    change(source, **{"model.layers.1.mlp.experts.down_proj_scales": None})
+    with pytest.raises(SettingsError, match=r"layers.1.mlp.experts.down_proj_blocks has no .*_scales"):
+        write_plain(source, tmp_path / "plain")
