@@ -139,7 +139,10 @@ def test_a_manifest_of_many_tensors_in_pieces_on_several_ranks_passes() -> None:
 def ties(pairs: int) -> bytes:
     """A manifest of so many tied names: the worst that one of its bytes can become."""
     tied = b"".join(
-        b"\x92\xa3" + bytes((i & 127, i >> 7 & 127, i >> 14)) + b"\xa3" + bytes((i >> 14, i & 127, i >> 7 & 127))
+        b"\x92\xa3"
+        + bytes((i & 127, i >> 7 & 127, i >> 14))
+        + b"\xa3"
+        + bytes((i >> 14, i & 127, i >> 7 & 127))
         for i in range(pairs)
     )
     head = msgspec.msgpack.encode(

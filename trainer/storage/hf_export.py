@@ -201,7 +201,7 @@ def _name_shards(files: Sequence[Path], directory: Path) -> None:
 
 
 def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer, and write the exported dtype, and no other, into the configuration."""
+    """Copy configuration and tokenizer, and write the exported dtype and no other into the configuration."""
     for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, directory / path.name)
     config = directory / "config.json"

@@ -1,9 +1,9 @@
-"""Writes a copy of a quantised checkpoint in 16 or 32 bits, which trainers and engines read in its place.
+"""Writes a copy of a quantised checkpoint in 16 or 32 bits, which all of a run reads in its place.
 
-| `quant_method` | tensors of a file         | value of an element                                              |
-|----------------|---------------------------|------------------------------------------------------------------|
-| `fp8`          | X, X_scale_inv or X_scale | X times the scale of its tensor, row or block                    |
-| `mxfp4`        | X_blocks, X_scales        | the number of its 4 bits times 2 to the power of (scale - 127)   |
+| `quant_method` | tensors of a file         | value of an element                         |
+|----------------|---------------------------|---------------------------------------------|
+| `fp8`          | X, X_scale_inv or X_scale | X times the scale of its tensor, row, block |
+| `mxfp4`        | X_blocks, X_scales        | number of its 4 bits times 2^(scale - 127)  |
 
 A product is computed in float32 and rounded once, to the dtype that config.json names. Scales of activations
 are left out: versions are published without them. No torch here, as settings ask for the directory.
@@ -57,7 +57,7 @@ def write_plain(source: Path, directory: Path) -> None:
     from trainer.backends.safetensors_reader import SafetensorsReader
     from trainer.storage.hf_export import finish_shards, write_shards
 
-    method = (quantization_of(source) or {}).get("quant_method")
+    method = str((quantization_of(source) or {}).get("quant_method"))
     if method not in METHODS:
         raise SettingsError(
             f"{source}: {FIELD} says {method!r}; checkpoints of {' and '.join(METHODS)} are read. Use a copy "
@@ -85,7 +85,9 @@ def _dtype_of(source: Path) -> "torch.dtype":
     name = config.get("dtype") or config.get("torch_dtype") or "bfloat16"
     dtype = getattr(torch, str(name), None)
     if dtype not in (torch.bfloat16, torch.float16, torch.float32):
-        raise SettingsError(f"{source}: config.json names the dtype {name!r}, in which no copy can be written")
+        raise SettingsError(
+            f"{source}: config.json names the dtype {name!r}, in which no copy can be written"
+        )
     return dtype
 
 
@@ -104,13 +106,13 @@ def _plain_fp8(reader: "SafetensorsReader", dtype: "torch.dtype") -> Named:
                 dtype
             )
         elif tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
-            raise SettingsError(f"{reader.model_dir}: {name} is in 8 bits and has no scale ({name}{SCALES[0]})")
+            raise SettingsError(
+                f"{reader.model_dir}: {name} is in 8 bits and has no scale ({name}{SCALES[0]})"
+            )
         yield name, tensor
 
 
-def _spread(
-    scale: "torch.Tensor", shape: "torch.Size", block: list[int] | None, name: str
-) -> "torch.Tensor":
+def _spread(scale: "torch.Tensor", shape: "torch.Size", block: list[int] | None, name: str) -> "torch.Tensor":
     """Return the scales of a tensor, of its rows, or of its blocks, in a shape that multiplies it."""
     if scale.numel() == 1 and len(shape) <= 2:
         return scale.reshape(())
@@ -145,7 +147,9 @@ def _plain_mxfp4(reader: "SafetensorsReader", dtype: "torch.dtype") -> Named:
                 f"{reader.model_dir}: {name} has the shape {tuple(tensor.shape)}, its scales "
                 f"{tuple(exponents.shape)}; expected are experts, rows, groups and bytes of a group"
             )
-        plain = torch.empty(tensor.shape[0], tensor.shape[2] * tensor.shape[3] * 2, tensor.shape[1], dtype=dtype)
+        plain = torch.empty(
+            tensor.shape[0], tensor.shape[2] * tensor.shape[3] * 2, tensor.shape[1], dtype=dtype
+        )
         for expert, bits in enumerate(tensor):
             values = numbers[torch.stack((bits & 15, bits >> 4), -1).int()].flatten(-2)
             scaled = torch.ldexp(values, exponents[expert].int()[..., None] - BIAS)

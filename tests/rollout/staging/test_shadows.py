@@ -90,7 +90,7 @@ def planned(directory: Path, place: str = "device") -> tuple[ShadowedPlan, Quant
     return plan, layer, derived
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("place", ["device", "host", "auto"])
 def test_a_version_is_processed_in_the_copy_and_committed_in_place(tmp_path: Path, place: str) -> None:
     plan, layer, derived = planned(tmp_path, place)
     before = {name: tensor.clone() for name, tensor in plan.live.items()}

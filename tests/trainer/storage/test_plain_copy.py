@@ -1,4 +1,4 @@
-"""Tests copies of quantised checkpoints: transformers, which dequantises by itself, loads the same weights."""
+"""Tests copies of quantised checkpoints: transformers loads the same weights, which it dequantises itself."""
 
 import json
 from pathlib import Path
