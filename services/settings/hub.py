@@ -19,9 +19,9 @@ from protocol.host.hub import Kind, fetch, is_commit, is_hub_name, resolve_commi
 from rollout.prompts.base import source_settings
 from rollout.prompts.named_source import SourceConfig
 from services.settings.sections import Settings
+from trainer.backends.plain_copy import write_plain
 from trainer.roles.config import FROZEN_ROLES
 from trainer.storage.checksums import MEMBER, sealed
-from trainer.storage.plain_copy import write_plain
 
 log = logging.getLogger(__name__)
 

@@ -29,6 +29,7 @@ from services.ledger.limits import ARCHIVE_LIMIT
 from services.settings.placement import ServicesConfig
 from services.settings.tracking import TrackingConfig
 from trainer.algorithms.registry import ALGORITHMS
+from trainer.backends.plain_copy import quantization_of
 from trainer.config import (
     AlgorithmConfig,
     ClusterConfig,
@@ -39,7 +40,6 @@ from trainer.config import (
     WeightConfig,
 )
 from trainer.roles.config import CriticConfig, FrozenConfig, PlacementConfig, ReferenceConfig, TeacherConfig
-from trainer.storage.plain_copy import quantization_of
 
 
 @dataclass(frozen=True, slots=True)

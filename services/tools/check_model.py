@@ -30,6 +30,7 @@ from protocol.errors import SettingsError
 from protocol.host.prctl import die_with_parent
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
+from trainer.backends.plain_copy import quantization_of, write_plain
 from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
@@ -44,7 +45,6 @@ from trainer.model_check.differences import TOLERANCE
 from trainer.model_check.expected import LONGEST, batch_of, hf_logprobs, random_samples
 from trainer.ranks.launch import result_of_ranks
 from trainer.storage.checksums import check_model_files
-from trainer.storage.plain_copy import quantization_of, write_plain
 
 BYTES_PER_PARAMETER = 8
 """Host memory: first Hugging Face's weights (4), then the trainer's weights and gradient buffers."""

@@ -61,9 +61,9 @@ def tiny_latent(
 ) -> DeepseekV2ForCausalLM:
     """DeepSeek-V2, whose latent attention is of the size that kernels have; every token has all experts.
 
-    With `yarn` its rotation is scaled, and config.json has all fields of a published one: SGLang wants both.
+    With `yarn` its rotation is scaled, as SGLang wants on a CPU, where it has no experts of this family.
     """
-    published = {"rope_parameters": dict(YARN), "moe_layer_freq": 1} if yarn else {}
+    others = {"rope_parameters": dict(YARN), "moe_layer_freq": 1} if yarn else {}
     config = DeepseekV2Config(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -74,7 +74,7 @@ def tiny_latent(
         num_experts_per_tok=4,
         n_group=1,
         topk_group=1,
-        first_k_dense_replace=1,
+        first_k_dense_replace=2 if yarn else 1,
         norm_topk_prob=False,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -85,7 +85,7 @@ def tiny_latent(
         qk_rope_head_dim=64,
         v_head_dim=128,
         max_position_embeddings=2048,
-        **published,
+        **others,
     )
     model = DeepseekV2ForCausalLM(config).eval()
     randomize(model, seed, dtype)

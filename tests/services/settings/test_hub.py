@@ -23,9 +23,9 @@ from services.settings.load import dump_settings, load_settings, run_settings
 from services.settings.sections import Settings
 from tests.data_sets import write_gsm8k, write_model
 from tests.hub_server import HubServer, files_of
-from tests.trainer.storage.quantised_models import describe, save_fp8
+from tests.trainer.backends.quantised_models import describe, save_fp8
+from trainer.backends.plain_copy import quantization_of
 from trainer.roles.config import CriticConfig, ReferenceConfig, TeacherConfig
-from trainer.storage.plain_copy import quantization_of
 
 pytestmark = pytest.mark.xdist_group("hub")  # one fixture for the module
 

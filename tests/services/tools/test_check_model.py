@@ -18,9 +18,9 @@ from services.tools.check_model import (
     layout_of,
     render_checked_model,
 )
+from tests.trainer.backends.quantised_models import describe, save_fp8, save_mxfp4
 from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import HYBRIDS, MODELS, MORE_MODELS, make_config, make_model, save_model
-from tests.trainer.storage.quantised_models import describe, save_fp8, save_mxfp4
 from trainer.megatron.families.table import FAMILIES
 
 FAMILY_MODELS = (*MODELS, *MORE_MODELS)

@@ -22,8 +22,6 @@ from protocol.host.atomic_file import directory_written_aside
 if TYPE_CHECKING:
     import torch
 
-    from trainer.backends.safetensors_reader import SafetensorsReader
-
 Named = Iterator[tuple[str, "torch.Tensor"]]
 
 FIELD = "quantization_config"
@@ -34,7 +32,7 @@ BLOCKS, EXPONENTS = "_blocks", "_scales"
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Numbers of 3 bits of e2m1; the fourth is the sign."""
 BIAS = 127
-"""Of the exponents of e8m0."""
+"""Bias of the exponents of e8m0."""
 
 
 def quantization_of(model_dir: Path) -> Mapping[str, Any] | None:
@@ -91,7 +89,7 @@ def _dtype_of(source: Path) -> "torch.dtype":
     return dtype
 
 
-def _plain_fp8(reader: "SafetensorsReader", dtype: "torch.dtype") -> Named:
+def _plain_fp8(reader: Any, dtype: "torch.dtype") -> Named:
     import torch
 
     block = (quantization_of(reader.model_dir) or {}).get("weight_block_size")
@@ -128,7 +126,7 @@ def _spread(scale: "torch.Tensor", shape: "torch.Size", block: list[int] | None,
     return scale.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
 
 
-def _plain_mxfp4(reader: "SafetensorsReader", dtype: "torch.dtype") -> Named:
+def _plain_mxfp4(reader: Any, dtype: "torch.dtype") -> Named:
     import torch
 
     numbers = torch.tensor(FP4 + tuple(-number for number in FP4))
@@ -157,8 +155,8 @@ def _plain_mxfp4(reader: "SafetensorsReader", dtype: "torch.dtype") -> Named:
         yield base, plain
 
 
-METHODS: Mapping[str, Callable[["SafetensorsReader", "torch.dtype"], Named]] = {
+METHODS: Mapping[str, Callable[[Any, "torch.dtype"], Named]] = {
     "fp8": _plain_fp8,
     "mxfp4": _plain_mxfp4,
 }
-"""`quant_method` -> how its tensors are read."""
+"""`quant_method` -> how its tensors are read, from a `SafetensorsReader`."""

@@ -8,8 +8,8 @@ from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, FineGrainedFP8Config, Mxfp4Config, PreTrainedModel
 
 from protocol.errors import SettingsError
-from tests.trainer.storage.quantised_models import FP8, PROJECTION, change, describe, save_fp8, save_mxfp4
-from trainer.storage.plain_copy import quantization_of, write_plain
+from tests.trainer.backends.quantised_models import FP8, PROJECTION, change, describe, save_fp8, save_mxfp4
+from trainer.backends.plain_copy import quantization_of, write_plain
 
 
 def assert_loads_as(copy: Path, expected: PreTrainedModel) -> None:
