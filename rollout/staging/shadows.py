@@ -124,14 +124,20 @@ class LayerShadow:
                 compared.
 
         Raises:
-            EngineSettingsError: naming the first tensor that differs.
+            EngineSettingsError: naming the layer, and the first tensor that differs.
         """
         self.open()
         for name, source in self.sources.items():
             tensor = files[name].get_tensor(name) if files else torch.zeros(source.shape)
             for part in source.slices:
                 part.fill(tensor)
-        found, live = self._processing.process(self._inputs, lambda tensor: tensor), self._processing.live()
+        try:
+            found = self._processing.process(self._inputs, lambda tensor: tensor)
+        except Exception as error:
+            raise EngineSettingsError(
+                f"layer {self.name}: its processing cannot be done again, on a shadow: {error!r}"
+            ) from error
+        live = self._processing.live()
         seen: set[tuple[object, ...]] = set()
         for path, tensor in found.items():
             if path not in live or _layout(live[path]) != _layout(tensor):
