@@ -99,10 +99,8 @@ def _plain_fp8(reader: Any, dtype: "torch.dtype") -> Named:
             continue
         tensor = reader.whole(name)
         if name in scales:
-            scale = reader.whole(scales[name]).float()
-            tensor = (tensor.float() * _spread(scale, tensor.shape, block, f"{reader.model_dir}: {name}")).to(
-                dtype
-            )
+            scale, place = reader.whole(scales[name]).float(), f"{reader.model_dir}: {name}"
+            tensor = (tensor.float() * _spread(scale, tensor.shape, block, place)).to(dtype)
         elif tensor.dtype in (torch.float8_e4m3fn, torch.float8_e5m2):
             raise SettingsError(
                 f"{reader.model_dir}: {name} is in 8 bits and has no scale ({name}{SCALES[0]})"
@@ -114,16 +112,17 @@ def _spread(scale: "torch.Tensor", shape: "torch.Size", block: list[int] | None,
     """Return the scales of a tensor, of its rows, or of its blocks, in a shape that multiplies it."""
     if scale.numel() == 1 and len(shape) <= 2:
         return scale.reshape(())
-    rows, columns = shape[-2:]
     if scale.shape in (shape[:-1], (*shape[:-1], 1)):
         return scale.reshape(*shape[:-1], 1)
-    grid = block and (*shape[:-2], -(-rows // block[0]), -(-columns // block[1]))
-    if not block or scale.shape != grid:
-        raise SettingsError(
-            f"{name} has the shape {tuple(shape)} and scales of the shape {tuple(scale.shape)}, which are "
-            f"neither one, nor of its rows, nor of blocks of {block}"
-        )
-    return scale.repeat_interleave(block[0], -2)[..., :rows, :].repeat_interleave(block[1], -1)[..., :columns]
+    if block and len(shape) > 1:
+        (height, width), (rows, columns) = block, shape[-2:]
+        if scale.shape == (*shape[:-2], -(-rows // height), -(-columns // width)):
+            tall = scale.repeat_interleave(height, -2)[..., :rows, :]
+            return tall.repeat_interleave(width, -1)[..., :columns]
+    raise SettingsError(
+        f"{name} has the shape {tuple(shape)} and scales of the shape {tuple(scale.shape)}, which are "
+        f"neither one, nor of its rows, nor of blocks of {block}"
+    )
 
 
 def _plain_mxfp4(reader: Any, dtype: "torch.dtype") -> Named:
