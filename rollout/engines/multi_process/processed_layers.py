@@ -200,19 +200,23 @@ def with_staged(module: nn.Module | None, staged: Staged) -> nn.Module | None:
 
 def _loading(model: nn.Module, layers: Collection[LayerProcessing]) -> Any:
     """Return a model that shares all but `layers`, which are as their loader fills them."""
-    shadows = {id(one.layer): one.loading() for one in layers if one.inputs}
-    return _replaced(model, shadows)
+    return _replaced(model, {id(one.layer): one.loading() for one in layers}, {})
 
 
-def _replaced(module: nn.Module, shadows: dict[int, nn.Module]) -> nn.Module:
-    """Return `module` itself if none of its parts is replaced; `shadows` gets what it returns."""
-    if id(module) not in shadows:
-        parts = {key: child and _replaced(child, shadows) for key, child in module._modules.items()}
-        shadows[id(module)] = module
-        if any(part is not module._modules[key] for key, part in parts.items()):
-            shadows[id(module)] = copied(module)
-            shadows[id(module)]._modules = parts
-    return shadows[id(module)]
+def _replaced(module: nn.Module, shadows: Mapping[int, nn.Module], done: dict[int, nn.Module]) -> nn.Module:
+    """Return `module` itself if neither it nor a part of it is replaced; `done` gets what it returns."""
+    if id(module) not in done:
+        parts = {
+            key: None if child is None else _replaced(child, shadows, done)
+            for key, child in module._modules.items()
+        }
+        found = shadows.get(id(module), module)
+        if found is module and any(part is not module._modules[key] for key, part in parts.items()):
+            found = copied(module)
+        if found is not module:
+            found._modules = parts
+        done[id(module)] = found
+    return done[id(module)]
 
 
 def _copy_helpers(owner: Any) -> None:
