@@ -48,13 +48,14 @@ LATENT = {
 CHANGES: dict[str, dict[str, object]] = {
     "DeepseekV2": {**LATENT, "rope_parameters": YARN},
     "DeepseekV3": {**LATENT},
+    "Gemma2": {"hidden_act": "gelu_pytorch_tanh"},
     "Qwen3Moe": {"mlp_only_layers": [], "decoder_sparse_step": 1},
     "GptOss": {
         "swiglu_limit": 7.0,
         "rope_parameters": {**YARN_ROPE, "truncate": False, "beta_fast": 32.0, "beta_slow": 1.0},
     },
 }
-"""Family -> further fields that engines want."""
+"""Family -> further fields that engines want, as published configurations have them."""
 PROMPTS = ((5, 17, 20, 33, 9, 41), (7, 17, 20, 33))
 TOKENS = 16
 EQUAL = {"float32": 1e-3, "bfloat16": 0.1}
@@ -153,7 +154,7 @@ def read_rows(path: Path) -> dict[str, dict[str, str]]:
 
 def write_page(path: Path, rows: Mapping[str, Mapping[str, str]]) -> None:
     """Write the page."""
-    engines = [*dict.fromkeys(engine for cells in rows.values() for engine in cells)]
+    engines = sorted({engine for cells in rows.values() for engine in cells})
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     lines = [
         "# Families and engines",
