@@ -15,7 +15,7 @@ import xxhash
 
 from protocol.errors import ChecksumMismatch, FrameTooLarge, ProtocolError, UnsupportedSchema
 from protocol.messages import AnyMessage
-from protocol.msgpack_limits import check_shape
+from protocol.msgpack_limits import MANIFEST_ITEMS, MOST_ITEMS, check_shape
 
 SCHEMA = 2
 MAX_FRAME_BYTES = 256 << 20
@@ -58,6 +58,8 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _encoder = msgspec.msgpack.Encoder()
+_MANIFEST = b"\xa4kind\xafweight_manifest"
+"""First bytes of a manifest behind the byte for its map, as `_encoder` writes it."""
 _payload_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 
@@ -75,7 +77,8 @@ def decode_payload(data: Buffer) -> AnyMessage:
             `protocol.msgpack_limits`.
     """
     if len(data) > SMALL_BYTES:
-        check_shape(data)
+        is_manifest = bytes(data[1 : 1 + len(_MANIFEST)]) == _MANIFEST
+        check_shape(data, most_items=MANIFEST_ITEMS if is_manifest else MOST_ITEMS)
     try:
         return _payload_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

@@ -7,7 +7,10 @@ level of nesting uses stack.
 from protocol.errors import ProtocolError
 
 MOST_ITEMS = 1 << 20
-"""Values in one document, keys included; about as many as a manifest of 90,000 tensors has."""
+"""Values in one document, keys included."""
+MANIFEST_ITEMS = 1 << 22
+"""Values in a manifest of weights, which lists all tensors and each rank's pieces of them: 36,000 tensors in
+pieces on 8 ranks are three million."""
 MOST_DEPTH = 64
 """Levels of nested arrays and maps."""
 METADATA_DEPTH = 32

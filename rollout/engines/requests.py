@@ -14,6 +14,10 @@ NOT_UPDATED = {
     ("vllm", "phi"): "its loader fills tensors that are no parameters, which no update of them would reach",
 }
 """Engine and `model_type` whose weights cannot be updated -> why."""
+NO_WINDOWS = {
+    "sglang": ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"),
+}
+"""Engine -> `model_type`s in which it attends to all tokens, whatever config.json says of a window."""
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -51,6 +55,25 @@ def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> 
             f"engine.name {config.name!r} cannot serve the {kind} in {model_dir} in training: {why}; "
             "use sglang or hf"
         )
+    window = _window_of(model)
+    if kind in NO_WINDOWS.get(config.name, ()) and 0 < window < config.max_model_len:
+        raise EngineSettingsError(
+            f"max_model_len {config.max_model_len} exceeds the sliding window of {window} tokens of "
+            f"{model_dir}, which {config.name} ignores in {kind}: set it to {window} or less, or use vllm"
+        )
+
+
+def _window_of(model: Mapping[str, Any]) -> int:
+    """Return the sliding window of a model's config, of some layers or of all; 0: there is none."""
+    kinds = model.get("layer_types")
+    if kinds is None:
+        # Qwen's configs name a window that is off
+        has_windows = bool(
+            model.get("use_sliding_window", not str(model.get("model_type")).startswith("qwen"))
+        )
+    else:
+        has_windows = "sliding_attention" in kinds
+    return int(model.get("sliding_window") or 0) if has_windows else 0
 
 
 def head_dim_of(model: Mapping[str, Any]) -> int:

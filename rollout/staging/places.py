@@ -81,7 +81,7 @@ class Free:
         return needs.device + needs.host <= self.host
 
 
-def needs_of(place: str, parameters: int, largest: int, *, on_gpu: bool) -> Needs:
+def needs_of(place: str, parameters: int, largest: int, *, on_gpu: bool, shadow: int = 0) -> Needs:
     """Return the memory that a place takes.
 
     Args:
@@ -89,8 +89,9 @@ def needs_of(place: str, parameters: int, largest: int, *, on_gpu: bool) -> Need
         parameters: bytes of the live parameters.
         largest: bytes of the largest tensor of a version.
         on_gpu: whether the parameters are on a GPU.
+        shadow: bytes that processing a layer takes on the device, in the places with a copy.
     """
-    receiving = RECEIVING_BYTES if on_gpu else 0
+    receiving = (RECEIVING_BYTES if on_gpu else 0) + shadow
     return {
         StagingPlace.DEVICE: Needs(parameters + receiving, 0),
         StagingPlace.HOST: Needs(receiving, parameters),
@@ -98,23 +99,27 @@ def needs_of(place: str, parameters: int, largest: int, *, on_gpu: bool) -> Need
     }[StagingPlace(place)]
 
 
-def choose(room: StagingRoom, live: Iterable[torch.Tensor], largest: int) -> StagingPlace:
+def choose(room: StagingRoom, live: Iterable[torch.Tensor], largest: int, shadow: int = 0) -> StagingPlace:
     """Return the place for a version of these parameters, before anything is allocated.
 
     Args:
         room: the settings.
         live: the live parameters, all on one device.
         largest: bytes of the largest tensor of a version.
+        shadow: see `needs_of`.
 
     Raises:
         EngineError: it does not fit; with the numbers and the settings that decide them.
     """
     tensors = list(live)
     device = tensors[0].device if tensors else torch.device("cpu")
-    return chosen(room, sum(tensor.nbytes for tensor in tensors), largest, _free(device), str(device))
+    parameters = sum(tensor.nbytes for tensor in tensors)
+    return chosen(room, parameters, largest, _free(device), str(device), shadow)
 
 
-def chosen(room: StagingRoom, parameters: int, largest: int, free: Free, device: str) -> StagingPlace:
+def chosen(
+    room: StagingRoom, parameters: int, largest: int, free: Free, device: str, shadow: int = 0
+) -> StagingPlace:
     """Return the place, by arithmetic of memory; see `choose`.
 
     Raises:
@@ -122,7 +127,7 @@ def chosen(room: StagingRoom, parameters: int, largest: int, free: Free, device:
     """
     wanted = StagingPlace(room.place)
     for place in CANDIDATES.get(wanted, (wanted,)):
-        needs = needs_of(place, parameters, largest, on_gpu=free.on_gpu)
+        needs = needs_of(place, parameters, largest, on_gpu=free.on_gpu, shadow=shadow)
         limited = place != StagingPlace.LAYERS and 0 < room.mb * MIB < parameters
         if not limited and free.has(needs):
             if wanted in CANDIDATES:

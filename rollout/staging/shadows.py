@@ -8,6 +8,7 @@ is taken when its first bytes arrive and released when it was processed, so that
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -26,6 +27,9 @@ from rollout.staging.staging_plan import StagingPlan
 
 SMALLEST = 8
 """Processed tensors have at least one in so many of the loaded bytes; fewer: they are out of sight."""
+
+SHADOWS = 2
+"""Layers that may have shadows at a time: the slices of one end in the bucket in which the next begins."""
 
 Staged = Callable[[torch.Tensor], torch.Tensor]
 """Returns the staged copy of a live tensor, on the live one's device."""
@@ -92,6 +96,11 @@ class LayerShadow:
         self.close()
 
     @property
+    def nbytes(self) -> int:
+        """Memory while it is processed: what was loaded, and what processing makes of it."""
+        return sum(nbytes for _, nbytes in self._storages) + sum(one.nbytes for one in self.live.values())
+
+    @property
     def is_last(self) -> bool:
         """Whether it is processed after all others: it computes with what they have staged."""
         return not self._inputs
@@ -115,14 +124,20 @@ class LayerShadow:
                 compared.
 
         Raises:
-            EngineSettingsError: naming the first tensor that differs.
+            EngineSettingsError: naming the layer, and the first tensor that differs.
         """
         self.open()
         for name, source in self.sources.items():
             tensor = files[name].get_tensor(name) if files else torch.zeros(source.shape)
             for part in source.slices:
                 part.fill(tensor)
-        found, live = self._processing.process(self._inputs, lambda tensor: tensor), self._processing.live()
+        try:
+            found = self._processing.process(self._inputs, lambda tensor: tensor)
+        except Exception as error:
+            raise EngineSettingsError(
+                f"layer {self.name}: its processing cannot be done again, on a shadow: {error!r}"
+            ) from error
+        live = self._processing.live()
         seen: set[tuple[object, ...]] = set()
         for path, tensor in found.items():
             if path not in live or _layout(live[path]) != _layout(tensor):
@@ -343,9 +358,11 @@ def shadowed_plan(
         files = files_by_tensor(stack, model_dir)
         for shadow in shadows:
             shadow.learn(files)
+    if room.place == StagingPlace.AUTO:
+        room = replace(room, place=StagingPlace.COPY)
     tensors = [*plain.values(), *(tensor for shadow in shadows for tensor in shadow.live.values())]
     largest = max((tensor.nbytes for tensor in tensors), default=0)
-    place = choose(room, tensors, largest)
+    place = choose(room, tensors, largest, SHADOWS * max((shadow.nbytes for shadow in shadows), default=0))
     if place == StagingPlace.LAYERS:
         raise EngineSettingsError(
             f"setting engine.staging: 'layers' has no copy, and the engine processes {shadows[0].name} after "

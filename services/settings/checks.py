@@ -226,9 +226,9 @@ def _check_model(settings: Settings) -> None:
     model = settings.model
     if is_hub_name(model.path):
         return
-    if model.path and not (settings.model_dir / "config.json").is_file():
+    if model.path and not (settings.given_dir("model") / "config.json").is_file():
         raise SettingsError(
-            f"setting model.path: no config.json in {settings.model_dir}; give a Hugging Face model "
+            f"setting model.path: no config.json in {settings.given_dir('model')}; give a Hugging Face model "
             "directory, or the name of a model on the hub, such as Qwen/Qwen2.5-0.5B-Instruct"
         )
     if model.revision:

@@ -19,6 +19,7 @@ from protocol.host.hub import Kind, fetch, is_commit, is_hub_name, resolve_commi
 from rollout.prompts.base import source_settings
 from rollout.prompts.named_source import SourceConfig
 from services.settings.sections import Settings
+from trainer.backends.plain_copy import write_plain
 from trainer.roles.config import FROZEN_ROLES
 from trainer.storage.checksums import MEMBER, sealed
 
@@ -108,8 +109,7 @@ def fetch_model(settings: Settings) -> Path:
     Raises:
         SettingsError: it cannot be fetched, or there is no model.
     """
-    directory = settings.model_dir
-    _fetch_named(settings.model.path, settings.model.revision, directory, "model.path")
+    directory = _fetch_plain(settings, "model") if settings.model.path else settings.model_dir
     if not (directory / "config.json").is_file():
         raise SettingsError(
             f"no model in {directory}: set model.path to a Hugging Face directory or a name on the hub, or "
@@ -142,9 +142,7 @@ def fetch_role(settings: Settings, role: str) -> Path:
     Raises:
         SettingsError: it cannot be fetched, or there is no model.
     """
-    config = getattr(settings, role)
-    directory = settings.role_dir(role)
-    _fetch_named(config.path, config.revision, directory, f"{role}.path")
+    directory = _fetch_plain(settings, role)
     if not (directory / "config.json").is_file():
         raise SettingsError(
             f"setting {role}.path: no config.json in {directory}; give a Hugging Face model directory, or "
@@ -153,11 +151,20 @@ def fetch_role(settings: Settings, role: str) -> Path:
     return directory
 
 
-def _fetch_named(name: str, revision: str, directory: Path, setting: str) -> None:
-    if is_hub_name(name):
-        fetch(Kind.MODEL, name, revision)
-        if not any(directory.glob("*.safetensors")):
-            raise SettingsError(f"setting {setting}: {name} on the hub has no safetensors")
+def _fetch_plain(settings: Settings, section: str) -> Path:
+    """Fetch the model of a section, and write the copy of a quantised one; return the directory to read."""
+    config, given = getattr(settings, section), settings.given_dir(section)
+    if is_hub_name(config.path):
+        fetch(Kind.MODEL, config.path, config.revision)
+        if not any(given.glob("*.safetensors")):
+            raise SettingsError(f"setting {section}.path: {config.path} on the hub has no safetensors")
+    directory = settings.model_dir if section == "model" else settings.role_dir(section)
+    if directory != given:
+        try:
+            write_plain(given, directory)
+        except (SettingsError, OSError) as error:
+            raise SettingsError(f"setting {section}.path: {error}") from error
+    return directory
 
 
 def hub_names(settings: Settings) -> list[HubName | None]:

@@ -29,6 +29,7 @@ from services.ledger.limits import ARCHIVE_LIMIT
 from services.settings.placement import ServicesConfig
 from services.settings.tracking import TrackingConfig
 from trainer.algorithms.registry import ALGORITHMS
+from trainer.backends.plain_copy import quantization_of
 from trainer.config import (
     AlgorithmConfig,
     ClusterConfig,
@@ -120,7 +121,8 @@ class ModelConfig:
 
     path: HubPath = set_first("")
     """Model directory with config.json, tokenizer and safetensors, or the name of a model on the Hugging Face
-    hub, such as "Qwen/Qwen2.5-0.5B-Instruct"."""
+    hub, such as "Qwen/Qwen2.5-0.5B-Instruct". Of one in fp8 or mxfp4 a copy in the dtype of its config.json
+    is written to RUN_DIR/model."""
     revision: str = ""
     """Branch, tag or commit of a model on the hub. Empty: main. The commit of the first start is recorded and
     kept."""
@@ -300,9 +302,10 @@ class Settings:
         """Absolute path of the initial model: `model.path`, or the random model in the run directory.
 
         For a name on the hub it is the place in this host's cache, and `model.revision` has to be a commit.
+        Of a quantised one it is the copy in the run directory that `services.settings.hub` writes.
         """
-        path = self.model.path
-        return _model_dir(path, self.model.revision, "model.path") if path else self.run_dir / "model"
+        made = self.run_dir / "model"
+        return _plain(self.given_dir("model"), made) if self.model.path else made
 
     def role_dir(self, role: str) -> Path:
         """Return the absolute path of the model that a section other than `[model]` names, as `model_dir`.
@@ -310,8 +313,16 @@ class Settings:
         Raises:
             SettingsError: as `model_dir`.
         """
-        config: FrozenConfig | CriticConfig = getattr(self, role)
-        return _model_dir(config.path, config.revision, f"{role}.path")
+        return _plain(self.given_dir(role), self.run_dir / f"model_{role}")
+
+    def given_dir(self, section: str) -> Path:
+        """Return the absolute path of the model that a section names, quantised or not.
+
+        Raises:
+            SettingsError: as `model_dir`.
+        """
+        config: ModelConfig | FrozenConfig | CriticConfig = getattr(self, section)
+        return _model_dir(config.path, config.revision, f"{section}.path")
 
     @property
     def needs_critic(self) -> bool:
@@ -330,6 +341,10 @@ class Settings:
         For a name on the hub as `model_dir`.
         """
         return self.role_dir("critic") if self.critic.path else self.model_dir
+
+
+def _plain(given: Path, made: Path) -> Path:
+    return given if quantization_of(given) is None else made
 
 
 def _model_dir(path: str, revision: str, setting: str) -> Path:

@@ -30,6 +30,7 @@ from protocol.errors import SettingsError
 from protocol.host.prctl import die_with_parent
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
+from trainer.backends.plain_copy import quantization_of, write_plain
 from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
@@ -136,6 +137,8 @@ def check_model(
         TetherError: a rank failed.
     """
     facts: dict[str, Any] = {"model": str(model_dir)}
+    if quantization_of(model_dir) is not None:
+        return _check_plain_copy(model_dir, parallel, backend, facts)
     path = model_dir / "config.json"
     config = read_config(model_dir)
     try:
@@ -165,6 +168,20 @@ def check_model(
         threads = max(1, torch.get_num_threads() // parallel.world_size)
         facts |= run(model_dir, parallel, batch, expected, threads)
     return _verdict(facts)
+
+
+def _check_plain_copy(
+    model_dir: Path, parallel: ParallelConfig, backend: str, facts: dict[str, Any]
+) -> CheckedModel:
+    """Check the copy of a quantised model that a run would write."""
+    with tempfile.TemporaryDirectory() as directory:
+        plain = Path(directory, "model")
+        try:
+            write_plain(model_dir, plain)
+        except SettingsError as error:
+            return CheckedModel(ModelVerdict.UNSUPPORTED, str(error), facts)
+        found = check_model(plain, parallel, backend)
+    return dataclasses.replace(found, facts={**found.facts, **facts})
 
 
 def _check_sharded(model_dir: Path, config: Mapping[str, Any], facts: dict[str, Any]) -> CheckedModel:

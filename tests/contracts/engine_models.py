@@ -17,6 +17,16 @@ from transformers import (
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.contract.models import VOCAB, randomize, weights
 
+YARN = {
+    "rope_type": "yarn",
+    "rope_theta": 10000.0,
+    "factor": 2.0,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 0.707,
+    "mscale_all_dim": 0.707,
+    "original_max_position_embeddings": 1024,
+}
 Model = TypeVar("Model", bound=PreTrainedModel)
 
 
@@ -46,8 +56,14 @@ def tiny_experts(
     return model
 
 
-def tiny_latent(seed: int, *, dtype: torch.dtype = torch.float32) -> DeepseekV2ForCausalLM:
-    """DeepSeek-V2, whose latent attention is of the size that kernels have; every token has all experts."""
+def tiny_latent(
+    seed: int, *, yarn: bool = False, dtype: torch.dtype = torch.float32
+) -> DeepseekV2ForCausalLM:
+    """DeepSeek-V2, whose latent attention is of the size that kernels have; every token has all experts.
+
+    With `yarn` its rotation is scaled, as SGLang wants on a CPU, where it has no experts of this family.
+    """
+    others = {"rope_parameters": dict(YARN), "moe_layer_freq": 1} if yarn else {}
     config = DeepseekV2Config(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -58,7 +74,7 @@ def tiny_latent(seed: int, *, dtype: torch.dtype = torch.float32) -> DeepseekV2F
         num_experts_per_tok=4,
         n_group=1,
         topk_group=1,
-        first_k_dense_replace=1,
+        first_k_dense_replace=2 if yarn else 1,
         norm_topk_prob=False,
         num_hidden_layers=2,
         num_attention_heads=4,
@@ -69,6 +85,7 @@ def tiny_latent(seed: int, *, dtype: torch.dtype = torch.float32) -> DeepseekV2F
         qk_rope_head_dim=64,
         v_head_dim=128,
         max_position_embeddings=2048,
+        **others,
     )
     model = DeepseekV2ForCausalLM(config).eval()
     randomize(model, seed, dtype)

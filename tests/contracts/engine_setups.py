@@ -28,7 +28,7 @@ class Setup:
     dtype: str = "float32"
     graphs: bool = False
     """CUDA graphs are captured and replayed."""
-    model: Literal["dense", "experts", "all_experts", "latent", "gpt_oss"] = "dense"
+    model: Literal["dense", "experts", "all_experts", "latent", "latent_yarn", "gpt_oss"] = "dense"
     """Key of `MODELS`."""
     margin: float | None = None
     """See `Bench`; None: that of its dtype."""
@@ -53,13 +53,19 @@ FP8 = 0.2
 """Margin of weights and activations in 8 bits."""
 CACHE = {"kv_cache_memory_bytes": 1 << 30}
 """Argument with which vLLM does not profile how much memory is free."""
-PROCESSED = ("rollout/staging/shadows.py", "rollout/engines/vllm/layers/")
+PROCESSED = (
+    "rollout/staging/shadows.py",
+    "rollout/engines/multi_process/processed_layers.py",
+    "rollout/engines/vllm/layers/",
+    "rollout/engines/sglang/layers.py",
+)
 """Beginnings of further paths on which set-ups with processed weights depend."""
 MODELS: Mapping[str, Callable[..., Any]] = {
     "dense": tiny_model,
     "experts": tiny_experts,
     "all_experts": partial(tiny_experts, chosen=4),
     "latent": tiny_latent,
+    "latent_yarn": partial(tiny_latent, yarn=True),
     "gpt_oss": tiny_gpt_oss,
 }
 
@@ -314,6 +320,26 @@ SETUPS = [
     ),
     engine_under_test(
         "sglang-jax-keep", Setup("sglang_jax", KvPolicy.KEEP, dtype="bfloat16"), ENGINE, LONG_START, SLOW
+    ),
+    engine_under_test(
+        "sglang-latent",
+        Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True, model="latent_yarn"),
+        ENGINE,
+        LONG_START,
+        slow_unless_changed(*PROCESSED),
+    ),
+    engine_under_test(
+        "sglang-fp8",
+        Setup(
+            "sglang",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            margin=FP8,
+            arguments={"quantization": "fp8"},
+        ),
+        ENGINE,
+        LONG_START,
+        GPU,
     ),
     engine_under_test(
         "sglang-sleeps",

@@ -167,6 +167,7 @@ CONSTANTS = (
     ),
     Constant("docs/security.md", r"payloads over (\d+) MiB", "protocol.codec.SMALL_BYTES", _mib),
     Constant("docs/security.md", r"at most 2\^(\d+) in", "protocol.msgpack_limits.MOST_ITEMS", _log2),
+    Constant("docs/security.md", r"in a manifest 2\^(\d+)", "protocol.msgpack_limits.MANIFEST_ITEMS", _log2),
     Constant("docs/security.md", r"in (\d+) levels", "protocol.msgpack_limits.MOST_DEPTH"),
     Constant(
         "docs/weights.md",

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from protocol.codec import SMALL_BYTES, decode_payload, encode_payload
 from protocol.errors import ProtocolError
-from protocol.messages import Ack, AnyMessage
-from protocol.msgpack_limits import MOST_ITEMS, check_shape
+from protocol.messages import Ack, AnyMessage, TensorEntry, WeightManifest, WeightPart, WeightPiece
+from protocol.msgpack_limits import MANIFEST_ITEMS, MOST_ITEMS, check_shape
 from tests.protocol.samples import SAMPLES
 
 VALUES = st.recursive(
@@ -106,3 +106,63 @@ def test_a_large_payload_of_many_values_is_refused_before_decoding() -> None:
 def test_a_large_payload_of_few_values_passes() -> None:
     message = msgspec.structs.replace(SAMPLES["score_failure"], error="x" * (2 * SMALL_BYTES))
     assert decode_payload(encode_payload(message)) == message
+
+
+def test_a_manifest_of_many_tensors_in_pieces_on_several_ranks_passes() -> None:
+    tensors, ranks = 36_000, 4
+    entries = [
+        TensorEntry(f"model.layers.{i}.weight", "bfloat16", (4096, 4096), 0, i << 25, 1 << 25, i)
+        for i in range(tensors)
+    ]
+    parts = [
+        WeightPart(
+            f"host:{rank}/gloo",
+            tuple(WeightPiece(i, ((rank << 10, rank + 1 << 10), (0, 4096))) for i in range(tensors)),
+        )
+        for rank in range(ranks)
+    ]
+    manifest = WeightManifest(
+        epoch="e",
+        version=1,
+        transport="nccl",
+        location="",
+        buckets=(1 << 60,),
+        tensors=tuple(entries),
+        parts=tuple(parts),
+    )
+    payload = encode_payload(manifest)
+    with pytest.raises(ProtocolError, match=f"at most {MOST_ITEMS}"):
+        check_shape(payload)
+    assert decode_payload(payload) == manifest
+
+
+def ties(pairs: int) -> bytes:
+    """A manifest of so many tied names: the worst that one of its bytes can become."""
+    tied = b"".join(
+        b"\x92\xa3"
+        + bytes((i & 127, i >> 7 & 127, i >> 14))
+        + b"\xa3"
+        + bytes((i >> 14, i & 127, i >> 7 & 127))
+        for i in range(pairs)
+    )
+    head = msgspec.msgpack.encode(
+        {
+            "kind": "weight_manifest",
+            "epoch": "",
+            "version": 1,
+            "transport": "",
+            "location": "",
+            "buckets": [],
+            "tensors": [],
+        }
+    )
+    return bytes((head[0] + 1,)) + head[1:] + b"\xa4tied\xdd" + pairs.to_bytes(4, "big") + tied
+
+
+def test_a_manifest_decodes_to_a_bounded_size() -> None:
+    peak, found = spent(ties(MANIFEST_ITEMS // 3 - 100))
+    assert isinstance(found, WeightManifest)
+    assert peak < 400 << 20
+    peak, refused = spent(ties(MANIFEST_ITEMS // 3 + 1))
+    assert isinstance(refused, ProtocolError)
+    assert peak < 1 << 20

@@ -49,6 +49,10 @@ class SafetensorsReader:
         """Return the dtype by its name in the file."""
         return str(self._file(self._files[name]).get_slice(name).get_dtype())
 
+    def whole(self, name: str) -> torch.Tensor:
+        """Return a tensor, in the checkpoint's dtype."""
+        return self._file(self._files[name]).get_tensor(name)  # type: ignore[no-any-return]
+
     def rows(self, name: str, dim: int, start: int, length: int, matrix: int | None = None) -> torch.Tensor:
         """Return `length` rows (dim 0) or columns (dim 1) of a tensor, in the checkpoint's dtype.
 
@@ -56,7 +60,7 @@ class SafetensorsReader:
         """
         part = self._file(self._files[name]).get_slice(name)
         if not part.get_shape():
-            return self._file(self._files[name]).get_tensor(name)  # type: ignore[no-any-return]
+            return self.whole(name)
         cut = slice(start, start + length)
         if matrix is None:
             result: torch.Tensor = part[cut] if dim == 0 else part[:, cut]

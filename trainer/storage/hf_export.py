@@ -133,13 +133,25 @@ def finish_hf(directory: Path, source: Path, shard_bytes: int = SHARD_BYTES) -> 
     """
     shards = shards_of(directory)
     files = sorted(shards.iterdir())
-    dtype, trained = _dtype(files), _names(files)
-    write_shards(further_layers(source, trained), shards, FURTHER, shard_bytes)
+    write_shards(further_layers(source, _names(files)), shards, FURTHER, shard_bytes)
     with directory_written_aside(directory) as aside:
-        _name_shards(sorted(shards.iterdir()), aside)
-        _copy_rest(source, aside, dtype)
-        write_checksums(aside)
+        finish_shards(sorted(shards.iterdir()), aside, source, _dtype(files))
     shards.rmdir()
+
+
+def finish_shards(files: Sequence[Path], directory: Path, source: Path, dtype: str = "") -> None:
+    """Move files with all of a model's tensors into a directory, and add configuration and tokenizer.
+
+    Args:
+        files: moved.
+        directory: exists, and is empty.
+        source: as for `finish_hf`.
+        dtype: to be written into config.json; by default that of most of the elements.
+    """
+    dtype = dtype or _dtype(files)
+    _name_shards(files, directory)
+    _copy_rest(source, directory, dtype)
+    write_checksums(directory)
 
 
 def further_layers(source: Path, trained: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
@@ -206,12 +218,13 @@ def _name_shards(files: Sequence[Path], directory: Path) -> None:
 
 
 def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer, and write the exported dtype into the configuration."""
+    """Copy configuration and tokenizer, and write the exported dtype and no other into the configuration."""
     for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, directory / path.name)
     config = directory / "config.json"
     if config.is_file():
         values = json.loads(config.read_text())
+        values.pop("quantization_config", None)
         for key in ("dtype", "torch_dtype"):
             if key in values:
                 values[key] = dtype

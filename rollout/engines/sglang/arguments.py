@@ -27,7 +27,8 @@ _FILES = (
 _SAMPLED = "tokens would be drawn from another distribution than the one that the trainer computes"
 _SAMPLER = "tether's plug-in applies top-k and top-p before SGLang's own sampler, which it knows"
 _QUANTISED = (
-    "weights are published in engine.dtype, and a quantised parameter has no place that they can be copied to"
+    "versions are published in engine.dtype and quantised by SGLang's own processing of a layer alone "
+    "(quantization), not by a file's scales or by another library"
 )
 _OTHER_LOOP = "commits fall between the steps of SGLang's plain and overlapping loops, which tether knows"
 _SEVERAL = (
@@ -77,9 +78,7 @@ REFUSED: Mapping[str, str] = {
     ),
     "sampling_backend": _SAMPLER,
     "random_seed": "it is made of the engine's name: engines with one seed would sample the same completions",
-    **dict.fromkeys(
-        ("quantization", "quantization_param_path", "modelopt_quant", "quantize_and_serve"), _QUANTISED
-    ),
+    **dict.fromkeys(("quantization_param_path", "modelopt_quant", "quantize_and_serve"), _QUANTISED),
     **dict.fromkeys(("enable_two_batch_overlap", "num_continuous_decode_steps"), _OTHER_LOOP),
     **dict.fromkeys(
         ("speculative_algorithm", "speculative_draft_model_path", "enable_multi_layer_eagle"), _SEVERAL

@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import secrets
 import shutil
 import signal
@@ -46,6 +47,8 @@ EXIT_GRACE_S = 5.0
 """For the server's processes to end after they were killed."""
 EXIT_USAGE = 2
 """Exit code of Python's argparse for arguments that it does not accept."""
+NOISE = re.compile(r"py-?spy|coredump|sigquit", re.IGNORECASE)
+"""In lines that SGLang writes after the error that ended it."""
 LOG_TAIL = 600
 """Characters of the server's log that an error quotes."""
 
@@ -139,7 +142,8 @@ class SglangServer:
     def log_tail(self) -> str:
         """Return the end of the server's log, in one line."""
         with suppress(OSError):
-            lines = (self.directory / "log").read_text(errors="replace").splitlines()
+            log = (self.directory / "log").read_text(errors="replace")
+            lines = [line for line in log.splitlines() if line.strip() and not NOISE.search(line)]
             return " / ".join(line.strip() for line in lines[-8:])[-LOG_TAIL:]
         return "no log"
 

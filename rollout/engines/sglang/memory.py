@@ -41,9 +41,10 @@ class RankMemory:
             return
         cache = scheduler.token_to_kv_pool_allocator.get_kvcache()
         model = scheduler.tp_worker.model_runner.model
-        self._storages = ReleasableMemory(
-            [*updated, *cache.k_buffer, *cache.v_buffer], kept=model.parameters()
-        )
+        # latent vectors have one buffer, which has no keys or values
+        latents = getattr(cache, "kv_buffer", None)
+        held = [*cache.k_buffer, *cache.v_buffer] if latents is None else latents
+        self._storages = ReleasableMemory([*updated, *held], kept=model.parameters())
 
     def release(self) -> None:
         """Release the memory. The KV cache must be empty, and no request may run."""

@@ -29,16 +29,18 @@ from protocol.device.profiles import StepProfile
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.engines.multi_process.parent_watch import exit_with_parent
+from rollout.engines.multi_process.processed_layers import plan_of
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
+from rollout.engines.sglang.layers import attend_to_latents_on_cpu, loader_of, remember, sglang_processings
 from rollout.engines.sglang.lora import trace_adapter
 from rollout.engines.sglang.memory import RankMemory, empty_cache, pin_nothing_without_gpu
 from rollout.engines.sglang.sampling import CARRIER, record_version, sample_with_dropped_tokens_masked
 from rollout.engines.weight_state import WeightState
-from rollout.staging.loaded_weights import check_loaded
 from rollout.staging.places import StagingRoom
 from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankCommit
-from rollout.staging.staging_plan import AnyPlan, trace
+from rollout.staging.shadows import ShadowedPlan
+from rollout.staging.staging_plan import AnyPlan
 
 DIRECTORY = "TETHER_ENGINE_DIR"
 """Environment variable: directory of the ranks' sockets, which belongs to this engine alone."""
@@ -209,19 +211,18 @@ class SchedulerRank:
         assert self._staging is not None, "install comes first"
         return self._staging
 
-    def _trace(self, shapes: dict[str, tuple[int, ...]], settings: RankSettings) -> AnyPlan:
+    def _trace(self, shapes: dict[str, tuple[int, ...]], settings: RankSettings) -> AnyPlan | ShadowedPlan:
         runner = self.scheduler.tp_worker.model_runner
         if settings.adapter:
             return trace_adapter(runner.lora_manager, shapes, settings.staging_mb)
-        plan = trace(
-            runner.model.load_weights,
-            runner.model.named_parameters(remove_duplicate=False),
+        return plan_of(
+            loader_of(runner.model),
+            lambda differing: sglang_processings(runner.model, differing),
             shapes,
             runner.dtype,
             StagingRoom(settings.staging, settings.staging_mb),
+            Path(self.scheduler.server_args.model_path),
         )
-        check_loaded(plan, Path(self.scheduler.server_args.model_path))
-        return plan
 
     def _drop_kv(self) -> bool:
         """Retract running requests, with their tokens, and empty the cache; false if SGLang refuses."""
@@ -268,6 +269,8 @@ _ranks: list[SchedulerRank] = []
 
 def _create_rank(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Create this process's rank, after `Scheduler.__init__`: model loaded, graphs captured."""
+    if not torch.cuda.is_available():
+        attend_to_latents_on_cpu()
     _ranks[:] = [SchedulerRank(scheduler)]
 
 
@@ -300,6 +303,7 @@ def _sample(forward: Callable[..., Any], sampler: Any, output: Any, *args: Any, 
 
 HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     f"{SCHEDULER}.Scheduler.__init__": ("after", _create_rank),
+    "sglang.srt.model_loader.loader._initialize_model": ("after", remember),
     f"{SCHEDULER}.Scheduler.process_input_requests": ("around", _run_calls),
     "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver._pull_raw_reqs": (
         "after",

@@ -24,20 +24,19 @@ from protocol.device.shared_layout import ROTARY
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from rollout.engines.multi_process.parent_watch import exit_with_parent
+from rollout.engines.multi_process.processed_layers import plan_of
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 from rollout.engines.vllm.drafts import HistoryDrafts
 from rollout.engines.vllm.layers.plain import keep_weights_plain, rotate_heads_natively
-from rollout.engines.vllm.layers.processed import loading, processings
+from rollout.engines.vllm.layers.processed import vllm_processings
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.rank_answers import Answer
 from rollout.engines.vllm.step_records import SampledTokens, ScheduledRequests
-from rollout.staging.loaded_weights import check_loaded, repacked
-from rollout.staging.loader_trace import LoaderTrace, record
+from rollout.staging.loaded_weights import check_loaded
+from rollout.staging.loader_trace import record
 from rollout.staging.places import StagingRoom
 from rollout.staging.rank import RankStaging
-from rollout.staging.shadows import ShadowedPlan, shadowed_plan
 from rollout.staging.shared_weights import SharedPlan, describe, share_parameters
-from rollout.staging.staging_plan import AnyPlan, make_plan
 
 log = logging.getLogger("tether.rollout")
 
@@ -184,35 +183,19 @@ def _staging(
             tied=False,
         )
     with set_current_vllm_config(worker.vllm_config):
-        plan = _plan(model, worker.vllm_config, shapes, room)
+        plan = plan_of(
+            model,
+            lambda differing: vllm_processings(model, worker.vllm_config, differing),
+            shapes,
+            config.dtype,
+            room,
+            Path(config.model),
+        )
     return RankStaging(
         plan,
         architecture=architecture,
         tied=bool(getattr(config.hf_text_config, "tie_word_embeddings", False)),
     )
-
-
-def _plan(
-    model: Any, vllm_config: Any, shapes: dict[str, tuple[int, ...]], room: StagingRoom
-) -> AnyPlan | ShadowedPlan:
-    """Plan the staging of a model; layers that vLLM quantises or repacks after loading get shadows."""
-    directory, dtype = Path(vllm_config.model_config.model), vllm_config.model_config.dtype
-    differing: set[str] = set()
-    for _ in range(2):
-        layers = processings(model, vllm_config, differing)
-        loaded = loading(model, layers)
-        live, _, recorder = record(
-            loaded.load_weights, loaded.named_parameters(remove_duplicate=False), shapes, dtype
-        )
-        plain = {name: tensor for name, tensor in live.items() if not tensor.is_meta}
-        plain_trace = LoaderTrace(plain, shapes, recorder.within(plain))
-        differing = {parameter for parameter, _ in repacked(plain_trace, directory)}
-        if not differing:
-            break
-    check_loaded(plain_trace, directory)
-    if layers:
-        return shadowed_plan(live, shapes, recorder, layers, room, directory)
-    return make_plan(live, shapes, recorder, room)
 
 
 def _shared_staging(

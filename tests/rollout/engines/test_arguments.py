@@ -19,7 +19,11 @@ def test_arguments_that_change_no_version_and_no_probability_pass() -> None:
 @pytest.mark.parametrize(
     ("name", "arguments", "words"),
     [
-        ("sglang", {"quantization": "fp8"}, r"engine\.arguments\.quantization: refused, because weights are"),
+        (
+            "sglang",
+            {"modelopt_quant": "fp8"},
+            r"engine\.arguments\.modelopt_quant: refused, because versions",
+        ),
         ("vllm", {"data_parallel_size": 2}, r"data_parallel_size: .*start one rollout worker for each"),
         ("vllm", {"max_model_len": 8}, r"max_model_len: refused, because set engine\.max_model_len"),
         ("sglang", {"speculative_algorithm": "EAGLE"}, r"speculative_algorithm: .*one token a step"),

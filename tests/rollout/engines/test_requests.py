@@ -1,6 +1,7 @@
 """Tests the reading of model configs and the spans of token versions."""
 
 import itertools
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -29,6 +30,35 @@ def test_a_model_whose_weights_an_engine_cannot_update_is_refused_by_name(engine
         EngineSettingsError, match=rf"'{engine}' cannot serve the {kind} in {place} .* use sglang"
     ):
         check_fits(EngineConfig(name=engine), model, place)
+
+
+@pytest.mark.parametrize(
+    ("model", "is_served"),
+    [
+        ({"model_type": "mistral", "sliding_window": 64}, False),
+        ({"model_type": "qwen2", "sliding_window": 64, "use_sliding_window": True}, False),
+        (
+            {
+                "model_type": "qwen3",
+                "sliding_window": 64,
+                "layer_types": ["full_attention", "sliding_attention"],
+            },
+            False,
+        ),
+        ({"model_type": "mistral", "sliding_window": 128}, True),
+        ({"model_type": "mistral", "sliding_window": None}, True),
+        ({"model_type": "qwen2", "sliding_window": 64}, True),
+        ({"model_type": "qwen2", "sliding_window": 64, "layer_types": ["full_attention"]}, True),
+        ({"model_type": "gemma2", "sliding_window": 64}, True),
+    ],
+)
+def test_sglang_is_refused_for_windows_that_it_ignores(
+    tmp_path: Path, model: dict[str, object], is_served: bool
+) -> None:
+    check_fits(EngineConfig(name="vllm", max_model_len=128), model, tmp_path)
+    engine = EngineConfig(name="sglang", max_model_len=128)
+    with nullcontext() if is_served else pytest.raises(EngineSettingsError, match="window of 64 tokens"):
+        check_fits(engine, model, tmp_path)
 
 
 @given(st.lists(st.integers(0, 3)))

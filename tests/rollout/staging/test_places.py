@@ -34,6 +34,15 @@ def test_copy_is_never_layers() -> None:
         chosen(room, 15 * GIB, GIB, Free(8 * GIB, 14 * GIB, on_gpu=True), "it")
 
 
+@pytest.mark.parametrize(("shadow", "place"), [(0, StagingPlace.DEVICE), (2 * GIB, StagingPlace.HOST)])
+def test_memory_of_shadows_is_counted_on_the_device(shadow: int, place: StagingPlace) -> None:
+    free = Free(16 * GIB, 15 * GIB, on_gpu=True)
+    assert chosen(StagingRoom(StagingPlace.COPY), 15 * GIB, GIB, free, "it", shadow) == place
+    small = Free(15 * GIB - 1, 15 * GIB - 1, on_gpu=False)
+    with pytest.raises(EngineError, match=f"takes {(15 * GIB + shadow) // MIB} MiB beside"):
+        chosen(StagingRoom(StagingPlace.DEVICE), 15 * GIB, GIB, small, "it", shadow)
+
+
 def test_auto_leaves_the_device_that_staging_mb_forbids() -> None:
     room = StagingRoom(StagingPlace.AUTO, 1024)
     assert chosen(room, 15 * GIB, GIB, Free(80 * GIB, 80 * GIB, on_gpu=True), "it") == StagingPlace.LAYERS

@@ -90,7 +90,7 @@ def planned(directory: Path, place: str = "device") -> tuple[ShadowedPlan, Quant
     return plan, layer, derived
 
 
-@pytest.mark.parametrize("place", ["device", "host"])
+@pytest.mark.parametrize("place", ["device", "host", "auto"])
 def test_a_version_is_processed_in_the_copy_and_committed_in_place(tmp_path: Path, place: str) -> None:
     plan, layer, derived = planned(tmp_path, place)
     before = {name: tensor.clone() for name, tensor in plan.live.items()}
@@ -154,6 +154,7 @@ def test_failed_processing_names_the_layer_and_changes_nothing(tmp_path: Path, f
         (lambda found: found["mlp.scale"].mul_(2), "layer mlp: processing .* another mlp.scale"),
         (lambda found: found.update({"mlp.zero": torch.zeros(8)}), "layer mlp: mlp.zero is not laid out"),
         (lambda found: found.pop("mlp.weight"), "layer mlp: .* where no tensor shows"),
+        (lambda found: found["mlp.bias"], "layer mlp: its processing cannot be done again.*mlp.bias"),
     ],
 )
 def test_a_layer_whose_processing_cannot_be_repeated_is_refused(

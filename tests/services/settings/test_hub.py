@@ -23,6 +23,8 @@ from services.settings.load import dump_settings, load_settings, run_settings
 from services.settings.sections import Settings
 from tests.data_sets import write_gsm8k, write_model
 from tests.hub_server import HubServer, files_of
+from tests.trainer.backends.quantised_models import describe, save_fp8
+from trainer.backends.plain_copy import quantization_of
 from trainer.roles.config import CriticConfig, ReferenceConfig, TeacherConfig
 
 pytestmark = pytest.mark.xdist_group("hub")  # one fixture for the module
@@ -168,6 +170,32 @@ def test_local_settings_are_left_as_they_are(tmp_path: Path) -> None:
     assert pin_names(settings) == settings
     record_pins(settings, settings)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_quantised_model_is_read_through_a_copy_in_the_run_directory(tmp_path: Path) -> None:
+    source = save_fp8(tmp_path / "fp8")
+    found = load_settings(
+        None,
+        [f"model.path={source}", f"teacher.path={source}", f"run.dir={tmp_path / 'run'}"],
+        environ={},
+    )
+    assert found.model_dir == tmp_path / "run/model"
+    assert fetch_model(found) == found.model_dir
+    assert fetch_frozen(found) == {"teacher": tmp_path / "run/model_teacher"}
+    assert quantization_of(found.model_dir) is None
+    written = (found.model_dir / "model.safetensors").stat().st_mtime_ns
+    assert fetch_model(found) == found.model_dir
+    assert (found.model_dir / "model.safetensors").stat().st_mtime_ns == written
+    assert sorted(path.name for path in (tmp_path / "run").iterdir()) == ["model", "model_teacher"]
+
+
+def test_a_model_in_other_bits_is_refused_by_the_name_of_its_method(tmp_path: Path) -> None:
+    source = save_fp8(tmp_path / "fp8")
+    describe(source, quant_method="gptq", bits=4)
+    found = load_settings(None, [f"model.path={source}", f"run.dir={tmp_path / 'run'}"], environ={})
+    with pytest.raises(SettingsError, match=r"setting model\.path: .*'gptq'; checkpoints of fp8 and mxfp4"):
+        fetch_model(found)
+    assert not (tmp_path / "run").exists()
 
 
 def test_without_a_commit_a_model_has_no_place(asked: Settings) -> None:

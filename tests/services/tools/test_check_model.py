@@ -1,6 +1,7 @@
 """Tests `tether check-model`: models that work, are damaged, or are not supported, and bad requests."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from services.tools.check_model import (
     layout_of,
     render_checked_model,
 )
+from tests.trainer.backends.quantised_models import describe, save_fp8, save_mxfp4
 from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import HYBRIDS, MODELS, MORE_MODELS, make_config, make_model, save_model
 from trainer.megatron.families.table import FAMILIES
@@ -54,6 +56,22 @@ def test_check_model_ends_with_0_where_a_model_works(tmp_path: Path) -> None:
     assert "8 packed random samples (at most 128 tokens) equal Hugging Face's in float32" in logits
     assert "26 tensors equal the checkpoint's bit for bit" in export
     assert "from bfloat16 to float32; not needed, not compared: lm_head.weight" in export
+
+
+@pytest.mark.parametrize("save", [save_fp8, save_mxfp4])
+def test_check_model_checks_the_copy_of_a_quantised_model(
+    tmp_path: Path, save: Callable[[Path], Path]
+) -> None:
+    found = check_model(save(tmp_path / "model"))
+    assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
+    assert found.facts["model"] == str(tmp_path / "model")
+
+
+def test_check_model_names_a_method_that_is_not_read(tmp_path: Path) -> None:
+    describe(save_fp8(tmp_path / "model"), quant_method="awq")
+    found = check_model(tmp_path / "model")
+    assert found.verdict is ModelVerdict.UNSUPPORTED
+    assert "'awq'; checkpoints of fp8 and mxfp4 are read" in found.problem
 
 
 def test_check_model_ends_with_1_where_a_tied_output_layer_is_not_the_embedding(tmp_path: Path) -> None:

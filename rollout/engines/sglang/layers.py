@@ -1,0 +1,110 @@
+"""Names the layers whose weights SGLang processes after loading, and processes them on shadows.
+
+SGLang forgets how a layer was before that: `remember` notes it when the model is made. Latent attention takes
+`kv_b_proj` apart when weights are loaded, after the layers that it computes with.
+"""
+
+from collections.abc import Collection, Mapping
+from types import SimpleNamespace
+from typing import Any
+from weakref import WeakKeyDictionary
+
+import torch
+from torch import nn
+
+from rollout.engines.multi_process.processed_layers import (
+    PROCESS,
+    LayerProcessing,
+    copied,
+    layouts,
+    like,
+    processings,
+    with_staged,
+)
+from rollout.staging.shadows import Staged
+
+EXPANDED = "kv_b_proj"
+"""Part of latent attention that is taken apart."""
+DERIVED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
+"""Attributes that latent attention gets by it."""
+FINISH = "post_load_weights"
+"""Method of a model that does it, at the end of loading."""
+
+_made: WeakKeyDictionary[nn.Module, Mapping[str, torch.Tensor]] = WeakKeyDictionary()
+"""Layer -> its parameters when it was made, on `meta`."""
+
+
+def remember(model: nn.Module, *args: Any, **kwargs: Any) -> None:
+    """Note the parameters of a model whose layers SGLang processes, before weights are loaded."""
+    for layer in model.modules():
+        if callable(getattr(getattr(layer, "quant_method", None), PROCESS, None)):
+            _made[layer] = {
+                key: like(tensor, torch.empty_like(tensor, device="meta"))
+                for key, tensor in layer._parameters.items()
+                if tensor is not None
+            }
+
+
+def attend_to_latents_on_cpu() -> None:
+    """Have SGLang's attention in torch compute with latent vectors.
+
+    It reads keys and values from its cache alone, where latent attention keeps vectors, but is handed
+    expanded keys and values with the first tokens of a request.
+    """
+    try:
+        from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
+    except ImportError:  # an older release
+        return
+    handlers.AttentionBackendRegistry.register(
+        "torch_native", lambda attention, batch: handlers.AttnForwardMethod.MLA
+    )
+
+
+class SglangRules:
+    """SGLang's rules; see `LayerRules`."""
+
+    searched = ("sglang.srt.layers.",)
+    kept: Collection[str] = ()
+
+    def __init__(self, model: Any) -> None:
+        self._model = model
+
+    def unprocessed(self, layer: nn.Module) -> Mapping[str, torch.Tensor]:
+        """See `LayerRules`."""
+        return _made.get(layer, {})
+
+    def is_latent(self, layer: nn.Module) -> bool:
+        """See `LayerRules`."""
+        return isinstance(getattr(layer, DERIVED[0], None), torch.Tensor)
+
+    def process(self, shadow: Any, staged: Staged) -> None:
+        """See `LayerRules`."""
+        if not self.is_latent(shadow):
+            getattr(shadow.quant_method, PROCESS)(shadow)
+            return
+        shadow._modules[EXPANDED] = with_staged(shadow._modules[EXPANDED], staged)
+        for name in DERIVED:  # SGLang would write into these tensors, which are the live ones
+            if isinstance(getattr(shadow, name, None), torch.Tensor):
+                setattr(shadow, name, None)
+        layers = {0: SimpleNamespace(self_attn=shadow)}
+        model: Any = copied(self._model)
+        model._modules["model"] = None
+        vars(model)["model"] = SimpleNamespace(start_layer=0, end_layer=1, layers=layers)
+        getattr(type(model), FINISH)(model)
+
+
+def sglang_processings(model: nn.Module, differing: Collection[str]) -> list[LayerProcessing]:
+    """Return SGLang's processed layers; arguments as in `processings`."""
+    return processings(model, SglangRules(model), _is_processed, differing)
+
+
+def loader_of(model: nn.Module) -> Any:
+    """Return the model with a loader that may be traced: it computes nothing of weights at its end."""
+    loader = copied(model)
+    vars(loader)[FINISH] = lambda *args, **kwargs: None
+    return loader
+
+
+def _is_processed(layer: nn.Module, before: Mapping[str, torch.Tensor], changed: bool) -> bool:
+    is_plain = type(layer.quant_method).__name__.startswith("Unquantized")
+    return changed or not is_plain or not layouts(before).items() <= layouts(layer._parameters).items()
