@@ -12,11 +12,17 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from protocol.errors import SettingsError
 from trainer.backends.host_transfers import HostSlice, Transfers, step_chunk
 from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.fsdp.layout import TENSOR_SIZE
 from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.shards import TENSOR, copies_of, local_tensor
 
+LARGEST_DIFFERENCE = 0.05
+"""Largest relative difference of gradients that are equal but for rounding."""
+NEGLIGIBLE = 1e-6
+"""Share of the largest gradient below which there is only rounding."""
 CLIP_EPS = 1e-6
 """Added to the norm in the factor that clips, as torch does."""
 
@@ -48,11 +54,15 @@ class ShardStepper(MasterStepper):
         """Step parameters that are float32, sharded over a mesh or whole."""
         super().__init__(trained, trained, config, ())
         ranks, tensor_ranks = mesh.size(), mesh[TENSOR].size()
-        self._device = torch.device(mesh.device_type)
+        self._device, self._mesh = torch.device(mesh.device_type), mesh
         self._copies = {name: copies_of(p, ranks, tensor_ranks) for name, p in self.masters.items()}
+        self._compared = tensor_ranks == 1
 
     @torch.no_grad()
     def _clip(self, limit: float) -> float:
+        if not self._compared:
+            self._compare_copies()
+            self._compared = True
         shards: dict[int, list[torch.Tensor]] = {}
         for name, master in self.masters.items():
             if master.grad is not None:
@@ -65,6 +75,30 @@ class ShardStepper(MasterStepper):
         if (factor := limit / (norm + CLIP_EPS)) < 1.0:
             torch._foreach_mul_([one for gradients in shards.values() for one in gradients], factor)
         return norm
+
+    def _compare_copies(self) -> None:
+        """Compare gradients of what tensor-parallel ranks have whole: equal, if the plan adds up all of them.
+
+        Raises:
+            SettingsError: names the first parameter where they differ.
+        """
+        names = [name for name, p in self.masters.items() if self._copies[name] > 1 and p.grad is not None]
+        found = []
+        for name in names:
+            own = local_tensor(self.masters[name].grad).to(self._device)  # type: ignore[arg-type]
+            total = own.clone()
+            dist.all_reduce(total, group=self._mesh.get_group(TENSOR))
+            mean = total / self._mesh[TENSOR].size()
+            found.append(torch.stack([(own - mean).norm(), mean.norm()]))
+        norms = torch.stack(found)
+        dist.all_reduce(norms, dist.ReduceOp.MAX)
+        least = NEGLIGIBLE * float(norms[:, 1].max())
+        for name, (difference, norm) in zip(names, norms.tolist(), strict=True):
+            if difference > LARGEST_DIFFERENCE * max(norm, least):
+                raise SettingsError(
+                    f"setting {TENSOR_SIZE}: {self._mesh[TENSOR].size()}: ranks have different gradients of "
+                    f"{name}, so transformers' plan for this type of model is incomplete; set it to 1"
+                )
 
 
 class HostStepper(ShardStepper):

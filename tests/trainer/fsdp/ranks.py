@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from transformers import Qwen3Config
 
+from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS
 from tests.trainer.exports import export_by_rank
 from tests.trainer.fsdp.sharing import write_results
@@ -59,6 +61,8 @@ FROM = {"fsdp-tp2": "fsdp-2", "fsdp-tp2-dp2": "fsdp-tp2"}
 """Layout -> the one whose checkpoints it continues, too; that one is launched before."""
 BFLOAT16 = "llama"
 ADAPTED = "qwen3-tied"
+RECOMPUTED = "qwen3-moe"
+"""Has norms whose gradients tensor-parallel ranks add up."""
 OFFLOADS = {"optimizer": False, "parameters": True}
 """Part that is in host memory -> `trainer.offload_parameters`, both with `optimizer.cpu_offload`."""
 OFFLOADED = "qwen3-moe"
@@ -102,12 +106,14 @@ def run(layout: str, models: Path, out: Path) -> None:
         if source := FROM.get(layout):
             for name in MOVED:
                 _go_on(layout, out.parent / source / name / "after-one", models / name, out / name)
-        _recompute(layout, models / MODELS[0], out / "recompute")
+        _recompute(layout, models / RECOMPUTED, out / "recompute")
         for name, parameters in OFFLOADS.items():
             _offload(layout, models / OFFLOADED, out / "offload" / name, parameters=parameters)
         _sixteen_bits(layout, models / BFLOAT16, out / "bfloat16")
         for name in SHARING.keys() & models_of(layout):
             _share(name, layout, models / name, out / "shared" / name)
+        if models_of(layout) == DIVIDED:
+            _leave_out(layout, models / ADAPTED, out)
         if models_of(layout) == MODELS:
             _adapters(layout, models / ADAPTED, out / "adapters")
 
@@ -136,11 +142,24 @@ def _go_on(layout: str, checkpoint: Path, model_dir: Path, out: Path) -> None:
     write(out / "went-on", backend.export())
 
 
+def _leave_out(layout: str, model_dir: Path, out: Path) -> None:
+    """Train by a plan that does not add up the gradients of norms of heads."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delitem(Qwen3Config.base_model_tp_plan, "layers.*.self_attn.q_norm")
+        backend = make_backend(model_dir, layout)
+        before = dict(backend.export())
+    with pytest.raises(SettingsError) as refused:
+        backend.train_step(part_of(backend, step_batch(ADAPTED, 0)))
+    assert all(torch.equal(tensor, before[name]) for name, tensor in backend.export())
+    if dist.get_rank() == 0:
+        (out / "left-out.txt").write_text(str(refused.value))
+
+
 def _recompute(layout: str, model_dir: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
     backend = make_backend(model_dir, layout, recompute_granularity="full")
     for step in range(STEPS):
-        backend.train_step(part_of(backend, step_batch(MODELS[0], step)))
+        backend.train_step(part_of(backend, step_batch(RECOMPUTED, step)))
     write(out / "after", backend.export())
 
 

@@ -20,6 +20,7 @@ from tests.trainer.fsdp.ranks import (
     MOVED,
     OFFLOADED,
     OFFLOADS,
+    RECOMPUTED,
     SEEDS,
     SHARDED,
     SHARING,
@@ -123,10 +124,18 @@ def test_a_layout_continues_what_another_one_saved(runs: Runs, layout: str, mode
     assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-6
 
 
+@pytest.mark.parametrize("layout", LAYOUTS[len(RANKS) :])
+def test_a_plan_that_leaves_out_a_gradient_is_refused_before_the_first_update(
+    results: Results, layout: str
+) -> None:
+    text = (results(layout) / "left-out.txt").read_text()
+    assert "different gradients of model.layers.0.self_attn.q_norm.weight" in text
+
+
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_layers_computed_again_change_nothing(results: Results, layout: int | str) -> None:
     again = load_file(results(layout) / "recompute" / "after.safetensors")
-    kept = load_file(results(layout) / MODELS[0] / "after.safetensors")
+    kept = load_file(results(layout) / RECOMPUTED / "after.safetensors")
     assert max((again[name] - kept[name]).abs().max().item() for name in kept) < 1e-6
 
 
