@@ -24,7 +24,14 @@ from services.settings.evaluation import eval_engine
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
-from trainer.fsdp.layout import NO_LORA, NOT_SHARDED, TENSOR_SIZE, division_refusal, layout_refusals, plan_of
+from trainer.fsdp.layout import (
+    NOT_SHARDED,
+    TENSOR_SIZE,
+    division_refusal,
+    layout_refusals,
+    plan_of,
+    tensor_refusals,
+)
 from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.delta import check_generation
 from trainer.megatron.families.experts import check_ranks
@@ -158,8 +165,8 @@ def _division_problems(settings: Settings, model: ModelFacts) -> Iterator[Proble
     parallel, ranks = settings.parallel, settings.parallel.tensor_model_parallel_size
     for setting, value in layout_refusals(parallel):
         yield Problem(NOT_SHARDED, "leave it out, or use megatron", setting, value)
-    if ranks > 1 and settings.lora.rank:
-        yield Problem(NO_LORA, "leave it out, or use megatron", TENSOR_SIZE, ranks)
+    for cause, remedy in tensor_refusals(parallel, settings.lora, settings.trainer):
+        yield Problem(cause, remedy, TENSOR_SIZE, ranks)
     if cause := _undivided(model, parallel):
         yield Problem(cause, "choose another number, or use megatron", TENSOR_SIZE, ranks)
 

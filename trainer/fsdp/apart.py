@@ -23,7 +23,7 @@ def load_frozen_apart(
     """Load a model that is never trained; as `trainer.registry.make_frozen`. A collective.
 
     Raises:
-        SettingsError: transformers cannot load it, or a layout that is not had.
+        SettingsError: transformers cannot load it, or a layout that it cannot have.
     """
     mesh = _joined(parallel, trainer)
     model = ShardedModel(spec.directory, f"{spec.role}.path", mesh, trainer)
@@ -36,8 +36,8 @@ def load_critic_apart(
     """Load a critic; as `trainer.registry.make_critic_apart`. A collective.
 
     Raises:
-        SettingsError: transformers cannot load it, it does not fit its devices, or a layout that is
-            not had.
+        SettingsError: transformers cannot load it, it does not fit its devices, or a layout that
+            it cannot have.
     """
     mesh = _joined(parallel, trainer)
     work = ShardedWorkload(

@@ -66,10 +66,10 @@ class FsdpBackend(Offloadable, Backend):
         """Load the model; arguments as in `make_backend`. A collective.
 
         Raises:
-            SettingsError: transformers cannot load the model, a layout that is not had, adapters on
-                tensor-parallel ranks, or weights that an engine shares.
+            SettingsError: transformers cannot load the model, a layout that it cannot have, or
+                weights that an engine shares.
         """
-        check_layout(parallel, adapters)
+        check_layout(parallel, adapters, trainer)
         if shared:
             super().masters()  # refuses
         torch.set_num_threads(trainer.threads)

@@ -88,6 +88,7 @@ def test_layouts_and_engines_that_a_state_rules_out_are_found(
     ("name", "overrides", "words"),
     [
         ("qwen2", (), ""),
+        ("qwen2", ("trainer.compile=true",), "ranks of trainer.backend 'fsdp' are not compiled"),
         ("qwen2", ("lora.rank=2",), "ranks of trainer.backend 'fsdp' have no adapters"),
         (
             "qwen2",

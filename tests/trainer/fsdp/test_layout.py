@@ -12,7 +12,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import save_model
-from trainer.config import ParallelConfig
+from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.layout import check_layout, division_refusal, plan_of, style_of
 from trainer.fsdp.sharding import divide
 from trainer.reference.frozen import load_model
@@ -39,9 +39,11 @@ def test_sharded_ranks_pass() -> None:
     check_layout(ParallelConfig(data_parallel_size=4, tensor_model_parallel_size=2))
 
 
-def test_adapters_on_tensor_parallel_ranks_are_refused() -> None:
+def test_adapters_and_compiled_layers_on_tensor_parallel_ranks_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* no adapters"):
         check_layout(TWO, LoraConfig(rank=4))
+    with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
+        check_layout(TWO, trainer=TrainerConfig(compile=True))
 
 
 @pytest.fixture(scope="module")
