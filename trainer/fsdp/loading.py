@@ -19,6 +19,7 @@ from protocol.errors import SettingsError
 from protocol.weights.boxes import whole
 from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.config import TrainerConfig
+from trainer.fsdp.layout import TENSOR_SIZE
 from trainer.fsdp.sharding import divide, shard
 from trainer.fsdp.shards import ShardPlan, TensorView, shard_rows, tensor_views
 from trainer.fsdp.traits import Traits, probe
@@ -43,7 +44,7 @@ def load_shards(
         with_head: whether it has its output layer.
 
     Raises:
-        SettingsError: transformers cannot load it.
+        SettingsError: transformers cannot load it, or its tensor-parallel plan does not run.
     """
     model = load_model(model_dir, setting, with_head=with_head, blank=True)
     plain = replace(
@@ -58,7 +59,18 @@ def load_shards(
         full = load_model(model_dir, setting, with_head=with_head)
         tensors, conversions = _cut(model, model_tensors(full), mesh), full._weight_conversions
     give(model, tensors, torch.device("cpu"))
-    return tensors, replace(probe(model, torch.device(mesh.device_type)), conversions=conversions)
+    device, ranks = torch.device(mesh.device_type), mesh[TENSOR].size()
+    try:
+        traits = probe(model, device, divided=ranks > 1)
+    except RuntimeError as error:
+        if ranks == 1:
+            raise
+        kind = model.config.get_text_config().model_type
+        raise SettingsError(
+            f"setting {TENSOR_SIZE}: {ranks}: a pass by transformers' plan for model_type {kind!r} fails: "
+            f"{error}"
+        ) from error
+    return tensors, replace(traits, conversions=conversions)
 
 
 def give(model: Any, tensors: Tensors, device: torch.device) -> None:

@@ -16,6 +16,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS
 from tests.trainer.exports import export_by_rank
 from tests.trainer.fsdp.sharing import write_results
+from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.lora.oracle import LORA
 from tests.trainer.lora.oracle import STEPS as ADAPTER_STEPS
 from tests.trainer.megatron.launch import DEADLINE_S
@@ -114,6 +115,7 @@ def run(layout: str, models: Path, out: Path) -> None:
             _share(name, layout, models / name, out / "shared" / name)
         if models_of(layout) == DIVIDED:
             _leave_out(layout, models / ADAPTED, out)
+            _fail(layout, out)
         if models_of(layout) == MODELS:
             _adapters(layout, models / ADAPTED, out / "adapters")
 
@@ -153,6 +155,17 @@ def _leave_out(layout: str, model_dir: Path, out: Path) -> None:
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.export())
     if dist.get_rank() == 0:
         (out / "left-out.txt").write_text(str(refused.value))
+
+
+def _fail(layout: str, out: Path) -> None:
+    """Load a model whose plan mixes divided and whole tensors."""
+    if dist.get_rank() == 0:
+        save_tiny("granite_swa", out)
+    dist.barrier()
+    with pytest.raises(SettingsError) as refused:
+        make_backend(out / "granite_swa", layout)
+    if dist.get_rank() == 0:
+        (out / "failed.txt").write_text(str(refused.value))
 
 
 def _recompute(layout: str, model_dir: Path, out: Path) -> None:

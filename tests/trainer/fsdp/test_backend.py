@@ -125,11 +125,13 @@ def test_a_layout_continues_what_another_one_saved(runs: Runs, layout: str, mode
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[len(RANKS) :])
-def test_a_plan_that_leaves_out_a_gradient_is_refused_before_the_first_update(
+def test_a_plan_that_fails_or_leaves_out_a_gradient_is_refused_before_the_first_update(
     results: Results, layout: str
 ) -> None:
     text = (results(layout) / "left-out.txt").read_text()
     assert "different gradients of model.layers.0.self_attn.q_norm.weight" in text
+    text = (results(layout) / "failed.txt").read_text()
+    assert "a pass by transformers' plan for model_type 'granite_swa' fails: aten" in text
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
