@@ -109,9 +109,8 @@ class TrainerConfig:
     """Section `[trainer]`: the training backend, its device, and the kept files of a run."""
 
     backend: Annotated[str, Predicate(NameIn("trainer.registry:BACKENDS"))] = set_first("megatron")
-    """What trains: megatron, fsdp (any causal language model of transformers, sharded over
-    `parallel.data_parallel_size` ranks), reference (the oracle, one rank) or scripted (dry runs without a
-    model)."""
+    """What trains: megatron, fsdp (any causal language model of transformers, sharded over data-parallel and
+    tensor-parallel ranks), reference (the oracle, one rank) or scripted (dry runs without a model)."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Data type of parameters in forward and backward: float32, or bfloat16 or (megatron) float16 with fp32
     masters. float16 is for GPUs without bfloat16: it scales the loss, see `optimizer.initial_loss_scale`."""

@@ -12,7 +12,7 @@ from services.preflight.critic import critic_architecture
 from services.preflight.model import ModelFacts, read_model
 from services.preflight.problem import Problem
 from services.settings.automatic import visible_gpus
-from services.settings.hub import fetch_critic, fetch_frozen, fetch_role
+from services.settings.hub import fetch_critic, fetch_frozen, fetch_model, fetch_role
 from services.settings.sections import Settings
 from trainer.backends.base import FrozenSpec
 from trainer.fsdp.memory.expected import ShardedWorkload, read_size, read_workload
@@ -63,7 +63,8 @@ def critic_workload(settings: Settings, model: ModelFacts) -> Planned:
         "optimizer": settings.critic.optimizer(settings.optimizer),
     }
     if settings.trainer.backend == "fsdp":
-        return ShardedWorkload(model=read_size(fetch_critic(settings)), **facts)
+        ranks = facts["parallel"].tensor_model_parallel_size
+        return ShardedWorkload(model=read_size(fetch_critic(settings), ranks), **facts)
     return Workload(architecture=critic_architecture(settings, model), **facts)
 
 
@@ -94,7 +95,7 @@ def weights_apart(settings: Settings, work: Planned) -> dict[str, int]:
         path = fetch_role(settings, role) if getattr(settings, role).path else None
         parallel = settings.placement.layout(role)
         if isinstance(work, ShardedWorkload):
-            size = read_size(path) if path else work.model
+            size = read_size(path or fetch_model(settings), parallel.tensor_model_parallel_size)
             held = size.parameters // parallel.data_parallel_size
         elif isinstance(work, Workload):
             architecture = read_architecture(path) if path else work.architecture

@@ -25,7 +25,14 @@ from services.settings.evaluation import eval_engine
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
-from trainer.fsdp.layout import NOT_SHARDED, layout_refusals
+from trainer.fsdp.layout import (
+    NOT_SHARDED,
+    TENSOR_SIZE,
+    division_refusal,
+    layout_refusals,
+    plan_of,
+    tensor_refusals,
+)
 from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.delta import check_generation
@@ -165,9 +172,13 @@ def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterato
         yield Problem("trainer.backend 'scripted' has no models", "use megatron or fsdp", setting, role)
     if backend in OF_TRANSFORMERS:
         yield from _unknown_to_transformers(settings, setting, str(model.place), model)
+    apart = role in settings.placement.ranks
+    section = f"placement.{role}" if apart else "section [parallel]"
+    if backend == "fsdp":
+        parallel = settings.placement.layout(role) if apart else settings.parallel
+        if cause := _undivided(model, parallel):
+            yield Problem(f"{section} with {model.place}: {cause}", "", setting, str(model.place))
     if backend == "megatron":
-        apart = role in settings.placement.ranks
-        section = f"placement.{role}" if apart else "section [parallel]"
         parallel = settings.placement.layout(role) if apart else frozen_layout(settings.parallel)
         try:
             architecture = architecture_of(dict(model.config), model.place / "config.json")
@@ -183,8 +194,7 @@ def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterato
 def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     backend, parallel = settings.trainer.backend, settings.parallel
     if backend == "fsdp":
-        for setting, value in layout_refusals(parallel):
-            yield Problem(NOT_SHARDED, "leave it out, or use megatron", setting, value)
+        yield from _division_problems(settings, model)
     elif backend != "megatron" and parallel.world_size != 1:
         yield Problem(
             f"it runs on one rank, and [parallel] asks for {parallel.world_size}",
@@ -198,6 +208,23 @@ def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem
         yield from _megatron_problems("trainer.backend", settings, model)
         if model.is_made and not any(model.place.glob("*.safetensors")):
             yield Problem(f"the trainer needs weights, and {model.place} holds no *.safetensors")
+
+
+def _division_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    parallel, ranks = settings.parallel, settings.parallel.tensor_model_parallel_size
+    for setting, value in layout_refusals(parallel):
+        yield Problem(NOT_SHARDED, "leave it out, or use megatron", setting, value)
+    for cause, remedy in tensor_refusals(parallel, settings.lora, settings.trainer):
+        yield Problem(cause, remedy, TENSOR_SIZE, ranks)
+    if cause := _undivided(model, parallel):
+        yield Problem(cause, "choose another number, or use megatron", TENSOR_SIZE, ranks)
+
+
+def _undivided(model: ModelFacts, parallel: ParallelConfig) -> str:
+    """Return why tensor-parallel ranks of `fsdp` cannot divide a model; empty: they can."""
+    ranks = parallel.tensor_model_parallel_size
+    plan = plan_of(model.config) if ranks > 1 else {}
+    return division_refusal(plan, model.config.get("text_config") or model.config, ranks)
 
 
 def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> Iterator[Problem]:

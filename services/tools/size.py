@@ -14,6 +14,7 @@ from services.settings.automatic import ALONE
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
+from trainer.fsdp.layout import TENSOR_SIZE
 from trainer.fsdp.memory.expected import ShardedWorkload
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.memory.expected import parameters_of_stage
@@ -123,7 +124,8 @@ def _sharded_sizes(settings: Settings, gpus: int, ranks: int, gpu_gb: float) -> 
     """Return what fits of a model that is sharded over all ranks; no engine's arithmetic is known for it.
 
     Raises:
-        SettingsError: the model has no weights yet, or a file cannot be read.
+        SettingsError: the model has no weights yet, a file cannot be read, or the tensor-parallel ranks do
+            not divide the GPUs.
     """
     model = read_model(settings)
     work = planned_of(settings, model)
@@ -131,7 +133,14 @@ def _sharded_sizes(settings: Settings, gpus: int, ranks: int, gpu_gb: float) -> 
         raise SettingsError(
             "setting trainer.backend: 'fsdp' computes sizes from the model's files, which are yet to be made"
         )
-    parallel, room = ParallelConfig(data_parallel_size=ranks), gpu_gb * GIB * USED_SHARE
+    room, tensor_ranks = gpu_gb * GIB * USED_SHARE, settings.parallel.tensor_model_parallel_size
+    if ranks % tensor_ranks:
+        raise SettingsError(
+            f"setting {TENSOR_SIZE}: {tensor_ranks}: it does not divide the policy's {ranks} GPUs"
+        )
+    parallel = ParallelConfig(
+        data_parallel_size=ranks // tensor_ranks, tensor_model_parallel_size=tensor_ranks
+    )
     work = dataclasses.replace(work, parallel=parallel)
     tokens = largest_budget(work, room)
     critic = 0
@@ -140,7 +149,7 @@ def _sharded_sizes(settings: Settings, gpus: int, ranks: int, gpu_gb: float) -> 
     fits = tokens >= settings.context_tokens
     return Sizes(
         model=settings.model.path or "[model.scratch]",
-        parameters=work.model.parameters,
+        parameters=work.model.whole,
         gpus=gpus,
         gpu_gb=gpu_gb,
         sample_tokens=settings.context_tokens,

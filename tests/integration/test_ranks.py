@@ -25,6 +25,7 @@ LAYOUTS = [
     pytest.param("megatron", "data_parallel_size", "ipc", marks=pytest.mark.slow),
     pytest.param("fsdp", "data_parallel_size", "ipc", marks=slow_unless_changed("trainer/fsdp/")),
     pytest.param("fsdp", "data_parallel_size", "nccl", marks=pytest.mark.slow),
+    pytest.param("fsdp", "tensor_model_parallel_size", "nccl", marks=slow_unless_changed("trainer/fsdp/")),
 ]
 
 

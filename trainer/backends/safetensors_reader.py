@@ -9,6 +9,7 @@ import torch
 from safetensors import safe_open
 
 from protocol.errors import SettingsError
+from protocol.weights.boxes import Box
 
 INDEX = "model.safetensors.index.json"
 
@@ -67,6 +68,13 @@ class SafetensorsReader:
         else:
             result = part[matrix, cut] if dim == 0 else part[matrix, :, cut]
         return result
+
+    def box(self, name: str, box: Box) -> torch.Tensor:
+        """Return a box of a tensor, in the checkpoint's dtype."""
+        file = self._file(self._files[name])
+        cut = tuple(slice(first, stop) for first, stop in box)
+        found: torch.Tensor = file.get_slice(name)[cut] if cut else file.get_tensor(name)
+        return found
 
     def _file(self, name: str) -> Any:
         if name not in self._open:

@@ -23,7 +23,7 @@ def load_frozen_apart(
     """Load a model that is never trained; as `trainer.registry.make_frozen`. A collective.
 
     Raises:
-        SettingsError: transformers cannot load it, or a layout other than data-parallel ranks.
+        SettingsError: transformers cannot load it, or a layout that it cannot have.
     """
     mesh = _joined(parallel, trainer)
     model = ShardedModel(spec.directory, f"{spec.role}.path", mesh, trainer)
@@ -36,12 +36,12 @@ def load_critic_apart(
     """Load a critic; as `trainer.registry.make_critic_apart`. A collective.
 
     Raises:
-        SettingsError: transformers cannot load it, it does not fit its devices, or a layout other than
-            data-parallel ranks.
+        SettingsError: transformers cannot load it, it does not fit its devices, or a layout that
+            it cannot have.
     """
     mesh = _joined(parallel, trainer)
     work = ShardedWorkload(
-        model=read_size(spec.directory),
+        model=read_size(spec.directory, parallel.tensor_model_parallel_size),
         parallel=parallel,
         trainer=trainer,
         optimizer=spec.config.optimizer(spec.optimizer),
@@ -59,12 +59,12 @@ def load_critic_apart(
 
 
 def _joined(parallel: ParallelConfig, trainer: TrainerConfig) -> DeviceMesh:
-    """Return the mesh of the model's ranks, all of them data-parallel. A collective."""
+    """Return the mesh of the model's ranks. A collective."""
     check_layout(parallel)
     torch.set_num_threads(trainer.threads)
     return join_mesh(parallel, trainer)[0]
 
 
 def _replicas(mesh: DeviceMesh) -> Replicas:
-    """Return the replicas of a sharded model: each rank is one."""
-    return tuple((rank,) for rank in range(mesh.size()))
+    """Return the ranks of each replica of a sharded model."""
+    return tuple(map(tuple, mesh.mesh.tolist()))

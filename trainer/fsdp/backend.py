@@ -1,4 +1,4 @@
-"""Trains any causal language model of transformers, sharded over the data-parallel ranks by torch's FSDP2."""
+"""Trains any causal language model of transformers, sharded over the ranks by torch's FSDP2."""
 
 import math
 import os
@@ -37,7 +37,7 @@ from trainer.ranks.publication import Publication, shared_out
 from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
-from trainer.reference.shards import gathered, local_tensor
+from trainer.reference.shards import DATA, TENSOR, gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
 from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
@@ -66,10 +66,10 @@ class FsdpBackend(Offloadable, Backend):
         """Load the model; arguments as in `make_backend`. A collective.
 
         Raises:
-            SettingsError: transformers cannot load the model, a layout other than data-parallel ranks, or
+            SettingsError: transformers cannot load the model, a layout that it cannot have, or
                 weights that an engine shares.
         """
-        check_layout(parallel)
+        check_layout(parallel, adapters, trainer)
         if shared:
             super().masters()  # refuses
         torch.set_num_threads(trainer.threads)
@@ -82,7 +82,7 @@ class FsdpBackend(Offloadable, Backend):
         self.tokens = self._memory.tokens
         trainer = replace(trainer, micro_batch_tokens=self.tokens)
         self._directory, self._trainer, self._algorithm = model_dir, trainer, algorithm
-        self.replicas = [[rank] for rank in range(self.mesh.size())]
+        self.replicas = self.mesh.mesh.tolist()
         prepare = partial(self._attach, adapters)
         self._model = ShardedModel(model_dir, "model.path", self.mesh, trainer, prepare=prepare)
         model = self._model.module
@@ -93,8 +93,9 @@ class FsdpBackend(Offloadable, Backend):
         self._published: tuple[Sequence[TensorView], Mapping[str, torch.Tensor]] = (
             (plain_views(self._trained), self._trained) if adapters.rank else (self._views, self._tensors)
         )
-        self._plan = ShardPlan.make(self._published[0], self._published[1], self.mesh.size())
-        self._stepper = make_stepper(self._trained, optimizer, trainer, self.device)
+        parts = self._published[0] if adapters.rank else tensor_views(model, self._tensors, self.mesh)
+        self._plan = ShardPlan.make(parts, self._published[1], self.mesh)
+        self._stepper = make_stepper(self._trained, optimizer, trainer, self.mesh)
         self._reference: ShardedModel | None = None
         self._models = [self._model]
         self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
@@ -149,8 +150,8 @@ class FsdpBackend(Offloadable, Backend):
         counts = [[one.tokens, one.padding, one.row_tokens] for one in passes]
         sums, maxima = measures.split(measures.join(vectors, self.device))
         sums = torch.cat([sums, sums.new_tensor(counts).sum(0)])
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        dist.all_reduce(sums, group=self.mesh.get_group(DATA))
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, self.mesh.get_group(DATA))
         vector = torch.cat([sums[:-3], maxima])
         norm, skipped = (
             self._stepper.step(measures.lr_scale(vector)) if measures.tokens else (0.0, NOTHING_TRAINED)
@@ -202,7 +203,7 @@ class FsdpBackend(Offloadable, Backend):
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
-        owners = shared_out({view.name: math.prod(view.shape) for view in self._views}, self.mesh.size())
+        owners = shared_out({view.name: math.prod(view.whole) for view in self._views}, self.mesh.size())
         halves = {half: owners[target.weight] for target in self.targets for half in (target.a, target.b)}
         adapter = dict(self._gathered(*self._published, halves)) if self.targets else {}
         targets = {target.weight: target for target in self.targets}
@@ -212,7 +213,7 @@ class FsdpBackend(Offloadable, Backend):
     @property
     def publication(self) -> Publication:
         if self._plan is None:
-            return Publication.by_rank_0({view.name: view.shape for view in self._published[0]})
+            return Publication.by_rank_0({view.name: view.whole for view in self._published[0]})
         return self._plan.publication()
 
     @torch.no_grad()
@@ -220,7 +221,8 @@ class FsdpBackend(Offloadable, Backend):
         if self._plan is None:
             yield from self.export()
             return
-        for name, piece in self._plan.cut(self._published[1], self._rank):
+        own = (piece for _, piece in self._plan.published(self._rank))
+        for name, piece in self._plan.cut(self._published[1], self.mesh.get_local_rank(DATA), own):
             yield name, piece.to(self.device, DTYPES[self._trainer.dtype])
 
     def copy_state(self) -> HostState:
@@ -243,7 +245,7 @@ class FsdpBackend(Offloadable, Backend):
 
     @property
     def _rank(self) -> int:
-        return self.mesh.get_local_rank()
+        return self.mesh.get_rank()
 
     def _frozen(self, directory: Path, setting: str) -> ShardedModel:
         self._models.append(ShardedModel(directory, setting, self.mesh, self._trainer))
@@ -292,13 +294,14 @@ def join_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceM
     """Return the mesh of the ranks, and whether the backend is to leave their group."""
     device = choose_device(trainer.device)
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world != parallel.data_parallel_size:
+    if world != parallel.world_size:
         raise SettingsError(
-            f"[parallel] asks for {parallel.data_parallel_size} processes, but {world} are running: start "
-            f"the trainer with torchrun --nproc-per-node {parallel.data_parallel_size}, or change the sizes"
+            f"[parallel] asks for {parallel.world_size} processes, but {world} are running: start "
+            f"the trainer with torchrun --nproc-per-node {parallel.world_size}, or change the sizes"
         )
     if device.type == "cuda":
         device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
         torch.cuda.set_device(device)
     owns = not dist.is_initialized() and join_ranks(device, world, trainer.process_group_timeout_s)
-    return init_device_mesh(device.type, (world,)), owns
+    sizes = parallel.data_parallel_size, parallel.tensor_model_parallel_size
+    return init_device_mesh(device.type, sizes, mesh_dim_names=(DATA, TENSOR)), owns

@@ -1,4 +1,4 @@
-"""Trains a critic that is sharded over the data-parallel ranks."""
+"""Trains a critic that is sharded over the ranks."""
 
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
@@ -17,10 +17,10 @@ from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.fsdp.loading import give, load_shards
 from trainer.fsdp.passes import Pass, Passes, forget_pass, make_retry
-from trainer.fsdp.sharding import shard
+from trainer.fsdp.sharding import divide, shard
 from trainer.fsdp.stepper import make_stepper
 from trainer.reference.critic import CRITIC, ValueModel
-from trainer.reference.shards import gathered, local_tensor
+from trainer.reference.shards import DATA, gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic
@@ -58,13 +58,14 @@ class FsdpCritic(Offloadable, Critic):
         self._architecture = f"{architecture} with a value head"
         tensors, traits = load_shards(model_dir, CRITIC, mesh, trainer, with_head=False)
         self._model = ValueModel(model_dir, blank=True)
+        divide(self._model.model, mesh)
         traits.apply(self._model.model)
         self._passes = Passes(self._model.model, mesh, trainer, traits.why_rows)
         shard(self._model, self._model.model, mesh, trainer)
         held = torch.device("cpu") if trainer.offload_parameters else self._passes.device
         give(self._model.model, tensors, held)
         self._trained = dict(self._model.named_parameters())
-        self._stepper = make_stepper(self._trained, config.optimizer(optimizer), trainer, self._passes.device)
+        self._stepper = make_stepper(self._trained, config.optimizer(optimizer), trainer, mesh)
         self._retry = make_retry(self._passes, self._mesh, self._forget_passes)
         self._host, self._copies = HostOffload(self._passes.device), HostCopies()
 
@@ -106,18 +107,19 @@ class FsdpCritic(Offloadable, Critic):
 
         vectors, warnings = self._retry.step(self._passes, batch, run)
         sums, maxima = measures.split(measures.join(vectors, device))
-        dist.all_reduce(sums)
-        dist.all_reduce(maxima, dist.ReduceOp.MAX)
+        group = self._mesh.get_group(DATA)
+        dist.all_reduce(sums, group=group)
+        dist.all_reduce(maxima, dist.ReduceOp.MAX, group)
         norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
         stats = measures.stats(torch.cat([sums, maxima]), grad_norm=norm, skipped=skipped)
         return msgspec.structs.replace(stats, warnings=stats.warnings + warnings)
 
     def copy_state(self) -> HostState:
-        place = self._passes.device, self._mesh.get_local_rank()
+        place = self._passes.device, self._mesh.get_rank()
         return copy_state(self._copies, self._stepper, self._identity(), *place)
 
     def restore(self, directory: Path) -> None:
-        place = self._passes.device, self._mesh.get_local_rank()
+        place = self._passes.device, self._mesh.get_rank()
         load_state(directory, self._stepper, self._identity(), *place)
 
     def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:

@@ -1,14 +1,20 @@
 """Says which layouts of ranks the FSDP backend has. No torch here: every start is checked with it."""
 
-from collections.abc import Iterator
+import re
+from collections.abc import Iterator, Mapping
 from dataclasses import fields
+from typing import Any
 
 from protocol.errors import SettingsError
-from trainer.config import ParallelConfig
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from trainer.config import ParallelConfig, TrainerConfig
 
-SIZES = ("data_parallel_size", "use_distributed_optimizer")
+SIZES = ("data_parallel_size", "tensor_model_parallel_size", "use_distributed_optimizer")
 """Settings of `[parallel]` that it reads."""
-NOT_SHARDED = "trainer.backend 'fsdp' shards the model over parallel.data_parallel_size ranks alone"
+NOT_SHARDED = "trainer.backend 'fsdp' has data-parallel and tensor-parallel ranks alone"
+NO_LORA = "tensor-parallel ranks of trainer.backend 'fsdp' have no adapters ([lora])"
+NO_COMPILING = "layers of tensor-parallel ranks of trainer.backend 'fsdp' are not compiled (trainer.compile)"
+TENSOR_SIZE = "parallel.tensor_model_parallel_size"
 
 
 def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
@@ -20,11 +26,68 @@ def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
             yield f"parallel.{field.name}", value
 
 
-def check_layout(parallel: ParallelConfig) -> None:
-    """Refuse a layout that has more than data-parallel ranks.
+def tensor_refusals(
+    parallel: ParallelConfig, adapters: LoraConfig, trainer: TrainerConfig
+) -> Iterator[tuple[str, str]]:
+    """Yield the cause and the remedy of each setting that tensor-parallel ranks do not go with."""
+    if parallel.tensor_model_parallel_size > 1 and adapters.rank:
+        yield NO_LORA, "leave it out, or use megatron"
+    if parallel.tensor_model_parallel_size > 1 and trainer.compile:
+        yield NO_COMPILING, "leave one of them out"
+
+
+def check_layout(
+    parallel: ParallelConfig,
+    adapters: LoraConfig = NO_ADAPTERS,
+    trainer: TrainerConfig = TrainerConfig(),  # noqa: B008 (frozen)
+) -> None:
+    """Refuse a layout that has other than data-parallel and tensor-parallel ranks.
 
     Raises:
         SettingsError: names the setting.
     """
     for setting, value in layout_refusals(parallel):
         raise SettingsError(f"setting {setting}: {value}: {NOT_SHARDED}; leave it out, or use megatron")
+    for cause, remedy in tensor_refusals(parallel, adapters, trainer):
+        raise SettingsError(
+            f"setting {TENSOR_SIZE}: {parallel.tensor_model_parallel_size}: {cause}; {remedy}"
+        )
+
+
+def plan_of(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return transformers' tensor-parallel plan for the type of a config.json; empty: there is none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # imports much
+
+    kind = (config.get("text_config") or config).get("model_type")
+    known = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 (a lazy mapping)
+    return dict(getattr(known, "base_model_tp_plan", None) or {})
+
+
+def style_of(name: str, plan: Mapping[str, str]) -> str:
+    """Return how a plan divides a tensor of a checkpoint; empty: each rank has it whole.
+
+    A plan has one name for all experts of a layer, whose matrices are joined in transformers' model.
+    """
+    if ".experts." in name and any(".experts." in key for key in plan):
+        return "rowwise" if "down_proj" in name or ".w2." in name else "colwise"
+    module = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0])
+    style = next((style for key, style in plan.items() if module.endswith(key)), "")
+    return style if "wise" in style else ""
+
+
+def division_refusal(plan: Mapping[str, str], config: Mapping[str, Any], ranks: int) -> str:
+    """Return why tensor-parallel ranks cannot divide the layers of a model; empty: they can.
+
+    Args:
+        plan: of transformers for this type of model.
+        config: config.json of the model, or of its text model.
+        ranks: tensor-parallel ranks.
+    """
+    if ranks == 1:
+        return ""
+    if not plan:
+        return f"transformers has no tensor-parallel plan for model_type {config.get('model_type')!r}"
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        if (config.get(name) or 0) % ranks:
+            return f"it does not divide the model's {name} {config[name]}"
+    return ""

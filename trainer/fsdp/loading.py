@@ -5,7 +5,6 @@ it before its passes are laid out is found with a first such model, in float32, 
 """
 
 import logging
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -17,13 +16,15 @@ from torch.distributed.tensor import DTensor
 
 from protocol.device.checkpoint_views import model_tensors
 from protocol.errors import SettingsError
+from protocol.weights.boxes import whole
 from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.config import TrainerConfig
-from trainer.fsdp.sharding import shard
+from trainer.fsdp.layout import TENSOR_SIZE
+from trainer.fsdp.sharding import divide, shard
 from trainer.fsdp.shards import ShardPlan, TensorView, shard_rows, tensor_views
 from trainer.fsdp.traits import Traits, probe
 from trainer.reference.frozen import load_model
-from trainer.reference.shards import local_tensor
+from trainer.reference.shards import DATA, TENSOR, local_tensor, part_of, tensor_cut
 
 log = logging.getLogger("tether.trainer")
 
@@ -38,26 +39,38 @@ def load_shards(
     Args:
         model_dir: a Hugging Face directory.
         setting: its name, for errors.
-        mesh: the data-parallel ranks.
+        mesh: all ranks.
         trainer: settings of the backend.
         with_head: whether it has its output layer.
 
     Raises:
-        SettingsError: transformers cannot load it.
+        SettingsError: transformers cannot load it, or its tensor-parallel plan does not run.
     """
     model = load_model(model_dir, setting, with_head=with_head, blank=True)
     plain = replace(
         trainer, dtype="float32", compile=False, recompute_granularity="", offload_parameters=True
     )
     model._can_set_attn_implementation()  # it keeps what it reads in the source of the class, for `probe`
+    divide(model, mesh)
     shard(model, model, mesh, plain)
     tensors, conversions = _read(model, model_dir, mesh), None
     if tensors is None:
         log.warning("trainer.whole model=%s reason='its files have no range for each shard'", model_dir)
-        whole = load_model(model_dir, setting, with_head=with_head)
-        tensors, conversions = _cut(model, model_tensors(whole), mesh), whole._weight_conversions
+        full = load_model(model_dir, setting, with_head=with_head)
+        tensors, conversions = _cut(model, model_tensors(full), mesh), full._weight_conversions
     give(model, tensors, torch.device("cpu"))
-    return tensors, replace(probe(model, torch.device(mesh.device_type)), conversions=conversions)
+    device, ranks = torch.device(mesh.device_type), mesh[TENSOR].size()
+    try:
+        traits = probe(model, device, divided=ranks > 1)
+    except RuntimeError as error:
+        if ranks == 1:
+            raise
+        kind = model.config.get_text_config().model_type
+        raise SettingsError(
+            f"setting {TENSOR_SIZE}: {ranks}: a pass by transformers' plan for model_type {kind!r} fails: "
+            f"{error}"
+        ) from error
+    return tensors, replace(traits, conversions=conversions)
 
 
 def give(model: Any, tensors: Tensors, device: torch.device) -> None:
@@ -85,43 +98,44 @@ def _read(model: Any, model_dir: Path, mesh: DeviceMesh) -> Tensors | None:
         return None
     sharded = model_tensors(model)
     try:
-        views, files = tensor_views(model, sharded), SafetensorsReader(model_dir)
+        views, files = tensor_views(model, sharded, mesh), SafetensorsReader(model_dir)
     except SettingsError:  # a tensor is no part of a parameter, or transformers reads other files
         return None
     split = [view for view in views if isinstance(sharded[view.parameter], DTensor)]
-    plan = ShardPlan.make(split, sharded, mesh.size())
+    plan = ShardPlan.make(split, sharded, mesh)
     with files as reader:
         names = {view.name: _name_in(reader, view, model.base_model_prefix) for view in views}
         if plan is None or not all(names.values()):
             return None
         tensors = {name: torch.empty_like(tensor, device="cpu") for name, tensor in sharded.items()}
-        rank = mesh.get_local_rank()
-        for piece, (name, memory) in zip(plan.parts[rank], plan.cut(tensors, rank), strict=True):
-            first, stop = piece.box[0]
-            memory.copy_(reader.rows(names[name], 0, first, stop - first))
+        rank, tensor_rank = mesh.get_local_rank(DATA), mesh.get_local_rank(TENSOR)
+        pieces = plan.parts[rank]
+        for piece, (name, memory) in zip(pieces, plan.cut(tensors, rank, pieces), strict=True):
+            box = plan.views[piece.tensor].moved(piece.box, tensor_rank)
+            memory.copy_(reader.box(names[name], box))
         for view in views:
             if view not in split:
-                whole = reader.rows(names[view.name], 0, 0, math.prod(view.shape[:1]))
-                view.within(tensors[view.parameter]).copy_(whole)
+                view.within(tensors[view.parameter]).copy_(reader.box(names[view.name], whole(view.shape)))
     return tensors
 
 
 def _name_in(reader: SafetensorsReader, view: TensorView, prefix: str) -> str:
     """Return the name of a tensor in the files, which may hold a model around this one; empty: not there."""
     for name in (view.name, f"{prefix}.{view.name}"):
-        if name in reader.names and reader.shape(name) == view.shape:
+        if name in reader.names and reader.shape(name) == view.whole:
             return name
     return ""
 
 
-def _cut(model: Any, whole: Tensors, mesh: DeviceMesh) -> Tensors:
+def _cut(model: Any, loaded: Tensors, mesh: DeviceMesh) -> Tensors:
     """Return this rank's shards of a model that was loaded whole."""
     tensors = {}
     for name, tensor in model_tensors(model).items():
         tensors[name] = torch.empty_like(tensor, device="cpu")
-        source = whole[name]
+        source = loaded[name]
         if isinstance(tensor, DTensor):
-            first, stop = shard_rows(len(source), mesh.get_local_rank(), mesh.size())
+            source = part_of(source, tensor_cut(tensor), mesh.get_local_rank(TENSOR), mesh[TENSOR].size())
+            first, stop = shard_rows(len(source), mesh.get_local_rank(DATA), mesh[DATA].size())
             source = source[first:stop]
         local_tensor(tensors[name]).copy_(source)
     return tensors

@@ -1,4 +1,4 @@
-"""Shards transformers models over the data-parallel ranks, and computes log-probabilities with them."""
+"""Shards transformers models over the ranks, and computes log-probabilities with them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +12,7 @@ from trainer.config import TrainerConfig
 from trainer.fsdp.loading import give, load_shards
 from trainer.fsdp.output_layer import Tokens
 from trainer.fsdp.passes import Pass, Passes
-from trainer.fsdp.sharding import shard
+from trainer.fsdp.sharding import divide, shard
 from trainer.functional.logprobs import token_logprobs
 from trainer.reference.backend import DTYPES
 from trainer.reference.frozen import in_dtype, load_model
@@ -40,7 +40,7 @@ class ShardedModel:
         Args:
             model_dir: a Hugging Face directory.
             setting: its name, for errors.
-            mesh: the data-parallel ranks.
+            mesh: all ranks.
             trainer: dtype and size of the passes, and whether they compute layers again.
             prepare: called with the model before it is sharded, which is trained then, and has float32
                 masters; None: it has no gradients, and is in the dtype of the passes.
@@ -50,6 +50,7 @@ class ShardedModel:
         """
         tensors, traits = load_shards(model_dir, setting, mesh, trainer)
         self.module: Any = load_model(model_dir, setting, blank=True)
+        divide(self.module, mesh)
         self._output = traits.apply(self.module)
         self.passes = Passes(self.module, mesh, trainer, traits.why_rows)
         if prepare is None:

@@ -32,6 +32,7 @@ from trainer.layers.attention.visible import (
 )
 from trainer.memory.oom_retry import OomRetry
 from trainer.reference.logprobs import padded
+from trainer.reference.shards import DATA
 
 log = logging.getLogger("tether.trainer")
 
@@ -125,7 +126,7 @@ class Passes:
         """Return the passes over a batch, which is on the host; the last ones may be empty. A collective."""
         own, empty = self._own(batch), NO_ROWS if self.why_rows else NO_STRETCHES
         most = torch.tensor([len(own)], device=self.device)
-        dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group())
+        dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group(DATA))
         return own + [empty] * (int(most) - len(own))
 
     def sampled(self, batch: Batch, compute: Callable[[Pass, Batch], torch.Tensor]) -> torch.Tensor:
@@ -191,8 +192,8 @@ def make_retry(passes: Passes, mesh: DeviceMesh, reset: Callable[[], None]) -> O
 
     Ranks gather parameters from each other in every pass, so only one that is alone can leave it.
     """
-    ranks = mesh.size()
-    return OomRetry(passes.device, passes.micro_batch_tokens, reset, replicas=ranks, is_whole=ranks == 1)
+    replicas, is_whole = mesh[DATA].size(), mesh.size() == 1
+    return OomRetry(passes.device, passes.micro_batch_tokens, reset, replicas=replicas, is_whole=is_whole)
 
 
 def forget_pass(root: torch.nn.Module) -> None:

@@ -1,4 +1,4 @@
-"""Shards modules of transformers over the data-parallel ranks, layer by layer."""
+"""Divides layers of transformers among tensor-parallel ranks, and shards them over data-parallel ranks."""
 
 import functools
 from typing import Any
@@ -14,8 +14,42 @@ from torch.distributed.fsdp import (
 )
 from torch.utils.checkpoint import checkpoint
 
+from protocol.errors import SettingsError
 from trainer.config import TrainerConfig
+from trainer.fsdp.layout import TENSOR_SIZE, division_refusal
 from trainer.reference.backend import DTYPES
+from trainer.reference.shards import DATA, TENSOR, tensor_cut
+
+
+def divide(model: Any, mesh: DeviceMesh) -> None:
+    """Divide the layers among the tensor-parallel ranks by transformers' plan for the model.
+
+    Its embedding and its output layer stay whole, because an output layer gives log-probabilities.
+
+    Raises:
+        SettingsError: there is no plan, or a part of the model cannot be divided.
+    """
+    ranks = mesh[TENSOR].size()
+    if ranks == 1:
+        return
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    tables = (model.get_input_embeddings(), model.get_output_embeddings())
+    whole = {name for name, module in model.named_modules() if any(module is table for table in tables)}
+    plan = {name: style for name, style in model.tp_plan.items() if name not in whole}
+    refusal = division_refusal(plan, model.config.get_text_config().to_dict(), ranks)
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    if not refusal:
+        try:
+            apply_tensor_parallelism(model, mesh[TENSOR], plan)
+        except ValueError as error:
+            refusal = str(error)
+    for name, parameter in model.named_parameters():
+        dim, parts = tensor_cut(parameter) or (0, 1)
+        if not refusal and tensor_cut(parameter) and shapes[name][dim] % (parts * ranks):
+            refusal = f"it does not divide {name} {shapes[name]} along dimension {dim}"
+    if refusal:
+        raise SettingsError(f"setting {TENSOR_SIZE}: {ranks}: {refusal}; use another number")
 
 
 def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
@@ -26,7 +60,7 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
     Args:
         root: the model, or the module around it that is called.
         model: of transformers; it names the layers that belong together.
-        mesh: the data-parallel ranks.
+        mesh: all ranks.
         trainer: says the dtype, whether layers are compiled, whether the backward pass computes them again,
             and whether shards with a gradient are in host memory.
     """
@@ -37,13 +71,14 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
     if trained and trainer.offload_parameters:
         place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
     names = set(model._no_split_modules or ())
+    data = mesh[DATA]
     for layer in [module for module in model.modules() if type(module).__name__ in names]:
         if trainer.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if trained and trainer.recompute_granularity == "full":
             layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
-        fully_shard(layer, mesh=mesh, mp_policy=policy, offload_policy=place)
-    fully_shard(root, mesh=mesh, mp_policy=policy, offload_policy=place)
+        fully_shard(layer, mesh=data, mp_policy=policy, offload_policy=place)
+    fully_shard(root, mesh=data, mp_policy=policy, offload_policy=place)
     for module in root.modules():
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses are shares of the whole step's

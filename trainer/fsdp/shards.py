@@ -1,28 +1,34 @@
 """Says which box of which tensor of a checkpoint each rank's shards hold, and cuts them out.
 
-torch shards a parameter along its first dimension: W ranks have ceil(n / W) of its n rows each, the last ones
-fewer or none. A tensor of the checkpoint is a strided view of one parameter (`checkpoint_views`), such as one
-expert of all that are joined in it.
+A tensor-parallel rank has a part of a parameter (`trainer.reference.shards`), which torch shards along its
+first dimension: W data-parallel ranks have ceil(n / W) of its n rows each, the last ones fewer or none. A
+tensor of the checkpoint is a strided view of one parameter (`checkpoint_views`), such as one expert of all
+that are joined in it; the same view of the part of a parameter is the part of the tensor, a box.
 """
 
+import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from protocol.device.checkpoint_views import checkpoint_views
 from protocol.messages import WeightPiece
-from protocol.weights.boxes import whole
+from protocol.weights.boxes import Box, whole
 from trainer.ranks.publication import Publication
-from trainer.reference.shards import local_tensor
+from trainer.reference.shards import DATA, TENSOR, local_tensor, part_shape
 
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor of the checkpoint, as a view of a parameter; offset and strides are in elements."""
+    """A tensor-parallel rank's part of a checkpoint's tensor, as a view of its part of a parameter.
+
+    Offset and strides are in elements.
+    """
 
     name: str
     """In the checkpoint."""
@@ -33,19 +39,35 @@ class TensorView:
     offset: int
     by_rows: bool
     """Whether it is a range of the parameter's rows; else it can lie in one shard only as a whole."""
+    whole: tuple[int, ...]
+    """Shape of the tensor with the parts of all ranks."""
+
+    @property
+    def is_divided(self) -> bool:
+        """Whether tensor-parallel ranks have parts of it; else each has it whole."""
+        return self.shape != self.whole
+
+    def moved(self, box: Box, rank: int) -> Box:
+        """Return the box of the whole tensor that a box of a tensor-parallel rank's part is."""
+        firsts = (rank * size * (size != total) for size, total in zip(self.shape, self.whole, strict=True))
+        return tuple((first + a, first + b) for first, (a, b) in zip(firsts, box, strict=True))
 
     def within(self, memory: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Return the view of memory that begins at element `first` of the parameter."""
         return memory.as_strided(self.shape, self.strides, self.offset - first + memory.storage_offset())
 
 
-def tensor_views(model: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[TensorView, ...]:
-    """Return the tensors of a model's checkpoint, in the order of its parameters.
+def tensor_views(
+    model: Any, parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh | None = None
+) -> tuple[TensorView, ...]:
+    """Return the tensors of a model's checkpoint, in the order of its parameters; on a mesh a rank's parts.
 
     Raises:
         SettingsError: a tensor of the checkpoint is no view of a parameter.
     """
-    blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in parameters.items()}
+    meta, tensor_ranks = functools.partial(torch.empty, device="meta"), mesh[TENSOR].size() if mesh else 1
+    blank = {name: meta(part_shape(tensor, tensor_ranks)) for name, tensor in parameters.items()}
+    wholes = checkpoint_views(model, {name: meta(tensor.shape) for name, tensor in parameters.items()})
     owners = {tensor.untyped_storage()._cdata: name for name, tensor in blank.items()}
     order = {name: place for place, name in enumerate(blank)}
     views = []
@@ -55,7 +77,8 @@ def tensor_views(model: Any, parameters: Mapping[str, torch.Tensor]) -> tuple[Te
         row = math.prod(blank[owner].shape[1:])
         is_range = view.ndim == blank[owner].ndim and strides == blank[owner].stride()
         by_rows = is_range and shape[1:] == blank[owner].shape[1:] and view.storage_offset() % row == 0
-        views.append(TensorView(name, owner, shape, strides, int(view.storage_offset()), by_rows))
+        of = tuple(wholes[name].shape)
+        views.append(TensorView(name, owner, shape, strides, int(view.storage_offset()), by_rows, of))
     return tuple(sorted(views, key=lambda view: order[view.parameter]))
 
 
@@ -63,7 +86,7 @@ def plain_views(parameters: Mapping[str, torch.Tensor]) -> tuple[TensorView, ...
     """Return parameters that are tensors of a checkpoint as they are."""
     blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in parameters.items()}
     return tuple(
-        TensorView(name, name, tuple(tensor.shape), tensor.stride(), 0, by_rows=True)
+        TensorView(name, name, tuple(tensor.shape), tensor.stride(), 0, True, tuple(tensor.shape))
         for name, tensor in blank.items()
     )
 
@@ -76,41 +99,62 @@ def shard_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """The pieces of the checkpoint's tensors that each rank publishes."""
+    """The pieces of the checkpoint's tensors that each rank has."""
 
     views: tuple[TensorView, ...]
     parts: tuple[tuple[WeightPiece, ...], ...]
+    """By data-parallel rank; the boxes are those of a tensor-parallel rank's parts."""
+    tensor_ranks: int
 
     @classmethod
     def make(
-        cls, views: Sequence[TensorView], parameters: Mapping[str, torch.Tensor], ranks: int
+        cls, views: Sequence[TensorView], parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh
     ) -> "ShardPlan | None":
-        """Return the plan for shards on `ranks` ranks; None if a tensor lies in several, but not by rows."""
+        """Return the plan of a mesh's ranks; None if a tensor lies in several shards, but not by rows."""
+        ranks, tensor_ranks = mesh[DATA].size(), mesh[TENSOR].size()
         parts: list[list[WeightPiece]] = [[] for _ in range(ranks)]
         for number, view in enumerate(views):
-            pieces = list(_pieces(number, view, parameters[view.parameter], ranks))
+            parameter = parameters[view.parameter]
+            shape = part_shape(parameter, tensor_ranks) if isinstance(parameter, DTensor) else None
+            pieces = list(_pieces(number, view, shape, ranks))
             if not pieces:
                 return None
             for rank, piece in pieces:
                 parts[rank].append(piece)
-        return cls(tuple(views), tuple(map(tuple, parts)))
+        return cls(tuple(views), tuple(map(tuple, parts)), tensor_ranks)
 
     def publication(self) -> Publication:
-        """Return what the ranks publish."""
+        """Return what the ranks publish, the tensor-parallel ones of a replica one after the other."""
+        parts = (self.published(rank) for rank in range(len(self.parts) * self.tensor_ranks))
+        pieces = tuple(tuple(piece for piece, _ in part) for part in parts)
         return Publication(
-            tuple(view.name for view in self.views), tuple(view.shape for view in self.views), self.parts
+            tuple(view.name for view in self.views), tuple(view.whole for view in self.views), pieces
         )
 
-    def cut(self, parameters: Mapping[str, torch.Tensor], rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield a rank's pieces with the names of their tensors, as views of its shards."""
-        for piece in self.parts[rank]:
+    def published(self, rank: int) -> Iterator[tuple[WeightPiece, WeightPiece]]:
+        """Yield the pieces of whole tensors that a rank publishes, each also as one of the rank's part.
+
+        The first tensor-parallel rank publishes what none of them divides.
+        """
+        data, tensor = divmod(rank, self.tensor_ranks)
+        for piece in self.parts[data]:
+            view = self.views[piece.tensor]
+            if view.is_divided or tensor == 0:
+                yield WeightPiece(piece.tensor, view.moved(piece.box, tensor)), piece
+
+    def cut(
+        self, parameters: Mapping[str, torch.Tensor], rank: int, pieces: Iterable[WeightPiece]
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield pieces of a data-parallel rank with the names of their tensors, as views of its shards."""
+        for piece in pieces:
             view = self.views[piece.tensor]
             tensor = parameters[view.parameter]
             if not isinstance(tensor, DTensor):
                 yield view.name, view.within(tensor.detach())
                 continue
-            row = math.prod(tensor.shape[1:])
-            first, _ = shard_rows(tensor.shape[0], rank, len(self.parts))
+            shape = part_shape(tensor, self.tensor_ranks)
+            row = math.prod(shape[1:])
+            first, _ = shard_rows(shape[0], rank, len(self.parts))
             memory = local_tensor(tensor.detach())
             if not view.by_rows:
                 yield view.name, view.within(memory, first * row)
@@ -120,17 +164,20 @@ class ShardPlan:
 
 
 def _pieces(
-    number: int, view: TensorView, parameter: torch.Tensor, ranks: int
+    number: int, view: TensorView, shape: tuple[int, ...] | None, ranks: int
 ) -> Iterator[tuple[int, WeightPiece]]:
-    """Yield (rank, piece) of a tensor; nothing if no division into boxes is known."""
-    if not isinstance(parameter, DTensor):
+    """Yield (rank, piece) of a tensor; nothing if no division into boxes is known.
+
+    `shape` is the one of the part of its parameter; None: the parameter is no sharded one.
+    """
+    if shape is None:
         yield 0, WeightPiece(number, whole(view.shape))
         return
-    row = math.prod(parameter.shape[1:])
+    row = math.prod(shape[1:])
     steps = zip(view.shape, view.strides, strict=True)
     last = view.offset + sum((size - 1) * stride for size, stride in steps)
     for rank in range(ranks):
-        first, stop = shard_rows(parameter.shape[0], rank, ranks)
+        first, stop = shard_rows(shape[0], rank, ranks)
         if view.by_rows:
             begin = view.offset // row
             own = max(first, begin) - begin, min(stop, begin + view.shape[0]) - begin

@@ -10,12 +10,19 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
+from protocol.errors import SettingsError
 from trainer.backends.host_transfers import HostSlice, Transfers, step_chunk
 from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.fsdp.layout import TENSOR_SIZE
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.shards import local_tensor
+from trainer.reference.shards import TENSOR, copies_of, local_tensor
 
+LARGEST_DIFFERENCE = 0.05
+"""Largest relative difference of gradients that are equal but for rounding."""
+NEGLIGIBLE = 1e-6
+"""Share of the largest gradient below which there is only rounding."""
 CLIP_EPS = 1e-6
 """Added to the norm in the factor that clips, as torch does."""
 
@@ -38,30 +45,80 @@ class ShardSlice(HostSlice):
         return self.parameter.grad is not None
 
 
-class HostStepper(MasterStepper):
+class ShardStepper(MasterStepper):
+    """Optimizer of shards where they are; ranks tell each other norms by the device of their passes."""
+
+    def __init__(
+        self, trained: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, mesh: DeviceMesh
+    ) -> None:
+        """Step parameters that are float32, sharded over a mesh or whole."""
+        super().__init__(trained, trained, config, ())
+        ranks, tensor_ranks = mesh.size(), mesh[TENSOR].size()
+        self._device, self._mesh = torch.device(mesh.device_type), mesh
+        self._copies = {name: copies_of(p, ranks, tensor_ranks) for name, p in self.masters.items()}
+        self._compared = tensor_ranks == 1
+
+    @torch.no_grad()
+    def _clip(self, limit: float) -> float:
+        if not self._compared:
+            self._compare_copies()
+            self._compared = True
+        shards: dict[int, list[torch.Tensor]] = {}
+        for name, master in self.masters.items():
+            if master.grad is not None:
+                shards.setdefault(self._copies[name], []).append(local_tensor(master.grad))
+        square = torch.zeros((), device=self._device)
+        for copies, gradients in shards.items():
+            square += torch.nn.utils.get_total_norm(gradients).square().to(self._device) / copies
+        dist.all_reduce(square)
+        norm = math.sqrt(float(square))
+        if (factor := limit / (norm + CLIP_EPS)) < 1.0:
+            torch._foreach_mul_([one for gradients in shards.values() for one in gradients], factor)
+        return norm
+
+    def _compare_copies(self) -> None:
+        """Compare gradients of what tensor-parallel ranks have whole: equal, if the plan adds up all of them.
+
+        Raises:
+            SettingsError: names the first parameter where they differ.
+        """
+        names = [name for name, p in self.masters.items() if self._copies[name] > 1 and p.grad is not None]
+        found = []
+        for name in names:
+            own = local_tensor(self.masters[name].grad).to(self._device)  # type: ignore[arg-type]
+            total = own.clone()
+            dist.all_reduce(total, group=self._mesh.get_group(TENSOR))
+            mean = total / self._mesh[TENSOR].size()
+            found.append(torch.stack([(own - mean).norm(), mean.norm()]))
+        norms = torch.stack(found)
+        dist.all_reduce(norms, dist.ReduceOp.MAX)
+        least = NEGLIGIBLE * float(norms[:, 1].max())
+        for name, (difference, norm) in zip(names, norms.tolist(), strict=True):
+            if difference > LARGEST_DIFFERENCE * max(norm, least):
+                raise SettingsError(
+                    f"setting {TENSOR_SIZE}: {self._mesh[TENSOR].size()}: ranks have different gradients of "
+                    f"{name}, so transformers' plan for this type of model is incomplete; set it to 1"
+                )
+
+
+class HostStepper(ShardStepper):
     """Optimizer in host memory of parameters on a device; the interface is `MasterStepper`'s.
 
     The gradient's norm is computed on the device; a chunk of gradients at a time is stepped on the host.
     """
 
     def __init__(
-        self, trained: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, device: torch.device
+        self, trained: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, mesh: DeviceMesh
     ) -> None:
-        """Copy this rank's shards to the host.
-
-        Args:
-            trained: float32, sharded or whole.
-            config: settings of the optimizer.
-            device: of the parameters.
-        """
+        """Copy this rank's shards from the device of its passes to the host."""
         self._held = {
             name: torch.nn.Parameter(local_tensor(parameter.detach()).cpu().clone())
             for name, parameter in trained.items()
         }
-        super().__init__(trained, trained, config, ())
+        super().__init__(trained, config, mesh)
         _fuse(self.optimizer)
         slices = [ShardSlice(parameter, self._held[name]) for name, parameter in trained.items()]
-        self._transfers = Transfers(slices, device, arriving=torch.float32, leaving=torch.float32)
+        self._transfers = Transfers(slices, self._device, arriving=torch.float32, leaving=torch.float32)
 
     def stepped(self, name: str) -> torch.nn.Parameter:
         return self._held[name]
@@ -79,43 +136,31 @@ class HostStepper(MasterStepper):
             step_chunk(self.optimizer, chunk, gradients)
 
 
-class HeldStepper(MasterStepper):
-    """Optimizer of shards that are in host memory; ranks tell each other norms by their devices."""
+class HeldStepper(ShardStepper):
+    """Optimizer of shards that are in host memory."""
 
     def __init__(
-        self, trained: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, device: torch.device
+        self, trained: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, mesh: DeviceMesh
     ) -> None:
-        """Step parameters where they are; `device` is the one of the passes."""
-        super().__init__(trained, trained, config, ())
+        """Step parameters where they are."""
+        super().__init__(trained, config, mesh)
         _fuse(self.optimizer)
-        self._device = device
 
     def tensors(self) -> list[torch.Tensor]:
         return []
-
-    @torch.no_grad()
-    def _clip(self, limit: float) -> float:
-        gradients = [local_tensor(p.grad) for p in self.masters.values() if p.grad is not None]
-        square = torch.nn.utils.get_total_norm(gradients).square().to(self._device)
-        dist.all_reduce(square)
-        norm = math.sqrt(float(square))
-        if (factor := limit / (norm + CLIP_EPS)) < 1.0:
-            torch._foreach_mul_(gradients, factor)
-        return norm
 
 
 def make_stepper(
     trained: Mapping[str, torch.nn.Parameter],
     config: OptimizerConfig,
     trainer: TrainerConfig,
-    device: torch.device,
+    mesh: DeviceMesh,
 ) -> MasterStepper:
     """Return the optimizer of parameters, float32, sharded or whole, that passes need on a device."""
-    if config.cpu_offload and not trainer.offload_parameters:
-        return HostStepper(trained, config, device)
-    if config.cpu_offload:
-        return HeldStepper(trained, config, device)
-    return MasterStepper(trained, trained, config, ())
+    if not config.cpu_offload:
+        return ShardStepper(trained, config, mesh)
+    kind = HeldStepper if trainer.offload_parameters else HostStepper
+    return kind(trained, config, mesh)
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:

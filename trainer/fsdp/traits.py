@@ -39,8 +39,14 @@ class Traits:
         return OutputLayer(model.get_output_embeddings()) if self.leaves_logits else None
 
 
-def probe(model: Any, device: torch.device) -> Traits:
-    """Compute a few tokens with a sharded model, in float32, on a device. A collective."""
+def probe(model: Any, device: torch.device, *, divided: bool = False) -> Traits:
+    """Compute a few tokens with a sharded model, in float32, on a device. A collective.
+
+    One that tensor-parallel ranks divide computes otherwise with gradients, so it makes such a pass, too.
+    """
+    if divided:
+        _outputs(model, torch.arange(SAMPLE, device=device)[None] % model.config.vocab_size)
+        model.reshard()
     with torch.no_grad():
         traits = Traits(OutputLayer.suits(model, device), _packing_refusal(model, device))
     model.reshard()

@@ -1,7 +1,7 @@
 """Saves and loads the training state of transformers models, bit for bit: a safetensors file for each rank.
 
-A tensor that is sharded over the ranks is in each file with the rows that the rank has; it is loaded on any
-number of ranks.
+A tensor that is sharded over the ranks is in each file with the rows that the rank has of the part of its
+tensor-parallel rank; it is loaded on any number of ranks.
 """
 
 import json
@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 from protocol.errors import SettingsError
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.shards import local_tensor
+from trainer.reference.shards import DATA, TENSOR, Cut, joined, local_tensor, part_of, part_shape, tensor_cut
 from trainer.storage.host_state import HostCopies, HostState
 
-IDENTITY, SHARDED = "identity", "sharded"
+IDENTITY, SHARDED, CUTS, TENSOR_RANKS = "identity", "sharded", "cuts", "tensor_ranks"
 MASTER, OPTIMIZER, RNG, STEPS = "master.", "optimizer.", "rng.", "steps"
 
 
@@ -38,7 +38,8 @@ def copy_state(
     """Return this rank's part of a checkpoint, copied to host memory.
 
     Tensors are `master.NAME`, `optimizer.KEY.NAME` (absent before the first step), `steps` that were made,
-    `rng.cpu` and `rng.cuda`. The file's metadata has `identity`, and the names of sharded tensors.
+    `rng.cpu` and `rng.cuda`. The file's metadata has `identity`, the names of sharded tensors, and of those
+    that tensor-parallel ranks divide how they do.
 
     Raises:
         SettingsError: an optimizer keeps something else than tensors and numbers of a parameter.
@@ -56,8 +57,10 @@ def copy_state(
     tensors[RNG + "cpu"] = torch.get_rng_state()
     if device.type == "cuda":
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state(device)
+    cuts = {name: cut for name, p in stepper.masters.items() if (cut := tensor_cut(p))}
+    divided = {CUTS: cuts, TENSOR_RANKS: _tensor_ranks(stepper.masters)} if cuts else {}
     # one key: safetensors writes several in any order
-    facts = json.dumps({IDENTITY: identity, SHARDED: sorted(sharded)}, sort_keys=True)
+    facts = json.dumps({IDENTITY: identity, SHARDED: sorted(sharded), **divided}, sort_keys=True)
     return HostState(
         {rank_file(rank): copies.copy_all((name, local_tensor(tensor)) for name, tensor in tensors.items())},
         {IDENTITY: facts},
@@ -119,6 +122,8 @@ class _Saved:
                 f"{_listed(identity)}"
             )
         self._sharded = frozenset(facts[SHARDED])
+        self._cuts: dict[str, Cut] = {name: tuple(cut) for name, cut in facts.get(CUTS, {}).items()}
+        self._tensor_ranks = int(facts.get(TENSOR_RANKS, 1))
 
     def names(self, prefix: str) -> list[str]:
         """Return the names of tensors that begin with a prefix, sorted."""
@@ -141,9 +146,17 @@ class _Saved:
         if not isinstance(master, DTensor):
             local.copy_(self.whole(name))
             return
-        ranks, rank = master.device_mesh.size(), master.device_mesh.get_local_rank()
-        first = min(rank * -(-master.shape[0] // ranks), master.shape[0])
-        local.copy_(self._rows(name, first, first + local.shape[0]))
+        tensor_ranks, tensor_rank = _tensor_ranks({"": master}), 0
+        if tensor_cut(master):
+            tensor_rank = master.device_mesh.get_local_rank(TENSOR)
+        data = master.device_mesh[DATA] if master.device_mesh.ndim > 1 else master.device_mesh
+        rows = part_shape(master, tensor_ranks)[0]
+        first = min(data.get_local_rank() * -(-rows // data.size()), rows)
+        if tensor_ranks == (self._tensor_ranks if self._cut(name) else 1):
+            local.copy_(self._rows(name, first, first + local.shape[0], tensor_rank))
+            return
+        part = part_of(self.whole(name), tensor_cut(master), tensor_rank, tensor_ranks)
+        local.copy_(part[first : first + local.shape[0]])
 
     def state_of(self, name: str, stepped: torch.Tensor, master: torch.Tensor) -> torch.Tensor | int | float:
         """Return an entry of the state of a tensor where its optimizer has it.
@@ -161,9 +174,12 @@ class _Saved:
 
     def whole(self, name: str) -> torch.Tensor:
         """Return a saved tensor, its shards joined."""
-        files = self._files if name in self._sharded else self._files[:1]
-        parts: list[torch.Tensor] = [file.get_tensor(name) for file in files]
-        return torch.cat(parts) if len(parts) > 1 else parts[0]
+        cut = self._cut(name)
+        shards = [
+            [file.get_tensor(name) for file in self._files_of(name, rank)]
+            for rank in range(self._tensor_ranks if cut else 1)
+        ]
+        return joined([torch.cat(part) if len(part) > 1 else part[0] for part in shards], cut)
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
         """Return the random states of a rank; none if the checkpoint was made by fewer ranks."""
@@ -172,11 +188,23 @@ class _Saved:
         file = self._files[rank]
         return {name: file.get_tensor(name) for name in file.keys() if name.startswith(RNG)}  # noqa: SIM118
 
-    def _rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+    def _cut(self, name: str) -> Cut | None:
+        """Return how tensor-parallel ranks divided a tensor; moments are divided as their masters."""
+        if name not in self._sharded:
+            return None
+        name = name.removeprefix(MASTER)
+        return self._cuts.get(name.split(".", 2)[2] if name.startswith(OPTIMIZER) else name)
+
+    def _files_of(self, name: str, tensor_rank: int) -> list[Any]:
+        """Return the files with the shards of a tensor-parallel rank's part of a tensor."""
+        return self._files[tensor_rank :: self._tensor_ranks] if name in self._sharded else self._files[:1]
+
+    def _rows(self, name: str, start: int, stop: int, tensor_rank: int) -> torch.Tensor:
+        """Return rows of a tensor-parallel rank's part of a tensor."""
         if name not in self._sharded:
             return self.whole(name)[start:stop]
         rows, first = [], 0
-        for file in self._files:
+        for file in self._files_of(name, tensor_rank):
             part = file.get_slice(name)
             count = part.get_shape()[0]
             begin, end = max(start - first, 0), min(stop - first, count)
@@ -186,11 +214,19 @@ class _Saved:
         return torch.cat(rows) if rows else self._files[0].get_slice(name)[:0]
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        files = self._files if name in self._sharded else self._files[:1]
-        shapes = [file.get_slice(name).get_shape() for file in files]
-        if len(files) == 1:
-            return tuple(shapes[0])
-        return (sum(shape[0] for shape in shapes), *shapes[0][1:])
+        shapes = [file.get_slice(name).get_shape() for file in self._files_of(name, 0)]
+        shape = list(shapes[0])
+        if len(shapes) > 1:
+            shape[0] = sum(other[0] for other in shapes)
+        if cut := self._cut(name):
+            shape[cut[0]] *= self._tensor_ranks
+        return tuple(shape)
+
+
+def _tensor_ranks(masters: Mapping[str, torch.Tensor]) -> int:
+    """Return the tensor-parallel ranks that divide masters; 1 where none is divided."""
+    meshes = (m.device_mesh for m in masters.values() if isinstance(m, DTensor) and tensor_cut(m))
+    return next((mesh[TENSOR].size() for mesh in meshes), 1)
 
 
 def _as_tensor(value: object, what: str) -> torch.Tensor:

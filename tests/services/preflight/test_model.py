@@ -107,3 +107,28 @@ def test_layouts_and_engines_that_a_state_rules_out_are_found(
     settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *overrides)
     problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
     assert any(words in problem for problem in problems)
+
+
+@pytest.mark.parametrize(
+    ("name", "overrides", "words"),
+    [
+        ("qwen2", (), ""),
+        ("qwen2", ("trainer.compile=true",), "ranks of trainer.backend 'fsdp' are not compiled"),
+        ("qwen2", ("lora.rank=2",), "ranks of trainer.backend 'fsdp' have no adapters"),
+        (
+            "qwen2",
+            ("parallel.pipeline_model_parallel_size=2",),
+            "has data-parallel and tensor-parallel ranks",
+        ),
+        ("qwen2-tied", (), "it does not divide the model's num_key_value_heads 1"),
+        ("gpt-oss", (), "transformers has no tensor-parallel plan for model_type 'gpt_oss'"),
+    ],
+)
+def test_layers_that_tensor_parallel_ranks_cannot_divide_are_found(
+    name: str, overrides: tuple[str, ...], words: str, tmp_path: Path
+) -> None:
+    model = save_model(name, tmp_path)
+    given = ("trainer.backend=fsdp", "parallel.tensor_model_parallel_size=2", *overrides)
+    settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *given)
+    problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
+    assert [words in problem for problem in problems if "parallel" in problem] == [True] * bool(words)

@@ -60,6 +60,11 @@ def test_a_model_of_transformers_is_sharded_over_all_gpus(tmp_path: Path) -> Non
     assert sizes.parameters == sum(weight.numel() for weight in make_model("qwen2").parameters())
     assert sizes.apart == {"reference": 2 * sizes.parameters // 2}  # bfloat16
     assert sizes.engines == []
+    halves = [*given[:2], "parallel.tensor_model_parallel_size=2"]
+    (layout,) = size_run(CONFIG, halves, gpus=4, gpu_gb=80).layouts
+    assert layout.parallel == ParallelConfig(data_parallel_size=2, tensor_model_parallel_size=2)
+    with pytest.raises(SettingsError, match="size: 2: it does not divide the policy's 5 GPUs"):
+        size_run(CONFIG, halves, gpus=5, gpu_gb=80)
     small = size_run(CONFIG, given, gpus=5, gpu_gb=0.01)
     assert small.remedy.startswith("the trainer does not fit on its device")
     assert "engine " not in render_sizes(small)

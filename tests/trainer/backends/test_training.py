@@ -10,8 +10,9 @@ import torch
 import transformers
 from safetensors.torch import load_file
 
-from tests.trainer.fsdp.ranks import MODELS
-from tests.trainer.megatron.layout_runs import SHARDED, Runs, marks_of, same_bits
+from tests.trainer.fsdp import ranks as sharded_ranks
+from tests.trainer.fsdp.ranks import SHARDED
+from tests.trainer.megatron.layout_runs import Runs, marks_of, same_bits
 from tests.trainer.megatron.layouts import LAYOUTS, models_of
 from tests.trainer.megatron.models import make_batch, make_model, plain_logprobs, step_batch, tensors_of
 
@@ -22,13 +23,9 @@ EACH = pytest.mark.parametrize(
     [
         pytest.param(layout, model, marks=marks_of(layout))
         for layout in (*LAYOUTS, *SHARDED)
-        for model in (MODELS if layout in SHARDED else models_of(layout))
+        for model in (sharded_ranks.models_of(layout) if layout in SHARDED else models_of(layout))
     ],
 )
-
-
-def world_size(layout: str) -> int:
-    return SHARDED[layout] if layout in SHARDED else LAYOUTS[layout].world_size
 
 
 @EACH
@@ -44,7 +41,7 @@ def test_logprobs_equal_hugging_face(runs: Runs, layout: str, model: str) -> Non
     of_ranks = load_file(runs(layout) / model / "logprobs.safetensors")["first"]
     logprobs = of_ranks.amin(0)  # 0 on the ranks of other replicas
     assert all(((row == logprobs) | (row == 0)).all() for row in of_ranks)
-    replicas = SHARDED.get(layout) or LAYOUTS[layout].data_parallel_size
+    replicas = (LAYOUTS | SHARDED)[layout].data_parallel_size
     assert ((of_ranks != 0).sum(0) == len(of_ranks) // replicas * (logprobs != 0)).all()
     batch = make_batch(model, 0)
     with torch.no_grad():
@@ -86,7 +83,7 @@ def test_engine_ranks_get_their_slices_from_the_ranks_that_hold_them(
     runs: Runs, layout: str, model: str
 ) -> None:
     """The ranks have compared what arrived with the export."""
-    directory, ranks = runs(layout) / model, world_size(layout)
+    directory, ranks = runs(layout) / model, (LAYOUTS | SHARDED)[layout].world_size
     if ranks == 1:
         assert not (directory / "published.json").exists()
         return

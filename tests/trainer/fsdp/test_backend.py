@@ -14,15 +14,21 @@ from tests.trainer.exports import read_export
 from tests.trainer.fsdp.ranks import (
     ADAPTED,
     BFLOAT16,
+    DIVIDED,
+    FROM,
     MODELS,
+    MOVED,
     OFFLOADED,
     OFFLOADS,
+    RECOMPUTED,
     SEEDS,
+    SHARDED,
     SHARING,
     make_backend,
+    models_of,
 )
 from tests.trainer.lora.oracle import LORA, targets_of, trained_by_hand
-from tests.trainer.megatron.layout_runs import IF_CHANGED, Runs
+from tests.trainer.megatron.layout_runs import IF_CHANGED, Runs, marks_of
 from tests.trainer.megatron.models import (
     make_batch,
     make_model,
@@ -34,6 +40,7 @@ from tests.trainer.megatron.ranks import ALGORITHM, STEPS
 from trainer.lora import merged
 
 RANKS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
+LAYOUTS = [*RANKS, "tp2", pytest.param("tp2-dp2", marks=pytest.mark.slow)]
 
 pytestmark = [
     pytest.mark.xdist_group("layouts"),  # one process forks the ranks of all
@@ -41,12 +48,12 @@ pytestmark = [
 ]
 
 
-Results = Callable[[int], Path]
+Results = Callable[[int | str], Path]
 
 
 @pytest.fixture
 def results(runs: Runs) -> Results:
-    """Results by number of ranks."""
+    """Results by number of data-parallel ranks, or by layout."""
     return lambda ranks: runs(f"fsdp-{ranks}")
 
 
@@ -89,32 +96,58 @@ def test_a_checkpoint_is_divided_between_the_ranks(results: Results, ranks: int)
     assert max(rows) == -(-131 // ranks)
 
 
-@pytest.mark.parametrize("ranks", RANKS[1:])
-@pytest.mark.parametrize("model", MODELS)
-def test_one_rank_continues_what_several_saved(runs: Runs, results: Results, ranks: int, model: str) -> None:
+SEVERAL = [
+    pytest.param(layout, model, marks=marks_of(layout))
+    for layout in SHARDED
+    for model in models_of(layout)
+    if layout != "fsdp-1"
+]
+
+
+@pytest.mark.parametrize(("layout", "model"), SEVERAL)
+def test_one_rank_continues_what_several_saved(runs: Runs, layout: str, model: str) -> None:
+    directory = runs(layout) / model
     backend = make_backend(runs.models / model)
-    backend.restore(results(ranks) / model / "after-one")
+    backend.restore(directory / "after-one")
     for step in range(1, STEPS):
         backend.train_step(step_batch(model, step))
-    found, expected = dict(backend.export()), load_file(results(ranks) / model / "after.safetensors")
+    found, expected = dict(backend.export()), load_file(directory / "after.safetensors")
     backend.close()
     assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-6
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_layers_computed_again_change_nothing(results: Results, ranks: int) -> None:
-    again = load_file(results(ranks) / "recompute" / "after.safetensors")
-    kept = load_file(results(ranks) / MODELS[0] / "after.safetensors")
+@pytest.mark.parametrize("layout", [pytest.param(layout, marks=marks_of(layout)) for layout in FROM])
+@pytest.mark.parametrize("model", MOVED)
+def test_a_layout_continues_what_another_one_saved(runs: Runs, layout: str, model: str) -> None:
+    found = load_file(runs(layout) / model / "went-on.safetensors")
+    expected = load_file(runs(FROM[layout]) / model / "after.safetensors")
+    assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-6
+
+
+@pytest.mark.parametrize("layout", LAYOUTS[len(RANKS) :])
+def test_a_plan_that_fails_or_leaves_out_a_gradient_is_refused_before_the_first_update(
+    results: Results, layout: str
+) -> None:
+    text = (results(layout) / "left-out.txt").read_text()
+    assert "different gradients of model.layers.0.self_attn.q_norm.weight" in text
+    text = (results(layout) / "failed.txt").read_text()
+    assert "a pass by transformers' plan for model_type 'granite_swa' fails: aten" in text
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_layers_computed_again_change_nothing(results: Results, layout: int | str) -> None:
+    again = load_file(results(layout) / "recompute" / "after.safetensors")
+    kept = load_file(results(layout) / RECOMPUTED / "after.safetensors")
     assert max((again[name] - kept[name]).abs().max().item() for name in kept) < 1e-6
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("offload", OFFLOADS)
 def test_training_with_a_part_in_host_memory_equals_plain_torch(
-    runs: Runs, results: Results, ranks: int, offload: str
+    runs: Runs, results: Results, layout: int | str, offload: str
 ) -> None:
     """Continued from its own checkpoint, or from the one of an optimizer on the device, too."""
-    directory, (_, expected) = results(ranks) / "offload" / offload, runs.plain(OFFLOADED, balanced=False)
+    directory, (_, expected) = results(layout) / "offload" / offload, runs.plain(OFFLOADED, balanced=False)
     after, restored, other = (
         load_file(directory / f"{name}.safetensors") for name in ("after", "restored", "from-device")
     )
@@ -138,16 +171,25 @@ def test_one_rank_continues_on_its_device_what_several_stepped_on_the_host(
     assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-6
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-@pytest.mark.parametrize("model", SHARING)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", sorted(SHARING.keys() & DIVIDED))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_tokens_that_are_computed_once_give_what_rows_give(
-    results: Results, ranks: int, model: str, seed: int
+    results: Results, layout: int | str, model: str, seed: int
 ) -> None:
+    assert_shared_is_rows(results(layout), model, seed)
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sinks_and_windows_share_tokens(results: Results, ranks: int, seed: int) -> None:
+    assert_shared_is_rows(results(ranks), "gpt-oss", seed)
+
+
+def assert_shared_is_rows(directory: Path, model: str, seed: int) -> None:
     """To 1e-6 of the norm; the gradients together are one vector."""
     shared, rows = (
-        load_file(results(ranks) / "shared" / model / f"{share}-{seed}.safetensors")
-        for share in ("auto", "off")
+        load_file(directory / "shared" / model / f"{share}-{seed}.safetensors") for share in ("auto", "off")
     )
     (share, padding, computed), (none, _, whole) = shared.pop("counts"), rows.pop("counts")
     assert (none, padding) == (0, 0)
@@ -161,9 +203,9 @@ def test_tokens_that_are_computed_once_give_what_rows_give(
         assert (shared[name] - gradient).norm() <= 1e-6 * scale, name
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_bfloat16_trains_float32_masters(results: Results, ranks: int) -> None:
-    directory = results(ranks) / "bfloat16"
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_bfloat16_trains_float32_masters(results: Results, layout: int | str) -> None:
+    directory = results(layout) / "bfloat16"
     before, after = load_file(directory / "before.safetensors"), load_file(directory / "after.safetensors")
     source = tensors_of(make_model(BFLOAT16))
     assert all(torch.equal(before[name], source[name].bfloat16()) for name in before)
@@ -191,4 +233,4 @@ def test_adapters_train_what_the_merged_weights_say(results: Results, ranks: int
 
 def test_a_world_of_another_size_is_refused(runs: Runs) -> None:
     with pytest.raises(SettingsError, match=r"asks for 2 processes, but 1 are running"):
-        make_backend(runs.models / MODELS[0], ranks=2)
+        make_backend(runs.models / MODELS[0], "fsdp-2")

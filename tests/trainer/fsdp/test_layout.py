@@ -1,16 +1,29 @@
-"""Tests that sizes other than the sharded ranks are refused by name."""
+"""Tests that layouts which a model does not have are refused by name."""
+
+from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from protocol.errors import SettingsError
-from trainer.config import ParallelConfig
-from trainer.fsdp.layout import check_layout
+from protocol.weights.lora import LoraConfig
+from tests.trainer.fsdp.tiny_models import save_tiny
+from tests.trainer.megatron.models import save_model
+from trainer.config import ParallelConfig, TrainerConfig
+from trainer.fsdp.layout import check_layout, division_refusal, plan_of, style_of
+from trainer.fsdp.sharding import divide
+from trainer.reference.frozen import load_model
+from trainer.reference.shards import DATA, TENSOR, joined, part_of
+
+TWO = ParallelConfig(tensor_model_parallel_size=2)
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("tensor_model_parallel_size", 2),
         ("pipeline_model_parallel_size", 3),
         ("expert_model_parallel_size", 2),
         ("sequence_parallel", True),
@@ -23,3 +36,66 @@ def test_other_ranks_are_refused_by_name(field: str, value: object) -> None:
 
 def test_sharded_ranks_pass() -> None:
     check_layout(ParallelConfig(data_parallel_size=8, use_distributed_optimizer=False))
+    check_layout(ParallelConfig(data_parallel_size=4, tensor_model_parallel_size=2))
+
+
+def test_adapters_and_compiled_layers_on_tensor_parallel_ranks_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* no adapters"):
+        check_layout(TWO, LoraConfig(rank=4))
+    with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
+        check_layout(TWO, trainer=TrainerConfig(compile=True))
+
+
+@pytest.fixture(scope="module")
+def mesh() -> Iterator[DeviceMesh]:
+    """Two tensor-parallel ranks, of which the other one is not there."""
+    dist.init_process_group("fake", rank=0, world_size=2)
+    yield init_device_mesh("cpu", (1, 2), mesh_dim_names=(DATA, TENSOR))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize(
+    ("model", "cause"),
+    [
+        ("gpt-oss", "transformers has no tensor-parallel plan for model_type 'gpt_oss'"),
+        ("qwen2-tied", "it does not divide the model's num_key_value_heads 1"),
+    ],
+)
+def test_a_model_that_cannot_be_divided_is_refused_by_name(
+    model: str, cause: str, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    blank = load_model(save_model(model, tmp_path), "model.path", blank=True)
+    with pytest.raises(SettingsError, match=f"tensor_model_parallel_size: 2: {cause}"):
+        divide(blank, mesh)
+    config = blank.config.to_dict()
+    assert division_refusal(plan_of(config), config, 2) == cause
+    assert division_refusal({}, config, 1) == ""
+
+
+def test_a_matrix_that_cannot_be_divided_is_refused_by_name(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model_dir = save_tiny("qwen2", tmp_path, intermediate_size=95)
+    blank = load_model(model_dir, "model.path", blank=True)
+    with pytest.raises(
+        SettingsError, match=r"does not divide model.layers.0.mlp.\w+.weight \(95, 64\) along"
+    ):
+        divide(blank, mesh)
+
+
+def test_a_plan_says_which_tensors_of_a_checkpoint_are_divided() -> None:
+    plan = plan_of({"model_type": "qwen3_moe"})
+    found = {
+        name: style_of(f"model.layers.3.{name}", plan)
+        for name in ("self_attn.q_proj.weight", "self_attn.o_proj.weight", "self_attn.q_norm.weight",
+                     "mlp.experts.11.up_proj.weight", "mlp.experts.11.down_proj.weight", "mlp.gate.weight")
+    }  # fmt: skip
+    assert list(found.values()) == ["colwise", "rowwise", "", "colwise", "rowwise", ""]
+    assert style_of("model.embed_tokens.weight", plan) == ""
+
+
+@pytest.mark.parametrize("cut", [None, (0, 1), (1, 1), (1, 2), (2, 3)])
+def test_parts_join_to_the_whole(cut: tuple[int, int] | None) -> None:
+    whole = torch.arange(4 * 8 * 12).view(4, 8, 12)
+    parts = [part_of(whole, cut, rank, 2) for rank in range(2)]
+    assert torch.equal(joined(parts, cut), whole)
+    if cut == (1, 2):  # gates, then inputs
+        assert torch.equal(parts[1], torch.cat([whole[:, 2:4], whole[:, 6:8]], 1))

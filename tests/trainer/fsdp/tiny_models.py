@@ -45,14 +45,14 @@ CHANGES: dict[str, dict[str, Any]] = {
 """Fields that a type needs beside them."""
 
 
-def save_tiny(model_type: str, directory: Path) -> Path:
-    """Write a model with random weights, float32; returns its directory."""
+def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
+    """Write a float32 model with random weights, and fields of its configuration; returns its directory."""
     default = AutoConfig.for_model(model_type)
     fields = {name: value for name, value in SIZES.items() if hasattr(default, name)}
     if "kv_lora_rank" in fields:  # latent attention has as many heads for keys
         fields["num_key_value_heads"] = fields["num_attention_heads"]
         fields["head_dim"] = fields["qk_rope_head_dim"]
-    config = type(default)(**fields, **CHANGES.get(model_type, {}))
+    config = type(default)(**{**fields, **CHANGES.get(model_type, {}), **changes})
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
         model = AutoModelForCausalLM.from_config(config).float()

@@ -14,8 +14,6 @@ from tests.trainer.megatron.models import ALL_MODELS, save_model, step_batch
 from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM, STEPS, restore_from, run
 
-SHARDED = {"fsdp-1": 1, "fsdp-2": 2, "fsdp-3": 3}
-"""Layout of the backend `fsdp` -> its ranks."""
 IF_CHANGED = slow_unless_changed(
     "trainer/fsdp/", "trainer/layers/", "trainer/optimizers/", "trainer/reference/", "trainer/weights/"
 )
@@ -23,8 +21,8 @@ IF_CHANGED = slow_unless_changed(
 
 
 def marks_of(layout: str) -> list[pytest.MarkDecorator]:
-    if layout in SHARDED:
-        return [pytest.mark.slow if SHARDED[layout] > 2 else IF_CHANGED]
+    if layout in sharded.SHARDED:
+        return [pytest.mark.slow if sharded.SHARDED[layout].world_size > 2 else IF_CHANGED]
     return [pytest.mark.slow] if LAYOUTS[layout].world_size > 2 or layout in SLOW else []
 
 
@@ -48,8 +46,10 @@ class Runs:
         if layout not in self._started:
             # Also when it fails: its other tests then fail on what is missing, instead of waiting once more.
             self._started.add(layout)
-            if ranks := SHARDED.get(layout):
-                self._shard(ranks, self.root / layout)
+            if layout in sharded.SHARDED:
+                if layout in sharded.FROM:
+                    self(sharded.FROM[layout])
+                self._shard(layout)
             elif LAYOUTS[layout].world_size == 1:
                 run(layout, self.models, self.root / layout)
             else:
@@ -64,12 +64,13 @@ class Runs:
                 )
         return self.root / layout
 
-    def _shard(self, ranks: int, out: Path) -> None:
+    def _shard(self, layout: str) -> None:
+        ranks, out = sharded.SHARDED[layout].world_size, self.root / layout
         if ranks == 1:
-            sharded.run(1, self.models, out)
+            sharded.run(layout, self.models, out)
             return
-        arguments = str(ranks), str(self.models), str(out)
-        launch(ranks, "tests.trainer.fsdp.ranks", *arguments, logs=self.root / f"logs-{out.name}")
+        arguments = layout, str(self.models), str(out)
+        launch(ranks, "tests.trainer.fsdp.ranks", *arguments, logs=self.root / f"logs-{layout}")
 
     def restore_back(self) -> None:
         """Restore in a single rank what the ranks of other layouts saved."""

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.trainer.megatron.launch import launch
+from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.recomputed.cases import CASES
 from tests.trainer.recomputed.naive_run import assert_naive
 from tests.trainer.recomputed.ranks import run
@@ -22,8 +23,11 @@ def test_one_rank_is_the_naive_loop(name: str, directory: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(tuple(CASES), marks=pytest.mark.slow)])
-def test_two_ranks_are_the_naive_loop(names: tuple[str, ...], directory: Path, tmp_path: Path) -> None:
-    arguments = ("fsdp", "dp2", str(directory), str(tmp_path), *names)
-    launch(2, "tests.trainer.recomputed.ranks", *arguments, logs=tmp_path / "logs")
+@pytest.mark.parametrize("layout", ["dp2", "tp2", pytest.param("tp2-dp2", marks=pytest.mark.slow)])
+def test_several_ranks_are_the_naive_loop(
+    layout: str, names: tuple[str, ...], directory: Path, tmp_path: Path
+) -> None:
+    arguments = ("fsdp", layout, str(directory), str(tmp_path), *names)
+    launch(LAYOUTS[layout].world_size, "tests.trainer.recomputed.ranks", *arguments, logs=tmp_path / "logs")
     for name in names:
         assert_naive(name, directory, tmp_path)

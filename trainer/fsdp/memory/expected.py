@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import ceil, prod
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from protocol.device.checkpoint_shapes import tensor_shapes
@@ -20,6 +21,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.backends.base import FrozenSpec, keeps_copy
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.attention_types import KNOWN_TYPES
+from trainer.fsdp.layout import plan_of, style_of
 from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
 
@@ -37,8 +39,10 @@ EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Numbers of a model, in elements."""
+    """Numbers of a tensor-parallel rank's part of a model, in elements."""
 
+    whole: int
+    """Parameters of the model."""
     parameters: int
     layer: int
     """Parameters of its largest layer."""
@@ -56,8 +60,21 @@ class ModelSize:
     """Whether it has other layers than attention."""
 
     @classmethod
-    def of(cls, shapes: Mapping[str, tuple[int, ...]], config: Mapping[str, Any]) -> "ModelSize":
-        """Return the numbers of a model, by the tensors of its checkpoint and its config.json."""
+    def of(
+        cls,
+        shapes: Mapping[str, tuple[int, ...]],
+        config: Mapping[str, Any],
+        plan: Mapping[str, str] = MappingProxyType({}),
+        ranks: int = 1,
+    ) -> "ModelSize":
+        """Return the numbers of a model.
+
+        Args:
+            shapes: of its checkpoint's tensors, by name.
+            config: config.json.
+            plan: of transformers, by which tensor-parallel ranks divide it.
+            ranks: how many these are.
+        """
         config = config.get("text_config") or config
         experts = next((config[name] for name in EXPERTS if config.get(name)), 0)
         share = (config.get("num_experts_per_tok") or experts) / experts if experts else 1.0
@@ -66,12 +83,14 @@ class ModelSize:
         for name, shape in shapes.items():
             found = LAYER.match(name)
             layer = found.group() if found else ""
-            sizes[layer] = sizes.get(layer, 0) + prod(shape)
-            kept[layer] = kept.get(layer, 0.0) + _kept(name, shape, share)
+            style = style_of(name, plan) if ranks > 1 else ""
+            sizes[layer] = sizes.get(layer, 0) + prod(shape) // (ranks if style else 1)
+            kept[layer] = kept.get(layer, 0.0) + _kept(name, shape, share, _parts(style, ranks))
         outside = sizes.pop("", 0)
         kept.pop("", None)
         hidden, vocabulary = int(config.get("hidden_size") or 0), int(config.get("vocab_size") or 0)
         return cls(
+            whole=sum(map(prod, shapes.values())),
             parameters=outside + sum(sizes.values()),
             layer=max(sizes.values(), default=0),
             outside=outside,
@@ -106,7 +125,7 @@ class ShardedWorkload:
 
     @property
     def stepped(self) -> int:
-        """Trained parameters of all models, on all ranks."""
+        """Trained parameters of all models, on all data-parallel ranks."""
         return _adapters(self.model, self.adapters) + (self.critic.parameters if self.critic else 0)
 
     def expected(self, tokens: int) -> ExpectedMemory:
@@ -161,13 +180,19 @@ class ShardedWorkload:
         return ceil(values * item) + gradients * (item + FLOAT32)
 
 
-def _kept(name: str, shape: tuple[int, ...], share: float) -> float:
+def _parts(style: str, ranks: int) -> tuple[int, int]:
+    """Return into how many parts tensor-parallel ranks divide what they keep of outputs and inputs."""
+    return ranks if style.endswith("colwise") else 1, ranks if style.endswith("rowwise") else 1
+
+
+def _kept(name: str, shape: tuple[int, ...], share: float, parts: tuple[int, int]) -> float:
     """Return the elements of a token that a matrix has as input and output; `share` is the one of experts."""
     if len(shape) < 2:
         return 0.0
+    both = shape[-2] / parts[0] + shape[-1] / parts[1]
     if ".experts." not in name:
-        return sum(shape[-2:]) if len(shape) == 2 else 0.0
-    return share * sum(shape[-2:]) * prod(shape[:-2])
+        return both if len(shape) == 2 else 0.0
+    return share * both * prod(shape[:-2])
 
 
 def _gathered(model: ModelSize) -> int:
@@ -202,8 +227,9 @@ def read_workload(
     Raises:
         SettingsError: a file cannot be read.
     """
-    policy = read_size(model_dir)
-    others = [read_size(spec.directory).parameters for spec in frozen if not spec.apart]
+    ranks = parallel.tensor_model_parallel_size
+    policy = read_size(model_dir, ranks)
+    others = [read_size(spec.directory, ranks).parameters for spec in frozen if not spec.apart]
     if keeps_copy(algorithm, adapters, frozen):
         others.append(policy.parameters)
     return ShardedWorkload(
@@ -213,12 +239,12 @@ def read_workload(
         optimizer=optimizer,
         adapters=adapters,
         others=tuple(others),
-        critic=read_size(critic_dir) if critic_dir else None,
+        critic=read_size(critic_dir, ranks) if critic_dir else None,
     )
 
 
-def read_size(model_dir: Path) -> ModelSize:
-    """Return the numbers of the model in a Hugging Face directory.
+def read_size(model_dir: Path, ranks: int = 1) -> ModelSize:
+    """Return the numbers of a tensor-parallel rank's part of the model in a Hugging Face directory.
 
     Raises:
         SettingsError: a file cannot be read.
@@ -227,4 +253,4 @@ def read_size(model_dir: Path) -> ModelSize:
         config = json.loads((model_dir / "config.json").read_text())
     except (OSError, ValueError) as error:
         raise SettingsError(f"{model_dir}: {error}") from None
-    return ModelSize.of(tensor_shapes(model_dir), config)
+    return ModelSize.of(tensor_shapes(model_dir), config, plan_of(config) if ranks > 1 else {}, ranks)

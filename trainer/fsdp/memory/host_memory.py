@@ -25,7 +25,7 @@ class ShardedHost:
     @property
     def ranks(self) -> int:
         """Ranks of one host."""
-        return self.work.parallel.data_parallel_size // self.hosts
+        return self.work.parallel.world_size // self.hosts
 
     def expected(self) -> ExpectedHostMemory:
         """Return the memory of a host, of which all have as many ranks."""
@@ -39,7 +39,7 @@ class ShardedHost:
             optimizer=self.ranks * offloads * moments * stepped,
             transfers=self.ranks * (offloads and not held) * transfer_bytes(stepped, largest, 2 * FLOAT32),
             checkpoint=self.ranks * STATE_BYTES * stepped,
-            export=work.model.parameters * ITEM_BYTES[work.trainer.dtype] // self.hosts,
+            export=work.model.whole * ITEM_BYTES[work.trainer.dtype] // self.hosts,
         )
 
     def alternatives(self) -> Iterator[tuple[str, "ShardedHost"]]:

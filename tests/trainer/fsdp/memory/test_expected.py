@@ -12,6 +12,7 @@ from transformers import AutoModelForCausalLM
 from protocol.weights.lora import LoraConfig
 from tests.trainer.fsdp.tiny_models import save_tiny
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
+from trainer.fsdp.layout import plan_of
 from trainer.fsdp.memory.expected import FLOAT32, ModelSize, ShardedWorkload, read_size
 from trainer.memory.expected import GIB, LIBRARIES, largest_budget, refusal
 
@@ -79,6 +80,25 @@ def test_a_rank_has_its_share_of_float32_parameters_gradients_and_moments(ranks:
     share = SIZE.parameters * FLOAT32 // ranks
     assert (found.gradients, found.optimizer) == (share, 2 * share)
     assert found.parameters == share + 2 * (SIZE.outside + 3 * SIZE.layer)
+
+
+def test_tensor_parallel_ranks_divide_what_the_plan_does() -> None:
+    shapes = {
+        "model.embed_tokens.weight": (1000, 64),
+        "model.layers.0.self_attn.q_proj.weight": (64, 64),
+        "model.layers.0.self_attn.o_proj.weight": (64, 64),
+        "model.layers.0.mlp.experts.0.up_proj.weight": (256, 64),
+        "model.layers.0.mlp.gate.weight": (4, 64),
+    }
+    config = {"model_type": "qwen3_moe", "hidden_size": 64, "vocab_size": 1000, "num_experts": 1}
+    half = ModelSize.of(shapes, config, plan_of(config), 2)
+    assert (half.whole, half.outside) == (64_000 + half.layer * 2 - 4 * 64, 64_000)
+    assert half.layer == 64 * 64 + 128 * 64 + 4 * 64
+    assert half.kept == 2 * (64 + 32) + (64 + 128) + (4 + 64)
+    two = ParallelConfig(tensor_model_parallel_size=2)
+    found = workload(model=half, parallel=two).expected(64)
+    assert found.optimizer == 2 * FLOAT32 * half.parameters
+    assert found.activations < workload(model=ModelSize.of(shapes, config)).expected(64).activations
 
 
 def test_each_setting_that_saves_memory_does() -> None:
