@@ -40,7 +40,7 @@ class CallOutcome(msgspec.Struct, array_like=True, frozen=True):
     scores: Sequence[Verdict]
     """One for each sample of the call. Empty if there is an error."""
     error: str = ""
-    """What the verifier raised, or how its process ended."""
+    """The error that the verifier raised, or how its process ended."""
     counts: Mapping[str, float] = {}
     """What happened, see `Notes`."""
     text: str = ""

@@ -39,8 +39,8 @@ from services.audit.second_worker import Rewards, second_worker
 from services.audit.versions import read_version
 from services.run_record.evaluations import read_evaluations
 from services.runtime.user_modules import add_user_modules
-from services.settings.clouds import CLOUDS
 from services.settings.sections import Settings
+from services.settings.sources import CLOUDS
 from trainer.backends.base import StepStats
 from trainer.functional.learning_rate import learning_rate
 from trainer.step.plan import StepPlan

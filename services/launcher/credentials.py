@@ -8,8 +8,8 @@ import re
 from collections.abc import Iterable
 
 from protocol.topics import Role
-from services.settings.clouds import CLOUDS
 from services.settings.sections import Settings
+from services.settings.sources import CLOUDS
 
 CREDENTIAL = re.compile(
     r"(^|_)(KEYS?|[A-Z]*APIKEY|TOKENS?|SECRETS?|[A-Z]*PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIALS?|PAT|CONNECTION_STRING|HEADERS)(_|$)"

@@ -12,8 +12,9 @@ from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
 from services.settings.engine_pool import check_pool, check_staging, engine_names
 from services.settings.evaluation import check_evaluation
-from services.settings.placement import check_gpus, check_roles_apart, gpu_list, reward_ranks
+from services.settings.placement import check_gpus, check_roles_apart, reward_ranks
 from services.settings.sections import Settings
+from services.settings.shared_weights import check_shared
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import WeightConfig
@@ -197,19 +198,6 @@ def _check_alternatives(settings: Settings) -> None:
         raise SettingsError("settings model.path and model.scratch exclude each other: give one")
 
 
-def check_shared(settings: Settings) -> None:
-    """Check what the transport `shared` requires of other settings; other transports pass.
-
-    Raises:
-        SettingsError: names the first setting that does not fit, and what it has to be.
-    """
-    if settings.weights.transport != TRANSPORT:
-        return
-    for is_wrong, problem in _problems_of_shared(settings):
-        if is_wrong:
-            raise SettingsError(f"setting weights.transport: with {TRANSPORT!r}, {problem}")
-
-
 def check_workers(weights: WeightConfig, rollouts: int) -> None:
     """Check a new number of rollout workers of a running `tether up`.
 
@@ -297,71 +285,6 @@ def _check_sessions(settings: Settings) -> None:
 
         check_rendering(settings.render)
         check_limits(settings.environment, settings.rollout.groups_in_flight, settings.sampling)
-
-
-def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
-    trainer, engine, services = settings.trainer, settings.engine, settings.services
-    sharing = ENGINES.having("shares_with")
-    backend = ENGINES[engine.name].shares_with if engine.name in sharing else None
-    # one rank of each on a GPU
-    ranks = engine.tensor_parallel_size if backend == "megatron" else 1
-    trainer_gpu, rollout_gpu = (
-        gpu_list(gpus)[:ranks] for gpus in (services.trainer_gpus, services.rollout_gpus)
-    )
-    return (
-        (backend is None, f"engine.name is {engine.name!r}; it has to be {' or '.join(sharing)}"),
-        (
-            trainer.backend != backend,
-            f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} "
-            f"it has to be {backend!r}",
-        ),
-        *_ranks_of_shared(settings, ranks),
-        (
-            engine.enable_sleep_mode,
-            "engine.enable_sleep_mode is true; the trainer computes with the engine's memory",
-        ),
-        (
-            services.rollouts > 1,
-            f"services.rollouts is {services.rollouts}; there can be one rollout worker",
-        ),
-        (bool(services.pool), "services.pool names rollout workers; there can be one, on [engine]"),
-        (settings.lora.rank > 0, f"lora.rank is {settings.lora.rank}; adapters are not shared"),
-        (trainer.publish_every != 1, f"trainer.publish_every is {trainer.publish_every}; it has to be 1"),
-        (trainer.updates > 1, f"a step makes {trainer.updates} updates; it has to be one"),
-        (
-            settings.optimizer.cpu_offload,
-            "optimizer.cpu_offload is true; the engine reads the masters on the device",
-        ),
-        (
-            settings.colocated.enabled,
-            "colocated.enabled is true; processes that share tensors do not take turns",
-        ),
-        (
-            trainer.dtype != engine.dtype,
-            f"trainer.dtype is {trainer.dtype}, engine.dtype {engine.dtype}; they have to be the same",
-        ),
-        (
-            trainer_gpu != rollout_gpu,
-            f"services.trainer_gpus is {services.trainer_gpus!r}, services.rollout_gpus "
-            f"{services.rollout_gpus!r}; they have to name the same GPU",
-        ),
-    )
-
-
-def _ranks_of_shared(settings: Settings, ranks: int) -> tuple[tuple[bool, str], ...]:
-    engine = settings.engine
-    tensor = settings.parallel.tensor_model_parallel_size
-    return (
-        (
-            engine.tensor_parallel_size != ranks,
-            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it has to be 1",
-        ),
-        (
-            settings.trainer_ranks != ranks or tensor != ranks,
-            f"[parallel] and [placement] ask for {settings.trainer_ranks} ranks, {tensor} of them tensor "
-            f"ranks; the trainer has to be as many tensor ranks as the engine, {ranks}",
-        ),
-    )
 
 
 CHECKS: Sequence[Callable[[Settings], object]] = (

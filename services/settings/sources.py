@@ -28,6 +28,9 @@ SHORT_NAMES = {
 OTHER_VARIABLES = frozenset({"TETHER_CONFIG", "TETHER_LOG_LEVEL", "TETHER_INSTANCE"})
 """Variables that are read elsewhere: the settings file, the log level, the name of the process in its run."""
 
+CLOUDS = ("AWS_", "GOOGLE_", "GCS_", "AZURE_")
+"""How the names of variables begin with which services reach object stores."""
+
 ABSENT = {
     "overlap_param_gather": "the weights of a step are read as a whole right after it, to be digested and "
     "published, so there is no forward pass that could hide their gathering",

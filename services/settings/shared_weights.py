@@ -1,0 +1,85 @@
+"""Checks that trainer and engine can compute with one copy of the weights."""
+
+from protocol.device.shared_layout import TRANSPORT
+from protocol.errors import SettingsError
+from rollout.engines.registry import ENGINES
+from services.settings.placement import gpu_list
+from services.settings.sections import Settings
+
+
+def check_shared(settings: Settings) -> None:
+    """Check what the transport `shared` requires of other settings; other transports pass.
+
+    Raises:
+        SettingsError: names the first setting that does not fit, and what it has to be.
+    """
+    if settings.weights.transport != TRANSPORT:
+        return
+    for is_wrong, problem in _problems_of_shared(settings):
+        if is_wrong:
+            raise SettingsError(f"setting weights.transport: with {TRANSPORT!r}, {problem}")
+
+
+def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
+    trainer, engine, services = settings.trainer, settings.engine, settings.services
+    sharing = ENGINES.having("shares_with")
+    backend = ENGINES[engine.name].shares_with if engine.name in sharing else None
+    # one rank of each on a GPU
+    ranks = engine.tensor_parallel_size if backend == "megatron" else 1
+    trainer_gpu, rollout_gpu = (
+        gpu_list(gpus)[:ranks] for gpus in (services.trainer_gpus, services.rollout_gpus)
+    )
+    return (
+        (backend is None, f"engine.name is {engine.name!r}; it has to be {' or '.join(sharing)}"),
+        (
+            trainer.backend != backend,
+            f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} "
+            f"it has to be {backend!r}",
+        ),
+        *_ranks_of_shared(settings, ranks),
+        (
+            engine.enable_sleep_mode,
+            "engine.enable_sleep_mode is true; the trainer computes with the engine's memory",
+        ),
+        (
+            services.rollouts > 1,
+            f"services.rollouts is {services.rollouts}; there can be one rollout worker",
+        ),
+        (bool(services.pool), "services.pool names rollout workers; there can be one, on [engine]"),
+        (settings.lora.rank > 0, f"lora.rank is {settings.lora.rank}; adapters are not shared"),
+        (trainer.publish_every != 1, f"trainer.publish_every is {trainer.publish_every}; it has to be 1"),
+        (trainer.updates > 1, f"a step makes {trainer.updates} updates; it has to be one"),
+        (
+            settings.optimizer.cpu_offload,
+            "optimizer.cpu_offload is true; the engine reads the masters on the device",
+        ),
+        (
+            settings.colocated.enabled,
+            "colocated.enabled is true; processes that share tensors do not take turns",
+        ),
+        (
+            trainer.dtype != engine.dtype,
+            f"trainer.dtype is {trainer.dtype}, engine.dtype {engine.dtype}; they have to be the same",
+        ),
+        (
+            trainer_gpu != rollout_gpu,
+            f"services.trainer_gpus is {services.trainer_gpus!r}, services.rollout_gpus "
+            f"{services.rollout_gpus!r}; they have to name the same GPU",
+        ),
+    )
+
+
+def _ranks_of_shared(settings: Settings, ranks: int) -> tuple[tuple[bool, str], ...]:
+    engine = settings.engine
+    tensor = settings.parallel.tensor_model_parallel_size
+    return (
+        (
+            engine.tensor_parallel_size != ranks,
+            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it has to be 1",
+        ),
+        (
+            settings.trainer_ranks != ranks or tensor != ranks,
+            f"[parallel] and [placement] ask for {settings.trainer_ranks} ranks, {tensor} of them tensor "
+            f"ranks; the trainer has to be as many tensor ranks as the engine, {ranks}",
+        ),
+    )
