@@ -32,21 +32,23 @@ class Budget:
             clock: seconds.
         """
         self._share, self._clock, self._began = share, clock, clock()
-        self._thread_s = 0.0
-        self._charged_s = 0.0
+        self.thread_s = 0.0
+        """Processor time of the audit's thread."""
+        self.charged_s = 0.0
+        """Time that was taken elsewhere."""
 
     @property
     def spent_s(self) -> float:
         """Seconds that were taken."""
-        return self._thread_s + self._charged_s
+        return self.thread_s + self.charged_s
 
     def note_thread(self) -> None:
         """Note all processor time of the calling thread, which is the audit's own."""
-        self._thread_s = time.thread_time()
+        self.thread_s = time.thread_time()
 
     def charge(self, seconds: float) -> None:
         """Add time that was taken elsewhere for the audit."""
-        self._charged_s += seconds
+        self.charged_s += seconds
 
     def covers(self, seconds: float = 0.0) -> bool:
         """Return whether there is time for work of some seconds."""

@@ -60,7 +60,7 @@ MOST_OPERATIONS = 1e12
 START_S = 0.5
 """Processor time that there has to be before an audit begins."""
 WORKER_S = 0.25
-"""Processor time in which its second worker starts; 0.2 s was measured with a verifier that imports little."""
+"""Processor time in which its second worker starts; 0.2 s with a verifier that imports little."""
 TIMES_DIGEST = 4.0
 """Times that of a digest of the trainer's weights that there has to be before it is computed."""
 MOST_DIGESTS = 1024
@@ -107,7 +107,7 @@ class LiveAudit:
     def __init__(self, settings: Settings, budget: Budget | None = None) -> None:
         """Begin without a version, within a budget; by default it is the share of the groups."""
         self._settings = settings
-        self._budget = budget or Budget(settings.audit.share)
+        self.budget = budget or Budget(settings.audit.share)
         self._share = settings.audit.share
         self._path = settings.run_dir / FILE
         self._work: asyncio.Queue[AuditedStep | WeightManifest] = asyncio.Queue(MOST_WAITING)
@@ -131,11 +131,6 @@ class LiveAudit:
         """Set at the end of the audit."""
         self._alarms: list[Alarm] = []
 
-    @property
-    def spent_s(self) -> float:
-        """Processor time of the audit so far."""
-        return self._budget.spent_s
-
     def hold(self, manifest: WeightManifest) -> None:
         """Hold a version that was published, unless another one is held whose groups may still be trained."""
         self._epoch = manifest.epoch
@@ -157,12 +152,12 @@ class LiveAudit:
 
     def wants_digest(self, plan: StepPlan) -> bool:
         """Return whether to compute the digest of the trainer's weights: if most of the time remains then."""
-        return self.is_due(plan) and self._budget.covers(TIMES_DIGEST * self._digest_s)
+        return self.is_due(plan) and self.budget.covers(TIMES_DIGEST * self._digest_s)
 
     def note_digest(self, seconds: float) -> None:
         """Note how long the trainer computed that digest."""
         self._digest_s = seconds
-        self._budget.charge(seconds)
+        self.budget.charge(seconds)
 
     def observe(
         self,
@@ -202,7 +197,7 @@ class LiveAudit:
                 while True:
                     work = await self._work.get()
                     if isinstance(work, AuditedStep) and self._rewards is None:
-                        self._budget.charge(WORKER_S)
+                        self.budget.charge(WORKER_S)
                         try:
                             self._rewards = await stack.enter_async_context(self._second_worker())
                         except TetherError as error:
@@ -232,7 +227,7 @@ class LiveAudit:
         try:
             return self._rewards(rollout) if self._rewards is not None else None
         finally:
-            self._budget.charge(time.monotonic() - began)  # of the second worker
+            self.budget.charge(time.monotonic() - began)  # of the second worker
 
     @property
     def _is_on(self) -> bool:
@@ -244,11 +239,11 @@ class LiveAudit:
 
     @property
     def _has_time(self) -> bool:
-        return self._budget.covers(0.0 if self._rewards is not None else START_S)
+        return self.budget.covers(0.0 if self._rewards is not None else START_S)
 
     def _is_stopped(self) -> bool:
-        self._budget.note_thread()
-        return self._over.is_set() or not self._budget.covers()
+        self.budget.note_thread()
+        return self._over.is_set() or not self.budget.covers()
 
     def _carry_out(self, work: AuditedStep | WeightManifest) -> list[Alarm]:
         try:
@@ -257,7 +252,7 @@ class LiveAudit:
             self._read(work)
             return []
         finally:
-            self._budget.note_thread()
+            self.budget.note_thread()
 
     def _audit(self, work: AuditedStep) -> list[Alarm]:
         auditor = self._auditor = self._auditor or self._begun()
@@ -287,7 +282,7 @@ class LiveAudit:
         if not self._reads or self._means is None or self._over.is_set():
             return
         is_loaded = self._auditor is not None and self._auditor.recomputes
-        if not is_loaded and not self._budget.covers(self._means.load_s):
+        if not is_loaded and not self.budget.covers(self._means.load_s):
             self._queued = None  # a later one is held
             return
         self._held = {}  # before the next one takes memory

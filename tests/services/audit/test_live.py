@@ -117,7 +117,7 @@ def test_version_is_held_once_there_is_time_to_load_the_models(
     for seconds, held in ((4.9, []), (5.1, [0])):
         audit = audit_of(settings_of(tmp_path), share=seconds / 100)
         audit.hold(version(0))
-        monkeypatch.setattr(audit._budget, "note_thread", lambda: None)  # the time of the tests before
+        monkeypatch.setattr(audit.budget, "note_thread", lambda: None)  # the time of the tests before
         audit._carry_out(audit._work.get_nowait())
         assert [*audit._held] == held
         audit.hold(version(1))
@@ -131,7 +131,7 @@ def test_digests_of_the_trainer_leave_most_of_the_budget(tmp_path: Path) -> None
     for _ in range(4):
         audit.note_digest(1.5)
         wanted = audit.wants_digest(plan_of(0, 7))
-    assert (wanted, audit.is_due(plan_of(0, 7)), audit.spent_s) == (False, True, 6.0)
+    assert (wanted, audit.is_due(plan_of(0, 7)), audit.budget.spent_s) == (False, True, 6.0)
     audit.note_digest(4.1)
     assert not audit.is_due(plan_of(0, 7))
 
@@ -140,7 +140,7 @@ def test_calls_of_verifiers_are_charged(tmp_path: Path) -> None:
     audit, asked = audit_of(settings_of(tmp_path)), threading.Event()
     audit._rewards = lambda rollout: asked.wait(0.05) or [1.0]
     assert audit._scored_again(None) == [1.0]  # type: ignore[arg-type]
-    assert audit.spent_s >= 0.05
+    assert audit.budget.spent_s >= 0.05
 
 
 def test_models_are_not_loaded_for_long_passes_or_quantised_engines(tmp_path: Path) -> None:
