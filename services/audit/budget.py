@@ -1,6 +1,5 @@
 """Bounds what an audit takes of a run: one thread, and a share of its time."""
 
-import math
 import threading
 import time
 from collections.abc import Callable
@@ -28,7 +27,7 @@ class Budget:
         """Begin without any time.
 
         Args:
-            share: of the time of one processor; infinite: no bound.
+            share: of the time of one processor.
             clock: seconds.
         """
         self._share, self._clock, self._began = share, clock, clock()
@@ -52,6 +51,4 @@ class Budget:
 
     def covers(self, seconds: float = 0.0) -> bool:
         """Return whether there is time for work of some seconds."""
-        if math.isinf(self._share):
-            return True
         return self.spent_s + seconds <= self._share * (self._clock() - self._began)

@@ -2,7 +2,6 @@
 
 import asyncio
 import logging
-import math
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -51,8 +50,8 @@ def settings_of(directory: Path, **sections: Any) -> Settings:
     return Settings(**given)
 
 
-def audit_of(settings: Settings, share: float = math.inf) -> LiveAudit:
-    """An audit whose budget is without bound, or a share of a time that stands at 100 s."""
+def audit_of(settings: Settings, share: float = 1e9) -> LiveAudit:
+    """An audit whose budget is a share of a time that stands at 100 s, by default more than is ever taken."""
     times = iter([0.0])
     return LiveAudit(settings, Budget(share, lambda: next(times, 100.0)))
 
