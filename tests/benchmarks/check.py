@@ -3,7 +3,7 @@
     python -m tests.benchmarks.check [--only bus,ledger,loop,real,trainer] [--found DIR]
 
 A ratio divides two figures of one run, so that it means the same on another machine, if not exactly. The exit
-code is 1 where one is more than 10 % worse than in results/, or a run failed. `--found` compares the JSON
+code is 1 where one is more than 10 % worse than in results/, or missing, or a run failed. `--found` compares the JSON
 that an earlier call left in a directory, and runs nothing.
 """
 
