@@ -3,8 +3,8 @@
     python -m tests.benchmarks.check [--only bus,ledger,loop,real,trainer] [--found DIR]
 
 A ratio divides two figures of one run, so that it means the same on another machine, if not exactly. The exit
-code is 1 where one is more than 10 % worse than in results/, or missing, or a run failed. `--found` compares the JSON
-that an earlier call left in a directory, and runs nothing.
+code is 1 where one is more than 10 % worse than in results/, or missing, or a run failed. `--found` compares
+the JSON that an earlier call left in a directory, and runs nothing.
 """
 
 import argparse
@@ -102,15 +102,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     failed = 0
     for ratio, recorded, found, worse in compare(directory, options.only):
         failed += worse > WORSE
-        verdict = (
-            "MISSING"
-            if found is None
-            else "WORSE"
-            if worse > WORSE
-            else "better"
-            if worse < -WORSE
-            else "same"
-        )
+        verdict = "WORSE" if worse > WORSE else "better" if worse < -WORSE else "same"
+        if found is None:
+            verdict = "MISSING"
         print(f"{verdict:7} {recorded:8.3f} -> {found or math.nan:8.3f}  {ratio.path} ({ratio.file})")
     print(f"{failed} more than {WORSE:.0%} worse than recorded, or missing")
     return 1 if failed else 0
