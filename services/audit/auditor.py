@@ -12,9 +12,6 @@ from dataclasses import dataclass
 import torch
 import xxhash
 
-from protocol.codec import decode_payload
-from protocol.errors import ProtocolError
-from protocol.messages import ScoredRollout
 from protocol.rollout_view import RowView
 from services.audit.alarms import Alarm, Finding
 from services.audit.evidence import ALTERNATIVES, Evidence, FalseAlarms, rate_ratios
@@ -53,13 +50,6 @@ class AuditedStep:
     """As `Unchanged.after` counted it."""
     exported: int = 0
     """Digest of the trainer's own weights after it, as they should be published; 0: not computed."""
-
-    def groups(self) -> list[tuple[ScoredRollout, int]]:
-        """Return each group with its bound, in the order of the step."""
-        command = self.command
-        return [
-            (scored_of(record), bound) for record, bound in zip(command.records, command.bounds, strict=True)
-        ]
 
 
 @dataclass(slots=True)
@@ -115,7 +105,7 @@ class Auditor:
             dtype: of the engines.
             expectations: parties that compute records again.
             shadow: makes the steps again; None: they are not.
-            stopped: whether to end early; called before each row.
+            stopped: whether to end early; called before each group and row.
         """
         self._models, self._share, self._shadow = recomputer, share, shadow
         self._expectations = expectations
@@ -144,11 +134,7 @@ class Auditor:
             versions: tensors, as published, of the versions that are still held.
         """
         number = step.plan.step
-        groups = [
-            group
-            for group in TrainedGroup.all_of(step.plan, step.groups())
-            if is_audited(group.view.group, self._share)
-        ]
+        groups = TrainedGroup.chosen(step.plan, step.command, lambda group: is_audited(group, self._share))
         found = [*self._contradictions(step)]
         for group in groups:
             if self._stopped():
@@ -203,7 +189,7 @@ class Auditor:
         for version in sorted(
             {int(v) for g in groups for row in g.view.rows for v in row.versions[row.sampled]}
         ):
-            if version not in versions:
+            if version not in versions or self._stopped():
                 continue
             model.serve(versions[version])
             better.serve(versions[version])
@@ -212,7 +198,7 @@ class Auditor:
                 temperature, scores = group.plan.temperature, dict[int, RowScores]()
                 for number, row in enumerate(group.view.rows):
                     if self._stopped():
-                        return
+                        break
                     if version not in row.versions[row.sampled] or not self._fits(group, row):
                         continue
                     scores[number] = model.score(group.view.prompt, row, temperature)
@@ -220,7 +206,8 @@ class Auditor:
                         learnt += 1
                         again = better.score(group.view.prompt, row, temperature, powers=False)
                         self.residuals.noise.learn(self._dtype, again, scores[number])
-                self.residuals.add(step, group, version, scores)
+                if scores:
+                    self.residuals.add(step, group, version, scores)
 
     def _fits(self, group: TrainedGroup, row: RowView) -> bool:
         """Return whether a row's passes have the memory; counts those that do not, and logs the first."""
@@ -272,14 +259,6 @@ def wrong_versions(lines: Iterable[Evaluation], digests: Mapping[int, int]) -> I
             where = {"set": line.set, "version": str(line.version)}
             detail = f"weights of digest {line.digest} were scored as version {line.version}"
             yield Alarm("evaluation", line.version, line.version, where, detail)
-
-
-def scored_of(record: bytes) -> ScoredRollout:
-    """Return the group of a stored record. Raises ProtocolError."""
-    message = decode_payload(record)
-    if not isinstance(message, ScoredRollout):
-        raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
-    return message
 
 
 def _detail(name: str, worst: Difference) -> str:

@@ -13,6 +13,7 @@ import os
 import threading
 import time
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,8 @@ from services.audit.auditor import (
     is_audited,
     wrong_versions,
 )
-from services.audit.recompute import recomputers, room_of
+from services.audit.budget import Budget, compute_alone
+from services.audit.recompute import Means, means_of, recomputers
 from services.audit.records import Expectations
 from services.audit.second_worker import Rewards, second_worker
 from services.audit.versions import read_version
@@ -55,10 +57,12 @@ MOST_WAITING = 2
 """Versions to read and steps to audit that may wait."""
 MOST_OPERATIONS = 1e12
 """Floating-point operations of the pass of a row, ten seconds of a processor: the run's end waits for it."""
-BEGIN_S = 10.0
-"""Processor time in which an audit may begin."""
-TIME_SHARE = 2.0
-"""Processor time that audits may then take, of one processor, as a multiple of the share of the groups."""
+START_S = 0.5
+"""Processor time that there has to be before an audit begins."""
+WORKER_S = 0.25
+"""Processor time in which its second worker starts; 0.2 s with a verifier that imports little."""
+TIMES_DIGEST = 4.0
+"""Times that of a digest of the trainer's weights that there has to be before it is computed."""
 MOST_DIGESTS = 1024
 """Versions whose digests are kept, for evaluations that come later."""
 ONE_TURN = ("single_turn",)
@@ -100,9 +104,10 @@ def is_learning(settings: Settings, step: int) -> bool:
 class LiveAudit:
     """The audit of a running trainer. `hold`, `observe` and `take_alarms` return at once."""
 
-    def __init__(self, settings: Settings) -> None:
-        """Begin without a version."""
+    def __init__(self, settings: Settings, budget: Budget | None = None) -> None:
+        """Begin without a version, within a budget; by default it is the share of the groups."""
         self._settings = settings
+        self.budget = budget or Budget(settings.audit.share)
         self._share = settings.audit.share
         self._path = settings.run_dir / FILE
         self._work: asyncio.Queue[AuditedStep | WeightManifest] = asyncio.Queue(MOST_WAITING)
@@ -114,9 +119,8 @@ class LiveAudit:
         """Epoch and version that was queued last, and is held as soon as it is read."""
         self._held: dict[int, Tensors] = {}
         self._auditor: Auditor | None = None
-        self._began = time.monotonic()
-        self._spent_s = 0.0
-        """Processor time of the audits so far."""
+        self._digest_s = 0.0
+        """Time of the last digest of the trainer's weights."""
         self._rewards: Rewards | None = None
         """None until a step is audited."""
         self._epoch = ""
@@ -145,6 +149,15 @@ class LiveAudit:
         """Return whether a step will be audited: it has an audited group, and there is time for it."""
         free = self._is_on and self._has_time and not self._work.full()
         return free and any(is_audited(group, self._share) for group in plan.trained_counts)
+
+    def wants_digest(self, plan: StepPlan) -> bool:
+        """Return whether to compute the digest of the trainer's weights: if most of the time remains then."""
+        return self.is_due(plan) and self.budget.covers(TIMES_DIGEST * self._digest_s)
+
+    def note_digest(self, seconds: float) -> None:
+        """Note how long the trainer computed that digest."""
+        self._digest_s = seconds
+        self.budget.charge(seconds)
 
     def observe(
         self,
@@ -177,17 +190,20 @@ class LiveAudit:
 
     async def audit_loop(self) -> None:
         """Audit the steps that were observed, until cancelled or an audit fails: that never ends a run."""
+        thread = ThreadPoolExecutor(1, thread_name_prefix="audit", initializer=compute_alone)
+        loop = asyncio.get_running_loop()
         try:
             async with contextlib.AsyncExitStack() as stack:
                 while True:
                     work = await self._work.get()
                     if isinstance(work, AuditedStep) and self._rewards is None:
+                        self.budget.charge(WORKER_S)
                         try:
                             self._rewards = await stack.enter_async_context(self._second_worker())
                         except TetherError as error:
                             log.warning("audit.no_second_worker error=%s", error)
                             self._rewards = lambda rollout: None
-                    found = await asyncio.to_thread(self._carry_out, work)
+                    found = await loop.run_in_executor(thread, self._carry_out, work)
                     for alarm in found:
                         log.error("audit.alarm %s", alarm.sentence())
                     self._alarms += found
@@ -195,6 +211,7 @@ class LiveAudit:
             log.exception("audit.failed: the run continues without an audit")
         finally:
             self._over.set()  # a thread that is still at work ends after its row
+            thread.shutdown(wait=False)
             self._held = {}
             if self._auditor is not None and self._auditor.rows_left_out:
                 log.warning("audit.rows_left_out rows=%d", self._auditor.rows_left_out)
@@ -206,29 +223,36 @@ class LiveAudit:
         return second_worker(config, add_user_modules(self._settings), withheld)
 
     def _scored_again(self, rollout: Rollout) -> Sequence[float | None] | None:
-        return self._rewards(rollout) if self._rewards is not None else None
+        began = time.monotonic()
+        try:
+            return self._rewards(rollout) if self._rewards is not None else None
+        finally:
+            self.budget.charge(time.monotonic() - began)  # of the second worker
 
     @property
     def _is_on(self) -> bool:
         return bool(self._share) and not self._over.is_set()
 
     @cached_property
-    def _has_room(self) -> bool:
-        return room_of(self._settings) is not None
+    def _means(self) -> Means | None:
+        return means_of(self._settings, MOST_OPERATIONS)
 
     @property
     def _has_time(self) -> bool:
-        return self._spent_s <= BEGIN_S + TIME_SHARE * self._share * (time.monotonic() - self._began)
+        return self.budget.covers(0.0 if self._rewards is not None else START_S)
+
+    def _is_stopped(self) -> bool:
+        self.budget.note_thread()
+        return self._over.is_set() or not self.budget.covers()
 
     def _carry_out(self, work: AuditedStep | WeightManifest) -> list[Alarm]:
-        began = time.thread_time()
         try:
             if isinstance(work, AuditedStep):
                 return self._audit(work)
             self._read(work)
             return []
         finally:
-            self._spent_s += time.thread_time() - began
+            self.budget.note_thread()
 
     def _audit(self, work: AuditedStep) -> list[Alarm]:
         auditor = self._auditor = self._auditor or self._begun()
@@ -244,13 +268,22 @@ class LiveAudit:
     def _begun(self) -> Auditor:
         """Return an auditor that has no models yet."""
         expectations = expectations_of(self._settings, self._scored_again)
-        dtype, stopped = self._settings.engine.dtype, self._over.is_set
-        return Auditor(None, share=self._share, dtype=dtype, expectations=expectations, stopped=stopped)
+        return Auditor(
+            None,
+            share=self._share,
+            dtype=self._settings.engine.dtype,
+            expectations=expectations,
+            stopped=self._is_stopped,
+        )
 
     def _read(self, manifest: WeightManifest) -> None:
-        """Hold a version in place of the one before, if there is room for models that can serve it."""
-        self._reads = self._reads and self._has_room
-        if not self._reads or self._over.is_set():
+        """Hold a version in place of the one before, if there are means and time for models that serve it."""
+        self._reads = self._reads and self._means is not None
+        if not self._reads or self._means is None or self._over.is_set():
+            return
+        is_loaded = self._auditor is not None and self._auditor.recomputes
+        if not is_loaded and not self.budget.covers(self._means.load_s):
+            self._queued = None  # a later one is held
             return
         self._held = {}  # before the next one takes memory
         try:

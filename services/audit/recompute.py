@@ -42,6 +42,12 @@ MODEL_BYTES = 12
 """Bytes of a parameter: float32, and the data type beside it, at most float64."""
 ADAPTED = 3
 """Times that of a model of adapters: its initial tensors are kept, and a version is merged with them."""
+PARAMETER_S = 8e-9
+"""Processor time of loading both models, seconds for each parameter; 6.3e-9 was measured with 135 M."""
+FEWEST_TOKENS = 256
+"""Tokens of a pass that the operations have to suffice for: else the models would be loaded for few rows."""
+QUANTISED = frozenset({"quantization", "kv_cache_dtype"})
+"""Arguments of engines with which they round more than their data type."""
 TABLES = 3
 """Tables [C, V] of float64 that are held at a time."""
 
@@ -163,28 +169,41 @@ class Recomputer:
         return found
 
 
-def room_of(settings: Settings) -> float | None:
-    """Return the bytes that the pass of a row may take, the models that recompute log-probabilities apart.
+@dataclass(frozen=True, slots=True)
+class Means:
+    """Means that the models which recompute log-probabilities need, and what they leave."""
 
-    None if the host lacks the memory for them, or `engine.kv` = keep has tokens rest on older versions' KV.
+    room: float
+    """Bytes that the pass of a row may take."""
+    load_s: float
+    """Processor time in which the models are loaded, seconds, about."""
+
+
+def means_of(settings: Settings, operations: float = math.inf) -> Means | None:
+    """Return the means of recomputing log-probabilities.
+
+    None if the host lacks the memory for the models, if passes of so few `operations` are too short for
+    them, if engines compute with quantised numbers, or if `engine.kv` = keep has tokens rest on older
+    versions' KV.
 
     Raises:
         EngineError: the model's files cannot be read.
     """
-    if settings.engine.kv is KvPolicy.KEEP:
+    engine = settings.engine
+    if engine.kv is KvPolicy.KEEP or QUANTISED & engine.arguments.keys():
         return None
     free = memory_available()
     parameters = sum(math.prod(shape) for shape in checkpoint_shapes(settings.model_dir).values())
     needed = parameters * MODEL_BYTES * (ADAPTED if settings.lora.rank else 1)
     room = MEMORY_SHARE * free - needed
-    if room < 0:
+    if room < 0 or operations < 2 * parameters * FEWEST_TOKENS:
         log.warning("audit.no_recompute parameters=%d free_mb=%d", parameters, free >> 20)
         return None
-    return room
+    return Means(room, PARAMETER_S * parameters)
 
 
 def recomputers(settings: Settings, operations: float = math.inf) -> tuple[Recomputer, Recomputer] | None:
-    """Load the models that recompute log-probabilities; None where there is no `room_of` them.
+    """Load the models that recompute log-probabilities; None without the means.
 
     Args:
         settings: of the run.
@@ -194,8 +213,10 @@ def recomputers(settings: Settings, operations: float = math.inf) -> tuple[Recom
         SettingsError: the model cannot be loaded.
         EngineError: its files cannot be read.
     """
-    if (room := room_of(settings)) is None:
+    if (means := means_of(settings, operations)) is None:
         return None
     kinds = torch.float32, BETTER[settings.engine.dtype]
-    first, second = (Recomputer(settings.model_dir, kind, settings.lora, room, operations) for kind in kinds)
+    first, second = (
+        Recomputer(settings.model_dir, kind, settings.lora, means.room, operations) for kind in kinds
+    )
     return first, second

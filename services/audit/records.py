@@ -10,12 +10,15 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from protocol.codec import decode_payload
+from protocol.errors import ProtocolError
 from protocol.messages import Rollout, ScoredRollout
 from protocol.rollout_view import RolloutView, decode_rollout
 from reward.workers.group_scoring import FELL_BACK, TIMED_OUT
 from services.audit.alarms import Culprit, Finding
 from trainer.config import AlgorithmConfig
 from trainer.step.plan import StepPlan
+from trainer.step.train_command import TrainCommand
 
 TOLERANCE = 1e-4
 """Allowed difference of a reward, an advantage or a weight, relative to the larger of its size and 1."""
@@ -59,14 +62,22 @@ class TrainedGroup:
     """Its rows within the step."""
 
     @classmethod
-    def all_of(cls, plan: StepPlan, groups: Sequence[tuple[ScoredRollout, int]]) -> list["TrainedGroup"]:
-        """Return the groups of a step, given with their bounds in the order of the step."""
+    def chosen(
+        cls, plan: StepPlan, command: TrainCommand, is_chosen: Callable[[int], bool]
+    ) -> list["TrainedGroup"]:
+        """Return the groups of a step whose numbers are chosen; no other record is decoded.
+
+        Raises:
+            ProtocolError: the record of one is no scored rollout.
+        """
         rows: dict[int, list[int]] = {}
         for index, sample in enumerate(plan.samples):
-            rows.setdefault(sample.row, []).append(index)
+            if is_chosen(sample.group):
+                rows.setdefault(sample.row, []).append(index)
+        scored = {place: _scored(command.records[place]) for place in rows}
         return [
-            cls(scored, decode_rollout(scored.rollout), bound, plan, tuple(rows[index]))
-            for index, (scored, bound) in enumerate(groups)
+            cls(one, decode_rollout(one.rollout), command.bounds[place], plan, tuple(rows[place]))
+            for place, one in scored.items()
         ]
 
     def finding(self, check: str, detail: str, sample: int = -1) -> Finding:
@@ -207,6 +218,13 @@ def check_group(group: TrainedGroup, expectations: Expectations) -> Iterator[Fin
     """Yield what contradicts a group's record."""
     for check in CHECKS:
         yield from check(group, expectations)
+
+
+def _scored(record: bytes) -> ScoredRollout:
+    message = decode_payload(record)
+    if not isinstance(message, ScoredRollout):
+        raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
+    return message
 
 
 def turns_of(group: TrainedGroup) -> dict[int, list[tuple[int, int]]]:

@@ -10,14 +10,16 @@ from rollout.weights.files import FileReceiver
 
 
 def read_version(manifest: WeightManifest, timeout_s: float) -> dict[str, torch.Tensor]:
-    """Return a version's tensors as they were published, by their Hugging Face names.
+    """Return copies of a version's tensors as they were published, by their Hugging Face names.
+
+    Files that the sender unlinks meanwhile are freed: no mapping outlives the call.
 
     Raises:
         WeightError: bytes are missing, or not as the manifest says.
     """
     wanted = {entry.name: (tuple((0, n) for n in entry.shape),) for entry in manifest.tensors}
     found = FileReceiver().slices(manifest, wanted, timeout_s)
-    return {piece.entry.name: piece.tensor for pieces in found for piece in pieces}
+    return {piece.entry.name: piece.tensor.clone() for pieces in found for piece in pieces}
 
 
 def merged_version(

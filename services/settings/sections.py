@@ -212,9 +212,9 @@ class ColocatedConfig:
 class AuditConfig:
     """Section `[audit]`: a share of the run is computed again by another party, and compared."""
 
-    share: Annotated[float, Interval(ge=0, le=1)] = 0.0
-    """Share of the groups that are audited, always the same ones; 0.01 is a good one. 0: none. docs/audit.md
-    has the checks."""
+    share: Annotated[float, Interval(ge=0, le=1)] = 0.01
+    """Share of the groups that are audited, always the same ones, and most of one processor's time that it
+    takes. 0: none. docs/audit.md has the checks."""
     action: Literal["warn", "stop", "quarantine"] = "warn"
     """What an alarm does besides being shown and written to RUN_DIR/alarms.jsonl. `warn`: nothing more.
     `stop`: the run halts. `quarantine`: the process of an engine that disagrees ends, and its unfinished

@@ -10,6 +10,7 @@ that engines find in the ledger.
 
 import asyncio
 import logging
+import time
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
@@ -202,9 +203,11 @@ class TrainLoop:
     async def _audit_step(self, step: TrainedStep, digest: int, manifest: WeightManifest | None) -> None:
         """Have a committed step audited, and the version that it made held."""
         exported = 0
-        if manifest is not None and self._audit.is_due(step.plan):
+        if manifest is not None and self._audit.wants_digest(step.plan):
+            began = time.monotonic()
             with self._clock.part("publish"):
                 exported = await self._runner.digest()
+            self._audit.note_digest(time.monotonic() - began)
         if step.command is not None:
             digests = self._model.digest, digest
             self._audit.observe(step.command, step.plan, step.stats, digests, exported)

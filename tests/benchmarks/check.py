@@ -3,12 +3,13 @@
     python -m tests.benchmarks.check [--only bus,ledger,loop,real,trainer] [--found DIR]
 
 A ratio divides two figures of one run, so that it means the same on another machine, if not exactly. The exit
-code is 1 where one is more than 10 % worse than in results/, or a run failed. `--found` compares the JSON
-that an earlier call left in a directory, and runs nothing.
+code is 1 where one is more than 10 % worse than in results/, or missing, or a run failed. `--found` compares
+the JSON that an earlier call left in a directory, and runs nothing.
 """
 
 import argparse
 import json
+import math
 import os
 import subprocess
 import sys
@@ -47,12 +48,17 @@ RATIOS = (
 SECTIONS = tuple(dict.fromkeys(ratio.section for ratio in RATIOS))
 
 
-def worse_by(recorded: float, found: float, *, less_is_better: bool) -> float:
-    """Return the share by which a ratio is worse than recorded, below 0 where it is better."""
+def worse_by(recorded: float, found: float | None, *, less_is_better: bool) -> float:
+    """Return the share by which a ratio is worse than recorded, below 0 where it is better.
+
+    Infinite where there is none, as without the program that it is compared with.
+    """
+    if found is None:
+        return math.inf
     return found / recorded - 1 if less_is_better else 1 - found / recorded
 
 
-def compare(directory: Path, sections: Iterable[str]) -> list[tuple[Ratio, float, float, float]]:
+def compare(directory: Path, sections: Iterable[str]) -> list[tuple[Ratio, float, float | None, float]]:
     """Return for each ratio what is recorded, what was found, and by which share it is worse.
 
     Raises:
@@ -97,8 +103,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for ratio, recorded, found, worse in compare(directory, options.only):
         failed += worse > WORSE
         verdict = "WORSE" if worse > WORSE else "better" if worse < -WORSE else "same"
-        print(f"{verdict:7} {recorded:8.3f} -> {found:8.3f}  {ratio.path} ({ratio.file})")
-    print(f"{failed} more than {WORSE:.0%} worse than recorded")
+        if found is None:
+            verdict = "MISSING"
+        print(f"{verdict:7} {recorded:8.3f} -> {found or math.nan:8.3f}  {ratio.path} ({ratio.file})")
+    print(f"{failed} more than {WORSE:.0%} worse than recorded, or missing")
     return 1 if failed else 0
 
 

@@ -43,6 +43,18 @@ def test_ratio_that_is_worse_fails_and_one_that_is_better_does_not(
     assert "WORSE " in capsys.readouterr().out
 
 
+def test_ratio_without_a_reference_on_this_machine_fails_and_is_named(
+    found: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    facts = json.loads((found / "bench.json").read_text())
+    facts["figures"]["ledger.lifecycles_per_s"]["ratio"] = None
+    (found / "bench.json").write_text(json.dumps(facts))
+    assert main(["--found", str(found), "--only", "bus,ledger"]) == 1
+    printed = capsys.readouterr().out
+    assert "MISSING    0.212 ->      nan  figures/ledger.lifecycles_per_s" in printed
+    assert printed.count("same") == 2
+
+
 def test_share_counts_from_the_recorded_ratio() -> None:
     assert worse_by(2.0, 1.8, less_is_better=False) == pytest.approx(0.1)
     assert worse_by(0.30, 0.33, less_is_better=True) == pytest.approx(0.1)

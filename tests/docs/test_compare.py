@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.docs.pages import DOCS
 
 SYSTEMS = ["tether", "verl", "slime", "prime-rl", "NeMo RL", "SkyRL", "AReaL", "TRL"]
-SOURCE = re.compile(r"\[[^\]]+\]\([^)\s]+\), \d{4}-\d{2}(-\d{2})?")
+SOURCE = re.compile(r"\[[^\]]+\]\([^)\s]+\), \d{4}-\d{2}-\d{2}")
 NOT_FOUND = re.compile(r"not found \| \d{4}-\d{2}-\d{2}")
 
 

@@ -19,8 +19,17 @@ from rollout.engines.base import EngineConfig, KvPolicy
 from rollout.engines.contract.models import tiny_model
 from services.audit import live, recompute
 from services.audit.auditor import AuditedStep, Auditor, Unchanged
-from services.audit.live import FILE, LiveAudit
-from services.audit.recompute import ADAPTED, MEMORY_SHARE, MODEL_BYTES, recomputers
+from services.audit.budget import Budget
+from services.audit.live import FILE, START_S, LiveAudit
+from services.audit.recompute import (
+    ADAPTED,
+    FEWEST_TOKENS,
+    MEMORY_SHARE,
+    MODEL_BYTES,
+    Means,
+    means_of,
+    recomputers,
+)
 from services.audit.records import Expectations, rewards
 from services.run_record.evaluations import Evaluation
 from services.settings.sections import AuditConfig, BoundConfig, ModelConfig, RunConfig, Settings
@@ -41,6 +50,12 @@ def settings_of(directory: Path, **sections: Any) -> Settings:
     return Settings(**given)
 
 
+def audit_of(settings: Settings, share: float = 1e9) -> LiveAudit:
+    """An audit whose budget is a share of a time that stands at 100 s, by default more than is ever taken."""
+    times = iter([0.0])
+    return LiveAudit(settings, Budget(share, lambda: next(times, 100.0)))
+
+
 def version(number: int, epoch: str = "epoch") -> WeightManifest:
     """A version that was published as files."""
     return WeightManifest(
@@ -54,10 +69,15 @@ def taken(audit: LiveAudit) -> list[Any]:
     return [one.unchanged if isinstance(one, AuditedStep) else one.version for one in found]
 
 
-def observe(audit: LiveAudit, step: int, digests: tuple[int, int]) -> None:
-    """Have a step observed that has no group."""
+def plan_of(step: int, *groups: int) -> Any:
+    """A plan of a step that trained some groups."""
+    return SimpleNamespace(step=step, trained_counts={group: {} for group in groups})
+
+
+def observe(audit: LiveAudit, step: int, digests: tuple[int, int], *groups: int) -> None:
+    """Have a step observed, by default one without a group."""
     stats: StepStats = StepStats(trained_tokens=1, loss=0.0, grad_norm=1.0)
-    audit.observe(None, SimpleNamespace(step=step, trained_counts={}), stats, digests)  # type: ignore[arg-type]
+    audit.observe(None, plan_of(step, *groups), stats, digests)  # type: ignore[arg-type]
 
 
 def audited(audit: LiveAudit, digests: tuple[int, int], exported: int = 0) -> list[str]:
@@ -70,7 +90,7 @@ def audited(audit: LiveAudit, digests: tuple[int, int], exported: int = 0) -> li
 
 
 def test_version_that_waits_is_not_replaced_before_its_groups_are_trained(tmp_path: Path) -> None:
-    audit = LiveAudit(settings_of(tmp_path))
+    audit = audit_of(settings_of(tmp_path))
     for number in (0, 1):
         audit.hold(version(number))
     assert taken(audit) == [0]
@@ -80,12 +100,69 @@ def test_version_that_waits_is_not_replaced_before_its_groups_are_trained(tmp_pa
     assert taken(audit) == [2, 1]
 
 
+def test_nothing_is_begun_before_the_budget_covers_it(tmp_path: Path) -> None:
+    for seconds, begins in ((START_S - 0.01, False), (START_S, True)):
+        audit = audit_of(settings_of(tmp_path), share=seconds / 100)
+        audit.hold(version(0))
+        observe(audit, 0, MOVED, 7)
+        assert taken(audit) == ([0, 0] if begins else [])
+
+
+def test_version_is_held_once_there_is_time_to_load_the_models(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(live, "means_of", lambda settings, operations: Means(1.0, load_s=5.0))
+    monkeypatch.setattr(live, "read_version", lambda manifest, timeout_s: {})
+    for seconds, held in ((4.9, []), (5.1, [0])):
+        audit = audit_of(settings_of(tmp_path), share=seconds / 100)
+        audit.hold(version(0))
+        monkeypatch.setattr(audit.budget, "note_thread", lambda: None)  # the time of the tests before
+        audit._carry_out(audit._work.get_nowait())
+        assert [*audit._held] == held
+        audit.hold(version(1))
+        assert taken(audit) == ([] if held else [1])
+
+
+def test_digests_of_the_trainer_leave_most_of_the_budget(tmp_path: Path) -> None:
+    audit = audit_of(settings_of(tmp_path), share=0.1)  # 10 s
+    assert audit.wants_digest(plan_of(0, 7))
+    assert not audit.wants_digest(plan_of(0))
+    for _ in range(4):
+        audit.note_digest(1.5)
+        wanted = audit.wants_digest(plan_of(0, 7))
+    assert (wanted, audit.is_due(plan_of(0, 7)), audit.budget.spent_s) == (False, True, 6.0)
+    audit.note_digest(4.1)
+    assert not audit.is_due(plan_of(0, 7))
+
+
+def test_calls_of_verifiers_are_charged(tmp_path: Path) -> None:
+    audit, asked = audit_of(settings_of(tmp_path)), threading.Event()
+    audit._rewards = lambda rollout: asked.wait(0.05) or [1.0]
+    assert audit._scored_again(None) == [1.0]  # type: ignore[arg-type]
+    assert audit.budget.spent_s >= 0.05
+
+
+def test_models_are_not_loaded_for_long_passes_or_quantised_engines(tmp_path: Path) -> None:
+    tiny_model(0).save_pretrained(tmp_path / "model")
+    parameters = sum(one.numel() for one in tiny_model(0).parameters())
+
+    def means(operations: float, **arguments: str) -> Means | None:
+        engine, model = EngineConfig(arguments=arguments), ModelConfig(path=str(tmp_path / "model"))
+        return means_of(settings_of(tmp_path, model=model, engine=engine), operations)
+
+    enough = 2.0 * parameters * FEWEST_TOKENS
+    assert means(enough) is not None
+    assert means(enough - 1) is None
+    assert means(enough, quantization="fp8") is None
+    assert means(enough, kv_cache_dtype="fp8") is None
+
+
 def test_no_version_is_read_where_none_is_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = LiveAudit(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
+    kept = audit_of(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
     kept.hold(version(0))
     assert taken(kept) == []
-    poor = LiveAudit(settings_of(tmp_path))
-    monkeypatch.setattr(live, "room_of", lambda settings: None)
+    poor = audit_of(settings_of(tmp_path))
+    monkeypatch.setattr(live, "means_of", lambda settings, operations: None)
     assert poor._carry_out(version(0)) == []  # reading it would fail: it has no files
     poor.hold(version(5))
     assert (taken(poor), poor._held) == ([], {})
@@ -94,8 +171,8 @@ def test_no_version_is_read_where_none_is_recomputed(tmp_path: Path, monkeypatch
 def test_version_that_was_retired_is_missed_and_the_next_one_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    audit = LiveAudit(settings_of(tmp_path))
-    monkeypatch.setattr(live, "room_of", lambda settings: 1.0)
+    audit = audit_of(settings_of(tmp_path))
+    monkeypatch.setattr(live, "means_of", lambda settings, operations: Means(1.0, 5.0))
     held = []
 
     def read(manifest: WeightManifest, timeout_s: float) -> dict[str, Any]:
@@ -115,7 +192,7 @@ def test_version_that_was_retired_is_missed_and_the_next_one_is_held(
 
 
 def test_versions_and_evaluations_of_other_weights_are_named_once(tmp_path: Path) -> None:
-    audit = LiveAudit(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
+    audit = audit_of(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
     audit._auditor = Auditor(None, share=1.0, dtype="float32", expectations=Expectations())
     assert audited(audit, (1, 2), exported=2) == []
     [said] = audited(audit, (1, 2), exported=3)
@@ -132,7 +209,7 @@ def test_versions_and_evaluations_of_other_weights_are_named_once(tmp_path: Path
 
 
 def test_evaluations_of_an_abandoned_epoch_are_not_compared(tmp_path: Path) -> None:
-    audit = LiveAudit(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
+    audit = audit_of(settings_of(tmp_path, engine=EngineConfig(kv=KvPolicy.KEEP)))
     audit._auditor = Auditor(None, share=1.0, dtype="float32", expectations=Expectations())
     audit.hold(version(3, "later"))
     observe(audit, 4, (1, 2))
@@ -145,7 +222,7 @@ def test_evaluations_of_an_abandoned_epoch_are_not_compared(tmp_path: Path) -> N
 
 
 def test_version_at_a_url_is_not_held(tmp_path: Path) -> None:
-    audit = LiveAudit(settings_of(tmp_path))
+    audit = audit_of(settings_of(tmp_path))
     audit.hold(msgspec.structs.replace(version(0), transport="http", location="http://host:1/v0"))
     assert taken(audit) == []
 
@@ -154,7 +231,7 @@ async def test_pool_that_cannot_start_leaves_the_other_checks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     reward = RewardConfig(verifiers=(VerifierConfig(name="no.such.module:score"),))
-    audit = LiveAudit(settings_of(tmp_path, reward=reward))
+    audit = audit_of(settings_of(tmp_path, reward=reward))
     carried = asyncio.Event()
     loop = asyncio.get_running_loop()
     monkeypatch.setattr(audit, "_carry_out", lambda work: loop.call_soon_threadsafe(carried.set) and [])
@@ -183,7 +260,7 @@ def test_rewards_that_time_decided_are_not_compared() -> None:
 
 
 def test_unchanged_steps_count_only_if_they_follow_each_other(tmp_path: Path) -> None:
-    audit = LiveAudit(settings_of(tmp_path, engine=EngineConfig(dtype="bfloat16")))
+    audit = audit_of(settings_of(tmp_path, engine=EngineConfig(dtype="bfloat16")))
     for step in range(20):
         observe(audit, step, SAME if step % 2 else MOVED)
     assert taken(audit) == []
@@ -198,7 +275,7 @@ def test_unchanged_steps_count_only_if_they_follow_each_other(tmp_path: Path) ->
 async def test_audit_that_fails_ends_and_is_logged_once_with_its_place(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    audit = LiveAudit(settings_of(tmp_path))
+    audit = audit_of(settings_of(tmp_path))
 
     def misplaced(work: Any) -> list[Any]:
         raise KeyError("no such row")
@@ -216,7 +293,7 @@ async def test_audit_that_fails_ends_and_is_logged_once_with_its_place(
 
 
 async def test_end_of_the_run_is_told_to_the_thread(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    audit, began, ended = LiveAudit(settings_of(tmp_path)), threading.Event(), threading.Event()
+    audit, began, ended = audit_of(settings_of(tmp_path)), threading.Event(), threading.Event()
 
     def work(given: Any) -> list[Any]:
         began.set()
@@ -258,7 +335,7 @@ async def test_second_worker_has_no_credentials_of_clouds(
     )
     verifier = VerifierConfig(name="function", options={"path": "seen_by_worker:score"})
     run = RunConfig(dir=str(tmp_path), modules=(str(tmp_path),))
-    audit = LiveAudit(settings_of(tmp_path, run=run, reward=RewardConfig(verifiers=(verifier,))))
+    audit = audit_of(settings_of(tmp_path, run=run, reward=RewardConfig(verifiers=(verifier,))))
     async with audit._second_worker():
         monkeypatch.setattr(live, "CLOUDS", ("NONE_",))
     with pytest.raises(TetherError, match="it is there"):

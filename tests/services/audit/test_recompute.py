@@ -125,6 +125,9 @@ def test_row_whose_pass_takes_too_much_memory_is_left_out_counted_and_logged_onc
     auditor._stopped = lambda: True
     auditor._recompute(0, [group], {0: version})  # type: ignore[list-item]
     assert len(added) == 1
+    auditor._stopped = iter([False, False, True]).__next__
+    auditor._recompute(0, [group], {0: version})  # type: ignore[list-item]
+    assert added == [{0}, {0}]  # what was computed before the end counts
 
 
 def test_row_whose_pass_takes_too_many_operations_does_not_fit(model_dir: Path) -> None:
