@@ -38,21 +38,23 @@ class EnvironmentEntry(Entry):
     """Whether it exchanges text and records it, unless `environment.record` is off."""
     has_sandbox: bool = False
     """Whether something of it can run in a sandbox of the episode."""
+    is_light: bool = False
+    """Whether a sample of it is a request to the engine and nothing else."""
 
 
 ENVIRONMENTS = Registry(
     {
         "agent": EnvironmentEntry("rollout.environments.agent", has_sessions=True),
         "command": EnvironmentEntry("rollout.environments.command", has_sessions=True, has_sandbox=True),
-        "given": EnvironmentEntry("rollout.environments.given"),
-        "gsm8k": EnvironmentEntry("rollout.environments.gsm8k"),
-        "guess_number": EnvironmentEntry("rollout.environments.guess_number"),
+        "given": EnvironmentEntry("rollout.environments.given", is_light=True),
+        "gsm8k": EnvironmentEntry("rollout.environments.gsm8k", is_light=True),
+        "guess_number": EnvironmentEntry("rollout.environments.guess_number", is_light=True),
         "harbor": EnvironmentEntry(
             "rollout.environments.third_party.harbor", has_sessions=True, has_sandbox=True
         ),
         "openenv": EnvironmentEntry("rollout.environments.third_party.openenv"),
         "server": EnvironmentEntry("rollout.environments.server", has_sessions=True),
-        "single_turn": EnvironmentEntry("rollout.environments.single_turn"),
+        "single_turn": EnvironmentEntry("rollout.environments.single_turn", is_light=True),
         "textarena": EnvironmentEntry("rollout.environments.third_party.textarena"),
         "tools": EnvironmentEntry("rollout.environments.tools", records=True, has_sandbox=True),
         "verifiers": EnvironmentEntry("rollout.environments.third_party.verifiers", has_sessions=True),
@@ -71,6 +73,12 @@ def records_calls(config: EnvironmentConfig) -> bool:
     """Return whether calls of an environment are recorded."""
     entry = ENVIRONMENTS.get(config.name, EnvironmentEntry(""))
     return config.record == "on" or entry.has_sessions or (entry.records and config.record == "auto")
+
+
+def is_light(config: EnvironmentConfig) -> bool:
+    """Return whether samples hold no connection, sandbox, process or record; unknown of the user's code."""
+    entry = ENVIRONMENTS.get(config.name, EnvironmentEntry(""))
+    return entry.is_light and not records_calls(config)
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:

@@ -265,12 +265,15 @@ class Ledger(Protocol):
         if `epoch` is not on the current branch, WRONG_STATE if `version` is not committed.
         """
 
-    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int, groups: int = 0) -> Lease:
+    async def lease(
+        self, *, request: str, engine: str, holder: str, lease_ms: int, groups: int = -1
+    ) -> Lease:
         """Lease the next group: a WAITING or expired one first, else a new one.
 
         Repeating it with the same `request` returns the same lease. Refuses BOUND, PENDING, DONE, EXHAUSTED,
         DRAINING, HALTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER if the holder works on `groups`, and over 1.2
         times as many as one that was refused for BOUND or BUSIER within 5 s and would get the lease now.
+        Holders that give -1 groups neither wait nor are refused for others.
         """
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:

@@ -121,6 +121,9 @@ class GroupRunner:
         self._environment, self._prompts, self._sender = environment, prompts, sender
         self._calls = calls
         self._config = process.settings.rollout
+        # only engines that are alike should have as many sessions each
+        pool = process.settings.services.pool
+        self._takes_turns = environment.has_calls and len(pool) < 2
         self._slots = asyncio.Semaphore(self._config.groups_in_flight)
         self._held: dict[int, HeldGroup] = {}
         self._nudged = asyncio.Event()
@@ -223,7 +226,7 @@ class GroupRunner:
                         engine=self._process.incarnation,
                         holder=self._process.incarnation,
                         lease_ms=int(self._config.lease_s * 1000),
-                        groups=len(self._held),
+                        groups=len(self._held) if self._takes_turns else -1,
                     )
                 except Refused as refusal:
                     if refusal.reason is Reason.HALTED:

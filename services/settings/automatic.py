@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.host.machine import has_bfloat16, usable_cores
-from rollout.environments.registry import records_calls
+from rollout.environments.registry import is_light
 from services.settings.placement import VISIBLE, gpu_list
 from services.settings.sections import Settings
 
@@ -207,9 +207,9 @@ def _groups_in_flight(settings: Settings, machine: Machine) -> int:
     """Return as many groups as rule F lets a run hold, but no more than fill two batches of the engine.
 
     With fewer, places that finished samples leave stay empty until the last one of their group has ended
-    (results/waves.md). Episodes that are recorded hold connections or processes of their own.
+    (results/waves.md). Other environments may hold a connection, a sandbox or a process for each sample.
     """
-    if records_calls(settings.environment):
+    if not is_light(settings.environment):
         return FEW_GROUPS
     held = (settings.bound.max_staleness + 1) * settings.bound.groups_per_step
     filled = 2 * -(-settings.engine.max_running // settings.sampling.samples_per_prompt)

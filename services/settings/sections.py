@@ -139,7 +139,7 @@ class RolloutConfig:
 
     groups_in_flight: Annotated[int, Interval(ge=1, le=10**5)] = set_first(32)
     """Groups that one worker generates or holds at a time. auto: 32, or as many more as the bound allows and
-    two batches of `engine.max_running` need; 32 where calls are recorded."""
+    two batches of `engine.max_running` need; 32 for environments whose samples hold more than a request."""
     lease_s: Annotated[float, Interval(ge=0.5, le=1e6)] = 30.0
     """Seconds after which a lease that was not extended may go to another worker. Extended every third of
     it."""

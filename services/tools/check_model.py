@@ -178,7 +178,7 @@ def _check_plain_copy(
         plain = Path(directory, "model")
         try:
             write_plain(model_dir, plain)
-        except SettingsError as error:
+        except (SettingsError, SafetensorError, OSError) as error:
             return CheckedModel(ModelVerdict.UNSUPPORTED, str(error), facts)
         found = check_model(plain, parallel, backend)
     return dataclasses.replace(found, facts={**found.facts, **facts})

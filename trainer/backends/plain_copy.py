@@ -10,14 +10,15 @@ are left out: versions are published without them. No torch here, as settings as
 """
 
 import json
-import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
 
 from protocol.errors import SettingsError
-from protocol.host.atomic_file import directory_written_aside
+from protocol.host.atomic_file import sync
 
 if TYPE_CHECKING:
     import torch
@@ -33,6 +34,8 @@ FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Numbers of 3 bits of e2m1; the fourth is the sign."""
 BIAS = 127
 """Bias of the exponents of e8m0."""
+LEFT_S = 6 * 3600.0
+"""Age of a copy that is not complete and that no process writes any more."""
 
 
 def quantization_of(model_dir: Path) -> Mapping[str, Any] | None:
@@ -49,9 +52,12 @@ def write_plain(source: Path, directory: Path) -> None:
     """Write the copy of a quantised checkpoint, unless it is there already.
 
     Raises:
-        SettingsError: its method is not known, or a tensor is not as the method has it; names it.
+        SettingsError: its method is not known, a file is damaged, or a tensor is not as the method has it;
+            names it.
         OSError: the copy cannot be written.
     """
+    from safetensors import SafetensorError
+
     from trainer.backends.safetensors_reader import SafetensorsReader
     from trainer.storage.hf_export import finish_shards, write_shards
 
@@ -64,16 +70,31 @@ def write_plain(source: Path, directory: Path) -> None:
     if directory.exists():
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
-    shards = directory.with_name(f".{directory.name}.{os.getpid()}.shards")  # others may write the same now
-    shards.mkdir()
-    try:
-        with SafetensorsReader(source) as reader:
-            write_shards(METHODS[method](reader, _dtype_of(source)), shards, 0)
-        aside = directory.with_name(f"{directory.name}.{os.getpid()}.tmp")
-        with directory_written_aside(directory, aside=aside) as aside:
-            finish_shards(sorted(shards.iterdir()), aside, source)
-    finally:
-        shutil.rmtree(shards, ignore_errors=True)
+    _remove_left(directory)
+    with TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
+        shards, aside = Path(scratch, "shards"), Path(scratch, "model")
+        shards.mkdir()
+        aside.mkdir()
+        try:
+            with SafetensorsReader(source) as reader:
+                write_shards(METHODS[method](reader, _dtype_of(source)), shards, 0)
+        except SafetensorError as error:
+            raise SettingsError(f"{source}: {error}") from error
+        finish_shards(sorted(shards.iterdir()), aside, source)
+        for part in [*sorted(aside.rglob("*"), reverse=True), aside]:
+            sync(part)
+        try:
+            aside.rename(directory)
+        except OSError:  # the first one that is complete stays, as it may be read already
+            if not directory.exists():
+                raise
+
+
+def _remove_left(directory: Path) -> None:
+    """Remove what processes that were killed have written of a copy."""
+    for left in directory.parent.glob(f".{directory.name}.*"):
+        if time.time() - left.stat().st_mtime > LEFT_S:
+            shutil.rmtree(left, ignore_errors=True)
 
 
 def _dtype_of(source: Path) -> "torch.dtype":

@@ -161,7 +161,9 @@ class RedisLedger:
 
     # -- a group's life
 
-    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int, groups: int = 0) -> Lease:
+    async def lease(
+        self, *, request: str, engine: str, holder: str, lease_ms: int, groups: int = -1
+    ) -> Lease:
         answer = await self._run(
             "lease", engine, holder, lease_ms, self._tokens(), self._archive_limit, request, groups
         )

@@ -145,7 +145,9 @@ class MemoryLedger:
 
     # -- a group's life
 
-    async def lease(self, *, request: str, engine: str, holder: str, lease_ms: int, groups: int = 0) -> Lease:
+    async def lease(
+        self, *, request: str, engine: str, holder: str, lease_ms: int, groups: int = -1
+    ) -> Lease:
         run = self.run_state
         answered = run.requests.get(request)
         if answered is not None:

@@ -130,7 +130,8 @@ class RunState:
                 if waits and groups > BUSIER * its_groups:
                     raise Refused(Reason.BUSIER, f"{other} waits with fewer groups")
         except Refused:
-            self.waits[engine] = groups, self.clock()
+            if groups >= 0:
+                self.waits[engine] = groups, self.clock()
             raise
         self.waits.pop(engine, None)
 

@@ -102,6 +102,8 @@ def test_automatic_settings_by_gpus(
         (("bound.groups_per_step=256", "engine.max_running=64"), 32),
         (("bound.groups_per_step=256", "sampling.samples_per_prompt=2"), 512),
         (("bound.groups_per_step=256", "environment.name=agent"), 32),
+        (("bound.groups_per_step=256", "environment.name=openenv"), 32),
+        (("bound.groups_per_step=256", "environment.name=tools", "environment.record=off"), 32),
         (("bound.groups_per_step=256", "rollout.groups_in_flight=7"), 7),
     ],
 )

@@ -1,5 +1,7 @@
 """Tests copies of quantised checkpoints: transformers loads the same weights, which it dequantises itself."""
 
+import os
+from concurrent.futures import FIRST_COMPLETED, ThreadPoolExecutor, wait
 from pathlib import Path
 
 import pytest
@@ -101,3 +103,26 @@ def test_blocks_without_exponents_are_refused_by_name(tmp_path: Path) -> None:
     change(source, **{"model.layers.1.mlp.experts.down_proj_scales": None})
     with pytest.raises(SettingsError, match=r"layers.1.mlp.experts.down_proj_blocks has no .*_scales"):
         write_plain(source, tmp_path / "plain")
+
+
+def test_the_first_complete_copy_stays_and_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    source, plain = save_fp8(tmp_path / "fp8"), tmp_path / "plain"
+    left = tmp_path / ".plain.killed"
+    left.mkdir()
+    os.utime(left, (0, 0))
+    with ThreadPoolExecutor(3) as pool:
+        writers = [pool.submit(write_plain, source, plain) for _ in range(3)]
+        wait(writers, return_when=FIRST_COMPLETED)
+        first = (plain / "model.safetensors").stat().st_ino
+    assert [writer.result() for writer in writers] == [None] * 3
+    assert (plain / "model.safetensors").stat().st_ino == first
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["fp8", "plain"]
+
+
+def test_a_truncated_file_is_refused_by_name(tmp_path: Path) -> None:
+    source = save_fp8(tmp_path / "fp8")
+    file = source / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1000])
+    with pytest.raises(SettingsError, match=f"^{source}: "):
+        write_plain(source, tmp_path / "plain")
+    assert [path.name for path in tmp_path.iterdir()] == ["fp8"]

@@ -238,6 +238,7 @@ end
 local function forget_peer(incarnation)
   redis.call('ZREM', K.peers, incarnation)
   redis.call('HDEL', K.peer_info, incarnation)
+  redis.call('HDEL', K.waits, incarnation)
   if redis.call('HDEL', K.endpoints, incarnation) == 1 then redis.call('HINCRBY', K.endpoints, '', 1) end
 end
 

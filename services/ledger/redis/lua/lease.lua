@@ -1,5 +1,5 @@
 -- (new), WAITING or expired LEASED -> LEASED, with a new token and a new deadline = the engine's version + E.
--- ARGV: 1 engine, 2 holder, 3 lease (ms), 4 token, 5 most unarchived events, 6 request, 7 groups that the worker has
+-- ARGV: 1 engine, 2 holder, 3 lease (ms), 4 token, 5 most unarchived events, 6 request, 7 groups that the worker has, -1 to take no turns
 -- Returns: JSON {group, token, epoch, version, deadline, max_staleness, attempt}; again the same for the same request while the group is
 -- LEASED by it
 -- Refuses no_run, halted, draining, archive_behind, stale_engine, pending, done, exhausted, bound, busier. Groups that have used up their
@@ -34,6 +34,7 @@ local function exhausted()
 end
 -- Note that the engine waits for room, with its groups, and refuse.
 local function waits(reason, detail)
+  if tonumber(ARGV[7]) < 0 then return refuse(reason, detail) end
   redis.call('HSET', K.waits, ARGV[1], ARGV[7] .. ' ' .. string.format('%.0f', now()))
   return refuse(reason, detail)
 end
@@ -61,6 +62,7 @@ if deadline < step or not holds(deadline) then  -- a lease that is late at birth
 end
 local idler = less_busy()
 if idler then return waits('busier', idler .. ' waits with fewer groups') end
+redis.call('HDEL', K.waits, ARGV[1])
 
 local group
 for round = 1, MOST + 1 do
@@ -86,5 +88,4 @@ append('lease', {group = tonumber(id), token = group.token, holder = ARGV[2], en
 local answer = cjson.encode({group = tonumber(id), token = group.token, epoch = epoch, version = version, deadline = deadline,
   max_staleness = R.max_staleness, attempt = group.attempt})
 redis.call('HSET', K.requests, ARGV[6], answer)
-redis.call('HDEL', K.waits, ARGV[1])
 return {'ok', answer}
