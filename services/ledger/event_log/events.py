@@ -271,7 +271,7 @@ class PublishEvent(LedgerEvent, frozen=True, kw_only=True, tag="publish"):
     epoch: str
     """Epoch of the trainer."""
     version: int
-    """Version of the manifest, which is the committed one."""
+    """Version of the manifest: the committed one, or an older one that engines are to serve."""
 
 
 class CheckpointEvent(LedgerEvent, frozen=True, kw_only=True, tag="checkpoint"):

@@ -22,7 +22,7 @@ def test_every_record_says_date_commit_hardware_and_command(path: Path) -> None:
     assert re.search(r"\b[0-9a-f]{7,12}\b", record["commit"])
     assert "?" not in record["hardware"]
     assert record["hardware"]
-    assert re.match(r"(python -m tests\.(benchmarks|trials)\.|make )", record["command"])
+    assert re.match(r"(python -m tests\.(benchmarks|trials)\.|make |tether up )", record["command"])
 
 
 def test_every_claimed_text_is_in_its_page() -> None:

@@ -85,6 +85,7 @@ FREE = {
         "policy": "only asked for",
     },
     "checkpoint": {"version": "any that is committed: it allows fewer rewinds, and no other is in the log"},
+    "publish": {"version": "an older one, which engines may serve"},
     "create": {"fingerprint": "a name", "steps": "more than were made"},
     "release": {"reason": "a text"},
 }
