@@ -66,3 +66,11 @@ def can_score_again(config: RewardConfig) -> bool:
     A judge's answers cost money, and need not be the same; a reward model is loaded by each worker.
     """
     return not any("judge" in one.name or "reward_model" in one.name for one in config.verifiers)
+
+
+def runs_code(config: RewardConfig) -> bool:
+    """Return whether verifiers execute text of the model; of the user's own code it is not known.
+
+    `python_tests` runs programs, within a time limit of its own; scorers of reasoning-gym evaluate answers.
+    """
+    return any("python_tests" in one.name or "reasoning_gym" in one.name for one in config.verifiers)

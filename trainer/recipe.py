@@ -13,6 +13,7 @@ def check_recipe(
     lora: LoraConfig,
     *,
     samples: int,
+    each: str = "sampling.samples_per_prompt",
 ) -> None:
     """Check what algorithm, corrections, the updates of a step and the optimizer require of each other.
 
@@ -22,12 +23,13 @@ def check_recipe(
         optimizer: makes them.
         lora: says whether adapters are trained.
         samples: of a step.
+        each: setting of the samples of one group.
 
     Raises:
         SettingsError: names the first setting that does not fit, and what it has to be.
     """
     for is_wrong, problem in (
-        *_problems_of_algorithm(algorithm, trainer, samples),
+        *_problems_of_algorithm(algorithm, trainer, samples, each),
         *_problems_of_optimizer(optimizer, trainer, lora),
     ):
         if is_wrong:
@@ -98,7 +100,7 @@ def check_schedule(optimizer: OptimizerConfig) -> None:
 
 
 def _problems_of_algorithm(
-    algorithm: AlgorithmConfig, trainer: TrainerConfig, samples: int
+    algorithm: AlgorithmConfig, trainer: TrainerConfig, samples: int, each: str
 ) -> tuple[tuple[bool, str], ...]:
     watched = trainer.profile_steps
     return (
@@ -110,7 +112,7 @@ def _problems_of_algorithm(
         (
             trainer.num_mini_batches > samples,
             f"trainer.num_mini_batches: {trainer.num_mini_batches} mini-batches for the {samples} samples of "
-            "a step (bound.groups_per_step x sampling.samples_per_prompt); give at most so many",
+            f"a step (bound.groups_per_step x {each}); give at most so many",
         ),
         (
             algorithm.name == "m2po" and not algorithm.second_moment_threshold,

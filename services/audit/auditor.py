@@ -6,6 +6,7 @@ training: it may be late, or leave a step out.
 
 import logging
 import math
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -111,11 +112,13 @@ class Auditor:
         self._expectations = expectations
         self._dtype, self._stopped = dtype, stopped
         self._chances = FalseAlarms(FALSE_ALARM_RATE)
-        self.residuals = Residuals(self._chances, NoiseFloor(), dtype)
+        self.residuals = Residuals(self._chances, NoiseFloor(), dtype, are_draws=expectations.are_draws)
         self._updates: dict[str, Evidence] = {}
         self._raised = set[tuple[str, str]]()
         self.rows_left_out = 0
         """Rows that were not recomputed, since their pass would take too much memory."""
+        self.row_s = 0.0
+        """Processor time of the last version's first row, with the models' taking over of its tensors."""
 
     @property
     def recomputes(self) -> bool:
@@ -191,9 +194,9 @@ class Auditor:
         ):
             if version not in versions or self._stopped():
                 continue
+            began, learnt = time.thread_time(), 0
             model.serve(versions[version])
             better.serve(versions[version])
-            learnt = 0
             for group in groups:
                 temperature, scores = group.plan.temperature, dict[int, RowScores]()
                 for number, row in enumerate(group.view.rows):
@@ -206,6 +209,7 @@ class Auditor:
                         learnt += 1
                         again = better.score(group.view.prompt, row, temperature, powers=False)
                         self.residuals.noise.learn(self._dtype, again, scores[number])
+                        self.row_s = time.thread_time() - began if learnt == 1 else self.row_s
                 if scores:
                     self.residuals.add(step, group, version, scores)
 

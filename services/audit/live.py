@@ -59,8 +59,6 @@ MOST_OPERATIONS = 1e12
 """Floating-point operations of the pass of a row, ten seconds of a processor: the run's end waits for it."""
 START_S = 0.5
 """Processor time that there has to be before an audit begins."""
-WORKER_S = 0.25
-"""Processor time in which its second worker starts; 0.2 s with a verifier that imports little."""
 TIMES_DIGEST = 4.0
 """Times that of a digest of the trainer's weights that there has to be before it is computed."""
 MOST_DIGESTS = 1024
@@ -90,6 +88,7 @@ def expectations_of(settings: Settings, rewards: Rewards) -> Expectations:
         text=renderer.text if plain_end else None,
         stop_token_ids=frozenset(renderer.stop_token_ids) if plain_end else frozenset(),
         whole_turns=plain_turns and settings.environment.sampling != "context",
+        are_draws=not (settings.sampling.keep_first or settings.algorithm.filter_groups),
         algorithm=settings.algorithm,
     )
 
@@ -121,6 +120,8 @@ class LiveAudit:
         self._auditor: Auditor | None = None
         self._digest_s = 0.0
         """Time of the last digest of the trainer's weights."""
+        self._read_s = 0.0
+        """Processor time of the last version's reading."""
         self._rewards: Rewards | None = None
         """None until a step is audited."""
         self._epoch = ""
@@ -197,12 +198,14 @@ class LiveAudit:
                 while True:
                     work = await self._work.get()
                     if isinstance(work, AuditedStep) and self._rewards is None:
-                        self.budget.charge(WORKER_S)
+                        began = time.monotonic()
                         try:
                             self._rewards = await stack.enter_async_context(self._second_worker())
                         except TetherError as error:
                             log.warning("audit.no_second_worker error=%s", error)
                             self._rewards = lambda rollout: None
+                        finally:
+                            self.budget.charge(time.monotonic() - began)
                     found = await loop.run_in_executor(thread, self._carry_out, work)
                     for alarm in found:
                         log.error("audit.alarm %s", alarm.sentence())
@@ -227,7 +230,7 @@ class LiveAudit:
         try:
             return self._rewards(rollout) if self._rewards is not None else None
         finally:
-            self.budget.charge(time.monotonic() - began)  # of the second worker
+            self.budget.charge(time.monotonic() - began)  # by the clock: others' processor time is not known
 
     @property
     def _is_on(self) -> bool:
@@ -282,15 +285,20 @@ class LiveAudit:
         if not self._reads or self._means is None or self._over.is_set():
             return
         is_loaded = self._auditor is not None and self._auditor.recomputes
-        if not is_loaded and not self.budget.covers(self._means.load_s):
+        row_s = self._auditor.row_s if self._auditor is not None else 0.0
+        # of a version that took all the time no row would be recomputed before its groups are trained
+        if not self.budget.covers((0.0 if is_loaded else self._means.load_s) + self._read_s + row_s):
             self._queued = None  # a later one is held
             return
         self._held = {}  # before the next one takes memory
+        began = time.thread_time()
         try:
             self._held = {manifest.version: read_version(manifest, self._settings.weights.timeout_s)}
         except (WeightError, OSError) as error:  # it was retired before its turn: the next one is held
             log.info("audit.version_missed version=%d error=%r", manifest.version, error)
             self._queued = None
+            return
+        self._read_s = time.thread_time() - began
 
 
 def append_alarms(path: Path, alarms: Sequence[Alarm]) -> None:

@@ -39,7 +39,7 @@ CHUNK = 64
 MEMORY_SHARE = 0.25
 """Part of the host's free memory that the models of an audit may take."""
 MODEL_BYTES = 12
-"""Bytes of a parameter: float32, and the data type beside it, at most float64."""
+"""Bytes of a parameter in both models: float32, and the data type beside it, at most float64."""
 ADAPTED = 3
 """Times that of a model of adapters: its initial tensors are kept, and a version is merged with them."""
 PARAMETER_S = 8e-9
@@ -194,7 +194,8 @@ def means_of(settings: Settings, operations: float = math.inf) -> Means | None:
         return None
     free = memory_available()
     parameters = sum(math.prod(shape) for shape in checkpoint_shapes(settings.model_dir).values())
-    needed = parameters * MODEL_BYTES * (ADAPTED if settings.lora.rank else 1)
+    held = getattr(torch, engine.dtype).itemsize  # a version is a copy; adapters are small
+    needed = parameters * (MODEL_BYTES * ADAPTED if settings.lora.rank else MODEL_BYTES + held)
     room = MEMORY_SHARE * free - needed
     if room < 0 or operations < 2 * parameters * FEWEST_TOKENS:
         log.warning("audit.no_recompute parameters=%d free_mb=%d", parameters, free >> 20)

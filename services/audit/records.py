@@ -46,6 +46,8 @@ class Expectations:
     """Tokens that end a sample; empty: a sample may end otherwise, too."""
     whole_turns: bool = True
     """Whether the model sampled all tokens of a turn, and every one is trained."""
+    are_draws: bool = True
+    """Whether all samples are trained; else they are chosen, by when they finish or by their rewards."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
 

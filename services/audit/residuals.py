@@ -77,9 +77,14 @@ def confined(tallies: Iterable[Tally]) -> dict[str, str]:
 class Residuals:
     """Evidence of all engines, and where tokens differ."""
 
-    def __init__(self, alarms: FalseAlarms, noise: NoiseFloor, dtype: str) -> None:
-        """Test within the allowed false alarms; engines compute in `dtype`."""
+    def __init__(self, alarms: FalseAlarms, noise: NoiseFloor, dtype: str, *, are_draws: bool) -> None:
+        """Test within the allowed false alarms; engines compute in `dtype`.
+
+        Unless the samples `are_draws` only their log-probabilities are tested: chosen samples follow another
+        distribution, without a fault.
+        """
         self._alarms, self.noise, self._dtype = alarms, noise, dtype
+        self._names = ("logprob", "sampling", "copy") if are_draws else ("logprob",)
         self._evidence: dict[tuple[str, str], Evidence] = {}
         self._tallies: dict[tuple[str, int], Tally] = defaultdict(Tally)
         """(engine, step) -> its tokens."""
@@ -116,8 +121,8 @@ class Residuals:
             if over.any():
                 self._example["logprob", engine] = (group.view.group, row.sample)
                 self._largest[engine] = max(self._largest.get(engine, 0.0), float(apart[over].max()))
-        for name, values in ratios.items():
-            key = (name, engine)
+        for name in self._names:
+            key, values = (name, engine), ratios[name]
             self._evidence.setdefault(key, Evidence(len(values))).add(step, values)
 
     def alarms(self, step: int) -> Iterator[Alarm]:

@@ -6,7 +6,7 @@ from collections.abc import AsyncIterator, Callable, Collection, Sequence
 from contextlib import asynccontextmanager
 
 from protocol.messages import Rollout, ScoredRollout
-from reward.config import RewardConfig, can_score_again
+from reward.config import RewardConfig, can_score_again, runs_code
 from reward.score import score_rollout
 from reward.workers.pool import ScorePool
 from services.audit.records import decided_by_time
@@ -31,7 +31,7 @@ async def second_worker(
         modules: directories with modules of the user.
         withheld: variables that the workers do not inherit.
     """
-    if not can_score_again(config):
+    if not can_score_again(config) or runs_code(config):
         yield lambda rollout: None
         return
     loop = asyncio.get_running_loop()

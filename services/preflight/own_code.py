@@ -26,7 +26,7 @@ def _check_algorithm(settings: Settings) -> None:
     if is_own(settings.algorithm.name):
         from trainer.step.probe import probe_made  # torch, which built-in algorithms do not need here
 
-        probe_made(make_algorithm(settings.algorithm), settings.sampling.samples_per_prompt)
+        probe_made(make_algorithm(settings.algorithm), settings.sampling.kept_samples)
 
 
 def _check_filter(settings: Settings) -> None:
@@ -35,7 +35,7 @@ def _check_filter(settings: Settings) -> None:
         from trainer.data.group_filter import group_filter
         from trainer.step.probe import made_groups
 
-        group_filter(settings.algorithm)(made_groups(settings.sampling.samples_per_prompt)[0])
+        group_filter(settings.algorithm)(made_groups(settings.sampling.kept_samples)[0])
 
 
 def _check_schedule(settings: Settings) -> None:

@@ -92,7 +92,7 @@ def _probed(settings: Settings, command: TrainCommand | None, name: str) -> Prob
     own = settings.algorithm.options if is_own(name) else {}
     algorithm: Algorithm = make_algorithm(dataclasses.replace(settings.algorithm, name=name, options=own))
     if command is None:
-        return probe_made(algorithm, settings.sampling.samples_per_prompt)
+        return probe_made(algorithm, settings.sampling.kept_samples)
     return probe(algorithm, plan_command(command, algorithm))
 
 

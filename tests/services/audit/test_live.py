@@ -3,6 +3,9 @@
 import asyncio
 import logging
 import threading
+import time
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,6 +126,33 @@ def test_version_is_held_once_there_is_time_to_load_the_models(
         assert taken(audit) == ([] if held else [1])
 
 
+def test_version_is_read_only_if_time_for_a_row_remains_then(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    audit, taken_s = audit_of(settings_of(tmp_path), share=0.1), [0.0]  # 10 s
+    audit._auditor = Auditor((None, None), share=1.0, dtype="float32", expectations=Expectations())  # type: ignore[arg-type]
+    audit._auditor.row_s = 1.0
+    monkeypatch.setattr(live, "means_of", lambda settings, operations: Means(1.0, load_s=99.0))
+    monkeypatch.setattr(time, "thread_time", lambda: taken_s[0])
+
+    def read(manifest: WeightManifest, timeout_s: float) -> dict[str, Any]:
+        taken_s[0] += 4.6
+        return {}
+
+    monkeypatch.setattr(live, "read_version", read)
+    audit.hold(version(0))
+    audit._carry_out(audit._work.get_nowait())
+    assert audit.is_due(plan_of(0, 7))  # 5.4 s remain for rows of version 0
+    audit.hold(version(2))
+    audit._carry_out(audit._work.get_nowait())
+    assert [*audit._held] == [0]  # 4.6 s and 1 s are more
+    audit._auditor.row_s = 0.7
+    audit.hold(version(3))
+    audit._carry_out(audit._work.get_nowait())
+    assert [*audit._held] == [3]
+    assert audit.is_due(plan_of(3, 7))
+
+
 def test_digests_of_the_trainer_leave_most_of_the_budget(tmp_path: Path) -> None:
     audit = audit_of(settings_of(tmp_path), share=0.1)  # 10 s
     assert audit.wants_digest(plan_of(0, 7))
@@ -140,6 +170,25 @@ def test_calls_of_verifiers_are_charged(tmp_path: Path) -> None:
     audit._rewards = lambda rollout: asked.wait(0.05) or [1.0]
     assert audit._scored_again(None) == [1.0]  # type: ignore[arg-type]
     assert audit.budget.spent_s >= 0.05
+
+
+async def test_start_of_the_second_worker_is_charged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    audit, loop = audit_of(settings_of(tmp_path)), asyncio.get_running_loop()
+    carried, begun = asyncio.Event(), time.monotonic()
+
+    @asynccontextmanager
+    async def started() -> AsyncIterator[Any]:
+        await asyncio.to_thread(threading.Event().wait, 0.3)
+        yield lambda rollout: None
+
+    monkeypatch.setattr(audit, "_second_worker", started)
+    monkeypatch.setattr(audit, "_carry_out", lambda work: loop.call_soon_threadsafe(carried.set) and [])
+    observe(audit, 0, MOVED, 7)
+    async with asyncio.TaskGroup() as tasks:
+        task = tasks.create_task(audit.audit_loop())
+        await carried.wait()
+        task.cancel()
+    assert 0.29 < audit.budget.charged_s < time.monotonic() - begun
 
 
 def test_models_are_not_loaded_for_long_passes_or_quantised_engines(tmp_path: Path) -> None:
@@ -310,18 +359,24 @@ async def test_end_of_the_run_is_told_to_the_thread(tmp_path: Path, monkeypatch:
     assert await asyncio.to_thread(ended.wait, 10)
 
 
-def test_memory_is_that_of_the_whole_model_where_versions_are_adapters(
+def test_memory_is_that_of_models_and_version_or_of_whole_models_beside_adapters(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = tiny_model(0)
     model.save_pretrained(tmp_path / "model")
-    needed = sum(one.numel() for one in model.parameters()) * MODEL_BYTES / MEMORY_SHARE
-    plain = settings_of(tmp_path, model=ModelConfig(path=str(tmp_path / "model")))
-    adapted = settings_of(tmp_path, model=ModelConfig(path=str(tmp_path / "model")), lora=LoraConfig(rank=2))
-    for settings, times in ((plain, 1), (adapted, ADAPTED)):
-        monkeypatch.setattr(recompute, "memory_available", lambda free=int(needed * times) - 8: free)
+    parameters = sum(one.numel() for one in model.parameters())
+    path = ModelConfig(path=str(tmp_path / "model"))
+    plain, adapted = (
+        settings_of(tmp_path, model=path),
+        settings_of(tmp_path, model=path, lora=LoraConfig(rank=2)),
+    )
+    half = settings_of(tmp_path, model=path, engine=EngineConfig(dtype="bfloat16"))
+    held = ((plain, MODEL_BYTES + 4), (half, MODEL_BYTES + 2), (adapted, MODEL_BYTES * ADAPTED))
+    for settings, each in held:
+        needed = int(parameters * each / MEMORY_SHARE)
+        monkeypatch.setattr(recompute, "memory_available", lambda free=needed - 8: free)
         assert recomputers(settings) is None
-        monkeypatch.setattr(recompute, "memory_available", lambda free=int(needed * times) + 8: free)
+        monkeypatch.setattr(recompute, "memory_available", lambda free=needed + 8: free)
         assert recomputers(settings) is not None
 
 

@@ -122,6 +122,7 @@ def test_row_whose_pass_takes_too_much_memory_is_left_out_counted_and_logged_onc
     with caplog.at_level(logging.WARNING, "tether.audit"):
         auditor._recompute(0, [group], {0: version})  # type: ignore[list-item]
     assert (added, auditor.rows_left_out, len(caplog.records)) == ([{0}], 2, 1)
+    assert auditor.row_s > 0
     auditor._stopped = lambda: True
     auditor._recompute(0, [group], {0: version})  # type: ignore[list-item]
     assert len(added) == 1

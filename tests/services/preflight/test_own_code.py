@@ -21,6 +21,13 @@ def keep(rewards): return True
 def keep_no(rewards): return rewards
 def rate(update, config): return config.lr
 def rate_no(update, config): return 1 / (99 - update)
+
+class OfSix(Grpo):
+    def advantages(self, rewards, group_index):
+        assert group_index.bincount().tolist() == [6, 6, 6]
+        return super().advantages(rewards, group_index)
+
+def keep_six(rewards): return bool(1 / (len(rewards) == 6))
 """
 GOOD = (
     "algorithm.name=own_code_of_test:Good", "algorithm.filter_groups=true",
@@ -42,6 +49,13 @@ def _module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_code_of_the_user_that_works_has_no_problem() -> None:
     assert problems() == []
+
+
+def test_code_of_the_user_is_tried_with_the_samples_that_are_kept() -> None:
+    own = "algorithm.name=own_code_of_test:OfSix", "algorithm.group_filter=own_code_of_test:keep_six"
+    begun = "sampling.samples_per_prompt=8"
+    assert problems(*own, begun, "sampling.keep_first=6") == []
+    assert len(problems(*own, begun)) == 2
 
 
 def test_code_that_fails_is_named_all_of_it_at_once() -> None:

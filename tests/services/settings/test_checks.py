@@ -32,7 +32,7 @@ def test_tools_that_are_recorded_record_no_experts() -> None:
         (["sampling.keep_first=6", "environment.name=agent"], "keep_first: environment 'agent' records"),
         (["sampling.keep_first=6", "environment.name=tools"], "keep_first: environment 'tools' records"),
         (["sampling.keep_first=2", "bound.groups_per_step=2", "trainer.num_mini_batches=5"],
-         "5 mini-batches for the 4 samples"),
+         "5 mini-batches for the 4 samples of a step .bound.groups_per_step x sampling.keep_first."),
     ],
 )  # fmt: skip
 def test_kept_samples_are_two_or_more_of_a_group_without_records(changes: list[str], said: str) -> None:

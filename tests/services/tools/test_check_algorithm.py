@@ -53,6 +53,11 @@ def test_an_own_algorithm_is_tried_on_a_recorded_step(mine: str, tmp_path: Path)
     assert "differences from grpo, at most: advantages" in render_checked_algorithm(facts)
 
 
+def test_made_groups_have_the_samples_that_are_kept() -> None:
+    facts = check_algorithm("grpo", overrides=["sampling.samples_per_prompt=8", "sampling.keep_first=6"])
+    assert facts["samples"] == 3 * 6
+
+
 def test_options_of_a_built_in_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"setting algorithm\.options: they are arguments of your own"):
         check_algorithm("grpo", overrides=["algorithm.options.factor=2.0"])
