@@ -262,7 +262,7 @@ class ShadowedPlan:
             shadow.allocate(place)
             self._live |= shadow.live
             self._copy |= shadow.copy
-        self._copy_of = {tensor.data_ptr(): name for name, tensor in self._live.items()}
+        self._copy_of = {_place(tensor): name for name, tensor in self._live.items()}
         copies = [copy for shadow in shadows for copy in shadow.copy.values() if place != StagingPlace.HOST]
         self._memory = ReleasableMemory(copies)
         self.releasable = plain.releasable + copies
@@ -280,7 +280,7 @@ class ShadowedPlan:
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
         """Return the staged copy of a live tensor, on its device; of one that no version has, itself."""
-        name = self._copy_of.get(tensor.data_ptr())
+        name = self._copy_of.get(_place(tensor))
         return tensor if name is None else self._copy[name].to(tensor.device)
 
     def sources(self) -> dict[str, ExpectedTensor]:
@@ -369,6 +369,11 @@ def shadowed_plan(
             "loading, which may fail; use 'device', 'host' or 'copy'"
         )
     return ShadowedPlan(StagingPlan(plain, shapes, recorder.within(plain), place), shadows, place)
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    """Return where a tensor begins; memory that was released and restored may have another address."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 
 def _layout(tensor: torch.Tensor) -> tuple[object, ...]:

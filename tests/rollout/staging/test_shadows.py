@@ -13,6 +13,7 @@ from protocol.weights.boxes import whole
 from rollout.engines.contract.models import write_shm
 from rollout.staging.loader_trace import record
 from rollout.staging.places import StagingRoom
+from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shadows import ShadowedPlacement, ShadowedPlan, Staged, shadowed_plan
 
 OLD = {"gate": torch.randn(4, 16), "up": torch.randn(4, 16), "norm": torch.randn(16)}
@@ -172,15 +173,22 @@ def test_a_layer_whose_processing_cannot_be_repeated_is_refused(
 
 
 def test_memory_that_was_released_asleep_is_staged_in_again(tmp_path: Path) -> None:
-    plan, layer, _ = planned(tmp_path)
+    plan, layer, derived = planned(tmp_path)
     staging, manifest = plan.staging(architecture="", tied=False), write_shm(tmp_path / "v1", NEW, 1)
+    memory = ReleasableMemory(plan.live.values())
     plan.release()
+    memory.release()
     assert not any(tensor.untyped_storage().nbytes() for tensor in plan.releasable)
+    in_their_places = [torch.empty(tensor.nbytes) for tensor in plan.live.values()]
+    memory.restore()  # at other addresses
     plan.restore()
     staging.fetch(manifest, 10)
     plan.apply()
-    weight, _ = quantised(torch.cat([NEW["gate"], NEW["up"]]).numpy())
+    assert in_their_places
+    weight, scale = quantised(torch.cat([NEW["gate"], NEW["up"]]).numpy())
     assert np.array_equal(layer.tensors["mlp.weight"].numpy(), weight)
+    expected = scale.sum() + NEW["norm"].sum()
+    torch.testing.assert_close(derived.tensors["attention.sum"], expected.to(torch.float32))
 
 
 def test_staging_without_a_copy_is_refused_for_a_processed_layer(tmp_path: Path) -> None:
