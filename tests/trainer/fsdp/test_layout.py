@@ -12,7 +12,9 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import save_model
+from trainer.backends.base import FrozenSpec
 from trainer.config import ParallelConfig, TrainerConfig
+from trainer.fsdp.apart import load_frozen_apart
 from trainer.fsdp.layout import check_layout, division_refusal, plan_of, style_of
 from trainer.fsdp.sharding import divide
 from trainer.reference.frozen import load_model
@@ -44,6 +46,9 @@ def test_adapters_and_compiled_layers_on_tensor_parallel_ranks_are_refused() -> 
         check_layout(TWO, LoraConfig(rank=4))
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
         check_layout(TWO, trainer=TrainerConfig(compile=True))
+    spec = FrozenSpec(role="reference", directory=Path("absent"))
+    with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
+        load_frozen_apart(spec, TWO, TrainerConfig(compile=True))
 
 
 @pytest.fixture(scope="module")
