@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
@@ -16,6 +17,7 @@ from trainer.backends.base import FrozenSpec
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.apart import load_frozen_apart
 from trainer.fsdp.layout import check_layout, division_refusal, plan_of, style_of
+from trainer.fsdp.loading import load_shards
 from trainer.fsdp.sharding import divide
 from trainer.reference.frozen import load_model
 from trainer.reference.shards import DATA, TENSOR, joined, part_of
@@ -84,6 +86,20 @@ def test_a_matrix_that_cannot_be_divided_is_refused_by_name(mesh: DeviceMesh, tm
         SettingsError, match=r"does not divide model.layers.0.mlp.\w+.weight \(95, 64\) along"
     ):
         divide(blank, mesh)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, IndexError, TypeError, ValueError, torch.OutOfMemoryError])
+def test_a_pass_that_the_plan_breaks_is_refused_and_want_of_memory_is_not(
+    error: type[Exception], mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise error("here")
+
+    model_dir = save_tiny("qwen2", tmp_path)
+    monkeypatch.setattr(Qwen2MLP, "forward", fails)
+    expected = error if error is torch.OutOfMemoryError else SettingsError
+    with pytest.raises(expected, match="here"):
+        load_shards(model_dir, "model.path", mesh, TrainerConfig(device="cpu"))
 
 
 def test_a_plan_says_which_tensors_of_a_checkpoint_are_divided() -> None:
