@@ -110,7 +110,9 @@ def test_a_plan_says_which_tensors_of_a_checkpoint_are_divided() -> None:
                      "mlp.experts.11.up_proj.weight", "mlp.experts.11.down_proj.weight", "mlp.gate.weight")
     }  # fmt: skip
     assert list(found.values()) == ["colwise", "rowwise", "", "colwise", "rowwise", ""]
-    assert style_of("model.embed_tokens.weight", plan) == ""
+    tables = {"embed_tokens": "embedding_rowwise", "embed_in": "embedding_rowwise", "lm_head": "colwise"}
+    for name in ("model.embed_tokens.weight", "model.embed_in.weight", "lm_head.weight"):
+        assert style_of(name, plan | tables) == ""
 
 
 @pytest.mark.parametrize("cut", [None, (0, 1), (1, 1), (1, 2), (2, 3)])
