@@ -132,7 +132,7 @@ class CopiedRoot(VersionRoot):
             raise WeightError(str(error)) from error
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove versions, or log why they stay; what is not removed in time is removed later."""
+        """Remove versions, or log why they stay; the rest of a removal in progress is made later."""
         try:
             self._within(lambda: self._try_to_remove(names), lambda: None)
         except RemoteError as error:
