@@ -48,7 +48,7 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
         self._failure: TetherError | None = None
         self._no_room: TetherError | None = None
-        """Why the last checkpoint could not be written, if that was for want of room."""
+        """Why the last checkpoint or export could not be written, if that was for want of room."""
         settings = run.process.settings
         self._uploader = (
             Uploader(
@@ -158,7 +158,7 @@ class Checkpointer:
 
     @property
     def is_owed(self) -> bool:
-        """Whether the last checkpoint could not be written for want of room, so that another one is due."""
+        """Whether the last checkpoint or export could not be written for want of room, so that one is due."""
         return self._no_room is not None
 
     def _note(self, error: TetherError) -> None:
@@ -186,9 +186,13 @@ class Checkpointer:
                 await self._attempt(begin)
                 await self.finish()
 
-    async def _begin(self, version: int, digest: int, sequence: int) -> Callable[[], None]:
-        """Have every rank copy its state and begin to write it; returns what makes that a checkpoint."""
-        await self.finish()
+    async def _begin(self, version: int, digest: int, sequence: int) -> Callable[[], None] | None:
+        """Have every rank copy its state and begin to write it; returns what makes that a checkpoint.
+
+        A complete checkpoint stays as it is, since to begin it again is to remove it: None.
+        """
+        if await self.is_saved(version, digest):
+            return None
         checkpoints = self._run.checkpoints
         directory = await self._in_thread(checkpoints.begin, version)
         position = await self._in_thread(lambda: self._run.spool.position)
@@ -214,22 +218,24 @@ class Checkpointer:
 
         self._writing = self._tasks.create_task(run(), name="checkpoint")
 
-    async def _write_parts(self, version: int, complete: Callable[[], None]) -> str:
-        """Make a checkpoint complete when all ranks have written their parts.
+    async def _write_parts(self, version: int, complete: Callable[[], None] | None) -> str:
+        """Make a checkpoint complete when all ranks have written their parts; None: it is complete.
 
         Returns:
             Why the export's parts are incomplete; empty if there is none, or they are complete.
         """
         try:
             export_failure = await self._runner.finish_save()
-            await self._in_thread(complete)
+            if complete is not None:
+                await self._in_thread(complete)
         except TetherError:
-            await self._in_thread(self._run.checkpoints.abandon, version)
+            if complete is not None:
+                await self._in_thread(self._run.checkpoints.abandon, version)
             raise
         return export_failure
 
     async def _write_all(
-        self, version: int, complete: Callable[[], None], adapter: Mapping[str, torch.Tensor]
+        self, version: int, complete: Callable[[], None] | None, adapter: Mapping[str, torch.Tensor]
     ) -> None:
         """Write a checkpoint, then the export, then forget the records that it covers.
 

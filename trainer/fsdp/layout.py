@@ -15,6 +15,8 @@ NOT_SHARDED = "trainer.backend 'fsdp' has data-parallel and tensor-parallel rank
 NO_LORA = "tensor-parallel ranks of trainer.backend 'fsdp' have no adapters ([lora])"
 NO_COMPILING = "layers of tensor-parallel ranks of trainer.backend 'fsdp' are not compiled (trainer.compile)"
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
+TABLES = ("embed_tokens", "lm_head")
+"""Usual names of a model's embedding and output layer."""
 
 
 def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
@@ -66,13 +68,15 @@ def plan_of(config: Mapping[str, Any]) -> dict[str, str]:
 def style_of(name: str, plan: Mapping[str, str]) -> str:
     """Return how a plan divides a tensor of a checkpoint; empty: each rank has it whole.
 
-    A plan has one name for all experts of a layer, whose matrices are joined in transformers' model.
+    A plan has one name for all experts of a layer, whose matrices are joined in transformers' model. The
+    embedding and the output layer stay whole, whatever the plan says.
     """
     if ".experts." in name and any(".experts." in key for key in plan):
         return "rowwise" if "down_proj" in name or ".w2." in name else "colwise"
     module = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0])
     style = next((style for key, style in plan.items() if module.endswith(key)), "")
-    return style if "wise" in style else ""
+    is_table = style.startswith("embedding") or module.endswith(TABLES)
+    return style if "wise" in style and not is_table else ""
 
 
 def division_refusal(plan: Mapping[str, str], config: Mapping[str, Any], ranks: int) -> str:

@@ -62,8 +62,8 @@ def load_shards(
     device, ranks = torch.device(mesh.device_type), mesh[TENSOR].size()
     try:
         traits = probe(model, device, divided=ranks > 1)
-    except RuntimeError as error:
-        if ranks == 1:
+    except (RuntimeError, IndexError, TypeError, ValueError) as error:
+        if ranks == 1 or isinstance(error, (torch.OutOfMemoryError, SettingsError)):
             raise
         kind = model.config.get_text_config().model_type
         raise SettingsError(

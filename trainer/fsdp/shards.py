@@ -20,7 +20,7 @@ from protocol.device.checkpoint_views import checkpoint_views
 from protocol.messages import WeightPiece
 from protocol.weights.boxes import Box, whole
 from trainer.ranks.publication import Publication
-from trainer.reference.shards import DATA, TENSOR, local_tensor, part_shape
+from trainer.reference.shards import DATA, TENSOR, Cut, local_tensor, part_shape, tensor_cut
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,16 +41,35 @@ class TensorView:
     """Whether it is a range of the parameter's rows; else it can lie in one shard only as a whole."""
     whole: tuple[int, ...]
     """Shape of the tensor with the parts of all ranks."""
+    blocks: int = 1
+    """Equal blocks of it that the ranks divide, one after the other, such as gates and inputs of experts."""
 
     @property
     def is_divided(self) -> bool:
         """Whether tensor-parallel ranks have parts of it; else each has it whole."""
         return self.shape != self.whole
 
+    def in_blocks(self, box: Box) -> Iterator[Box]:
+        """Yield the parts of a box of the rank's part that lie in one block each."""
+        if self.blocks == 1:
+            yield box
+            return
+        sizes = enumerate(zip(self.shape, self.whole, strict=True))
+        dim = next(dim for dim, (size, total) in sizes if size != total)
+        block = self.shape[dim] // self.blocks
+        for first in range(0, self.shape[dim], block):
+            own = max(box[dim][0], first), min(box[dim][1], first + block)
+            if own[0] < own[1]:
+                yield (*box[:dim], own, *box[dim + 1 :])
+
     def moved(self, box: Box, rank: int) -> Box:
-        """Return the box of the whole tensor that a box of a tensor-parallel rank's part is."""
-        firsts = (rank * size * (size != total) for size, total in zip(self.shape, self.whole, strict=True))
-        return tuple((first + a, first + b) for first, (a, b) in zip(firsts, box, strict=True))
+        """Return the box of the whole tensor that a box of a tensor-parallel rank's part is, in one block."""
+        moved = []
+        for size, total, (a, b) in zip(self.shape, self.whole, box, strict=True):
+            block, gap = size // self.blocks, (total - size) // self.blocks
+            step = a // block * gap + rank * block if size != total else 0
+            moved.append((a + step, b + step))
+        return tuple(moved)
 
     def within(self, memory: torch.Tensor, first: int = 0) -> torch.Tensor:
         """Return the view of memory that begins at element `first` of the parameter."""
@@ -78,8 +97,23 @@ def tensor_views(
         is_range = view.ndim == blank[owner].ndim and strides == blank[owner].stride()
         by_rows = is_range and shape[1:] == blank[owner].shape[1:] and view.storage_offset() % row == 0
         of = tuple(wholes[name].shape)
-        views.append(TensorView(name, owner, shape, strides, int(view.storage_offset()), by_rows, of))
+        blocks = _blocks(tensor_cut(parameters[owner]), tuple(blank[owner].shape), shape, of)
+        offset = int(view.storage_offset())
+        views.append(TensorView(name, owner, shape, strides, offset, by_rows, of, blocks))
     return tuple(sorted(views, key=lambda view: order[view.parameter]))
+
+
+def _blocks(cut: Cut | None, part: tuple[int, ...], shape: tuple[int, ...], of: tuple[int, ...]) -> int:
+    """Return how many blocks of a parameter a tensor of the checkpoint has: all of them, or one.
+
+    Args:
+        cut: of the parameter.
+        part: shape of a tensor-parallel rank's part of the parameter.
+        shape: of the part of the tensor.
+        of: shape of the whole tensor.
+    """
+    divided = [size for size, total in zip(shape, of, strict=True) if size != total]
+    return cut[1] if cut and part[cut[0]] in divided else 1
 
 
 def plain_views(parameters: Mapping[str, torch.Tensor]) -> tuple[TensorView, ...]:
@@ -120,7 +154,7 @@ class ShardPlan:
             if not pieces:
                 return None
             for rank, piece in pieces:
-                parts[rank].append(piece)
+                parts[rank] += (WeightPiece(number, box) for box in view.in_blocks(piece.box))
         return cls(tuple(views), tuple(map(tuple, parts)), tensor_ranks)
 
     def publication(self) -> Publication:
@@ -156,11 +190,13 @@ class ShardPlan:
             row = math.prod(shape[1:])
             first, _ = shard_rows(shape[0], rank, len(self.parts))
             memory = local_tensor(tensor.detach())
-            if not view.by_rows:
-                yield view.name, view.within(memory, first * row)
-                continue
-            start, stop = piece.box[0]
-            yield view.name, memory.narrow(0, view.offset // row + start - first, stop - start)
+            box = piece.box
+            if view.by_rows:
+                begin = view.offset // row - first
+                box = ((begin + box[0][0], begin + box[0][1]), *box[1:])
+            else:
+                memory = view.within(memory, first * row)
+            yield view.name, memory[tuple(slice(*edges) for edges in box)]
 
 
 def _pieces(

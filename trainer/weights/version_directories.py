@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -54,10 +54,10 @@ class VersionRoot:
         self.location = location
 
     def add(self, version: Path) -> None:
-        """Let engines read a version, which is complete. Raises WeightError if they cannot."""
+        """Let engines read a complete version. If they cannot, forgets it and raises WeightError."""
 
-    def remove(self, name: str) -> None:
-        """Forget a version that was removed from the directory."""
+    def remove(self, names: Sequence[str]) -> None:
+        """Forget versions that were removed from the directory."""
 
     def close(self) -> None:
         """Let engines read no more. Idempotent."""
@@ -120,7 +120,7 @@ class VersionDirectories:
         try:
             self._root.add(final)
         except WeightError:
-            self._remove(final)
+            self._remove_here(final)
             raise
         self._published.append((version, final))
 
@@ -129,20 +129,22 @@ class VersionDirectories:
         newest = self._published[-self._keep :]
         kept = {path for version, path in self._published if version in in_use or (version, path) in newest}
         kept |= {path for one in kept for path in self._needs.get(one, ())}
-        for _, path in self._published:
-            if path not in kept:
-                self._remove(path)
+        self._remove([path for _, path in self._published if path not in kept])
         self._published = [entry for entry in self._published if entry[1] in kept]
 
     def clear(self) -> None:
         """Remove all versions."""
-        for _, path in self._published:
-            self._remove(path)
+        self._remove([path for _, path in self._published])
         self._published = []
 
-    def _remove(self, path: Path) -> None:
+    def _remove(self, paths: Sequence[Path]) -> None:
+        for path in paths:
+            self._remove_here(path)
+        if paths:
+            self._root.remove([path.name for path in paths])
+
+    def _remove_here(self, path: Path) -> None:
         remove(path)
-        self._root.remove(path.name)
         self._needs.pop(path, None)
 
 

@@ -5,10 +5,10 @@ import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from aiohttp import web
 
@@ -107,7 +107,7 @@ class CopiedRoot(VersionRoot):
 
         Args:
             url: the directory's.
-            timeout_s: limit for a copy, and for a removal.
+            timeout_s: limit for a copy with its removal if it fails, and for the removal of old versions.
 
         Raises:
             SettingsError: fsspec does not know the kind of URL.
@@ -118,34 +118,60 @@ class CopiedRoot(VersionRoot):
 
     def add(self, version: Path) -> None:
         end = time.monotonic() + self._timeout_s
+
+        def copy() -> None:
+            try:
+                self._store.put_directory(version, version.name, MANIFEST, end)
+            except RemoteError:
+                self._try_to_remove([version.name])
+                raise
+
         try:
-            self._within(self._store.put_directory, version, version.name, MANIFEST, end)
+            self._within(copy, lambda: self._try_to_remove([version.name]))
         except RemoteError as error:
             raise WeightError(str(error)) from error
 
-    def remove(self, name: str) -> None:
-        """Remove a version, or log why it stays."""
+    def remove(self, names: Sequence[str]) -> None:
+        """Remove versions, or log why they stay; the rest of a removal in progress is made later."""
         try:
-            self._within(self._store.remove, name)
+            self._within(lambda: self._try_to_remove(names), lambda: None)
         except RemoteError as error:
-            log.warning("weights.not_removed version=%s error=%s", name, error)
+            log.warning("weights.not_removed versions=%s error=%s", ",".join(names), error)
 
-    def _within(self, function: Callable[..., None], *arguments: Any) -> None:
-        """Call in a thread that is left behind if it does not end in time. Raises RemoteError."""
+    def _try_to_remove(self, names: Sequence[str]) -> None:
+        for name in names:
+            try:
+                self._store.remove(name)
+            except RemoteError as error:
+                log.warning("weights.not_removed version=%s error=%s", name, error)
+
+    def _within(self, function: Callable[[], None], undo: Callable[[], None]) -> None:
+        """Call in a thread that is left behind if it does not end in time. Raises RemoteError.
+
+        Args:
+            function: called in the thread.
+            undo: called in the thread, too, if the function has ended too late.
+        """
         done: Future[None] = Future()
 
         def call() -> None:
             try:
-                function(*arguments)
+                function()
             except Exception as error:  # raised below
-                done.set_exception(error)
-            else:
+                with suppress(InvalidStateError):
+                    done.set_exception(error)
+                return
+            try:
                 done.set_result(None)
+            except InvalidStateError:  # given up meanwhile
+                undo()
 
         # a daemon: a file system that hangs must not keep the process
         threading.Thread(target=call, name="weights-url", daemon=True).start()
         try:
             done.result(self._timeout_s)
         except TimeoutError as error:
-            limit = f"weights.timeout_s, {self._timeout_s:g} s"
-            raise RemoteError(f"{self.location}: no answer within {limit}") from error
+            if done.cancel():
+                limit = f"weights.timeout_s, {self._timeout_s:g} s"
+                raise RemoteError(f"{self.location}: no answer within {limit}") from error
+            done.result()

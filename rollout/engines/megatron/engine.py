@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from protocol.device.shared_layout import rank_file
@@ -18,8 +19,9 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Capabilities, EngineConfig, Occupancy
 from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
 from rollout.engines.megatron.decoder import PagedDecoder
-from rollout.engines.megatron.rank import TensorRankSettings
+from rollout.engines.megatron.rank import EXPERTS, TensorRankSettings
 from rollout.engines.megatron.ranks import RankedModel
+from rollout.engines.multi_process.rank_rpc import MAX_VALUE
 from rollout.engines.named_adapters import named_tensors
 from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.staging.places import StagingRoom
@@ -27,6 +29,7 @@ from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
 from rollout.staging.staging_plan import trace
+from trainer.megatron.families.experts import Experts
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.inference.model import CachedModel
 
@@ -123,6 +126,8 @@ class MegatronEngine(InProcessEngine):
             architecture = read_architecture(self._model_dir)
         except SettingsError as error:
             raise EngineSettingsError(f"engine megatron: {error}") from error
+        if config.enable_return_routed_experts:
+            _check_answer(batch_tokens, architecture.experts, architecture.layers)
         model = self._ranked = RankedModel(
             config,
             TensorRankSettings(
@@ -172,6 +177,20 @@ class MegatronEngine(InProcessEngine):
             self._cached_model.close()
         if self._ranked is not None:
             self._ranked.close()
+
+
+def _check_answer(batch_tokens: int, experts: Experts, layers: int) -> None:
+    """Refuse passes of so many tokens that the experts of one exceed a rank's answer.
+
+    Raises:
+        EngineSettingsError: naming the settings that decide how many tokens these are.
+    """
+    each = experts.sparse_layers_before(layers) * experts.per_token * np.dtype(EXPERTS).itemsize
+    if batch_tokens * each > MAX_VALUE:
+        raise EngineSettingsError(
+            f"engine megatron: max_model_len and max_batch_tokens give passes of {batch_tokens} tokens; with "
+            f"enable_return_routed_experts and tensor ranks at most {MAX_VALUE // each}: lower them"
+        )
 
 
 def _batch_tokens(config: EngineConfig) -> int:

@@ -28,6 +28,8 @@ CALL_TIMEOUT_S = 60.0
 """Usual limit for one answer of all ranks; a step on a loaded CPU can take seconds."""
 MAX_FRAME = 64 << 20
 """Bytes; a manifest of a thousand tensors has a tenth of a megabyte."""
+MAX_VALUE = MAX_FRAME - 64
+"""Bytes of an answer's value, beside its number."""
 SEND_S = 10
 """Limit for the engine's process to accept an answer, after which its connection counts as lost."""
 

@@ -31,6 +31,7 @@ from trainer.config import TrainerConfig, WeightConfig
 from trainer.roles.models import RankModels
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
+from trainer.storage.hf_export import Shards
 from trainer.storage.host_state import HostState
 from trainer.storage.spool import Spool
 from trainer.weights.files import disk_sender
@@ -199,3 +200,27 @@ async def test_a_checkpoint_without_room_is_owed_and_the_next_one_waits_for_room
         await rig.checkpoint(checkpointer, 0)
         assert not checkpointer.is_owed
         assert rig.versions() == [0]  # complete, and not only begun
+
+
+async def test_an_export_without_room_is_made_again_and_its_checkpoint_stays(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    parts = rig.path("checkpoints", "step_00000000", PART)
+    rig.backend.may_write.set()
+
+    def fails(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    async with Checkpointer(rig.run, rig.runner) as checkpointer:
+        with monkeypatch.context() as patch:
+            patch.setattr(Shards, "write", fails)
+            await rig.checkpoint(checkpointer, 0)
+            await checkpointer.finish()
+        assert (checkpointer.is_owed, rig.versions()) == (True, [0])
+        written = parts.stat()
+        rig.backend.is_full.set()  # there is room for the export alone
+        await rig.checkpoint(checkpointer, 0)
+        assert (checkpointer.is_owed, rig.versions()) == (False, [0])
+    assert parts.stat() == written
+    export = load_file(rig.path("exports", "step_00000000", "model.safetensors"))[TENSOR]
+    assert export.tolist() == [0] * len(export)

@@ -7,13 +7,17 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
 from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import save_model
+from trainer.backends.base import FrozenSpec
 from trainer.config import ParallelConfig, TrainerConfig
+from trainer.fsdp.apart import load_frozen_apart
 from trainer.fsdp.layout import check_layout, division_refusal, plan_of, style_of
+from trainer.fsdp.loading import load_shards
 from trainer.fsdp.sharding import divide
 from trainer.reference.frozen import load_model
 from trainer.reference.shards import DATA, TENSOR, joined, part_of
@@ -44,6 +48,9 @@ def test_adapters_and_compiled_layers_on_tensor_parallel_ranks_are_refused() -> 
         check_layout(TWO, LoraConfig(rank=4))
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
         check_layout(TWO, trainer=TrainerConfig(compile=True))
+    spec = FrozenSpec(role="reference", directory=Path("absent"))
+    with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
+        load_frozen_apart(spec, TWO, TrainerConfig(compile=True))
 
 
 @pytest.fixture(scope="module")
@@ -81,6 +88,20 @@ def test_a_matrix_that_cannot_be_divided_is_refused_by_name(mesh: DeviceMesh, tm
         divide(blank, mesh)
 
 
+@pytest.mark.parametrize("error", [RuntimeError, IndexError, TypeError, ValueError, torch.OutOfMemoryError])
+def test_a_pass_that_the_plan_breaks_is_refused_and_want_of_memory_is_not(
+    error: type[Exception], mesh: DeviceMesh, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(*arguments: object) -> None:
+        raise error("here")
+
+    model_dir = save_tiny("qwen2", tmp_path)
+    monkeypatch.setattr(Qwen2MLP, "forward", fails)
+    expected = error if error is torch.OutOfMemoryError else SettingsError
+    with pytest.raises(expected, match="here"):
+        load_shards(model_dir, "model.path", mesh, TrainerConfig(device="cpu"))
+
+
 def test_a_plan_says_which_tensors_of_a_checkpoint_are_divided() -> None:
     plan = plan_of({"model_type": "qwen3_moe"})
     found = {
@@ -89,7 +110,9 @@ def test_a_plan_says_which_tensors_of_a_checkpoint_are_divided() -> None:
                      "mlp.experts.11.up_proj.weight", "mlp.experts.11.down_proj.weight", "mlp.gate.weight")
     }  # fmt: skip
     assert list(found.values()) == ["colwise", "rowwise", "", "colwise", "rowwise", ""]
-    assert style_of("model.embed_tokens.weight", plan) == ""
+    tables = {"embed_tokens": "embedding_rowwise", "embed_in": "embedding_rowwise", "lm_head": "colwise"}
+    for name in ("model.embed_tokens.weight", "model.embed_in.weight", "lm_head.weight"):
+        assert style_of(name, plan | tables) == ""
 
 
 @pytest.mark.parametrize("cut", [None, (0, 1), (1, 1), (1, 2), (2, 3)])

@@ -48,7 +48,8 @@ CHANGES: dict[str, dict[str, Any]] = {
 def save_tiny(model_type: str, directory: Path, **changes: Any) -> Path:
     """Write a float32 model with random weights, and fields of its configuration; returns its directory."""
     default = AutoConfig.for_model(model_type)
-    fields = {name: value for name, value in SIZES.items() if hasattr(default, name)}
+    known = default.to_dict().keys() | default.attribute_map.keys()  # layers may differ in a field
+    fields = {name: value for name, value in SIZES.items() if name in known}
     if "kv_lora_rank" in fields:  # latent attention has as many heads for keys
         fields["num_key_value_heads"] = fields["num_attention_heads"]
         fields["head_dim"] = fields["qk_rope_head_dim"]

@@ -92,22 +92,47 @@ def test_failed_copy_of_a_version_that_was_there_leaves_no_place_for_it(url: str
 
 
 class HangingStore(MemoryFileSystem):  # type: ignore[misc]
-    """A store whose copies wait."""
+    """A store whose copies and removals wait."""
 
     protocol = "hangingstore"
     answers = threading.Event()
     copied: ClassVar[list[str]] = []
+    removed: ClassVar[list[str]] = []
 
     def put_file(self, lpath: str, rpath: str, *args: Any, **options: Any) -> None:
+        data = Path(lpath).read_bytes()
         assert self.answers.wait(60)
-        self.copied.append(rpath)
+        self.pipe_file(rpath, data)
+        self.copied.append(rpath.rsplit("/", 1)[1])
 
-    def exists(self, path: str, **options: Any) -> bool:
-        return not self.answers.wait(60)
+    def rm(self, path: str, *args: Any, **options: Any) -> None:
+        assert self.answers.wait(60)
+        super().rm(path, *args, **options)
+        self.removed.append(path.rsplit("/", 1)[1])
 
 
-def test_store_that_hangs_is_named_in_time_and_gets_no_other_file(tmp_path: Path) -> None:
+@pytest.fixture
+def hanging() -> Iterator[type[HangingStore]]:
     fsspec.register_implementation("hangingstore", HangingStore, clobber=True)
+    for state in (HangingStore.copied, HangingStore.removed, HangingStore.answers, HangingStore.store):
+        state.clear()
+    yield HangingStore
+    HangingStore.answers.set()
+    HangingStore.store.clear()
+
+
+def end_threads_left() -> int:
+    """Let the store answer, and return how many calls of it were left behind."""
+    left = [thread for thread in threading.enumerate() if thread.name == "weights-url"]
+    HangingStore.answers.set()
+    for thread in left:
+        thread.join(60)
+    return len(left)
+
+
+def test_store_that_hangs_is_named_in_time_and_its_late_copy_is_removed(
+    hanging: type[HangingStore], tmp_path: Path
+) -> None:
     config = WeightConfig(bucket_mb=1, url="hangingstore://run", timeout_s=0.2)
     sender = http_sender(config, tmp_path)
     with pytest.raises(
@@ -115,11 +140,23 @@ def test_store_that_hangs_is_named_in_time_and_gets_no_other_file(tmp_path: Path
     ):
         sender.publish("e1", 1, weights(1))
     assert list(sender.directory.iterdir()) == []
-    left = [thread for thread in threading.enumerate() if thread.name == "weights-url"]
-    HangingStore.answers.set()
-    for thread in left:
-        thread.join(60)
-    assert [path.rsplit("/", 1)[1] for path in HangingStore.copied] == ["bucket_00000.bin"]
+    assert end_threads_left() == 1
+    assert (hanging.copied, hanging.removed) == (["bucket_00000.bin"], ["v00000001-e1"])
+
+
+def test_old_versions_of_a_store_that_hangs_are_waited_for_once(
+    hanging: type[HangingStore], tmp_path: Path
+) -> None:
+    config = WeightConfig(bucket_mb=1, keep=1, url="hangingstore://run", timeout_s=10)
+    sender = http_sender(config, tmp_path)
+    hanging.answers.set()
+    for version in range(4):
+        sender.publish("e1", version, weights(version))
+    hanging.answers.clear()
+    sender._root._timeout_s = 0.2
+    sender.retire(frozenset())
+    assert end_threads_left() == 1
+    assert hanging.removed == [f"v0000000{version}-e1" for version in range(3)]
 
 
 def _fails(*arguments: object, **options: object) -> None:

@@ -82,3 +82,10 @@ async def test_heads_that_ranks_cannot_share_are_refused(tmp_path: Path) -> None
     with pytest.raises(EngineSettingsError, match="tensor_parallel_size 3 does not divide the 4 heads"):
         async with started(save_model("qwen2", tmp_path), tensor_parallel_size=3):
             pass
+
+
+async def test_passes_whose_experts_exceed_an_answer_are_refused(tmp_path: Path) -> None:
+    given = {"tensor_parallel_size": 2, "enable_return_routed_experts": True, "max_batch_tokens": 2**24}
+    with pytest.raises(EngineSettingsError, match=r"max_model_len .* passes of 16777216 tokens; .* at most"):
+        async with started(save_model("qwen3-moe", tmp_path), **given):
+            pass
