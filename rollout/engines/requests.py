@@ -15,7 +15,17 @@ NOT_UPDATED = {
 }
 """Engine and `model_type` whose weights cannot be updated -> why."""
 NO_WINDOWS = {
-    "sglang": ("mistral", "mixtral", "phi3", "qwen2", "qwen2_moe", "qwen3", "qwen3_moe", "starcoder2"),
+    "sglang": (
+        "ministral",
+        "mistral",
+        "mixtral",
+        "phi3",
+        "qwen2",
+        "qwen2_moe",
+        "qwen3",
+        "qwen3_moe",
+        "starcoder2",
+    ),
 }
 """Engine -> `model_type`s in which it attends to all tokens, whatever config.json says of a window."""
 

@@ -33,6 +33,8 @@ from rollout.engines.sglang.lora import NAME, NO_TENSORS, write_adapter
 from rollout.engines.sglang.memory import check_memory_saver
 from rollout.engines.sglang.plugin import DIRECTORY
 
+BOUND = "attn_logit_softcapping"
+"""Field of config.json that bounds attention scores (Gemma 2)."""
 SPARE_TOKENS = 8
 """Positions of a context that SGLang reserves; it shortens requests that would need them."""
 ENTRY_POINT = "[sglang.srt.plugins]\ntether = rollout.engines.sglang.plugin:load\n"
@@ -312,6 +314,11 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
     check_fits(config, model, model_dir)
+    if model.get(BOUND) and not torch.cuda.is_available():
+        raise EngineSettingsError(
+            f"engine.name 'sglang' ignores {BOUND} of {model_dir} on a CPU: its attention in torch does not "
+            "bound scores; use vllm or hf"
+        )
     return model
 
 

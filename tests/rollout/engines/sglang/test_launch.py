@@ -1,5 +1,6 @@
 """Tests the command, environment and port of SGLang's server, and refusals before it starts."""
 
+import json
 import os
 from dataclasses import replace
 from pathlib import Path
@@ -104,3 +105,18 @@ def test_arguments_that_sglang_refuses_are_no_reason_to_try_again(tmp_path: Path
     engine = make_engine(config, tmp_path, "sglang.test")
     with pytest.raises(EngineSettingsError, match=r"ended with code 2: .*--dtype: invalid choice: 'float64'"):
         uvloop.run(engine.start())
+
+
+@pytest.mark.parametrize(
+    ("model", "words"),
+    [
+        ({"model_type": "gemma2", "attn_logit_softcapping": 50.0}, "ignores attn_logit_softcapping of"),
+        ({"model_type": "ministral", "sliding_window": 8}, "exceeds the sliding window of 8 tokens"),
+    ],
+)
+def test_a_model_that_sglang_would_compute_otherwise_is_refused(
+    tmp_path: Path, model: dict[str, object], words: str
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    with pytest.raises(EngineSettingsError, match=words):
+        check_model(EngineConfig(name="sglang", max_model_len=64), tmp_path)
