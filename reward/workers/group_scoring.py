@@ -54,7 +54,7 @@ class GroupScoring:
         call: CallVerifier,
         count: Callable[[int, str, float], None],
     ) -> None:
-        """Begin nothing yet.
+        """Wait for the group.
 
         Args:
             config: the section.

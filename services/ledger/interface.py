@@ -271,9 +271,7 @@ class Ledger(Protocol):
         """Lease the next group: a WAITING or expired one first, else a new one.
 
         Repeating it with the same `request` returns the same lease. Refuses BOUND, PENDING, DONE, EXHAUSTED,
-        DRAINING, HALTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER if the holder works on `groups`, and over 1.2
-        times as many as one that was refused for BOUND or BUSIER within 5 s and would get the lease now.
-        Holders that give -1 groups neither wait nor are refused for others.
+        DRAINING, HALTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER for `groups`, as lease.lua says (-1: never).
         """
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:

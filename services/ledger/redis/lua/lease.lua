@@ -4,7 +4,7 @@
 -- LEASED by it
 -- Refuses no_run, halted, draining, archive_behind, stale_engine, pending, done, exhausted, bound, busier. Groups that have used up their
 -- attempts are dropped on the way (at most 128), whatever the answer.
-local WAITS_MS, BUSIER = 5000, 1.2 -- documented in services/ledger/interface.py
+local WAITS_MS, BUSIER = 5000, 1.2
 local absent = no_run()
 if absent then return absent end
 local answered = redis.call('HGET', K.requests, ARGV[6])
