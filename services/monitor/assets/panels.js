@@ -83,7 +83,7 @@ export const PANELS = [
   { id: "busy", section: "speed", title: "Engines busy", ...share, max: 1, help: "Share of time with work to do, and the same of rewards.", series: [{ name: "engine_busy", label: "engines", color: "c3", points: true }, { name: "reward_busy", label: "rewards", color: "c5", points: true }, { match: /^engine_busy_/, color: "c1" }] },
   { id: "generate", section: "speed", title: "Generation time", zero: true, format: seconds, help: "Of a group, from lease to last token.", series: [{ name: "generate_s", label: "mean", color: "c1" }, { name: "score_s", label: "scoring", color: "c5" }, { match: /^generate_s_/, color: "c2" }] },
   { id: "pause", raw: true, section: "freshness", title: "Pause for an update", zero: true, format: milliseconds, help: "Longest of any engine.", series: [{ name: "pause_ms", label: "longest", color: "c5" }, { match: /^pause_ms_/, color: "c2" }] },
-  { id: "dropped", raw: true, section: "losses", title: "Groups dropped per step", ...perStep, help: "Since the step before.", series: [{ name: "dropped_groups", label: "groups", color: "c5" }, { name: "filtered_groups", label: "without signal", color: "c4" }, { match: /^dropped_for_/, color: "c1" }] },
+  { id: "dropped", raw: true, section: "losses", title: "Groups dropped per step", ...perStep, help: "Since the step before.", series: [{ name: "dropped_groups", label: "groups", color: "c5" }, { name: "filtered_groups", label: "without signal", color: "c4" }, { name: "cancelled_samples", label: "samples cancelled", color: "c3" }, { match: /^dropped_for_/, color: "c1" }] },
   {
     id: "wasted", raw: true, section: "losses", title: "Wasted tokens per step", ...perStep,
     help: "Of dropped groups, or over the bound.",

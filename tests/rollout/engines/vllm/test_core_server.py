@@ -17,6 +17,7 @@ from tests.integration.loop import ROOT
 
 def test_server_lives_until_its_last_user_stops_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(core_server, "PRELOADED", ())
+    monkeypatch.delenv(SWITCH, raising=False)
     stop_server_of_other_tests()
     one, other = object(), object()
     start_server(one)

@@ -1,9 +1,11 @@
 """Tests what is imported before an engine starts, in processes of their own."""
 
 import json
+import os
 import subprocess
 import sys
 
+from rollout.engines.vllm.core_server import SWITCH
 from tests.changes import VLLM, slow_unless_changed
 from tests.integration.loop import ROOT
 
@@ -26,7 +28,8 @@ if __name__ == "__main__":
 @slow_unless_changed(*VLLM)
 def test_importing_an_engine_loads_what_its_start_and_its_server_need() -> None:
     words = [sys.executable, "-c", CODE]
-    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True, timeout=240)
+    clean = {name: value for name, value in os.environ.items() if name != SWITCH}  # other tests may set it
+    done = subprocess.run(words, cwd=ROOT, env=clean, capture_output=True, text=True, check=True, timeout=240)
     facts = json.loads(done.stdout.splitlines()[-1])
     assert {"vllm.v1.engine.async_llm", "vllm.v1.worker.cpu_worker"} <= set(facts["loaded"])
     assert "rollout.engines.vllm.worker" not in facts["loaded"]
