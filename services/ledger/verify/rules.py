@@ -345,7 +345,7 @@ class Rules:
     def _before_publish(self, event: PublishEvent) -> None:
         state = self._state
         state.check_epoch(event.epoch)
-        if not 0 <= event.version <= state.version:
+        if event.version > state.version:
             state.report(f"version {event.version} is published, but {state.version} is committed")
 
     def _before_checkpoint(self, event: CheckpointEvent) -> None:
