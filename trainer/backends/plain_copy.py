@@ -13,6 +13,7 @@ import json
 import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import TYPE_CHECKING, Any
@@ -93,8 +94,9 @@ def write_plain(source: Path, directory: Path) -> None:
 def _remove_left(directory: Path) -> None:
     """Remove what processes that were killed have written of a copy."""
     for left in directory.parent.glob(f".{directory.name}.*"):
-        if time.time() - left.stat().st_mtime > LEFT_S:
-            shutil.rmtree(left, ignore_errors=True)
+        with suppress(FileNotFoundError):  # of a process that is done by now
+            if time.time() - left.stat().st_mtime > LEFT_S:
+                shutil.rmtree(left, ignore_errors=True)
 
 
 def _dtype_of(source: Path) -> "torch.dtype":
