@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Sandboxes in real containers: contract suite, hostile programs, a storm of starts and killed workers, and nothing left behind.
+# Sandboxes in real containers: contract suite, hostile programs, a storm of starts and killed workers, and no container left behind.
 # usage: deploy/docker/test_containers.sh [docker] [podman]     (or `make test-containers`)
 #   DOCKER_HOST    an engine that runs: it alone is tested; by default a private Docker, then a private Podman, need root
 #   SANDBOX_IMAGE  image with Python, default python:3.11-slim-bookworm; made by debootstrap where it cannot be pulled

@@ -1,4 +1,4 @@
-"""Reads files that hold one JSON object, with errors that say what the file is."""
+"""Reads files that hold one JSON object, with errors that name the file."""
 
 import json
 from pathlib import Path

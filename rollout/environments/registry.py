@@ -39,7 +39,7 @@ class EnvironmentEntry(Entry):
     has_sandbox: bool = False
     """Whether something of it can run in a sandbox of the episode."""
     is_light: bool = False
-    """Whether a sample of it is a request to the engine and nothing else."""
+    """Whether a sample of it is one request to the engine at a time, without any other resource."""
 
 
 ENVIRONMENTS = Registry(

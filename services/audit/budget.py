@@ -21,7 +21,7 @@ def compute_alone() -> None:
 
 
 class Budget:
-    """Processor time of an audit: at most a share of the time since it began, so nothing at the start."""
+    """Processor time of an audit: at most a share of the time since it began, which is none at the start."""
 
     def __init__(self, share: float, clock: Callable[[], float] = time.monotonic) -> None:
         """Begin without any time.

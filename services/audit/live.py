@@ -60,7 +60,7 @@ MOST_OPERATIONS = 1e12
 START_S = 0.5
 """Processor time that there has to be before an audit begins."""
 TIMES_DIGEST = 4.0
-"""Times that of a digest of the trainer's weights that there has to be before it is computed."""
+"""A digest of the trainer's weights is computed once the budget has this many times its cost."""
 MOST_DIGESTS = 1024
 """Versions whose digests are kept, for evaluations that come later."""
 ONE_TURN = ("single_turn",)

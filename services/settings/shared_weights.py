@@ -8,7 +8,7 @@ from services.settings.sections import Settings
 
 
 def check_shared(settings: Settings) -> None:
-    """Check what the transport `shared` requires of other settings; other transports pass.
+    """Check the settings that the transport `shared` requires; other transports pass.
 
     Raises:
         SettingsError: names the first setting that does not fit, and what it has to be.

@@ -87,7 +87,7 @@ class SaveCommand(RankCommand[None], frozen=True, tag="save"):
 class FinishSaveCommand(RankCommand[dict[str, str]], frozen=True, tag="finish_save"):
     """Wait until every rank has written its part of the checkpoint, and of the export if one was begun.
 
-    The result is that of `StateWriter.finish`.
+    Returns the result of `StateWriter.finish`.
     """
 
 

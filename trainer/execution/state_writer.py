@@ -14,7 +14,7 @@ from trainer.ranks.collectives import control_device, is_distributed
 log = logging.getLogger("tether.trainer")
 
 CHECKPOINT, EXPORT = KINDS = ("checkpoint", "export")
-"""What is written in parts; one may fail without the other."""
+"""Kinds of state that are written in parts; one may fail without the other."""
 
 
 class Writable(Protocol):

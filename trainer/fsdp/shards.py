@@ -137,7 +137,7 @@ class ShardPlan:
 
     views: tuple[TensorView, ...]
     parts: tuple[tuple[WeightPiece, ...], ...]
-    """By data-parallel rank; the boxes are those of a tensor-parallel rank's parts."""
+    """By data-parallel rank; the boxes are the parts of a tensor-parallel rank."""
     tensor_ranks: int
 
     @classmethod
@@ -158,7 +158,7 @@ class ShardPlan:
         return cls(tuple(views), tuple(map(tuple, parts)), tensor_ranks)
 
     def publication(self) -> Publication:
-        """Return what the ranks publish, the tensor-parallel ones of a replica one after the other."""
+        """Return the pieces that the ranks publish, tensor-parallel ranks of a replica in order."""
         parts = (self.published(rank) for rank in range(len(self.parts) * self.tensor_ranks))
         pieces = tuple(tuple(piece for piece, _ in part) for part in parts)
         return Publication(
@@ -202,7 +202,7 @@ class ShardPlan:
 def _pieces(
     number: int, view: TensorView, shape: tuple[int, ...] | None, ranks: int
 ) -> Iterator[tuple[int, WeightPiece]]:
-    """Yield (rank, piece) of a tensor; nothing if no division into boxes is known.
+    """Yield (rank, piece) of a tensor; none if no division into boxes is known.
 
     `shape` is the one of the part of its parameter; None: the parameter is no sharded one.
     """

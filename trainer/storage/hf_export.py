@@ -146,7 +146,7 @@ def finish_shards(files: Sequence[Path], directory: Path, source: Path, dtype: s
         files: moved.
         directory: exists, and is empty.
         source: as for `finish_hf`.
-        dtype: to be written into config.json; by default that of most of the elements.
+        dtype: to be written into config.json; by default the dtype of most elements.
     """
     dtype = dtype or _dtype(files)
     _name_shards(files, directory)

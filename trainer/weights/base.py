@@ -25,9 +25,10 @@ class WeightSender(Protocol):
         version, they are disconnected.
 
         Returns:
-            None if the transport cannot do that, or there is no earlier version of the epoch, whose layout
-            the announcement would name; engines then wait for the manifest.
+            None if the transport cannot do that, as by default, or there is no earlier version of the epoch,
+            whose layout the announcement would name; engines then wait for the manifest.
         """
+        return None
 
     def publish(
         self,

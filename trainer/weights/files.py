@@ -20,6 +20,7 @@ from protocol.errors import WeightError
 from protocol.host.owned_directory import OWNER, SHARED_MEMORY, claim, claim_shared
 from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
+from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named, drain, make_manifest
 from trainer.weights.deltas import DeltaWriter
 from trainer.weights.version_directories import (
@@ -109,7 +110,7 @@ def _release(config: WeightConfig, directory: Path, owner: int) -> None:
     os.close(owner)
 
 
-class FileSender:
+class FileSender(WeightSender):
     """Rank 0's sender: writes versions to directories, alone or together with the other ranks."""
 
     def __init__(
@@ -146,9 +147,6 @@ class FileSender:
             self._writer: VersionWriter = PartWriter(config, self._require_space, blank)
         else:
             self._writer = (DeltaWriter if config.delta else VersionWriter)(config, self._require_space)
-
-    def provisional(self, epoch: str, version: int) -> None:
-        """Return None: engines wait for the manifest."""
 
     def publish(
         self,

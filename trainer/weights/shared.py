@@ -14,6 +14,7 @@ from protocol.device.shared_layout import HELD, MASTERS, TRANSPORT, VERSION, des
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
+from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import BucketContents, EntryBuilder, Named, drain, make_manifest
 
 NOT_HELD = -1
@@ -21,7 +22,7 @@ UNLIMITED_BYTES = 1 << 62
 """Size of the only bucket, which exists in the manifest alone."""
 
 
-class SharedSender:
+class SharedSender(WeightSender):
     """Moves the masters to memory that the engine can map, and publishes which version they hold."""
 
     in_parts = False
@@ -55,9 +56,6 @@ class SharedSender:
             else {name: part.detach() for name, part in parts().items()}
         )
         self._path: Path | None = None
-
-    def provisional(self, epoch: str, version: int) -> None:
-        """Return None: engines wait for the manifest."""
 
     def publish(
         self,

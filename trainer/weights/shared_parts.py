@@ -27,6 +27,7 @@ from protocol.device.slice_digests import SliceSums
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from trainer.ranks.collectives import agreed, gather_bytes
+from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named, drain
 from trainer.weights.served.layout import PartReport, PieceRows, checked_pieces, complete_manifest
 from trainer.weights.shared import NOT_HELD
@@ -34,7 +35,7 @@ from trainer.weights.shared import NOT_HELD
 _decoder = msgspec.msgpack.Decoder(PartReport)
 
 
-class SharedPartSender:
+class SharedPartSender(WeightSender):
     """One rank's masters, in memory that the same rank of the engine can map; see `WeightSender`."""
 
     in_parts = True
@@ -64,9 +65,6 @@ class SharedPartSender:
         self._masters = dict(zip(masters, moved, strict=True))
         self._files: list[Path] = []
         """Descriptions of this epoch."""
-
-    def provisional(self, epoch: str, version: int) -> None:
-        """Return None: engines wait for the manifest."""
 
     def publish(
         self,

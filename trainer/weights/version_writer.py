@@ -16,6 +16,7 @@ from protocol.weights.boxes import Box, relative, whole
 from protocol.weights.provisional import with_digests
 from trainer.config import WeightConfig
 from trainer.ranks.collectives import broadcast_message, gather_bytes, next_message
+from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import BucketContents, Named, drain, fill_buckets
 from trainer.weights.served.layout import PartReport, PieceRows, checked_pieces
 from trainer.weights.version_directories import bucket_path
@@ -121,7 +122,7 @@ class PartWriter(VersionWriter):
         broadcast_message(msgspec.msgpack.encode(directory))
 
 
-class PartFollower:
+class PartFollower(WeightSender):
     """Another rank's `WeightSender`: writes its pieces where rank 0 says."""
 
     in_parts = True
@@ -129,9 +130,6 @@ class PartFollower:
     def __init__(self, rank: int, blank: WeightManifest) -> None:
         """Write this rank's pieces of versions with the layout of `blank_manifest`."""
         self._rank, self._blank, self._rows = rank, blank, PieceRows(blank)
-
-    def provisional(self, epoch: str, version: int) -> None:
-        """Return None: engines wait for the manifest."""
 
     def publish(
         self,

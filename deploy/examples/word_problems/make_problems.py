@@ -94,7 +94,7 @@ Story = tuple[Happening, ...]
 
 
 def stories() -> tuple[list[Story], list[Story]]:
-    """Return the sequences of two and three events: those of training, and a fifth that it never has."""
+    """Return the sequences of two and three events: four fifths for training, and the held-out fifth."""
     every = [story for length in (2, 3) for story in itertools.product(EVENTS, repeat=length)]
     random.Random(SEED).shuffle(every)
     return every[len(every) // 5 :], every[: len(every) // 5]

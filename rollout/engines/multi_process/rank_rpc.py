@@ -29,7 +29,7 @@ CALL_TIMEOUT_S = 60.0
 MAX_FRAME = 64 << 20
 """Bytes; a manifest of a thousand tensors has a tenth of a megabyte."""
 MAX_VALUE = MAX_FRAME - 64
-"""Bytes of an answer's value, beside its number."""
+"""Most bytes of an answer's value; its number comes on top."""
 SEND_S = 10
 """Limit for the engine's process to accept an answer, after which its connection counts as lost."""
 

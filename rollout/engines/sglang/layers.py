@@ -99,7 +99,7 @@ def sglang_processings(model: nn.Module, differing: Collection[str]) -> list[Lay
 
 
 def loader_of(model: nn.Module) -> Any:
-    """Return the model with a loader that may be traced: it computes nothing of weights at its end."""
+    """Return the model with a loader that may be traced: it derives no tensors at its end."""
     loader = copied(model)
     vars(loader)[FINISH] = lambda *args, **kwargs: None
     return loader

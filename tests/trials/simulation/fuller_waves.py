@@ -6,14 +6,13 @@ As `waves`, with groups of `SAMPLES` samples that end one by one, and a pool tha
 samples at a time.
 """
 
-import argparse
 import itertools
 import math
 import statistics
 from dataclasses import replace
 
 from protocol.staleness import Bound, Policy
-from tests.trials.simulation.waves import STEPS_S, Setting, Waves, row
+from tests.trials.simulation.waves import STEPS_S, Setting, Waves, argument_parser, row
 
 SAMPLES = 8
 PLACES = 0.5, 1.0, math.inf
@@ -58,13 +57,7 @@ def line(setting: Setting, seeds: int) -> str:
 
 def main() -> None:
     """Print a row for each setting, then the lengths of kept and of cancelled samples."""
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
-    )
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--seeds", type=int, default=2)
-    parser.add_argument("--groups-per-step", type=int, default=8)
-    args = parser.parse_args()
+    args = argument_parser(__doc__).parse_args()
     for step_s, staleness, places in itertools.product(STEPS_S, (0, 1, 2), PLACES):
         bound = Bound(staleness, args.groups_per_step, Policy.WAIT)
         slots = places * args.groups_per_step * SAMPLES

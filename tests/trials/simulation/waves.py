@@ -348,14 +348,20 @@ def line(setting: Setting, seeds: int) -> str:
     return "| " + " | ".join(cells) + " |"
 
 
-def main() -> None:
-    """Print a row for each setting."""
+def argument_parser(description: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the options of every simulation of waves."""
     parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--steps", type=int, default=100)
+    parser.add_argument("--steps", type=int, default=100, help=f"more than the {WARM_UP} not counted")
     parser.add_argument("--seeds", type=int, default=2)
     parser.add_argument("--groups-per-step", type=int, default=8)
+    return parser
+
+
+def main() -> None:
+    """Print a row for each setting."""
+    parser = argument_parser(__doc__)
     parser.add_argument("--colocated", action="store_true")
     args = parser.parse_args()
     for step_s, policy, staleness in itertools.product(STEPS_S, Policy, (0, 1, 2, 4)):
