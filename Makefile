@@ -25,6 +25,9 @@ SEED ?= 1
 MINUTES ?= 2
 # the others import what the GPU environment does not have
 GPU_TESTS = $(shell grep -rlE 'mark\.gpu|TWO_GPUS' tests --include='test_*.py')
+CONTRACT := tests/rollout/engines/test_contract.py
+# engines of the contract suite at once, each with a tenth of a GPU's memory
+GPU_LANES ?= 4
 # a report of each suite, under the name of the commit, for `make guarantees`
 REPORT = -o junit_suite_name=$(shell git describe --always --dirty 2>/dev/null || echo unknown) --junitxml=runs/junit
 export TOKENIZERS_PARALLELISM := false
@@ -32,7 +35,7 @@ export HF_HUB_OFFLINE := 1
 # Compiled modules are kept: every service is a process of its own, and imports them sooner.
 export PYTHONDONTWRITEBYTECODE :=
 
-.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-one-gpu test-two-gpus check docs bench bench-check bench-trainer bench-generation bench-gpu chaos soak test-compose test-containers guarantees clean
+.PHONY: setup demo demo-gpu test pytest test-slow test-gpu test-gpu-engines test-one-gpu test-two-gpus check docs bench bench-check bench-trainer bench-generation bench-gpu chaos soak test-compose test-containers guarantees clean
 
 setup: $(VENV)/.ready $(SGLANG)/.ready
 
@@ -105,14 +108,17 @@ test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready $(OPENE
 	$(BIN)/python -m pytest $(REPORT)/slow.xml -m slow
 	$(REMOTE)/bin/python -m pytest -m slow tests/rollout/sandboxes/remote
 
-# a process for each GPU, then what needs two; with -k (--keep-going) also if the first fails
-test-gpu: test-one-gpu test-two-gpus
+# engines, then a process for each GPU, then what needs two; with -k (--keep-going) also if one fails
+test-gpu: test-gpu-engines test-one-gpu test-two-gpus
+
+test-gpu-engines: $(GPU_READY) $(SGLANG_READY)
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -v -n $(GPU_LANES) --dist loadgroup --durations 20 $(REPORT)/gpu-engines.xml -m "gpu and not two_gpus" $(CONTRACT)
 
 test-one-gpu: $(GPU_READY) $(SGLANG_READY)
 	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -v -n auto --dist loadgroup --durations 20 $(REPORT)/one-gpu.xml -m "gpu and not two_gpus" $(GPU_TESTS)
 
 test-two-gpus: $(GPU_READY) $(SGLANG_READY)
-	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -v --durations 20 $(REPORT)/two-gpus.xml -m two_gpus $(GPU_TESTS)
+	SGLANG_PYTHON=$(SGLANG_PYTHON) $(GPU_PYTHON) -m pytest -v --durations 20 $(REPORT)/two-gpus.xml -m two_gpus $(GPU_TESTS) $(CONTRACT)
 
 check: $(VENV)/.ready
 	$(BIN)/ruff check .

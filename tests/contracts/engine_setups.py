@@ -52,7 +52,7 @@ MARGINS = {"float32": 0.0, "float16": 0.0025, "bfloat16": 0.02}
 FP8 = 0.2
 """Margin of weights and activations in 8 bits."""
 CACHE = {"kv_cache_memory_bytes": 1 << 30}
-"""Argument with which vLLM does not profile how much memory is free."""
+"""Argument with which vLLM does not profile how much memory is free, while other engines take some."""
 PROCESSED = (
     "rollout/staging/shadows.py",
     "rollout/engines/multi_process/processed_layers.py",
@@ -154,25 +154,42 @@ SETUPS = [
             ranks=2,
             dtype="bfloat16",
             model="experts",
-            arguments={"enable_expert_parallel": True},
+            arguments={"enable_expert_parallel": True, **CACHE},
         ),
         ENGINE,
         *TWO_GPUS,
     ),
     engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE, SLOW),
-    engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True), ENGINE, GPU),
+    engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True, arguments=CACHE), ENGINE, GPU),
     engine_under_test(
         "vllm-lora-sleeps",
-        Setup("vllm", KvPolicy.RECOMPUTE, dtype="float16", lora=LoraConfig(rank=8), sleeps=True),
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="float16",
+            lora=LoraConfig(rank=8),
+            sleeps=True,
+            arguments=CACHE,
+        ),
         ENGINE,
         GPU,
     ),
     engine_under_test(
-        "vllm-graphs", Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True), ENGINE, GPU
+        "vllm-graphs",
+        Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, arguments=CACHE),
+        ENGINE,
+        GPU,
     ),
     engine_under_test(
         "vllm-drafts-graphs",
-        Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, drafts="history_always"),
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            drafts="history_always",
+            arguments=CACHE,
+        ),
         ENGINE,
         GPU,
     ),
