@@ -16,7 +16,6 @@ from rollout.engines.base import Completion, KvPolicy, Occupancy, Request, Sampl
 from rollout.engines.contract.bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
 from rollout.engines.contract.distribution import LEAST_P_VALUE, places, uniformity
 from rollout.engines.contract.models import VOCAB, logits_of
-from rollout.engines.sampling import sampled_distribution
 
 ATTEMPTS = 5
 """Tries to commit before requests of the greatest length end, which a busy machine may miss."""
@@ -68,7 +67,7 @@ class EngineContract:
                 continue
             logits = logits_of(bench.models["A"], request.prompt, found.tokens)
             expected = [
-                float(sampled_distribution(row, request.sampling)[t])
+                bench.expected_logprob(row, request.sampling, t)
                 for row, t in zip(logits, found.tokens, strict=True)
             ]
             bench.assert_logprobs(request.sampling, found.logprobs, expected)

@@ -73,8 +73,8 @@ class LayerProcessing:
             {key: like(tensor, inputs[f"{self.name}.{key}"]) for key, tensor in self._unprocessed.items()}
         )
         live = self.live()
-        device = next(iter([*inputs.values(), *live.values()])).device
-        with torch.no_grad(), device:
+        # no default device: beside one torch.compile fails on parameters of an engine's class
+        with torch.no_grad():
             self._rules.process(shadow, staged)
         return {
             path: tensor
