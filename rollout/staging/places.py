@@ -169,7 +169,8 @@ def empty_in(place: StagingPlace, live: Mapping[str, torch.Tensor]) -> dict[str,
     found = {name: torch.empty_like(live[name], device="cpu") for name in live.keys() - pinned.keys()}
     for (name, tensor), (slab, offset) in zip(pinned.items(), places, strict=True):
         raw = torch.frombuffer(memory[slab], dtype=torch.uint8, count=tensor.nbytes, offset=offset)
-        found[name] = raw.view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+        stride = torch.empty_like(tensor, device="meta").stride()  # dense, also where the live one is padded
+        found[name] = raw.view(tensor.dtype).as_strided(tensor.shape, stride)
     return {name: found[name] for name in live}
 
 

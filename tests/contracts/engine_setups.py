@@ -28,7 +28,9 @@ class Setup:
     dtype: str = "float32"
     graphs: bool = False
     """CUDA graphs are captured and replayed."""
-    model: Literal["dense", "experts", "all_experts", "latent", "latent_yarn", "gpt_oss"] = "dense"
+    model: Literal["dense", "experts", "all_experts", "experts_only", "latent", "latent_yarn", "gpt_oss"] = (
+        "dense"
+    )
     """Key of `MODELS`."""
     margin: float | None = None
     """See `Bench`; None: that of its dtype."""
@@ -64,6 +66,7 @@ MODELS: Mapping[str, Callable[..., Any]] = {
     "dense": tiny_model,
     "experts": tiny_experts,
     "all_experts": partial(tiny_experts, chosen=4),
+    "experts_only": partial(tiny_experts, dense=(), chosen=4),  # SGLang asks every layer for its router
     "latent": tiny_latent,
     "latent_yarn": partial(tiny_latent, yarn=True),
     "gpt_oss": tiny_gpt_oss,
@@ -153,7 +156,7 @@ SETUPS = [
             KvPolicy.RECOMPUTE,
             ranks=2,
             dtype="bfloat16",
-            model="experts",
+            model="all_experts",
             arguments={"enable_expert_parallel": True},
         ),
         ENGINE,
@@ -265,6 +268,21 @@ SETUPS = [
         GPU,
     ),
     engine_under_test(
+        "vllm-fp8-gpt-oss",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            model="gpt_oss",
+            margin=FP8,
+            # other kernels have another gate than gpt-oss's
+            arguments={"quantization": "fp8", "moe_backend": "triton", **CACHE},
+        ),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
         "sglang-recompute",
         Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True),
         ENGINE,
@@ -308,7 +326,7 @@ SETUPS = [
             KvPolicy.RECOMPUTE,
             ranks=2,
             dtype="bfloat16",
-            model="experts",
+            model="experts_only",
             arguments={"ep_size": 2},
         ),
         ENGINE,
@@ -337,6 +355,43 @@ SETUPS = [
             margin=FP8,
             arguments={"quantization": "fp8"},
         ),
+        ENGINE,
+        LONG_START,
+        GPU,
+    ),
+    engine_under_test(
+        "sglang-fp8-experts",
+        Setup(
+            "sglang",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            graphs=True,
+            model="experts_only",
+            margin=FP8,
+            arguments={"quantization": "fp8"},
+        ),
+        ENGINE,
+        LONG_START,
+        GPU,
+    ),
+    engine_under_test(
+        "sglang-fp8-latent",
+        Setup(
+            "sglang",
+            KvPolicy.RECOMPUTE,
+            dtype="bfloat16",
+            sleeps=True,
+            model="latent",
+            margin=FP8,
+            arguments={"quantization": "fp8"},
+        ),
+        ENGINE,
+        LONG_START,
+        GPU,
+    ),
+    engine_under_test(
+        "sglang-gpt-oss",
+        Setup("sglang", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, model="gpt_oss"),
         ENGINE,
         LONG_START,
         GPU,
