@@ -27,9 +27,8 @@ from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.processed_layers import plan_of
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 from rollout.engines.vllm.drafts import HistoryDrafts
-from rollout.engines.vllm.layers.online import load_biased_experts
 from rollout.engines.vllm.layers.plain import keep_weights_plain, rotate_heads_natively
-from rollout.engines.vllm.layers.processed import vllm_processings
+from rollout.engines.vllm.layers.processed import load_biased_experts, vllm_processings
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.rank_answers import Answer
 from rollout.engines.vllm.step_records import SampledTokens, ScheduledRequests

@@ -24,7 +24,7 @@ class Size:
     requests: int
     """Decoded at a time, one of them streamed."""
     experts: int = 0
-    """Of each layer, in the shape of Qwen3-MoE; 0: none, in the shape of Qwen2."""
+    """Experts of each layer, in the shape of Qwen3-MoE; 0: none, in the shape of Qwen2."""
     chosen: int = 8
     """Experts of each token."""
     head: int = 0

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import nn
 
-from rollout.engines.vllm.layers.online import load_biased_experts
+from rollout.engines.vllm.layers.processed import load_biased_experts
 
 pytestmark = pytest.mark.engine
 
