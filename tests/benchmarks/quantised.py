@@ -10,6 +10,7 @@ each run is verified. Exit code 1 if a way failed.
 
 import argparse
 import json
+import re
 import statistics
 import subprocess
 import sys
@@ -22,7 +23,6 @@ import torch
 from transformers import DeepseekV2Config, DeepseekV3Config, GptOssConfig, PretrainedConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM
 
-from services.run_record.evaluations import read_evaluations
 from services.run_record.steps import read_steps
 from tests.benchmarks.gpu_loop.run import run_within
 from tests.benchmarks.record import record_now
@@ -87,6 +87,10 @@ ON_ONE_GPU = (
 TINY = ("run.steps=2", "bound.groups_per_step=4", "rollout.groups_in_flight=8", "eval.prompts=8")
 """Settings of a rehearsal on the CPU."""
 MISMATCH = ("mismatch_mean", "mismatch_max", "token_mult_prob_error")
+COLUMNS = (
+    *("steps", "reward_first", "reward_last", "first_step_above_0.8", "held_out_greedy"),
+    *(*MISMATCH, "ess_mean", "ess_min", "seconds"),
+)
 LAST = 5
 """Steps at the end whose rewards are averaged."""
 SHOWN = 1500
@@ -143,7 +147,19 @@ def main(words: Sequence[str] | None = None) -> int:
             facts["failed"][name] = str(error)
             print(name, "failed:", error, flush=True)
         out.write_text(json.dumps(facts, indent=1) + "\n")
+    print(table(facts["ways"]), flush=True)
     return int(bool(facts["failed"]))
+
+
+def table(ways: Mapping[str, Mapping[str, Any]]) -> str:
+    """Return a row for each way, in Markdown."""
+    rows = ["| way | " + " | ".join(name.replace("_", " ") for name in COLUMNS) + " |"]
+    rows.append("|---" * (1 + len(COLUMNS)) + "|")
+    for name, found in ways.items():
+        cells = (found[column] for column in COLUMNS)
+        shown = (f"{cell:.4g}" if isinstance(cell, float) else str(cell) for cell in cells)
+        rows.append(f"| `{name}` | {' | '.join(shown)} |")
+    return "\n".join(rows)
 
 
 def made(name: str, out: Path, limit_s: float, settings: tuple[str, ...]) -> dict[str, Any]:
@@ -162,18 +178,22 @@ def made(name: str, out: Path, limit_s: float, settings: tuple[str, ...]) -> dic
         *settings,
     )
     command = [sys.executable, "-m", "services.cli", "up", str(config), "--run-dir", str(run_dir)]
-    if not run_within([*command, *(word for text in settings for word in ("--set", text))], limit_s)[1]:
+    command += [word for text in settings for word in ("--set", text)]
+    printed, is_ended = run_within(command, limit_s)
+    if not is_ended:
         logs = [path.read_text()[-SHOWN:] for path in sorted((run_dir / "logs").glob("*.log"))]
         raise RuntimeError("\n".join([f"not done within {limit_s:g} s", *logs]))
     verify = [sys.executable, "-m", "services.cli", "verify", str(run_dir)]
     verified = subprocess.run(verify, cwd=ROOT, capture_output=True, text=True, check=False)
     if verified.returncode:
         raise RuntimeError(f"tether verify: {verified.stdout[-SHOWN:]}{verified.stderr[-SHOWN:]}")
-    return summary(read_steps(run_dir / "metrics.jsonl"), run_dir)
+    scores = re.findall(r"^\S+: greedy ([\d.]+)", printed, re.MULTILINE)
+    held_out = {"held_out_greedy": " -> ".join(scores)}
+    return held_out | summary(read_steps(run_dir / "metrics.jsonl"))
 
 
-def summary(steps: Sequence[Mapping[str, Any]], run_dir: Path) -> dict[str, Any]:
-    """Return rewards, held-out rewards, and the mismatch over all steps: means, and the largest."""
+def summary(steps: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return rewards, and the mismatch over all steps: means, and the largest."""
     measured = [step for step in steps if step["mismatch_mean"] is not None]
     rewards = [step["reward_mean"] for step in steps]
     sizes = [step["mismatch"]["0"]["ess"] for step in measured]
@@ -182,7 +202,6 @@ def summary(steps: Sequence[Mapping[str, Any]], run_dir: Path) -> dict[str, Any]
         "reward_first": rewards[0],
         "reward_last": statistics.fmean(rewards[-LAST:]),
         "first_step_above_0.8": next((i for i, reward in enumerate(rewards) if reward > 0.8), None),
-        "held_out_greedy": [evaluation.greedy for evaluation in read_evaluations(run_dir)],
         "seconds": steps[-1]["time"] - steps[0]["time"],
         **{name: statistics.fmean(step[name] for step in measured) for name in MISMATCH},
         "mismatch_max": max(step["mismatch_max"] for step in measured),
