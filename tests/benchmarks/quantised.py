@@ -74,6 +74,7 @@ MODELS: Mapping[str, PretrainedConfig] = {
 JOB = (
     "engine.dtype=bfloat16",
     "engine.memory_fraction=0.3",
+    "optimizer.lr=5e-4",
     "monitor.enabled=false",
     "services.spares=false",
     "trainer.checkpoint_every=1000",
