@@ -11,7 +11,7 @@ the rollout service gives it `copy` in place of `auto` where versions are sent o
 """
 
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -19,6 +19,7 @@ import psutil  # type: ignore[import-untyped]
 import torch
 
 from protocol.errors import EngineError, EngineSettingsError
+from protocol.weights.buckets import ALIGNMENT
 
 log = logging.getLogger("tether.rollout")
 
@@ -26,6 +27,8 @@ MIB = 1 << 20
 RECEIVING_BYTES = 512 * MIB
 """GPU memory that receiving a version takes in addition to the staging copy: buckets in flight or not yet
 hashed."""
+SLAB_BYTES = 8 << 30
+"""Most pinned memory that is allocated at once, unless a tensor is larger."""
 BUFFERS = 2
 """Pieces in host memory while a version is applied in pieces: one is read while the other is copied."""
 
@@ -156,11 +159,46 @@ def chosen(
     )
 
 
-def empty_in(place: StagingPlace, like: torch.Tensor) -> torch.Tensor:
-    """Return memory with the layout of a live parameter, for its staged copy."""
-    if place == StagingPlace.HOST:
-        return torch.empty_like(like, device="cpu", pin_memory=like.is_cuda)
-    return torch.empty_like(like)
+def empty_in(place: StagingPlace, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return memory with the layouts of live parameters, for their staged copies."""
+    if place != StagingPlace.HOST:
+        return {name: torch.empty_like(tensor) for name, tensor in live.items()}
+    pinned = {name: tensor for name, tensor in live.items() if tensor.is_cuda and tensor.numel()}
+    slabs, places = packed([tensor.nbytes for tensor in pinned.values()])
+    memory = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy() for nbytes in slabs]
+    found = {name: torch.empty_like(live[name], device="cpu") for name in live.keys() - pinned.keys()}
+    for (name, tensor), (slab, offset) in zip(pinned.items(), places, strict=True):
+        raw = torch.frombuffer(memory[slab], dtype=torch.uint8, count=tensor.nbytes, offset=offset)
+        stride = torch.empty_like(tensor, device="meta").stride()  # dense, also where the live one is padded
+        found[name] = raw.view(tensor.dtype).as_strided(tensor.shape, stride)
+    return {name: found[name] for name in live}
+
+
+def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+    """Pack tensors into slabs of pinned memory.
+
+    torch rounds each pinned tensor up to a power of two: the experts of a layer, 768 MiB, would take 1 GiB.
+
+    Args:
+        sizes: bytes of each tensor.
+
+    Returns: bytes of each slab, a power of two; and for each tensor its slab and offset.
+    """
+    slabs: list[int] = []
+    used: list[int] = []
+    places = [(0, 0)] * len(sizes)
+    rounded = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+    left = sum(rounded)
+    for index in sorted(range(len(sizes)), key=rounded.__getitem__, reverse=True):
+        size = rounded[index]
+        slab = next((i for i, end in enumerate(used) if end + size <= slabs[i]), len(slabs))
+        if slab == len(slabs):
+            slabs.append(max(1 << (size - 1).bit_length(), min(SLAB_BYTES, 1 << left.bit_length() - 1)))
+            used.append(0)
+        places[index] = slab, used[slab]
+        used[slab] += size
+        left -= size
+    return slabs, places
 
 
 def _free(device: torch.device) -> Free:

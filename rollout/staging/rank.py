@@ -15,7 +15,7 @@ from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.staging.rank_status import RankCommit, RankState, RankStatus
-from rollout.staging.staging import Staging, digest_of
+from rollout.staging.staging import Staging, digest_of_each
 
 
 class RankPlan(Protocol):
@@ -173,12 +173,15 @@ class RankStaging:
 
         Parts that it does not have count as zeros.
         """
-        tensors = {}
-        complete = not self._staging.elsewhere
-        for name, tensor, is_complete in self._plan.gathered():
-            tensors[name] = tensor
-            complete = complete and is_complete
-        return complete, digest_of(tensors)
+        parts = [not self._staging.elsewhere]
+
+        def named() -> Iterator[tuple[str, torch.Tensor]]:
+            for name, tensor, is_complete in self._plan.gathered():
+                parts.append(is_complete)
+                yield name, tensor
+
+        found = digest_of_each(named())
+        return all(parts), found
 
     def _fetch(self, manifest: WeightManifest, deadline_s: float) -> None:
         try:

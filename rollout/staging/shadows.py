@@ -160,10 +160,6 @@ class LayerShadow:
                 "no version could be copied there"
             )
 
-    def allocate(self, place: StagingPlace) -> None:
-        """Allocate the staged copy."""
-        self.copy = {path: empty_in(place, tensor) for path, tensor in self.live.items()}
-
     def process(self, staged: Staged) -> None:
         """Process what was filled, and stage the result.
 
@@ -258,8 +254,9 @@ class ShadowedPlan:
         self.shadows = shadows
         self._plain = plain
         self._live, self._copy = dict(plain.live), dict(plain.buffer)
+        processed = empty_in(place, {path: live for one in shadows for path, live in one.live.items()})
         for shadow in shadows:
-            shadow.allocate(place)
+            shadow.copy = {path: processed[path] for path in shadow.live}
             self._live |= shadow.live
             self._copy |= shadow.copy
         self._copy_of = {_place(tensor): name for name, tensor in self._live.items()}

@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from protocol.device.slice_digests import digests_of
+from protocol.device.slice_digests import Digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
@@ -261,9 +261,15 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> int:
     """Return the digest that a manifest of exactly these tensors would have."""
+    return digest_of_each(tensors.items())
+
+
+def digest_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+    """Return the same of tensors that are made one by one, and released when they have been read."""
+    digests, facts = Digests(), []
+    for name, tensor in tensors:
+        facts.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0, tensor.nbytes))
+        digests.add(tensor)
     return manifest_digest(
-        [
-            TensorEntry(name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0, tensor.nbytes, digest)
-            for (name, tensor), digest in zip(tensors.items(), digests_of(tensors.values()), strict=True)
-        ]
+        [TensorEntry(*fact, number) for fact, number in zip(facts, digests.numbers(), strict=True)]
     )

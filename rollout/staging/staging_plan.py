@@ -38,7 +38,7 @@ class StagingPlan(LoaderTrace):
                 not dense.
         """
         super().__init__(live, shapes, recorder)
-        self.buffer = {name: empty_in(place, tensor) for name, tensor in self.live.items()}
+        self.buffer = empty_in(place, self.live)
         for name, tensor in self.buffer.items():
             if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
                 raise EngineSettingsError(f"parameter {name} is not dense: it cannot be staged")

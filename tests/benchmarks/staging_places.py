@@ -49,7 +49,7 @@ def placed(place: StagingPlace, live: Mapping[str, torch.Tensor]) -> tuple[Stagi
     if place == StagingPlace.LAYERS:
         layers = LayeredStaging({name: whole_source(tensor) for name, tensor in live.items()})
         return layers, layers
-    copy = {name: empty_in(place, tensor) for name, tensor in live.items()}
+    copy = empty_in(place, live)
     staging = Staging({name: whole_source(tensor) for name, tensor in copy.items()})
     return staging, LiveAndStaged(dict(live), copy)
 

@@ -1,7 +1,7 @@
 """Lists the engines that pass the contract suite, in the set-ups that differ in what matters."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any, Literal
 
@@ -13,6 +13,8 @@ from rollout.engines.contract.models import tiny_model
 from tests.changes import IN_PROCESS, SGLANG, VLLM, slow_unless_changed
 from tests.contracts.engine_models import tiny_experts, tiny_gpt_oss, tiny_latent
 from tests.gpus import TWO_GPUS
+
+Model = Literal["dense", "experts", "all_experts", "experts_only", "latent", "latent_yarn", "gpt_oss"]
 
 
 @dataclass(frozen=True)
@@ -28,7 +30,9 @@ class Setup:
     dtype: str = "float32"
     graphs: bool = False
     """CUDA graphs are captured and replayed."""
-    model: Literal["dense", "experts", "all_experts", "latent", "latent_yarn", "gpt_oss"] = "dense"
+    model: Literal["dense", "experts", "all_experts", "experts_only", "latent", "latent_yarn", "gpt_oss"] = (
+        "dense"
+    )
     """Key of `MODELS`."""
     margin: float | None = None
     """See `Bench`; None: that of its dtype."""
@@ -64,6 +68,7 @@ MODELS: Mapping[str, Callable[..., Any]] = {
     "dense": tiny_model,
     "experts": tiny_experts,
     "all_experts": partial(tiny_experts, chosen=4),
+    "experts_only": partial(tiny_experts, dense=(), chosen=4),  # SGLang asks every layer for its router
     "latent": tiny_latent,
     "latent_yarn": partial(tiny_latent, yarn=True),
     "gpt_oss": tiny_gpt_oss,
@@ -73,6 +78,19 @@ MODELS: Mapping[str, Callable[..., Any]] = {
 def engine_under_test(name: str, setup: Setup, *marks: pytest.MarkDecorator) -> Any:
     """One start of the engine for all its tests: they stay in one process."""
     return pytest.param(setup, id=name, marks=[*marks, pytest.mark.xdist_group(name)])
+
+
+def in_fp8(name: str, model: Model, *, quantization: str = "fp8", **arguments: Any) -> Setup:
+    """Return a set-up of an engine on a GPU that computes with weights of 8 bits."""
+    return Setup(
+        name,
+        KvPolicy.RECOMPUTE,
+        dtype="bfloat16",
+        graphs=True,
+        model=model,
+        margin=FP8,
+        arguments={"quantization": quantization, **(CACHE if name == "vllm" else {}), **arguments},
+    )
 
 
 ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
@@ -153,7 +171,7 @@ SETUPS = [
             KvPolicy.RECOMPUTE,
             ranks=2,
             dtype="bfloat16",
-            model="experts",
+            model="all_experts",
             arguments={"enable_expert_parallel": True, **CACHE},
         ),
         ENGINE,
@@ -226,61 +244,13 @@ SETUPS = [
         ENGINE,
         GPU,
     ),
+    engine_under_test("vllm-fp8", replace(in_fp8("vllm", "dense"), sleeps=True), ENGINE, GPU),
+    engine_under_test("vllm-fp8-blocks", in_fp8("vllm", "dense", quantization="fp8_per_block"), ENGINE, GPU),
+    engine_under_test("vllm-fp8-experts", in_fp8("vllm", "all_experts"), ENGINE, GPU),
+    engine_under_test("vllm-fp8-latent", in_fp8("vllm", "latent"), ENGINE, GPU),
     engine_under_test(
-        "vllm-fp8",
-        Setup(
-            "vllm",
-            KvPolicy.RECOMPUTE,
-            dtype="bfloat16",
-            graphs=True,
-            sleeps=True,
-            margin=FP8,
-            arguments={"quantization": "fp8", **CACHE},
-        ),
-        ENGINE,
-        GPU,
-    ),
-    engine_under_test(
-        "vllm-fp8-blocks",
-        Setup(
-            "vllm",
-            KvPolicy.RECOMPUTE,
-            dtype="bfloat16",
-            graphs=True,
-            margin=FP8,
-            arguments={"quantization": "fp8_per_block", **CACHE},
-        ),
-        ENGINE,
-        GPU,
-    ),
-    engine_under_test(
-        "vllm-fp8-experts",
-        Setup(
-            "vllm",
-            KvPolicy.RECOMPUTE,
-            dtype="bfloat16",
-            graphs=True,
-            model="all_experts",
-            margin=FP8,
-            arguments={"quantization": "fp8", **CACHE},
-        ),
-        ENGINE,
-        GPU,
-    ),
-    engine_under_test(
-        "vllm-fp8-latent",
-        Setup(
-            "vllm",
-            KvPolicy.RECOMPUTE,
-            dtype="bfloat16",
-            graphs=True,
-            model="latent",
-            margin=FP8,
-            arguments={"quantization": "fp8", **CACHE},
-        ),
-        ENGINE,
-        GPU,
-    ),
+        "vllm-fp8-gpt-oss", in_fp8("vllm", "gpt_oss", moe_backend="triton"), ENGINE, GPU
+    ),  # other kernels have another gate than gpt-oss's
     engine_under_test(
         "sglang-recompute",
         Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True),
@@ -325,7 +295,7 @@ SETUPS = [
             KvPolicy.RECOMPUTE,
             ranks=2,
             dtype="bfloat16",
-            model="experts",
+            model="experts_only",
             arguments={"ep_size": 2},
         ),
         ENGINE,
@@ -345,15 +315,14 @@ SETUPS = [
         LONG_START,
         slow_unless_changed(*PROCESSED),
     ),
+    engine_under_test("sglang-fp8", in_fp8("sglang", "dense"), ENGINE, LONG_START, GPU),
+    engine_under_test("sglang-fp8-experts", in_fp8("sglang", "experts_only"), ENGINE, LONG_START, GPU),
     engine_under_test(
-        "sglang-fp8",
-        Setup(
-            "sglang",
-            KvPolicy.RECOMPUTE,
-            dtype="bfloat16",
-            margin=FP8,
-            arguments={"quantization": "fp8"},
-        ),
+        "sglang-fp8-latent", replace(in_fp8("sglang", "latent"), sleeps=True), ENGINE, LONG_START, GPU
+    ),
+    engine_under_test(
+        "sglang-gpt-oss",
+        Setup("sglang", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, model="gpt_oss"),
         ENGINE,
         LONG_START,
         GPU,

@@ -163,7 +163,7 @@ def _staging(
         sources = {name: whole_source(view) for name, view in checkpoint_views(model, live).items()}
         layers = LayeredStaging(sources, architecture=architecture, tied=_is_tied(model))
         return layers, layers, ReleasableMemory([*live.values(), layers.buffer.memory])
-    copy = {name: empty_in(place, tensor) for name, tensor in live.items()}
+    copy = empty_in(place, live)
     sources = {name: whole_source(view) for name, view in checkpoint_views(model, copy).items()}
     staging = Staging(sources, architecture=architecture, tied=_is_tied(model))
     released = [*live.values(), *(copy.values() if place == StagingPlace.DEVICE else ())]

@@ -34,6 +34,7 @@ from rollout.engines.vllm.imports import (
 from rollout.engines.vllm.lora import lora_arguments
 from rollout.engines.vllm.rank_answers import NumberedCalls
 from rollout.engines.vllm.step_records import Packed
+from rollout.staging.places import StagingPlace
 
 T = TypeVar("T")
 
@@ -70,6 +71,8 @@ class VllmProcesses:
         self._numbered = NumberedCalls(name)
         self._calls: set[asyncio.Timeout] = set()
         """Limits of the calls that wait for an answer."""
+        self._limits_s: dict[str, float] = {}
+        """Seconds for calls that read or write the whole model; others have CALL_TIMEOUT_S."""
         self.rank_lost = False
         """Whether a rank's process has ended."""
         self._pids: set[int] = set()
@@ -97,6 +100,9 @@ class VllmProcesses:
     def prepare(self, config: EngineConfig) -> None:
         """Set the environment, and let the server begin to import vLLM where the engine is forked from it."""
         set_environment(config)
+        self._limits_s["install"] = config.start_timeout_s
+        if config.staging in (StagingPlace.LAYERS, StagingPlace.AUTO):
+            self._limits_s["commit"] = max(CALL_TIMEOUT_S, config.stage_timeout_s)
         if has_server(config.enforce_eager, config.tensor_parallel_size):
             start_server(self)
 
@@ -179,13 +185,14 @@ class VllmProcesses:
         Raises:
             EngineError: there was none, or it was an error.
         """
-        limit = asyncio.timeout(0 if self.rank_lost else CALL_TIMEOUT_S)
+        limit_s = self._limits_s.get(call, CALL_TIMEOUT_S)
+        limit = asyncio.timeout(0 if self.rank_lost else limit_s)
         try:
             async with limit:
                 self._calls.add(limit)
                 return await answer
         except TimeoutError:
-            cause = "a rank's process has ended" if self.rank_lost else f"none within {CALL_TIMEOUT_S:g} s"
+            cause = "a rank's process has ended" if self.rank_lost else f"none within {limit_s:g} s"
             raise EngineError(f"engine {self._name}: no answer to {call}: {cause}") from None
         except Exception as error:
             raise EngineError(f"engine {self._name}: {call}: {error!r}") from error

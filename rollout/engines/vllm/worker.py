@@ -28,7 +28,7 @@ from rollout.engines.multi_process.processed_layers import plan_of
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 from rollout.engines.vllm.drafts import HistoryDrafts
 from rollout.engines.vllm.layers.plain import keep_weights_plain, rotate_heads_natively
-from rollout.engines.vllm.layers.processed import vllm_processings
+from rollout.engines.vllm.layers.processed import load_biased_experts, vllm_processings
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.rank_answers import Answer
 from rollout.engines.vllm.step_records import SampledTokens, ScheduledRequests
@@ -292,6 +292,8 @@ def _end_after(owner: int, engine: int) -> None:
 
 
 _ENGINE = os.getppid()
-if exit_with_parent(lambda owner: _end_after(owner, _ENGINE)) and not torch.cuda.is_available():
-    keep_weights_plain()
-    rotate_heads_natively()
+if exit_with_parent(lambda owner: _end_after(owner, _ENGINE)):
+    load_biased_experts()
+    if not torch.cuda.is_available():
+        keep_weights_plain()
+        rotate_heads_natively()

@@ -90,7 +90,7 @@ class MeasuredEngine(VllmEngine):
                     break
 
 
-def engine_config(model: str, memory_fraction: float, kv: str, eager: bool) -> EngineConfig:
+def engine_config(model: str, memory_fraction: float, kv: str, eager: bool, staging: str) -> EngineConfig:
     """As a user would write it for this model."""
     size = SIZES[model]
     return EngineConfig(
@@ -101,7 +101,9 @@ def engine_config(model: str, memory_fraction: float, kv: str, eager: bool) -> E
         max_running=size.requests,
         enforce_eager=eager,
         kv=KvPolicy(kv),
+        staging=staging,
         start_timeout_s=START_S,
+        stage_timeout_s=START_S,
     )
 
 

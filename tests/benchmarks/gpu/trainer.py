@@ -26,6 +26,7 @@ from protocol.device.checkpoint_shapes import checkpoint_shapes
 from rollout.staging.staging import digest_of
 from tests.benchmarks.gpu import stand_in
 from tests.benchmarks.gpu.groups import HOST, broadcast, join_pair
+from tests.benchmarks.gpu.host_trainer import HostTrainer
 from tests.benchmarks.gpu.shapes import device, group_backend, settle
 from tests.trainer.weights.senders import sender_of
 from trainer.config import WeightConfig
@@ -176,13 +177,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="The trainer's side of the GPU benchmark.")
     parser.add_argument("--model", type=Path, required=True)
     parser.add_argument("--dtype", required=True)
+    parser.add_argument("--on-host", action="store_true", help="hold no weights, see host_trainer.py")
     arguments = parser.parse_args()
     faulthandler.register(signal.SIGUSR1)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
     os.dup2(2, 1)  # whatever libraries print must not lie among the answers
     torch.set_num_threads(1)
-    trainer = Trainer(arguments.model, arguments.dtype)
+    kind = HostTrainer if arguments.on_host else Trainer
+    trainer = kind(arguments.model, arguments.dtype)
     try:
         answers.write(json.dumps(trainer.describe()) + "\n")
         for line in sys.stdin:

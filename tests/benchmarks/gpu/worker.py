@@ -8,6 +8,7 @@ import types
 from collections.abc import Sequence
 from typing import Any
 
+import psutil  # type: ignore[import-untyped]
 import torch
 
 # isort: skip - it wants to be the first of ours in vLLM's process
@@ -44,9 +45,18 @@ class MeasuredWorker(WorkerExtension):
         found, self._bench_steps = self._bench_steps, []
         return found
 
-    def bench_memory(self) -> tuple[int, int]:
-        """(free, all) bytes of the device."""
-        return torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+    def bench_memory(self) -> dict[str, int]:
+        """Bytes of the device and of the host that are free, and the size of the KV cache."""
+        free, device = torch.cuda.mem_get_info() if torch.cuda.is_available() else (0, 0)
+        cache = self.model_runner.kv_cache_config  # type: ignore[attr-defined]
+        tokens = self.vllm_config.cache_config.block_size * cache.num_blocks  # type: ignore[attr-defined]
+        return {
+            "device_free": free,
+            "device": device,
+            "host_available": int(psutil.virtual_memory().available),
+            "kv_cache": sum(int(tensor.size) for tensor in cache.kv_cache_tensors),
+            "kv_cache_tokens": int(tokens),
+        }
 
     def bench_transfer(self, backend: str) -> None:
         """Give the worker vLLM's own weight transfer of that name, as `weight_transfer_config` would at the

@@ -98,8 +98,7 @@ def test_only_the_place_device_allocates_a_copy_on_the_device(place: StagingPlac
         if place == StagingPlace.LAYERS:
             LayeredStaging(sources)
         else:
-            for one in parameters.values():
-                empty_in(place, one)
+            empty_in(place, parameters)
     expected = {
         StagingPlace.DEVICE: {"meta": copy},
         StagingPlace.HOST: {"cpu": copy},

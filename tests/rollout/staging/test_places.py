@@ -4,9 +4,20 @@ import pytest
 import torch
 
 from protocol.errors import EngineError, EngineSettingsError
-from rollout.staging.places import MIB, RECEIVING_BYTES, Free, StagingPlace, StagingRoom, choose, chosen
+from rollout.staging.places import (
+    MIB,
+    RECEIVING_BYTES,
+    Free,
+    StagingPlace,
+    StagingRoom,
+    choose,
+    chosen,
+    packed,
+)
 
 GIB = 1 << 30
+EXPERTS = [768 * MIB, 384 * MIB, 16 * MIB, 4096] * 48 + [594 * MIB]
+"""Sizes as of a model of 30B with 128 experts a layer."""
 AUTO = StagingRoom(StagingPlace.AUTO)
 
 
@@ -41,6 +52,22 @@ def test_memory_of_shadows_is_counted_on_the_device(shadow: int, place: StagingP
     small = Free(15 * GIB - 1, 15 * GIB - 1, on_gpu=False)
     with pytest.raises(EngineError, match=f"takes {(15 * GIB + shadow) // MIB} MiB beside"):
         chosen(StagingRoom(StagingPlace.DEVICE), 15 * GIB, GIB, small, "it", shadow)
+
+
+@pytest.mark.parametrize("sizes", [EXPERTS, [768 * MIB], [1, 2, 3], [20 * GIB, 5], []])
+def test_pinned_slabs_hold_each_tensor_apart(sizes: list[int]) -> None:
+    slabs, places = packed(sizes)
+    assert all(size.bit_count() == 1 for size in slabs)
+    ends = dict.fromkeys(range(len(slabs)), 0)
+    for (slab, offset), size in sorted(zip(places, sizes, strict=True)):
+        assert offset % 64 == 0
+        assert ends[slab] <= offset
+        ends[slab] = offset + size
+    assert all(end <= slabs[slab] for slab, end in ends.items())
+
+
+def test_slabs_take_little_more_than_the_tensors() -> None:
+    assert sum(packed(EXPERTS)[0]) < 1.02 * sum(EXPERTS)
 
 
 def test_auto_leaves_the_device_that_staging_mb_forbids() -> None:
