@@ -3,6 +3,7 @@
 import ast
 import importlib
 import json
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -19,6 +20,7 @@ from rollout.prompts.base import Prompt
 from services.tools.check import check_configuration
 from tests.integration.loop import ROOT
 from tests.rollout.environments.groups import Serving, generated, generating
+from tests.rollout.sessions.chats import renderer
 
 EXAMPLE = ROOT / "deploy/examples/repair"
 
@@ -38,7 +40,7 @@ def tasks(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, 
 
 def test_the_same_seed_makes_the_same_tasks(tasks: dict[str, list[dict[str, Any]]], tmp_path: Path) -> None:
     assert make(tmp_path) == tasks
-    assert set(tasks) == {"number", "choice", "line", "one", "many"}
+    assert set(tasks) == {"number", "choice", "read", "line", "one", "many"}
 
 
 def test_a_task_is_a_program_with_one_wrong_line_that_its_hidden_tests_see(
@@ -64,7 +66,7 @@ def test_the_judge_wants_the_hidden_line_last(
 ) -> None:
     monkeypatch.syspath_prepend(str(EXAMPLE))
     judge = importlib.import_module("judge")
-    for rung in ("number", "choice", "line"):
+    for rung in ("number", "choice", "read", "line"):
         row = tasks[rung][0]
         answers = (f"so\n {row['hidden_line']}\n", f"{row['hidden_line']}\nno", "")
         assert [judge.score(response=answer, metadata=row) for answer in answers] == [1.0, 0.0, 0.0]
@@ -92,6 +94,31 @@ async def test_an_agent_that_says_nothing_of_use_hands_over_the_file_as_it_was(
     [sample] = decode_rollout(rollout).rows
     assert sample.environment_reward is None
     assert rollout.responses == (row["files"]["solution.py"],)
+
+
+class Reading(Serving):
+    """The scripted engine, whose turns are a command for the line that is asked for, and then its output."""
+
+    async def generate(self, request: Request) -> Completion:
+        text = renderer("tool use")
+        last = text.marked(request.prompt).rpartition("<|im_start|>user\n")[2].partition("<|im_end|>")[0]
+        asked = re.fullmatch(r"Print line (\d+) of solution\.py\.", last)
+        said = f"sed -n {asked[1]}p solution.py" if asked else last
+        tokens = (*text.encode(said), request.sampling.stop_token_ids[0])
+        return Completion(tokens, (-1.0,) * len(tokens), ((len(tokens), self.served.version),), "stop")
+
+
+async def test_a_reader_says_the_line_that_only_its_sandbox_has(
+    tasks: dict[str, list[dict[str, Any]]], tmp_path: Path
+) -> None:
+    row = dict(tasks["read"][0])
+    prompt = Prompt(row.pop("prompt"), metadata=row, index=7)
+    assert row["hidden_line"] not in prompt.text
+    options = {"command": ["python3", "-m", "reader"], "directory": str(EXAMPLE / "agent")}
+    config = EnvironmentConfig("command", options, attempts=1, sandbox=SandboxConfig("bubblewrap"))
+    async with generating(tmp_path, config, Reading, tokens=80, room=2048) as generate:
+        rollout = await generate(prompt, 1)
+    assert rollout.responses == (row["hidden_line"],)
 
 
 class Numbering(Serving):

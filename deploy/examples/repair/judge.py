@@ -7,7 +7,7 @@ from reward.verifiers import python_tests
 
 def score(*, response: str, metadata: dict[str, Any]) -> float:
     """Return 1 for the right line or its number, or for a file that passes all hidden tests."""
-    if metadata["rung"] in ("number", "choice", "line"):
+    if metadata["rung"] in ("number", "choice", "read", "line"):
         lines = [line.strip() for line in response.strip().splitlines() if line.strip()]
         return float(bool(lines) and lines[-1] == metadata["hidden_line"])
     if response.strip() == metadata["files"]["solution.py"].strip():

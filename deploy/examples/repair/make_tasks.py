@@ -3,8 +3,9 @@
     python deploy/examples/repair/make_tasks.py [--out runs/repair-tasks] [--tasks 1000] [--seed 0]
 
 The rungs of the ladder: `number`, print the number of the line with the bug, which is named; `choice`, print
-which of two lines has it, 1 or 2; `line`, print the line, which is named with another one; `one`, repair a
-program of one function; `many`, one of four functions. The same seed writes the same tasks.
+which of two lines has it, 1 or 2; `read`, print the line, whose number is named and which only the sandbox
+has; `line`, print the line, which is named with another one; `one`, repair a program of one function; `many`,
+one of four functions. The same seed writes the same tasks.
 """
 
 import argparse
@@ -17,12 +18,13 @@ from typing import Any
 from mutations import mutant
 from programs import inputs, program
 
-RUNGS = {"number": 1, "choice": 1, "line": 1, "one": 1, "many": 4}
+RUNGS = {"number": 1, "choice": 1, "read": 1, "line": 1, "one": 1, "many": 4}
 """Rung -> functions of its programs."""
 TESTS = 12
 ASKED = {
     "number": "Line {line} of solution.py is wrong. Print its number: ",
     "choice": "One of these two lines of solution.py is wrong:\n{lines}\nPrint its number, 1 or 2: ",
+    "read": "Print line {line} of solution.py.",
     "line": "One line of solution.py is wrong. The wrong line is one of these two:\n{lines}\nPrint it.",
     "one": "solution.py has one wrong line. Repair the file.\n{example}",
     "many": "solution.py has one wrong line, in any of its functions. Repair the file.\n{example}",
@@ -68,7 +70,7 @@ def task(seed: str, rung: str) -> dict[str, Any]:
         example=f"solve({example}) returns {found[failing[0]]}; it should return {expected[failing[0]]}.",
     )
     answers = {"number": str(line), "choice": str(pair.index(line) + 1)}
-    shown = "" if rung in answers else f"solution.py:\n```python\n{wrong}\n```\n"
+    shown = "" if rung in (*answers, "read") else f"solution.py:\n```python\n{wrong}\n```\n"
     return {
         "prompt": shown + asked,
         "rung": rung,

@@ -23,25 +23,27 @@ class Player:
         self._given = given
         self._messages = opening(given["number"])
         self._turn = 0
-        self._reader: asyncio.StreamReader | None = None
-
-    async def connect(self) -> None:
-        """Open the session's connection, which stays open."""
-        self._reader, self._writer = await asyncio.open_connection(self._given["host"], self._given["port"])
+        self._connection: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
 
     async def call(self) -> tuple[int, float]:
-        """Make the next call; returns its turn, counted from 1, and how long its answer took, ms."""
-        assert self._reader is not None
+        """Make the next call; returns its turn, counted from 1, and how long its answer took, ms.
+
+        The first one opens the session's connection, which stays open: the endpoint closes a connection that
+        sends nothing at first, and thousands of calls are made one after another.
+        """
+        if self._connection is None:
+            self._connection = await asyncio.open_connection(self._given["host"], self._given["port"])
+        reader, writer = self._connection
         body = json.dumps({"model": "policy", "messages": self._messages, "tools": TOOLS}).encode()
         head = (
             f"POST {self._given['path']}/chat/completions HTTP/1.1\r\nHost: {self._given['host']}\r\n"
             f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
         )
         began = time.perf_counter()
-        self._writer.write(head.encode() + body)
-        lines = (await self._reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
+        writer.write(head.encode() + body)
+        lines = (await reader.readuntil(b"\r\n\r\n")).decode().lower().split("\r\n")
         length = next(int(line.split(":")[1]) for line in lines if line.startswith("content-length"))
-        answer = await self._reader.readexactly(length)
+        answer = await reader.readexactly(length)
         ms = (time.perf_counter() - began) * 1e3
         if " 200 " not in lines[0]:
             raise RuntimeError(f"{lines[0]}: {answer[:500]!r}")
@@ -51,8 +53,9 @@ class Player:
         return self._turn, ms
 
     def close(self) -> None:
-        """Close the connection."""
-        self._writer.close()
+        """Close the connection, if a call has opened it."""
+        if self._connection is not None:
+            self._connection[1].close()
 
 
 async def play(players: list[Player], turns: int, at_once: int) -> dict[str, Any]:
@@ -81,7 +84,6 @@ async def main() -> None:
             players.pop(number).close()
         for number in given.keys() - players.keys():
             players[number] = Player(given[number])
-            await players[number].connect()
         callers = [players[number] for number in asked["callers"]]
         print(json.dumps(await play(callers, asked["turns"], asked["at_once"])), flush=True)
 

@@ -57,11 +57,18 @@ async def measured(
         return idle_kb, rates
 
 
-def run_worker(barrier: Barrier, found: "Queue[tuple[float, list[Rates]]]", options: dict[str, int]) -> None:
-    """Measure one worker, in a process of its own."""
+def run_worker(
+    barrier: Barrier, found: "Queue[tuple[float, list[Rates]] | None]", options: dict[str, int]
+) -> None:
+    """Measure one worker, in a process of its own; if it fails, the others end, too."""
     raise_fd_limit()
-    with tempfile.TemporaryDirectory(prefix="tether-sessions-") as directory:
-        found.put(uvloop.run(measured(Path(directory), barrier, **options)))
+    try:
+        with tempfile.TemporaryDirectory(prefix="tether-sessions-") as directory:
+            found.put(uvloop.run(measured(Path(directory), barrier, **options)))
+    except BaseException:
+        barrier.abort()
+        found.put(None)
+        raise
 
 
 def measure(workers: int, options: dict[str, int]) -> dict[str, Any]:
@@ -71,9 +78,12 @@ def measure(workers: int, options: dict[str, int]) -> dict[str, Any]:
     processes = [context.Process(target=run_worker, args=(barrier, found, options)) for _ in range(workers)]
     for process in processes:
         process.start()
-    parts = [found.get(timeout=LATEST_S) for _ in processes]
+    ended = [found.get(timeout=LATEST_S) for _ in processes]
     for process in processes:
         process.join()
+    parts = [part for part in ended if part is not None]
+    if len(parts) < workers:
+        raise RuntimeError(f"{workers - len(parts)} of {workers} workers failed, as is said above")
     rounds = [
         [sum(one) for one in zip(*rates, strict=True)] for rates in zip(*(r for _, r in parts), strict=True)
     ]

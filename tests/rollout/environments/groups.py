@@ -34,20 +34,33 @@ Generated = Callable[..., Awaitable[Rollout]]
 
 @asynccontextmanager
 async def generating(
-    folder: Path, config: EnvironmentConfig, make: type[Serving] = Serving
+    folder: Path,
+    config: EnvironmentConfig,
+    make: type[Serving] = Serving,
+    *,
+    tokens: int = 8,
+    room: int = 512,
 ) -> AsyncIterator[Generated]:
-    """Start an engine and an environment; yields what generates group 7 under the lease `t`."""
+    """Start an engine and an environment; yields what generates group 7 under the lease `t`.
+
+    Args:
+        folder: for the model's configuration.
+        config: of the environment.
+        make: makes the engine.
+        tokens: that a turn may have.
+        room: tokens that an episode may have.
+    """
     (folder / "config.json").write_text(json.dumps({"vocab_size": 280}))
-    engine = make(EngineConfig(name="scripted", max_model_len=512), folder, "engine.0")
+    engine = make(EngineConfig(name="scripted", max_model_len=room), folder, "engine.0")
     environment = make_environment(config)
     await engine.start()
     text = renderer("tool use")
 
     async def generate(prompt: Prompt = PROMPT, n: int = 2, **more: Any) -> Rollout:
+        sampling = Sampling(max_tokens=tokens, stop_token_ids=text.stop_token_ids)
         return await generate_group(
             engine, text, environment, prompt, group=7, token="t", n=n, engine_name="engine.0",
-            sampling=Sampling(max_tokens=8, stop_token_ids=text.stop_token_ids), config=config,
-            max_model_len=512, **more,
+            sampling=sampling, config=config, max_model_len=room, **more,
         )  # fmt: skip
 
     try:
