@@ -8,6 +8,9 @@ from typing import Any
 import torch
 
 STAND_INS = Path(__file__).with_name("sglang_cpu")
+BESIDE_OTHERS: dict[str, Any] = {"memory_fraction": 0.4, "arguments": {"max_total_tokens": 1 << 15}}
+"""Fields of `EngineConfig` for a GPU that other engines use, too: the fraction counts what they take
+meanwhile as this engine's, so that a number of tokens bounds the KV cache."""
 
 
 def sglang_python() -> str:

@@ -24,7 +24,7 @@ from tests.contracts.engine_models import adapted
 from tests.contracts.engine_sessions import SessionContract
 from tests.contracts.engine_setups import MARGINS, MODELS, SETUPS, Setup
 from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)
-from tests.contracts.sglang_environment import sglang_settings
+from tests.contracts.sglang_environment import BESIDE_OTHERS, sglang_settings
 from tests.contracts.sglang_jax_environment import sglang_jax_settings
 from tests.contracts.vllm_overlap import overlapping
 
@@ -66,7 +66,7 @@ async def bench(
         )
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     own = (
-        sglang_settings(setup.ranks)
+        sglang_settings(setup.ranks) | (BESIDE_OTHERS if torch.cuda.is_available() else {})
         if setup.name == "sglang"
         else sglang_jax_settings()
         if setup.name == "sglang_jax"
@@ -78,14 +78,12 @@ async def bench(
         max_model_len=MAX_MODEL_LEN,
         kv=setup.kv,
         tensor_parallel_size=setup.ranks,
-        memory_fraction=0.1,
         enforce_eager=not setup.graphs,
         enable_sleep_mode=setup.sleeps,
         drafts=setup.drafts,
         staging=setup.staging,
         seconds_per_token=0.001,
-        arguments=dict(setup.arguments),
-        **own,
+        **{"memory_fraction": 0.1, **own, "arguments": {**own.get("arguments", {}), **setup.arguments}},
     )
     shared = directory / "engine.msgpack" if setup.shares else None
     engine = make_engine(config, directory / "model", f"{setup.name}.test", setup.lora, shared=shared)

@@ -23,7 +23,7 @@ from protocol.errors import TetherError
 from rollout.engines.base import Engine, EngineConfig
 from services.audit.alarms import Alarm
 from tests.benchmarks.record import record_now
-from tests.contracts.sglang_environment import sglang_settings
+from tests.contracts.sglang_environment import BESIDE_OTHERS, sglang_settings
 from tests.trials.silent import engine_faults, record_faults, trainer_faults
 from tests.trials.silent.faults import FAULTS, Fault
 from tests.trials.silent.world import SCRATCH, open_engines, open_world, settings_of
@@ -140,15 +140,10 @@ def main() -> None:
     parser.add_argument("--clean", type=int, default=20, help="runs without a fault")
     parser.add_argument("--engine", default="hf", help="that generates, such as vllm or sglang")
     parser.add_argument("--dtype", default="float32", help="of the engine's parameters")
-    parser.add_argument(
-        "--memory-fraction", type=float, default=0.2, help="of a GPU, for each of two engines"
-    )
     parser.add_argument("--out", type=Path, help="file for the table: .md is Markdown, else JSON")
     given = parser.parse_args()
-    own = sglang_settings() if given.engine == "sglang" else {}
-    config = EngineConfig(
-        name=given.engine, dtype=given.dtype, max_model_len=64, memory_fraction=given.memory_fraction, **own
-    )
+    own = sglang_settings() | BESIDE_OTHERS if given.engine == "sglang" else {"memory_fraction": 0.2}
+    config = EngineConfig(name=given.engine, dtype=given.dtype, max_model_len=64, **own)
     result = asyncio.run(table(given.only, given.clean, config))
     if given.out:
         is_page = given.out.suffix == ".md"
