@@ -7,7 +7,6 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -20,6 +19,7 @@ from protocol.weights.peft import check_peft
 from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import check_adapters, check_fits
+from services.preflight.engine_lists import listed_architectures
 from services.preflight.problem import Problem, refusals
 from services.settings.evaluation import eval_engine
 from services.settings.hub import fetch_model
@@ -333,12 +333,8 @@ def _unknown_to_transformers(
 
 def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
     """Compare the architecture with those that the installed vLLM lists, which is not imported for it."""
-    names, spec = model.config.get("architectures") or [], find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations or model.config.get("model_type") in FAMILIES:
-        return
-    listing = Path(spec.submodule_search_locations[0]) / "model_executor/models/registry.py"
-    known = listing.read_text() if listing.is_file() else ""
-    if known and not any(f'"{name}"' in known for name in names):
+    names, known = model.config.get("architectures") or [], listed_architectures("vllm")
+    if known and model.config.get("model_type") not in FAMILIES and not known & {*names}:
         yield Problem(
             f"{model.place / 'config.json'}: vLLM has no architecture {', '.join(names) or '(unnamed)'}",
             "choose another model, or another engine",

@@ -188,14 +188,14 @@ def _check_sharded(model_dir: Path, config: Mapping[str, Any], facts: dict[str, 
     """Check a model of transformers with the backend `fsdp`."""
     from trainer.model_check.rank import check_sharded  # imports transformers
 
-    name = (config.get("architectures") or ["?"])[0]
-    stated = {label: config[field] for label, field in STATED.items() if field in config}
+    name, text = (config.get("architectures") or ["?"])[0], config.get("text_config") or config
+    stated = {label: text[field] for label, field in STATED.items() if field in text}
     facts |= {"config": {"model_type": config.get("model_type", "?"), "name": name, **stated}}
     facts |= _sizes(ONE_RANK)
     parameters = count_parameters(model_dir) or 0
     facts |= {"parameters": parameters, "needed_gb": check_memory(model_dir, parameters, 1)}
-    positions = int(config.get("max_position_embeddings") or LONGEST)
-    with _expected(model_dir, int(config["vocab_size"]), positions) as (batch, expected):
+    positions, vocabulary = int(text.get("max_position_embeddings") or LONGEST), int(text["vocab_size"])
+    with _expected(model_dir, vocabulary, positions) as (batch, expected):
         found, why_rows = check_sharded(model_dir, torch.get_num_threads(), batch, expected)
         facts |= _about(batch) | msgspec.to_builtins(found) | {"why_rows": why_rows}
     return _verdict(facts)

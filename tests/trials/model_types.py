@@ -5,7 +5,8 @@
 
 Each type runs in a process of its own: log-probabilities and export are compared with transformers', a step
 with the one of the trainer `reference` and of two tensor-parallel ranks, and decoding with a cache, as the
-engine `hf` does it, with transformers' passes. What `megatron`, vLLM and SGLang have is read from their lists.
+engine `hf` does it, with transformers' passes. What `megatron`, vLLM and SGLang have is in
+their lists.
 """
 
 import argparse
@@ -34,7 +35,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig, Request, Sampling
-from rollout.engines.hf.decoder import PaddingDecoder, RowDecoder, has_state
+from rollout.engines.hf.decoder import decoder_of
 from rollout.engines.hf.engine import load_model
 from rollout.engines.in_process.running_request import RunningRequest
 from services.tools.check_model import check_model
@@ -83,10 +84,11 @@ def row_of(model_type: str) -> TypeRow:
 def _measure(model_type: str, model_dir: Path) -> TypeRow:
     try:
         found = check_model(model_dir, backend="fsdp")
+        refusal = found.problem
     except SettingsError as error:
-        return TypeRow(model_type, f"refused: {_line(error)}")
-    if not found.works:
-        return TypeRow(model_type, f"refused: {_line(found.problem)}")
+        refusal = str(error)
+    if refusal:
+        return TypeRow(model_type, f"refused: {_line(refusal.replace(str(model_dir), 'DIR'))}")
     problem, made = _make_step(_sharded(model_dir, ParallelConfig()))
     if problem:
         return TypeRow(model_type, f"refused: {problem}")
@@ -98,7 +100,7 @@ def _measure(model_type: str, model_dir: Path) -> TypeRow:
     return TypeRow(
         model_type,
         architecture=config["architectures"][0],
-        megatron=_megatron_refusal(config, model_dir),
+        megatron=_is_of_megatron(config, model_dir),
         decoding=_decoding_refusal(model_dir),
         samples=f"padded: {why_rows}" if why_rows else "packed",
         difference=f"{found.facts['logprobs']['largest']:.0e}",
@@ -138,19 +140,20 @@ def _differences(made: Step, expected: Step) -> str:
     return ", ".join(f"{name} {largest[name]:.0e}" for name in wrong)
 
 
-def _megatron_refusal(config: dict[str, Any], model_dir: Path) -> str:
+def _is_of_megatron(config: dict[str, Any], model_dir: Path) -> bool:
+    """Return whether the trainer `megatron` has a family for a config.json."""
     try:
         architecture_of(config, model_dir / "config.json")
-    except SettingsError as error:
-        return _line(error)
-    return ""
+    except SettingsError:
+        return False
+    return True
 
 
 def _decoding_refusal(model_dir: Path) -> str:
     """Return why decoding as the engine `hf` does it is not what transformers computes without a cache."""
     try:
         model = load_model(model_dir, EngineConfig(name="hf", dtype="float32"))
-        decoder = (RowDecoder if has_state(model) else PaddingDecoder)(model)
+        decoder = decoder_of(model)(model)
         rows = [
             RunningRequest(Request(str(n), prompt, Sampling(DECODED)), torch.Generator().manual_seed(n))
             for n, prompt in enumerate(PROMPTS)

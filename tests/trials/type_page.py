@@ -12,12 +12,12 @@ HEAD = """# Model types of transformers: trainers and engines
 {version}, on a CPU in float32. {trained} of the {made} types that were made train, and {served} of
 these are served by `hf` and listed by vLLM and SGLang.
 
-| answer | means |
-|---|---|
-| works | with `fsdp` log-probabilities equal transformers' within 1e-4, the export equals the checkpoint bit for bit, and a training step equals the one of `reference`; `hf`, vLLM and SGLang serve it |
-| works only on ... | it trains as said, and these engines alone serve it |
-| refused: ... | `tether check-model DIR --backend fsdp` says it |
-| not made: ... | the sizes of a tiny model do not fit the type's configuration; it says nothing of real ones |
+- works: with `fsdp` log-probabilities equal transformers' within 1e-4, the export equals the
+  checkpoint bit for bit, and a step gives the norm of the gradient and the log-probabilities of
+  `reference`; `hf`, vLLM and SGLang serve it.
+- works only on ...: it trains as said, and these engines alone serve it.
+- refused: ...: what `tether check-model DIR --backend fsdp` says.
+- not made: ...: transformers makes no model of the type from these sizes; it says nothing of real ones.
 
 An engine serves a type: `hf`, if tokens that it decoded with its cache have transformers'
 log-probabilities; vLLM and SGLang, if the installed ones list the architecture ({engines});
@@ -44,8 +44,8 @@ class TypeRow:
     problem: str = ""
     """Why it does not train, with the kind of the reason before a colon; empty: it trains."""
     architecture: str = ""
-    megatron: str = ""
-    """Why the trainer `megatron` does not have it; empty: it has."""
+    megatron: bool = False
+    """Whether the trainer `megatron` has it, too."""
     decoding: str = ""
     """Why the engine `hf` does not serve it; empty: it does."""
     samples: str = ""
@@ -83,16 +83,12 @@ def write_page(rows: Sequence[TypeRow], out: Path, version: str, sglang: Path, e
         served=sum(answers[row.model_type] == "works" for row in trained),
         divided=sum(row.divided == EQUAL for row in rows),
     )
-    lines = [
-        f"| `{row.model_type}` | {answers[row.model_type]} | {_mark(row)} | {row.samples} | {row.difference} "
-        f"| {row.divided} |\n"
-        for row in rows
-    ]
+    lines = []
+    for row in rows:
+        megatron = "yes" if row.megatron else ""
+        cells = answers[row.model_type], megatron, row.samples, row.difference, row.divided
+        lines.append(f"| `{row.model_type}` | {' | '.join(cells)} |\n")
     out.write_text(head + "".join(lines))
-
-
-def _mark(row: TypeRow) -> str:
-    return "" if row.problem or row.megatron else "yes"
 
 
 def _answer(row: TypeRow, tables: Mapping[str, frozenset[str]]) -> str:

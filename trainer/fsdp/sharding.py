@@ -70,9 +70,8 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
     place = OffloadPolicy()
     if trained and trainer.offload_parameters:
         place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    names = set(model._no_split_modules or ())
     data = mesh[DATA]
-    for layer in [module for module in model.modules() if type(module).__name__ in names]:
+    for layer in _layers(model):
         if trainer.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if trained and trainer.recompute_granularity == "full":
@@ -83,3 +82,18 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses are shares of the whole step's
             module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing while it adds up
+
+
+def _layers(model: Any) -> list[torch.nn.Module]:
+    """Return the outermost modules that transformers keeps together, without the embedding.
+
+    The root shards that one with the output layer, which can be the same parameter.
+    """
+    names, table = set(model._no_split_modules or ()), model.get_input_embeddings()
+    found, within = [], set[torch.nn.Module]()
+    for module in model.modules():
+        parts = set(module.modules())
+        if type(module).__name__ in names and module not in within and table not in parts:
+            found.append(module)
+            within |= parts
+    return found
