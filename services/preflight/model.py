@@ -28,10 +28,10 @@ from trainer.config import ParallelConfig
 from trainer.fsdp.layout import (
     NOT_SHARDED,
     TENSOR_SIZE,
+    compiling_refusal,
     division_refusal,
     layout_refusals,
     plan_of,
-    tensor_refusals,
 )
 from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.families.config_file import read_config
@@ -214,8 +214,8 @@ def _division_problems(settings: Settings, model: ModelFacts) -> Iterator[Proble
     parallel, ranks = settings.parallel, settings.parallel.tensor_model_parallel_size
     for setting, value in layout_refusals(parallel):
         yield Problem(NOT_SHARDED, "leave it out, or use megatron", setting, value)
-    for cause, remedy in tensor_refusals(parallel, settings.lora, settings.trainer):
-        yield Problem(cause, remedy, TENSOR_SIZE, ranks)
+    if cause := compiling_refusal(parallel, settings.trainer):
+        yield Problem(cause, "leave one of them out", TENSOR_SIZE, ranks)
     if cause := _undivided(model, parallel):
         yield Problem(cause, "choose another number, or use megatron", TENSOR_SIZE, ranks)
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from services.run_record.steps import read_steps
 from tests.benchmarks.gpu_loop.results import FIRST, LAST, means_of, speed, steps_of
-from tests.benchmarks.gpu_loop.run import DEFAULTS, run_within
+from tests.benchmarks.gpu_loop.run import DEFAULTS, ON_ONE_GPU, run_within
 from tests.benchmarks.record import record_now
 from tests.benchmarks.versions import ROOT, output_of, versions_of
 
@@ -35,9 +35,6 @@ TINY = (
     "engine.max_model_len=64",
     "engine.max_running=64",
     "trainer.dtype=float32",
-    "weights.transport=shm",
-    "services.trainer_gpus=[]",
-    "services.rollout_gpus=[]",
     "rollout.groups_in_flight=12",
 )
 """Overrides for a rehearsal without a GPU."""
@@ -93,7 +90,7 @@ def _make_model(directory: Path, options: argparse.Namespace) -> int:
 
 def _train(out: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Train to the last step or the limit; returns the speed and the mismatch."""
-    machine = TINY if options.tiny else ()
+    machine = TINY if options.tiny else ON_ONE_GPU
     overrides = [f"model.path={out / 'model'}", f"run.steps={options.steps}", *machine, *options.set]
     command = [sys.executable, "-m", "services.cli", "up", str(EXAMPLE / "one_gpu.toml")]
     command += ["--run-dir", str(out / "run")]

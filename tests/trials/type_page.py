@@ -16,7 +16,7 @@ these are served by `hf` and listed by vLLM and SGLang.
   checkpoint bit for bit, and a step gives the norm of the gradient and the log-probabilities of
   `reference`; `hf`, vLLM and SGLang serve it.
 - works only on ...: it trains as said, and these engines alone serve it.
-- refused: ...: what `tether check-model DIR --backend fsdp` says.
+- refused: ...: what `tether check-model DIR --backend fsdp` says, or why a training step fails.
 - not made: ...: transformers makes no model of the type from these sizes; it says nothing of real ones.
 
 An engine serves a type: `hf`, if tokens that it decoded with its cache have transformers'

@@ -6,13 +6,11 @@ from dataclasses import fields
 from typing import Any
 
 from protocol.errors import SettingsError
-from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.config import ParallelConfig, TrainerConfig
 
 SIZES = ("data_parallel_size", "tensor_model_parallel_size", "use_distributed_optimizer")
 """Settings of `[parallel]` that it reads."""
 NOT_SHARDED = "trainer.backend 'fsdp' has data-parallel and tensor-parallel ranks alone"
-NO_LORA = "tensor-parallel ranks of trainer.backend 'fsdp' have no adapters ([lora])"
 NO_COMPILING = "layers of tensor-parallel ranks of trainer.backend 'fsdp' are not compiled (trainer.compile)"
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
 TABLES = ("embed_tokens", "lm_head")
@@ -28,21 +26,12 @@ def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
             yield f"parallel.{field.name}", value
 
 
-def tensor_refusals(
-    parallel: ParallelConfig, adapters: LoraConfig, trainer: TrainerConfig
-) -> Iterator[tuple[str, str]]:
-    """Yield the cause and the remedy of each setting that tensor-parallel ranks do not go with."""
-    if parallel.tensor_model_parallel_size > 1 and adapters.rank:
-        yield NO_LORA, "leave it out, or use megatron"
-    if parallel.tensor_model_parallel_size > 1 and trainer.compile:
-        yield NO_COMPILING, "leave one of them out"
+def compiling_refusal(parallel: ParallelConfig, trainer: TrainerConfig) -> str:
+    """Return why the layers are not compiled; empty: they are, or nothing asks for it."""
+    return NO_COMPILING if parallel.tensor_model_parallel_size > 1 and trainer.compile else ""
 
 
-def check_layout(
-    parallel: ParallelConfig,
-    adapters: LoraConfig = NO_ADAPTERS,
-    trainer: TrainerConfig = TrainerConfig(),  # noqa: B008 (frozen)
-) -> None:
+def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
     """Refuse a layout that has other than data-parallel and tensor-parallel ranks.
 
     Raises:
@@ -50,10 +39,9 @@ def check_layout(
     """
     for setting, value in layout_refusals(parallel):
         raise SettingsError(f"setting {setting}: {value}: {NOT_SHARDED}; leave it out, or use megatron")
-    for cause, remedy in tensor_refusals(parallel, adapters, trainer):
-        raise SettingsError(
-            f"setting {TENSOR_SIZE}: {parallel.tensor_model_parallel_size}: {cause}; {remedy}"
-        )
+    if cause := compiling_refusal(parallel, trainer):
+        ranks = parallel.tensor_model_parallel_size
+        raise SettingsError(f"setting {TENSOR_SIZE}: {ranks}: {cause}; leave one of them out")
 
 
 def plan_of(config: Mapping[str, Any]) -> dict[str, str]:

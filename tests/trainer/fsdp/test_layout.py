@@ -10,7 +10,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from protocol.errors import SettingsError
-from protocol.weights.lora import LoraConfig
 from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import save_model
 from trainer.backends.base import FrozenSpec
@@ -35,19 +34,17 @@ TWO = ParallelConfig(tensor_model_parallel_size=2)
 )
 def test_other_ranks_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(SettingsError, match=rf"parallel.{field}: {value}: .* use megatron"):
-        check_layout(ParallelConfig(**{field: value}))  # type: ignore[arg-type]
+        check_layout(ParallelConfig(**{field: value}), TrainerConfig())  # type: ignore[arg-type]
 
 
 def test_sharded_ranks_pass() -> None:
-    check_layout(ParallelConfig(data_parallel_size=8, use_distributed_optimizer=False))
-    check_layout(ParallelConfig(data_parallel_size=4, tensor_model_parallel_size=2))
+    check_layout(ParallelConfig(data_parallel_size=8, use_distributed_optimizer=False), TrainerConfig())
+    check_layout(ParallelConfig(data_parallel_size=4, tensor_model_parallel_size=2), TrainerConfig())
 
 
-def test_adapters_and_compiled_layers_on_tensor_parallel_ranks_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* no adapters"):
-        check_layout(TWO, LoraConfig(rank=4))
+def test_compiled_layers_on_tensor_parallel_ranks_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
-        check_layout(TWO, trainer=TrainerConfig(compile=True))
+        check_layout(TWO, TrainerConfig(compile=True))
     spec = FrozenSpec(role="reference", directory=Path("absent"))
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
         load_frozen_apart(spec, TWO, TrainerConfig(compile=True))
