@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Mapping
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 VLLM = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
 """Names of vLLM's tables of models that generate text."""
@@ -23,6 +24,13 @@ def listed_architectures(engine: str, place: Path | None = None) -> frozenset[st
         spec = find_spec(engine)
         place = Path(next(iter(spec.submodule_search_locations or ()), "")) if spec else None
     return frozenset(READERS[engine](place)) if place else frozenset()
+
+
+def engines_with(config: Mapping[str, Any]) -> dict[str, bool]:
+    """Return for each installed engine that has a list whether a config.json's architecture is in it."""
+    tables = {engine: listed_architectures(engine) for engine in READERS}
+    names = {*(config.get("architectures") or ())}
+    return {engine: bool(names & table) for engine, table in tables.items() if table}
 
 
 def _read_vllm(place: Path) -> set[str]:

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
 from protocol.host.prctl import die_with_parent
+from services.preflight.engine_lists import engines_with
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
 from trainer.backends.plain_copy import quantization_of, write_plain
@@ -141,6 +142,7 @@ def check_model(
         return _check_plain_copy(model_dir, parallel, backend, facts)
     path = model_dir / "config.json"
     config = read_config(model_dir)
+    facts["engines"] = engines_with(config)
     try:
         if backend == "fsdp":
             return _check_sharded(model_dir, config, facts)
@@ -232,9 +234,13 @@ def render_checked_model(result: CheckedModel) -> str:
         return "\n".join((*lines, f"model    {facts['model']}"))
     config = dict(facts["config"])
     count = f", {facts['parameters']:,} parameters" if "parameters" in facts else ""
+    listing = [
+        f"{engine} {'lists' if has else 'does not list'} it" for engine, has in facts["engines"].items()
+    ]
     lines += [
         f"model    {facts['model']}: {config.pop('model_type')} ({config.pop('name')}){count}",
         f"config   {_in_words(config)}",
+        f"engines  {'; '.join(['hf', *listing])}",
     ]
     if "logprobs" not in facts:
         return "\n".join(lines)

@@ -125,7 +125,7 @@ class RowDecoder(HfDecoder):
         """Compute the new tokens of a row; return logits [V] of its next token."""
         ids, first = row.ids, 0
         if row.kv is None:
-            row.kv = DynamicCache(config=self._model.config)
+            row.kv = empty_cache(self._model)
         else:
             ids, first = row.ids[-1:], len(row.ids) - 1
         if self._adapters is not None:
@@ -167,7 +167,15 @@ def decoder_of(model: Any, *, alone: bool = False) -> Callable[..., Decoder]:
     return PaddingDecoder if padded else RowDecoder
 
 
+def empty_cache(model: Any) -> DynamicCache:
+    """Return a cache with what each layer keeps.
+
+    Of a model that has an encoder, which is not computed here, the configuration counts that one's layers.
+    """
+    return DynamicCache() if hasattr(model.config, "encoder_layers") else DynamicCache(config=model.config)
+
+
 def has_state(model: Any) -> bool:
     """Return whether transformers keeps a state of some layers, in place of keys and values."""
-    layers = DynamicCache(config=model.config).layers
+    layers = empty_cache(model).layers
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)
