@@ -1,6 +1,7 @@
 """Divides layers of transformers among tensor-parallel ranks, and shards them over data-parallel ranks."""
 
 import functools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -85,15 +86,22 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
 
 
 def _layers(model: Any) -> list[torch.nn.Module]:
-    """Return the outermost modules that transformers keeps together, without the embedding.
+    """Return the outermost modules that transformers keeps together.
 
-    The root shards that one with the output layer, which can be the same parameter.
+    The root shards those whose parameters are in other modules, too, such as an embedding that is the output
+    layer: shards of two groups would be two parameters.
     """
-    names, table = set(model._no_split_modules or ()), model.get_input_embeddings()
+    names, everywhere = set(model._no_split_modules or ()), _uses(model)
     found, within = [], set[torch.nn.Module]()
     for module in model.modules():
-        parts = set(module.modules())
-        if type(module).__name__ in names and module not in within and table not in parts:
+        if type(module).__name__ not in names or module in within:
+            continue
+        if all(everywhere[parameter] == count for parameter, count in _uses(module).items()):
             found.append(module)
-            within |= parts
+            within |= set(module.modules())
     return found
+
+
+def _uses(module: torch.nn.Module) -> Counter[torch.nn.Parameter]:
+    """Return how often each parameter is one of a module or of its parts."""
+    return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))

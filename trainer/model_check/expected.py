@@ -76,7 +76,7 @@ def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
             attn_implementation="eager",
             **code_trust(),
         ).eval()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error
     rows = []
     for tokens in batch.tokens.long().split(batch.lengths.tolist()):

@@ -54,11 +54,11 @@ def test_a_tensor_may_be_a_number(mesh: DeviceMesh, tmp_path: Path) -> None:
     assert_loaded(save_tiny("apertus", tmp_path), mesh)
 
 
-@pytest.mark.parametrize("model_type", ["falcon_mamba", "mbart"])
-def test_layers_within_layers_are_sharded_with_the_outer_one(
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "mbart", "zamba"])
+def test_layers_within_layers_or_that_share_parameters_stay_together(
     model_type: str, mesh: DeviceMesh, tmp_path: Path
 ) -> None:
-    """transformers names both as parts that belong together."""
+    """transformers names parts of others that belong together, and zamba has a block that is in two layers."""
     assert_loaded(save_tiny(model_type, tmp_path), mesh)
 
 

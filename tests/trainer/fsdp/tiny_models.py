@@ -52,7 +52,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "camembert": PADDING,
     "codegen": {"rotary_dim": 8},
     "blt": {"encoder_hash_byte_group_vocab": 64},
-    "blt_global_transformer": {"hidden_size": 128},
+    "blt_global_transformer": {"hidden_size": 128, "head_dim": 32},
     "cohere_compass_text": {
         "rope_parameters": {
             kind: {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 4]}
@@ -63,7 +63,7 @@ CHANGES: dict[str, dict[str, Any]] = {
     "data2vec-text": PADDING,
     "dbrx": {
         "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4},
-        "ffn_config": {"ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
+        "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 32, "moe_num_experts": 4, "moe_top_k": 2},
     },
     "dots1": {"n_shared_experts": 1},
     "emu3_text_model": PADDING,
