@@ -58,7 +58,7 @@ def test_a_tensor_may_be_a_number(mesh: DeviceMesh, tmp_path: Path) -> None:
 def test_layers_within_layers_or_that_share_parameters_stay_together(
     model_type: str, mesh: DeviceMesh, tmp_path: Path
 ) -> None:
-    """transformers names parts of others that belong together, and zamba has a block that is in two layers."""
+    """transformers names parts of named layers, too, and zamba has a block that is in two layers."""
     assert_loaded(save_tiny(model_type, tmp_path), mesh)
 
 
