@@ -69,7 +69,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, required=True, help="directory, which is replaced")
     parser.add_argument("--model-type", default="qwen3_5_text", help="or qwen3_next, which has experts")
     parser.add_argument("--steps", type=int, default=24, help="of which the first 4 are not counted")
-    parser.add_argument("--seconds", type=float, default=190.0, help="for the run, its start included")
+    parser.add_argument("--seconds", type=float, default=170.0, help="for the run, its start included")
     parser.add_argument("--set", action="append", default=[], help="section.key=value")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
     return parser.parse_args()
