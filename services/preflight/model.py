@@ -18,8 +18,8 @@ from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from protocol.weights.peft import check_peft
 from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
+from rollout.engines.listed_models import listed_architectures
 from rollout.engines.requests import check_adapters, check_fits
-from services.preflight.engine_lists import listed_architectures
 from services.preflight.problem import Problem, refusals
 from services.settings.evaluation import eval_engine
 from services.settings.hub import fetch_model

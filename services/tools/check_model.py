@@ -28,7 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
 from protocol.host.prctl import die_with_parent
-from services.preflight.engine_lists import engines_with
+from rollout.engines.listed_models import engines_with
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
 from trainer.backends.plain_copy import quantization_of, write_plain

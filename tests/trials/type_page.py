@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from services.preflight.engine_lists import listed_architectures
+from rollout.engines.listed_models import listed_architectures
 
 HEAD = """# Model types of transformers: trainers and engines
 

@@ -91,15 +91,10 @@ class FsdpBackend(Offloadable, Backend):
         self._trained = self._trained_of(model)
         self._tensors = {name: t for name, t in model_tensors(model).items() if ".lora." not in name}
         self._views = tensor_views(model, self._tensors)
-        self._published: tuple[Sequence[TensorView], Mapping[str, torch.Tensor]] = (
-            (plain_views(self._trained), self._trained) if adapters.rank else (self._views, self._tensors)
-        )
-        parts = (
-            plain_views(self._trained, self.mesh)
-            if adapters.rank
-            else tensor_views(model, self._tensors, self.mesh)
-        )
-        self._plan = ShardPlan.make(parts, self._published[1], self.mesh)
+        views_of = plain_views if adapters.rank else partial(tensor_views, model)
+        published = self._trained if adapters.rank else self._tensors
+        self._published = views_of(published), published
+        self._plan = ShardPlan.make(views_of(published, self.mesh), published, self.mesh)
         self._stepper = make_stepper(self._trained, optimizer, trainer, self.mesh)
         self._reference: ShardedModel | None = None
         self._models = [self._model]

@@ -13,6 +13,8 @@ SIZES = ("data_parallel_size", "tensor_model_parallel_size", "use_distributed_op
 NOT_SHARDED = "trainer.backend 'fsdp' has data-parallel and tensor-parallel ranks alone"
 NO_COMPILING = "layers of tensor-parallel ranks of trainer.backend 'fsdp' are not compiled (trainer.compile)"
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
+KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""Layers, as config.json calls them, whose attention the kernels of both backends compute."""
 TABLES = ("embed_tokens", "lm_head")
 """Usual names of a model's embedding and output layer."""
 

@@ -7,7 +7,7 @@ import torch
 
 from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.fsdp import attention
-from trainer.fsdp.attention_types import KNOWN_TYPES
+from trainer.fsdp.layout import KNOWN_TYPES
 from trainer.fsdp.output_layer import OutputLayer
 from trainer.fsdp.passes import stretches_of
 from trainer.layers.attention.sequences import token_positions

@@ -158,7 +158,7 @@ class WholeDecoder(HfDecoder):
 def decoder_of(model: Any, *, alone: bool = False) -> Callable[..., Decoder]:
     """Return the fastest decoder that is exact with a model; with `alone` each row has a pass of its own.
 
-    A model that is not told positions takes a token's place in its row for one, padding included.
+    A model that takes no positions counts a token's place in its row, padding included.
     """
     arguments = inspect.signature(model.forward).parameters
     if "past_key_values" not in arguments:

@@ -35,7 +35,7 @@ async def complete(model_dir: Path) -> list[Completion]:
 async def test_log_probabilities_equal_a_pass_over_the_whole_sequence(
     tmp_path: Path, model_type: str
 ) -> None:
-    """Of layers with a state, a model without keys and values, and one that counts positions by itself."""
+    """Layers have a state, a model no keys and values, another one counts positions by itself."""
     model_dir = save_tiny(model_type, tmp_path)
     found = await complete(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from vllm.model_executor.models.registry import ModelRegistry
 
-from services.preflight.engine_lists import engines_with, listed_architectures
+from rollout.engines.listed_models import engines_with, listed_architectures
 
 
 def test_vllm_lists_what_its_registry_says() -> None:
