@@ -27,7 +27,9 @@ from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.fsdp.layout import (
     NOT_SHARDED,
+    OTHER_LAYERS,
     TENSOR_SIZE,
+    adapter_refusal,
     compiling_refusal,
     division_refusal,
     layout_refusals,
@@ -124,6 +126,12 @@ def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]
         problems += refusals(_check_megatron_adapters, settings, model)
     elif not problems and any(".experts." in name for name in shapes):
         problems += _expert_problems(adapter_targets(shapes, lora), lora)
+    if settings.trainer.backend == "fsdp" and not problems:
+        ranks = settings.parallel.tensor_model_parallel_size
+        modules = [target.module for target in adapter_targets(shapes, lora)]
+        plan = plan_of(model.config) if ranks > 1 else {}
+        if cause := adapter_refusal(plan, modules, ranks):
+            yield Problem(cause, OTHER_LAYERS, "lora.target_modules", list(lora.target_modules))
     yield from problems
 
 

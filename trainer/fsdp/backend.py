@@ -25,7 +25,7 @@ from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.adapters import DividedLowRank
-from trainer.fsdp.layout import check_layout
+from trainer.fsdp.layout import OTHER_LAYERS, adapter_refusal, check_layout
 from trainer.fsdp.memory.expected import read_workload
 from trainer.fsdp.model import ShardedModel
 from trainer.fsdp.passes import Pass, forget_pass, make_retry
@@ -105,6 +105,9 @@ class FsdpBackend(Offloadable, Backend):
         if adapters.rank:
             self.lora = adapters
             self.targets, _ = attach(model, adapters, self._trainer.seed, DividedLowRank)
+            modules, ranks = [target.module for target in self.targets], self.mesh[TENSOR].size()
+            if refusal := adapter_refusal(model.tp_plan, modules, ranks):
+                raise SettingsError(f"setting lora.target_modules: {refusal}; {OTHER_LAYERS}")
 
     def _trained_of(self, model: Any) -> dict[str, torch.nn.Parameter]:
         """Return the trained parameters by the names of their tensors."""

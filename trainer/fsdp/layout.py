@@ -1,7 +1,7 @@
 """Says which layouts of ranks the FSDP backend has. No torch here: every start is checked with it."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
@@ -12,6 +12,7 @@ SIZES = ("data_parallel_size", "tensor_model_parallel_size", "use_distributed_op
 """Settings of `[parallel]` that it reads."""
 NOT_SHARDED = "trainer.backend 'fsdp' has data-parallel and tensor-parallel ranks alone"
 NO_COMPILING = "layers of tensor-parallel ranks of trainer.backend 'fsdp' are not compiled (trainer.compile)"
+OTHER_LAYERS = "name other layers, use 'all-linear', or set parallel.tensor_model_parallel_size to 1"
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
 KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Layers, as config.json calls them, whose attention the kernels of both backends compute."""
@@ -63,10 +64,27 @@ def style_of(name: str, plan: Mapping[str, str]) -> str:
     """
     if ".experts." in name and any(".experts." in key for key in plan):
         return "rowwise" if "down_proj" in name or ".w2." in name else "colwise"
-    module = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0])
-    style = next((style for key, style in plan.items() if module.endswith(key)), "")
+    module = name.rpartition(".")[0]
+    style = _style(module, plan)
     is_table = style.startswith("embedding") or module.endswith(TABLES)
     return style if "wise" in style and not is_table else ""
+
+
+def adapter_refusal(plan: Mapping[str, str], modules: Iterable[str], ranks: int) -> str:
+    """Return why tensor-parallel ranks do not have adapters on some layers; empty: they do.
+
+    Of latent attention's first layer the plan adds up the gradient of one part of the output, within the
+    layer, so an adapter would have a part of it.
+    """
+    partial = [module for module in modules if _style(module, plan) == "mla_kv_a_proj"]
+    if ranks == 1 or not partial:
+        return ""
+    return f"tensor-parallel ranks of trainer.backend 'fsdp' have no adapter on {partial[0]}"
+
+
+def _style(module: str, plan: Mapping[str, str]) -> str:
+    name = re.sub(r"\.\d+\.", ".*.", module)
+    return next((style for key, style in plan.items() if name.endswith(key)), "")
 
 
 def division_refusal(plan: Mapping[str, str], config: Mapping[str, Any], ranks: int) -> str:

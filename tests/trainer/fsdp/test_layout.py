@@ -15,7 +15,7 @@ from tests.trainer.megatron.models import save_model
 from trainer.backends.base import FrozenSpec
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.apart import load_frozen_apart
-from trainer.fsdp.layout import check_layout, division_refusal, plan_of, style_of
+from trainer.fsdp.layout import adapter_refusal, check_layout, division_refusal, plan_of, style_of
 from trainer.fsdp.loading import load_shards
 from trainer.fsdp.sharding import divide
 from trainer.reference.frozen import load_model
@@ -48,6 +48,15 @@ def test_compiled_layers_on_tensor_parallel_ranks_are_refused() -> None:
     spec = FrozenSpec(role="reference", directory=Path("absent"))
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
         load_frozen_apart(spec, TWO, TrainerConfig(compile=True))
+
+
+def test_adapters_on_latent_attentions_first_layer_are_refused_by_its_name() -> None:
+    plan, layer = plan_of({"model_type": "deepseek_v2"}), "model.layers.3.self_attn."
+    others = [f"{layer}kv_b_proj", f"{layer}o_proj", "model.layers.3.mlp.up_proj"]
+    assert adapter_refusal(plan, others, 2) == ""
+    first = f"{layer}kv_a_proj_with_mqa"
+    assert adapter_refusal(plan, [*others, first], 2).endswith(f"have no adapter on {first}")
+    assert adapter_refusal(plan, [first], 1) == ""
 
 
 @pytest.fixture(scope="module")
