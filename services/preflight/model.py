@@ -7,7 +7,6 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from importlib.util import find_spec
 from itertools import islice
 from math import prod
 from pathlib import Path
@@ -19,6 +18,7 @@ from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from protocol.weights.peft import check_peft
 from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
+from rollout.engines.listed_models import listed_architectures
 from rollout.engines.requests import check_adapters, check_fits
 from services.preflight.problem import Problem, refusals
 from services.settings.evaluation import eval_engine
@@ -27,11 +27,13 @@ from services.settings.sections import Settings
 from trainer.config import ParallelConfig
 from trainer.fsdp.layout import (
     NOT_SHARDED,
+    OTHER_LAYERS,
     TENSOR_SIZE,
+    adapter_refusal,
+    compiling_refusal,
     division_refusal,
     layout_refusals,
     plan_of,
-    tensor_refusals,
 )
 from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.families.config_file import read_config
@@ -124,6 +126,12 @@ def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]
         problems += refusals(_check_megatron_adapters, settings, model)
     elif not problems and any(".experts." in name for name in shapes):
         problems += _expert_problems(adapter_targets(shapes, lora), lora)
+    if settings.trainer.backend == "fsdp" and not problems:
+        ranks = settings.parallel.tensor_model_parallel_size
+        modules = [target.module for target in adapter_targets(shapes, lora)]
+        plan = plan_of(model.config) if ranks > 1 else {}
+        if cause := adapter_refusal(plan, modules, ranks):
+            yield Problem(cause, OTHER_LAYERS, "lora.target_modules", list(lora.target_modules))
     yield from problems
 
 
@@ -214,8 +222,8 @@ def _division_problems(settings: Settings, model: ModelFacts) -> Iterator[Proble
     parallel, ranks = settings.parallel, settings.parallel.tensor_model_parallel_size
     for setting, value in layout_refusals(parallel):
         yield Problem(NOT_SHARDED, "leave it out, or use megatron", setting, value)
-    for cause, remedy in tensor_refusals(parallel, settings.lora, settings.trainer):
-        yield Problem(cause, remedy, TENSOR_SIZE, ranks)
+    if cause := compiling_refusal(parallel, settings.trainer):
+        yield Problem(cause, "leave one of them out", TENSOR_SIZE, ranks)
     if cause := _undivided(model, parallel):
         yield Problem(cause, "choose another number, or use megatron", TENSOR_SIZE, ranks)
 
@@ -333,12 +341,8 @@ def _unknown_to_transformers(
 
 def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
     """Compare the architecture with those that the installed vLLM lists, which is not imported for it."""
-    names, spec = model.config.get("architectures") or [], find_spec("vllm")
-    if spec is None or not spec.submodule_search_locations or model.config.get("model_type") in FAMILIES:
-        return
-    listing = Path(spec.submodule_search_locations[0]) / "model_executor/models/registry.py"
-    known = listing.read_text() if listing.is_file() else ""
-    if known and not any(f'"{name}"' in known for name in names):
+    names, known = model.config.get("architectures") or [], listed_architectures("vllm")
+    if known and model.config.get("model_type") not in FAMILIES and not known & {*names}:
         yield Problem(
             f"{model.place / 'config.json'}: vLLM has no architecture {', '.join(names) or '(unnamed)'}",
             "choose another model, or another engine",

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import SettingsError
 from protocol.host.prctl import die_with_parent
+from rollout.engines.listed_models import engines_with
 from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
 from trainer.backends.plain_copy import quantization_of, write_plain
@@ -141,6 +142,7 @@ def check_model(
         return _check_plain_copy(model_dir, parallel, backend, facts)
     path = model_dir / "config.json"
     config = read_config(model_dir)
+    facts["engines"] = engines_with(config)
     try:
         if backend == "fsdp":
             return _check_sharded(model_dir, config, facts)
@@ -188,14 +190,14 @@ def _check_sharded(model_dir: Path, config: Mapping[str, Any], facts: dict[str, 
     """Check a model of transformers with the backend `fsdp`."""
     from trainer.model_check.rank import check_sharded  # imports transformers
 
-    name = (config.get("architectures") or ["?"])[0]
-    stated = {label: config[field] for label, field in STATED.items() if field in config}
+    name, text = (config.get("architectures") or ["?"])[0], config.get("text_config") or config
+    stated = {label: text[field] for label, field in STATED.items() if field in text}
     facts |= {"config": {"model_type": config.get("model_type", "?"), "name": name, **stated}}
     facts |= _sizes(ONE_RANK)
     parameters = count_parameters(model_dir) or 0
     facts |= {"parameters": parameters, "needed_gb": check_memory(model_dir, parameters, 1)}
-    positions = int(config.get("max_position_embeddings") or LONGEST)
-    with _expected(model_dir, int(config["vocab_size"]), positions) as (batch, expected):
+    positions, vocabulary = int(text.get("max_position_embeddings") or LONGEST), int(text["vocab_size"])
+    with _expected(model_dir, vocabulary, positions) as (batch, expected):
         found, why_rows = check_sharded(model_dir, torch.get_num_threads(), batch, expected)
         facts |= _about(batch) | msgspec.to_builtins(found) | {"why_rows": why_rows}
     return _verdict(facts)
@@ -232,9 +234,13 @@ def render_checked_model(result: CheckedModel) -> str:
         return "\n".join((*lines, f"model    {facts['model']}"))
     config = dict(facts["config"])
     count = f", {facts['parameters']:,} parameters" if "parameters" in facts else ""
+    listing = [
+        f"{engine} {'lists' if has else 'does not list'} it" for engine, has in facts["engines"].items()
+    ]
     lines += [
         f"model    {facts['model']}: {config.pop('model_type')} ({config.pop('name')}){count}",
         f"config   {_in_words(config)}",
+        f"engines  {'; '.join(['hf', *listing])}",
     ]
     if "logprobs" not in facts:
         return "\n".join(lines)

@@ -60,7 +60,7 @@ def load_critic_apart(
 
 def _joined(parallel: ParallelConfig, trainer: TrainerConfig) -> DeviceMesh:
     """Return the mesh of the model's ranks. A collective."""
-    check_layout(parallel, trainer=trainer)
+    check_layout(parallel, trainer)
     torch.set_num_threads(trainer.threads)
     return join_mesh(parallel, trainer)[0]
 

@@ -24,7 +24,8 @@ from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenS
 from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.fsdp.layout import check_layout
+from trainer.fsdp.adapters import DividedLowRank
+from trainer.fsdp.layout import OTHER_LAYERS, adapter_refusal, check_layout
 from trainer.fsdp.memory.expected import read_workload
 from trainer.fsdp.model import ShardedModel
 from trainer.fsdp.passes import Pass, forget_pass, make_retry
@@ -69,7 +70,7 @@ class FsdpBackend(Offloadable, Backend):
             SettingsError: transformers cannot load the model, a layout that it cannot have, or
                 weights that an engine shares.
         """
-        check_layout(parallel, adapters, trainer)
+        check_layout(parallel, trainer)
         if shared:
             super().masters()  # refuses
         torch.set_num_threads(trainer.threads)
@@ -90,11 +91,10 @@ class FsdpBackend(Offloadable, Backend):
         self._trained = self._trained_of(model)
         self._tensors = {name: t for name, t in model_tensors(model).items() if ".lora." not in name}
         self._views = tensor_views(model, self._tensors)
-        self._published: tuple[Sequence[TensorView], Mapping[str, torch.Tensor]] = (
-            (plain_views(self._trained), self._trained) if adapters.rank else (self._views, self._tensors)
-        )
-        parts = self._published[0] if adapters.rank else tensor_views(model, self._tensors, self.mesh)
-        self._plan = ShardPlan.make(parts, self._published[1], self.mesh)
+        views_of = plain_views if adapters.rank else partial(tensor_views, model)
+        published = self._trained if adapters.rank else self._tensors
+        self._published = views_of(published), published
+        self._plan = ShardPlan.make(views_of(published, self.mesh), published, self.mesh)
         self._stepper = make_stepper(self._trained, optimizer, trainer, self.mesh)
         self._reference: ShardedModel | None = None
         self._models = [self._model]
@@ -104,7 +104,10 @@ class FsdpBackend(Offloadable, Backend):
     def _attach(self, adapters: LoraConfig, model: Any) -> None:
         if adapters.rank:
             self.lora = adapters
-            self.targets, _ = attach(model, adapters, self._trainer.seed)
+            self.targets, _ = attach(model, adapters, self._trainer.seed, DividedLowRank)
+            modules, ranks = [target.module for target in self.targets], self.mesh[TENSOR].size()
+            if refusal := adapter_refusal(model.tp_plan, modules, ranks):
+                raise SettingsError(f"setting lora.target_modules: {refusal}; {OTHER_LAYERS}")
 
     def _trained_of(self, model: Any) -> dict[str, torch.nn.Parameter]:
         """Return the trained parameters by the names of their tensors."""
@@ -139,7 +142,7 @@ class FsdpBackend(Offloadable, Backend):
 
         def run() -> tuple[list[Pass], list[torch.Tensor]]:
             passes = self._model.passes.divide(batch)
-            place = self._trainer.seed, self._stepper.steps, self._rank
+            place = self._trainer.seed, self._stepper.steps, self.mesh.get_local_rank(DATA)
             with with_dropout(self._model.module, self.lora, place):
                 return passes, [
                     self._accumulate(one, batch.select(one.samples).to(self.device), measures)

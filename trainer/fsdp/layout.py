@@ -1,20 +1,21 @@
 """Says which layouts of ranks the FSDP backend has. No torch here: every start is checked with it."""
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
 from typing import Any
 
 from protocol.errors import SettingsError
-from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.config import ParallelConfig, TrainerConfig
 
 SIZES = ("data_parallel_size", "tensor_model_parallel_size", "use_distributed_optimizer")
 """Settings of `[parallel]` that it reads."""
 NOT_SHARDED = "trainer.backend 'fsdp' has data-parallel and tensor-parallel ranks alone"
-NO_LORA = "tensor-parallel ranks of trainer.backend 'fsdp' have no adapters ([lora])"
 NO_COMPILING = "layers of tensor-parallel ranks of trainer.backend 'fsdp' are not compiled (trainer.compile)"
+OTHER_LAYERS = "name other layers, use 'all-linear', or set parallel.tensor_model_parallel_size to 1"
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
+KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
+"""Layers, as config.json calls them, whose attention the kernels of both backends compute."""
 TABLES = ("embed_tokens", "lm_head")
 """Usual names of a model's embedding and output layer."""
 
@@ -28,21 +29,12 @@ def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
             yield f"parallel.{field.name}", value
 
 
-def tensor_refusals(
-    parallel: ParallelConfig, adapters: LoraConfig, trainer: TrainerConfig
-) -> Iterator[tuple[str, str]]:
-    """Yield the cause and the remedy of each setting that tensor-parallel ranks do not go with."""
-    if parallel.tensor_model_parallel_size > 1 and adapters.rank:
-        yield NO_LORA, "leave it out, or use megatron"
-    if parallel.tensor_model_parallel_size > 1 and trainer.compile:
-        yield NO_COMPILING, "leave one of them out"
+def compiling_refusal(parallel: ParallelConfig, trainer: TrainerConfig) -> str:
+    """Return why the layers are not compiled; empty: they are, or nothing asks for it."""
+    return NO_COMPILING if parallel.tensor_model_parallel_size > 1 and trainer.compile else ""
 
 
-def check_layout(
-    parallel: ParallelConfig,
-    adapters: LoraConfig = NO_ADAPTERS,
-    trainer: TrainerConfig = TrainerConfig(),  # noqa: B008 (frozen)
-) -> None:
+def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
     """Refuse a layout that has other than data-parallel and tensor-parallel ranks.
 
     Raises:
@@ -50,10 +42,9 @@ def check_layout(
     """
     for setting, value in layout_refusals(parallel):
         raise SettingsError(f"setting {setting}: {value}: {NOT_SHARDED}; leave it out, or use megatron")
-    for cause, remedy in tensor_refusals(parallel, adapters, trainer):
-        raise SettingsError(
-            f"setting {TENSOR_SIZE}: {parallel.tensor_model_parallel_size}: {cause}; {remedy}"
-        )
+    if cause := compiling_refusal(parallel, trainer):
+        ranks = parallel.tensor_model_parallel_size
+        raise SettingsError(f"setting {TENSOR_SIZE}: {ranks}: {cause}; leave one of them out")
 
 
 def plan_of(config: Mapping[str, Any]) -> dict[str, str]:
@@ -73,10 +64,27 @@ def style_of(name: str, plan: Mapping[str, str]) -> str:
     """
     if ".experts." in name and any(".experts." in key for key in plan):
         return "rowwise" if "down_proj" in name or ".w2." in name else "colwise"
-    module = re.sub(r"\.\d+\.", ".*.", name.rpartition(".")[0])
-    style = next((style for key, style in plan.items() if module.endswith(key)), "")
+    module = name.rpartition(".")[0]
+    style = _style(module, plan)
     is_table = style.startswith("embedding") or module.endswith(TABLES)
     return style if "wise" in style and not is_table else ""
+
+
+def adapter_refusal(plan: Mapping[str, str], modules: Iterable[str], ranks: int) -> str:
+    """Return why tensor-parallel ranks do not have adapters on some layers; empty: they do.
+
+    Of latent attention's first layer the plan adds up the gradient of one part of the output, within the
+    layer, so an adapter would have a part of it.
+    """
+    partial = [module for module in modules if _style(module, plan) == "mla_kv_a_proj"]
+    if ranks == 1 or not partial:
+        return ""
+    return f"tensor-parallel ranks of trainer.backend 'fsdp' have no adapter on {partial[0]}"
+
+
+def _style(module: str, plan: Mapping[str, str]) -> str:
+    name = re.sub(r"\.\d+\.", ".*.", module)
+    return next((style for key, style in plan.items() if name.endswith(key)), "")
 
 
 def division_refusal(plan: Mapping[str, str], config: Mapping[str, Any], ranks: int) -> str:

@@ -44,7 +44,8 @@ def load_shards(
         with_head: whether it has its output layer.
 
     Raises:
-        SettingsError: transformers cannot load it, or its tensor-parallel plan does not run.
+        SettingsError: transformers cannot load it, its tensor-parallel plan does not run, or it is no
+            decoder.
     """
     model = load_model(model_dir, setting, with_head=with_head, blank=True)
     plain = replace(
@@ -70,6 +71,11 @@ def load_shards(
             f"setting {TENSOR_SIZE}: {ranks}: a pass by transformers' plan for model_type {kind!r} fails: "
             f"{error}"
         ) from error
+    if not traits.is_causal:
+        raise SettingsError(
+            f"{setting} {model_dir}: a token of model_type {model.config.model_type!r} sees those after it, "
+            "so the model generates no text; choose one that reads from left to right"
+        )
     return tensors, replace(traits, conversions=conversions)
 
 

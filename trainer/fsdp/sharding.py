@@ -1,6 +1,7 @@
 """Divides layers of transformers among tensor-parallel ranks, and shards them over data-parallel ranks."""
 
 import functools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -70,9 +71,8 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
     place = OffloadPolicy()
     if trained and trainer.offload_parameters:
         place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
-    names = set(model._no_split_modules or ())
     data = mesh[DATA]
-    for layer in [module for module in model.modules() if type(module).__name__ in names]:
+    for layer in _layers(model):
         if trainer.compile:
             layer.forward = torch.compile(layer.forward, dynamic=True)
         if trained and trainer.recompute_granularity == "full":
@@ -83,3 +83,25 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses are shares of the whole step's
             module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing while it adds up
+
+
+def _layers(model: Any) -> list[torch.nn.Module]:
+    """Return the outermost modules that transformers keeps together.
+
+    The root shards those whose parameters are in other modules, too, such as an embedding that is the output
+    layer: shards of two groups would be two parameters.
+    """
+    names, everywhere = set(model._no_split_modules or ()), _uses(model)
+    found, within = [], set[torch.nn.Module]()
+    for module in model.modules():
+        if type(module).__name__ not in names or module in within:
+            continue
+        if all(everywhere[parameter] == count for parameter, count in _uses(module).items()):
+            found.append(module)
+            within |= set(module.modules())
+    return found
+
+
+def _uses(module: torch.nn.Module) -> Counter[torch.nn.Parameter]:
+    """Return how often each parameter is one of a module or of its parts."""
+    return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))

@@ -116,13 +116,16 @@ def _blocks(cut: Cut | None, part: tuple[int, ...], shape: tuple[int, ...], of: 
     return cut[1] if cut and part[cut[0]] in divided else 1
 
 
-def plain_views(parameters: Mapping[str, torch.Tensor]) -> tuple[TensorView, ...]:
-    """Return parameters that are tensors of a checkpoint as they are."""
-    blank = {name: torch.empty(tensor.shape, device="meta") for name, tensor in parameters.items()}
-    return tuple(
-        TensorView(name, name, tuple(tensor.shape), tensor.stride(), 0, True, tuple(tensor.shape))
-        for name, tensor in blank.items()
-    )
+def plain_views(
+    parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh | None = None
+) -> tuple[TensorView, ...]:
+    """Return parameters that are tensors of a checkpoint as they are; on a mesh a rank's parts of them."""
+    tensor_ranks, views = mesh[TENSOR].size() if mesh else 1, []
+    for name, tensor in parameters.items():
+        part, of = torch.empty(part_shape(tensor, tensor_ranks), device="meta"), tuple(tensor.shape)
+        shape, blocks = tuple(part.shape), (tensor_cut(tensor) or (0, 1))[1]
+        views.append(TensorView(name, name, shape, part.stride(), 0, True, of, blocks if mesh else 1))
+    return tuple(views)
 
 
 def shard_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:

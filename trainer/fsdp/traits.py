@@ -7,7 +7,7 @@ import torch
 
 from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.fsdp import attention
-from trainer.fsdp.attention_types import KNOWN_TYPES
+from trainer.fsdp.layout import KNOWN_TYPES
 from trainer.fsdp.output_layer import OutputLayer
 from trainer.fsdp.passes import stretches_of
 from trainer.layers.attention.sequences import token_positions
@@ -27,6 +27,8 @@ class Traits:
     """Whether its logits are what its output layer gives, which has a weight alone."""
     why_rows: str
     """Why samples are rows of their own, padded on the right; empty where they are packed."""
+    is_causal: bool = True
+    """Whether the output of a token is the same whatever follows it."""
     conversions: Any = None
     """How transformers made the model of its files, where that is not as it saves one."""
 
@@ -45,40 +47,55 @@ def probe(model: Any, device: torch.device, *, divided: bool = False) -> Traits:
     One that tensor-parallel ranks divide computes otherwise with gradients, so it makes such a pass, too.
     """
     if divided:
-        _outputs(model, torch.arange(SAMPLE, device=device)[None] % model.config.vocab_size)
+        _outputs(model, torch.arange(SAMPLE, device=device)[None] % model.config.get_text_config().vocab_size)
         model.reshard()
     with torch.no_grad():
-        traits = Traits(OutputLayer.suits(model, device), _packing_refusal(model, device))
+        leaves_logits = OutputLayer.suits(model, device)
+        ids = torch.arange(SAMPLE + SAMPLE // 2, device=device) % model.config.get_text_config().vocab_size
+        alike = SAMPLE // 2
+        apart = [_outputs(model, one[None]) for one in (ids[:SAMPLE], torch.cat([ids[:alike], ids[SAMPLE:]]))]
+        traits = Traits(
+            leaves_logits,
+            _packing_refusal(model, ids, torch.cat([apart[0], apart[1][alike:]])),
+            _difference(apart[0][:alike], apart[1][:alike]) <= EXACT,
+        )
     model.reshard()
     return traits
 
 
-def _packing_refusal(model: Any, device: torch.device) -> str:
+def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor) -> str:
     """Return why a model's samples are not packed.
 
     Two samples begin alike. Their outputs in one pass, which computes that once, are compared with a pass
     for each. They differ if layers have a state that goes from one sample to the next, or attention that is
     not transformers' exchangeable one.
+
+    Args:
+        model: the model.
+        ids: int64 [t], the first sample, and what the second has beyond its beginning.
+        apart: outputs of a pass for each sample, in the order of `ids`.
     """
     unknown = set(getattr(model.config, "layer_types", None) or ()) - KNOWN_TYPES
     if unknown:
         return f"layers of the types {', '.join(sorted(unknown))}"
-    ids = torch.arange(SAMPLE + SAMPLE // 2, device=device) % model.config.vocab_size
-    first, second = ids[:SAMPLE], torch.cat([ids[: SAMPLE // 2], ids[SAMPLE:]])
-    apart = torch.cat([_outputs(model, first[None]), _outputs(model, second[None])[SAMPLE // 2 :]])
     tree = PrefixTree.of([RowFamily((0, 1), (SAMPLE, SAMPLE), (0, SAMPLE // 2))])
     lengths, keys = stretches_of(tree)
     try:
         model.set_attn_implementation(attention.NAME)
-        with attention.packed(lengths, device, keys):
-            positions = token_positions(lengths, keys)[None].to(device)
+        with attention.packed(lengths, ids.device, keys):
+            positions = token_positions(lengths, keys)[None].to(ids.device)
             together = _outputs(model, ids[None], position_ids=positions)
     except (ValueError, RuntimeError, TypeError, KeyError) as error:
         return f"its attention cannot be replaced: {error}"
-    difference = float((together - apart).abs().max() / apart.abs().max())
+    difference = _difference(together, apart)
     return (
         "" if difference <= EXACT else f"outputs of packed samples are off by {difference:.2g} of the largest"
     )
+
+
+def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
+    """Return the largest difference relative to the largest expected output."""
+    return float((found - expected).abs().max() / expected.abs().max())
 
 
 def _outputs(model: Any, ids: torch.Tensor, **options: torch.Tensor) -> torch.Tensor:

@@ -65,7 +65,7 @@ def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
     Each sample is a pass of its own, without padding, and with the attention that is written out.
 
     Raises:
-        SettingsError: transformers cannot load the model.
+        SettingsError: transformers cannot load the model, or make a pass.
     """
     transformers_logging.disable_progress_bar()
     try:
@@ -76,11 +76,14 @@ def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
             attn_implementation="eager",
             **code_trust(),
         ).eval()
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RuntimeError) as error:
         raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error
     rows = []
     for tokens in batch.tokens.long().split(batch.lengths.tolist()):
-        logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+        try:
+            logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
+        except Exception as error:  # whatever the model's code raises
+            raise SettingsError(f"{model_dir}: transformers cannot make a pass of it: {error}") from error
         picked = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
         rows += [picked.new_zeros(1), picked]
     return torch.cat(rows)

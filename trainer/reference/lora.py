@@ -13,17 +13,24 @@ from trainer.lora import AdapterSwitch, initial_adapters
 class LowRank(torch.nn.Module, AdapterSwitch):
     """One adapter: x -> scaling * B A x, all in the dtype of x."""
 
-    def __init__(self, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
+    def __init__(self, layer: Any, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
+        """Hold A and B, on the device of the layer that has the adapter."""
         super().__init__()
+        if not layer.weight.is_meta:
+            a, b = a.to(layer.weight.device), b.to(layer.weight.device)
         self.a, self.b = torch.nn.Parameter(a), torch.nn.Parameter(b)
         self.scaling = scaling
+
+    def added(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        """Return the layer's output for an input with the adapter's."""
+        return output + self(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.scaling * F.linear(F.linear(self.dropped(x), self.a), self.b)
 
 
 def attach(
-    model: torch.nn.Module, config: LoraConfig, seed: int
+    model: torch.nn.Module, config: LoraConfig, seed: int, kind: type[LowRank] = LowRank
 ) -> tuple[list[AdapterTarget], dict[str, torch.nn.Parameter]]:
     """Freeze the model and put adapters into it; returns their targets, and their parameters by PEFT's names.
 
@@ -38,13 +45,11 @@ def attach(
     first = initial_adapters(targets, config, seed)
     for target in targets:
         layer: Any = model.get_submodule(target.module)
-        layer.lora = LowRank(first[target.a], first[target.b], config.scaling)
-        if not layer.weight.is_meta:
-            layer.lora.to(layer.weight.device)
+        layer.lora = kind(layer, first[target.a], first[target.b], config.scaling)
         layer.register_forward_hook(_add)
         parameters |= {target.a: layer.lora.a, target.b: layer.lora.b}
     return targets, parameters
 
 
 def _add(layer: Any, inputs: tuple[torch.Tensor, ...], output: torch.Tensor) -> torch.Tensor:
-    return output + layer.lora(inputs[0]) if layer.lora.is_on else output
+    return layer.lora.added(output, inputs[0]) if layer.lora.is_on else output

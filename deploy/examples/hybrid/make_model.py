@@ -1,9 +1,11 @@
-"""Makes a tiny hybrid model with random weights and a tokenizer of characters.
+"""Makes a hybrid model with random weights and a tokenizer of characters.
 
     python deploy/examples/hybrid/make_model.py qwen3_next DIR
     python deploy/examples/hybrid/make_model.py qwen3_5_text DIR
+    python deploy/examples/hybrid/make_model.py qwen3_5_text DIR --size 1.5b
 
-Its first layer is a gated delta net, its second one attention; qwen3_next has experts in both.
+Of a tiny one the first layer is a gated delta net, the second one attention; of a large one every fourth
+layer is attention. qwen3_next has experts in each.
 """
 
 import argparse
@@ -43,20 +45,53 @@ EXPERTS = {
     "moe_intermediate_size": 64,
     "shared_expert_intermediate_size": 64,
 }
-TYPES: dict[str, dict[str, Any]] = {"qwen3_next": SIZES | EXPERTS, "qwen3_5_text": SIZES}
+PRINTABLE = "".join(map(chr, range(ord(" "), ord("~") + 1)))
+LARGE = SIZES | {
+    "vocab_size": len(PRINTABLE) + 2,
+    "hidden_size": 2048,
+    "intermediate_size": 7168,
+    "num_hidden_layers": 24,
+    "layer_types": [*["linear_attention"] * 3, "full_attention"] * 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 256,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "max_position_embeddings": 2048,
+    "initializer_range": 0.01,
+}
+LARGE_EXPERTS = {
+    "num_experts": 8,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 832,
+    "shared_expert_intermediate_size": 512,
+}
+MODELS: dict[str, dict[str, dict[str, Any]]] = {
+    "tiny": {"qwen3_next": SIZES | EXPERTS, "qwen3_5_text": SIZES},
+    "1.5b": {"qwen3_next": LARGE | LARGE_EXPERTS, "qwen3_5_text": LARGE},
+}
+"""Fields of config.json by size and type."""
 
 
-def make_model(model_type: str, directory: Path) -> None:
-    """Write a model of a type of `TYPES`, the same bytes each time."""
-    config = type(AutoConfig.for_model(model_type))(**TYPES[model_type])
+def make_model(model_type: str, directory: Path, size: str = "tiny") -> None:
+    """Write a model of a size and type of `MODELS`; a tiny one in float32, with the same bytes each time."""
+    fields, is_tiny = MODELS[size][model_type], size == "tiny"
+    config = type(AutoConfig.for_model(model_type))(**fields)
     torch.manual_seed(0)
-    AutoModelForCausalLM.from_config(config).float().save_pretrained(directory)
-    write_tokenizer(ScratchConfig(vocabulary=VOCABULARY, max_position_embeddings=64), directory)
+    device = "cuda" if torch.cuda.is_available() and not is_tiny else "cpu"
+    with torch.device(device):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32 if is_tiny else torch.bfloat16)
+    model.save_pretrained(directory)
+    vocabulary, positions = VOCABULARY if is_tiny else PRINTABLE, fields["max_position_embeddings"]
+    write_tokenizer(ScratchConfig(vocabulary=vocabulary, max_position_embeddings=positions), directory)
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("model_type", choices=sorted(TYPES))
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser.add_argument("model_type", choices=sorted(MODELS["tiny"]))
     parser.add_argument("directory", type=Path)
+    parser.add_argument("--size", choices=sorted(MODELS), default="tiny")
     arguments = parser.parse_args()
-    make_model(arguments.model_type, arguments.directory)
+    make_model(arguments.model_type, arguments.directory, arguments.size)

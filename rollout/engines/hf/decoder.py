@@ -1,6 +1,7 @@
-"""Decodes with a transformers model: one token for every row and step, with a KV cache for each row."""
+"""Decodes with a transformers model: one token for every row and step, from the row's cache if it has one."""
 
-from collections.abc import Sequence
+import inspect
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -10,7 +11,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.hf.row_adapters import RowAdapters
-from rollout.engines.in_process.running_request import RunningRequest
+from rollout.engines.in_process.running_request import Decoder, RunningRequest
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer, both [H, L, D]."""
@@ -124,7 +125,7 @@ class RowDecoder(HfDecoder):
         """Compute the new tokens of a row; return logits [V] of its next token."""
         ids, first = row.ids, 0
         if row.kv is None:
-            row.kv = DynamicCache(config=self._model.config)
+            row.kv = empty_cache(self._model)
         else:
             ids, first = row.ids[-1:], len(row.ids) - 1
         if self._adapters is not None:
@@ -138,7 +139,43 @@ class RowDecoder(HfDecoder):
         return logits[0, -1]
 
 
+class WholeDecoder(HfDecoder):
+    """Decoder without a cache: each step computes a row from its first token."""
+
+    @torch.no_grad()
+    def step(self, rows: Sequence[RunningRequest], version: int) -> None:
+        """See `Decoder`."""
+        for row in rows:
+            if self._adapters is not None:
+                self._adapters.choose([row.request.adapter])
+            tokens = torch.tensor([row.ids], device=self._device)
+            logits = self._model(tokens, use_cache=False).logits
+            if self._recorder is not None:
+                row.record(0, self._recorder.take())
+            row.take(logits[0, -1], version)
+
+
+def decoder_of(model: Any, *, alone: bool = False) -> Callable[..., Decoder]:
+    """Return the fastest decoder that is exact with a model; with `alone` each row has a pass of its own.
+
+    A model that takes no positions counts a token's place in its row, padding included.
+    """
+    arguments = inspect.signature(model.forward).parameters
+    if "past_key_values" not in arguments:
+        return WholeDecoder
+    padded = "position_ids" in arguments and not alone and not has_state(model)
+    return PaddingDecoder if padded else RowDecoder
+
+
+def empty_cache(model: Any) -> DynamicCache:
+    """Return a cache with what each layer keeps.
+
+    Of a model that has an encoder, which is not computed here, the configuration counts that one's layers.
+    """
+    return DynamicCache() if hasattr(model.config, "encoder_layers") else DynamicCache(config=model.config)
+
+
 def has_state(model: Any) -> bool:
     """Return whether transformers keeps a state of some layers, in place of keys and values."""
-    layers = DynamicCache(config=model.config).layers
+    layers = empty_cache(model).layers
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)

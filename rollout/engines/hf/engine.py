@@ -14,7 +14,7 @@ from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.base import Capabilities, EngineConfig
-from rollout.engines.hf.decoder import PaddingDecoder, RowDecoder, has_state
+from rollout.engines.hf.decoder import decoder_of
 from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.hf.row_adapters import RowAdapters
 from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
@@ -135,8 +135,7 @@ class HFEngine(InProcessEngine):
         recorder = ExpertRecorder(model) if self._config.enable_return_routed_experts else None
         found = read_named(self._named, self._model_dir)
         adapters = RowAdapters(model, found.values()) if found else None
-        alone = self._config.batch_invariant or has_state(model)
-        return (RowDecoder if alone else PaddingDecoder)(model, recorder, adapters)
+        return decoder_of(model, alone=self._config.batch_invariant)(model, recorder, adapters)
 
     def _unload(self) -> None:
         if self._shared_memory is not None and self._shared is not None:

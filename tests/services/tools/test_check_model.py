@@ -47,11 +47,12 @@ def test_check_model_ends_with_0_where_a_model_works(tmp_path: Path) -> None:
     change_tensors(tmp_path / "model", **{"lm_head.weight": table.clone()})
     answer = CliRunner().invoke(app, ["check-model", str(tmp_path / "model")])
     assert answer.exit_code == 0, answer.output
-    verdict, model, config, layout, logits, export = answer.stdout.splitlines()
+    verdict, model, config, engines, layout, logits, export = answer.stdout.splitlines()
     assert verdict == "OK"
     assert "qwen2 (Qwen2ForCausalLM)" in model
     assert config.startswith("config   layers 2, hidden 64, ")
     assert config.endswith("tied, norm_eps 1e-06, max_positions 128, rope (theta 10000.0)")
+    assert engines == "engines  hf; vllm lists it"
     assert "tensor 1 x pipeline 1: 1 rank(s)" in layout
     assert "8 packed random samples (at most 128 tokens) equal Hugging Face's in float32" in logits
     assert "26 tensors equal the checkpoint's bit for bit" in export

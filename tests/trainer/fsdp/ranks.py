@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file
 from transformers import Qwen3Config
 
 from protocol.errors import SettingsError
-from protocol.weights.lora import NO_ADAPTERS
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from tests.trainer.exports import export_by_rank
 from tests.trainer.fsdp.sharing import write_results
 from tests.trainer.fsdp.tiny_models import save_tiny
@@ -39,6 +40,7 @@ from trainer.backends import host_transfers
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend, join_mesh
 from trainer.fsdp.loading import load_shards
+from trainer.lora import save_adapter
 from trainer.reference.frozen import load_model
 from trainer.reference.shards import local_tensor
 
@@ -63,7 +65,9 @@ are gathered, attention that is whole."""
 FROM = {"fsdp-tp2": "fsdp-2", "fsdp-tp2-dp2": "fsdp-tp2"}
 """Layout -> the one whose checkpoints it continues, too; that one is launched before."""
 BFLOAT16 = "llama"
-ADAPTED = "qwen3-tied"
+ADAPTED = ("qwen3-tied", "olmo2", "deepseek-v3")
+"""Models with adapters; on tensor-parallel ranks all: outputs that are gathered, attention that is whole."""
+DROPPED = replace(LORA, dropout=0.3)
 RECOMPUTED = "qwen3-moe"
 """Has norms whose gradients tensor-parallel ranks add up."""
 OFFLOADS = {"optimizer": False, "parameters": True}
@@ -78,7 +82,7 @@ def make_backend(
     layout: str = "fsdp-1",
     dtype: str = "float32",
     *,
-    adapters: bool = False,
+    adapters: LoraConfig = NO_ADAPTERS,
     optimizer: OptimizerConfig = OPTIMIZER,
     **trainer: object,
 ) -> FsdpBackend:
@@ -90,7 +94,7 @@ def make_backend(
         optimizer=optimizer,
         trainer=settings,
         algorithm=ALGORITHM,
-        adapters=LORA if adapters else NO_ADAPTERS,
+        adapters=adapters,
     )
 
 
@@ -137,10 +141,10 @@ def run(layout: str, models: Path, out: Path) -> None:
         for name in SHARING.keys() & models_of(layout):
             _share(name, layout, models / name, out / "shared" / name)
         if models_of(layout) == DIVIDED:
-            _leave_out(layout, models / ADAPTED, out)
+            _leave_out(layout, models / ADAPTED[0], out)
             _fail(layout, out)
-        if models_of(layout) == MODELS:
-            _adapters(layout, models / ADAPTED, out / "adapters")
+        for name in ADAPTED if models_of(layout) == DIVIDED else ADAPTED[:1]:
+            _adapters(layout, models / name, out / "adapters" / name)
 
 
 def _load(layout: str, model_dir: Path, out: Path) -> None:
@@ -174,7 +178,7 @@ def _leave_out(layout: str, model_dir: Path, out: Path) -> None:
         backend = make_backend(model_dir, layout)
         before = dict(backend.export())
     with pytest.raises(SettingsError) as refused:
-        backend.train_step(part_of(backend, step_batch(ADAPTED, 0)))
+        backend.train_step(part_of(backend, step_batch(model_dir.name, 0)))
     assert all(torch.equal(tensor, before[name]) for name, tensor in backend.export())
     if dist.get_rank() == 0:
         (out / "left-out.txt").write_text(str(refused.value))
@@ -241,19 +245,35 @@ def _sixteen_bits(layout: str, model_dir: Path, out: Path) -> None:
 
 def _adapters(layout: str, model_dir: Path, out: Path) -> None:
     out.mkdir(parents=True, exist_ok=True)
-    backend = make_backend(model_dir, layout, adapters=True)
+    name, backend = model_dir.name, make_backend(model_dir, layout, adapters=LORA)
     backend.keep_reference()
-    losses = [
-        backend.train_step(part_of(backend, make_batch(ADAPTED, step))).loss for step in range(ADAPTER_STEPS)
-    ]
+    losses = []
+    for step in range(ADAPTER_STEPS):
+        losses.append(backend.train_step(part_of(backend, make_batch(name, step))).loss)
+        if step == 0:
+            checkpoint_in(backend, out / "after-one")
     write(out / "after", backend.export())
     export_by_rank(backend, out / "merged", model_dir)
-    batch = replace(make_batch(ADAPTED, 0), temperature=1.0)
+    if dist.get_rank() == 0:
+        save_adapter(load_file(out / "after.safetensors").items(), out / "peft", LORA, model_dir)
+    batch = replace(make_batch(name, 0), temperature=1.0)
     write(out / "reference", [("first", whole(backend, batch, backend.reference_logprobs))])
+    write(out / "logprobs", [("last", whole(backend, batch, backend.logprobs))])
     if dist.get_world_size() > 1:
         publish_pieces(backend, out)
     if dist.get_rank() == 0:
         (out / "losses.json").write_text(json.dumps(losses))
+    if source := FROM.get(layout):
+        saved = out.parents[2] / source / "adapters" / name / "after-one"
+        if saved.exists():
+            backend.restore(saved)
+            for step in range(1, ADAPTER_STEPS):
+                backend.train_step(part_of(backend, make_batch(name, step)))
+            write(out / "went-on", backend.export())
+    dropping = make_backend(model_dir, layout, adapters=DROPPED, recompute_granularity="full")
+    for step in range(ADAPTER_STEPS):
+        dropping.train_step(part_of(dropping, make_batch(name, step)))
+    write(out / "dropped", dropping.export())
 
 
 if __name__ == "__main__":

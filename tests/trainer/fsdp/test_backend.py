@@ -28,6 +28,7 @@ from tests.trainer.fsdp.ranks import (
     models_of,
 )
 from tests.trainer.lora.oracle import LORA, targets_of, trained_by_hand
+from tests.trainer.lora.oracle import STEPS as ADAPTER_STEPS
 from tests.trainer.megatron.layout_runs import IF_CHANGED, Runs, marks_of
 from tests.trainer.megatron.models import (
     make_batch,
@@ -38,6 +39,7 @@ from tests.trainer.megatron.models import (
 from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM, STEPS
 from trainer.lora import merged
+from trainer.reference.shards import local_tensor
 
 RANKS = [1, 2, pytest.param(3, marks=pytest.mark.slow)]
 LAYOUTS = [*RANKS, "tp2", pytest.param("tp2-dp2", marks=pytest.mark.slow)]
@@ -75,11 +77,19 @@ def test_a_rank_reads_its_shards_alone(results: Results, ranks: int, model: str)
     assert found["own"] <= rows
 
 
-@pytest.mark.parametrize("ranks", RANKS[1:])
-def test_every_rank_publishes_its_shards_of_adapters(results: Results, ranks: int) -> None:
+ADAPTERS = [
+    pytest.param(layout, model, marks=marks_of(layout))
+    for layout in SHARDED
+    for model in (ADAPTED if models_of(layout) == DIVIDED else ADAPTED[:1])
+]
+
+
+@pytest.mark.parametrize(("layout", "model"), [one for one in ADAPTERS if one.values[0] != "fsdp-1"])
+def test_every_rank_publishes_its_shards_of_adapters(runs: Runs, layout: str, model: str) -> None:
     """The ranks have compared what arrived with the export."""
-    directory = results(ranks) / "adapters"
+    directory = runs(layout) / "adapters" / model
     found = json.loads((directory / "published.json").read_text())
+    ranks = SHARDED[layout].world_size
     assert found == {"tensors": len(load_file(directory / "after.safetensors")), "parts": ranks}
 
 
@@ -216,19 +226,63 @@ def test_bfloat16_trains_float32_masters(results: Results, layout: int | str) ->
     assert moved
 
 
-@pytest.mark.parametrize("ranks", RANKS)
-def test_adapters_train_what_the_merged_weights_say(results: Results, ranks: int) -> None:
-    directory = results(ranks) / "adapters"
-    losses, expected = trained_by_hand(ADAPTED)
+@pytest.mark.parametrize(("layout", "model"), ADAPTERS)
+def test_adapters_train_what_the_merged_weights_say(runs: Runs, layout: str, model: str) -> None:
+    directory = runs(layout) / "adapters" / model
+    losses, expected = trained_by_hand(model)
     found = load_file(directory / "after.safetensors")
     assert json.loads((directory / "losses.json").read_text()) == pytest.approx(losses, abs=2e-5)
     torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
-    targets, whole = {t.weight: t for t in targets_of(ADAPTED)}, read_export(directory / "merged")
-    source = dict(make_model(ADAPTED).named_parameters())
+    targets, whole = {t.weight: t for t in targets_of(model)}, read_export(directory / "merged")
+    source = tensors_of(make_model(model))
+    assert whole.keys() <= source.keys()
     for name, tensor in whole.items():
-        weight = source[name].detach()
-        wanted = merged(targets[name], weight, found, LORA) if name in targets else weight
+        wanted = merged(targets[name], source[name], found, LORA) if name in targets else source[name]
         assert torch.equal(tensor, wanted), name
+
+
+@pytest.mark.parametrize(("layout", "model"), ADAPTERS)
+def test_a_layout_continues_the_adapters_of_another_one(runs: Runs, layout: str, model: str) -> None:
+    """One rank those of several, and some layouts those of a further one; the last updates are equal."""
+    directory = runs(layout) / "adapters" / model
+    expected = load_file(directory / "after.safetensors")
+    backend = make_backend(runs.models / model, adapters=LORA)
+    backend.restore(directory / "after-one")
+    for step in range(1, ADAPTER_STEPS):
+        backend.train_step(make_batch(model, step))
+    continued = [dict(backend.export())]
+    backend.close()
+    if layout in FROM and model == ADAPTED[0]:
+        continued.append(load_file(directory / "went-on.safetensors"))
+    for found in continued:
+        assert max((found[name] - expected[name]).abs().max().item() for name in expected) < 1e-6
+
+
+@pytest.mark.parametrize("model", ADAPTED)
+def test_gradients_of_divided_adapters_are_those_of_one_rank(runs: Runs, model: str) -> None:
+    """The first moments after an update are a multiple of the gradients."""
+    directory = runs("fsdp-tp2") / "adapters" / model
+    backend = make_backend(runs.models / model, adapters=LORA)
+    backend.train_step(make_batch(model, 0))
+    expected = {name: p.detach().clone() for name, p in backend._stepper.masters.items()}
+    moments = {
+        name: backend._stepper.optimizer.state[backend._stepper.stepped(name)]["exp_avg"].clone()
+        for name in expected
+    }
+    backend.restore(directory / "after-one")
+    for name, moment in moments.items():
+        found = backend._stepper.optimizer.state[backend._stepper.stepped(name)]["exp_avg"]
+        assert (local_tensor(found) - local_tensor(moment)).abs().max() < 1e-6, name
+    backend.close()
+
+
+def test_tensor_parallel_ranks_drop_what_one_rank_drops(results: Results) -> None:
+    found, expected = (
+        load_file(results(layout) / "adapters" / ADAPTED[0] / "dropped.safetensors") for layout in (1, "tp2")
+    )
+    torch.testing.assert_close(found, expected, atol=1e-6, rtol=0)
+    kept = load_file(results(1) / "adapters" / ADAPTED[0] / "after.safetensors")
+    assert any((found[name] - kept[name]).abs().max() > 1e-4 for name in found)
 
 
 def test_a_world_of_another_size_is_refused(runs: Runs) -> None:

@@ -10,13 +10,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from transformers.models.qwen2.modeling_qwen2 import Qwen2MLP
 
 from protocol.errors import SettingsError
-from protocol.weights.lora import LoraConfig
 from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import save_model
 from trainer.backends.base import FrozenSpec
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.apart import load_frozen_apart
-from trainer.fsdp.layout import check_layout, division_refusal, plan_of, style_of
+from trainer.fsdp.layout import adapter_refusal, check_layout, division_refusal, plan_of, style_of
 from trainer.fsdp.loading import load_shards
 from trainer.fsdp.sharding import divide
 from trainer.reference.frozen import load_model
@@ -35,22 +34,29 @@ TWO = ParallelConfig(tensor_model_parallel_size=2)
 )
 def test_other_ranks_are_refused_by_name(field: str, value: object) -> None:
     with pytest.raises(SettingsError, match=rf"parallel.{field}: {value}: .* use megatron"):
-        check_layout(ParallelConfig(**{field: value}))  # type: ignore[arg-type]
+        check_layout(ParallelConfig(**{field: value}), TrainerConfig())  # type: ignore[arg-type]
 
 
 def test_sharded_ranks_pass() -> None:
-    check_layout(ParallelConfig(data_parallel_size=8, use_distributed_optimizer=False))
-    check_layout(ParallelConfig(data_parallel_size=4, tensor_model_parallel_size=2))
+    check_layout(ParallelConfig(data_parallel_size=8, use_distributed_optimizer=False), TrainerConfig())
+    check_layout(ParallelConfig(data_parallel_size=4, tensor_model_parallel_size=2), TrainerConfig())
 
 
-def test_adapters_and_compiled_layers_on_tensor_parallel_ranks_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* no adapters"):
-        check_layout(TWO, LoraConfig(rank=4))
+def test_compiled_layers_on_tensor_parallel_ranks_are_refused() -> None:
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
-        check_layout(TWO, trainer=TrainerConfig(compile=True))
+        check_layout(TWO, TrainerConfig(compile=True))
     spec = FrozenSpec(role="reference", directory=Path("absent"))
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
         load_frozen_apart(spec, TWO, TrainerConfig(compile=True))
+
+
+def test_adapters_on_latent_attentions_first_layer_are_refused_by_its_name() -> None:
+    plan, layer = plan_of({"model_type": "deepseek_v2"}), "model.layers.3.self_attn."
+    others = [f"{layer}kv_b_proj", f"{layer}o_proj", "model.layers.3.mlp.up_proj"]
+    assert adapter_refusal(plan, others, 2) == ""
+    first = f"{layer}kv_a_proj_with_mqa"
+    assert adapter_refusal(plan, [*others, first], 2).endswith(f"have no adapter on {first}")
+    assert adapter_refusal(plan, [first], 1) == ""
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import AutoModelForCausalLM
 
 from protocol.device.checkpoint_views import model_tensors
+from protocol.errors import SettingsError
 from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.layout_runs import IF_CHANGED
 from tests.trainer.megatron.models import make_model, save_model
@@ -51,6 +52,21 @@ def test_the_files_have_every_shard(
 
 def test_a_tensor_may_be_a_number(mesh: DeviceMesh, tmp_path: Path) -> None:
     assert_loaded(save_tiny("apertus", tmp_path), mesh)
+
+
+@pytest.mark.parametrize("model_type", ["falcon_mamba", "mbart", "zamba"])
+def test_layers_within_layers_or_that_share_parameters_stay_together(
+    model_type: str, mesh: DeviceMesh, tmp_path: Path
+) -> None:
+    """transformers names parts of named layers, too, and zamba has a block that is in two layers."""
+    assert_loaded(save_tiny(model_type, tmp_path), mesh)
+
+
+def test_a_model_that_reads_in_both_directions_is_refused(mesh: DeviceMesh, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="a token of model_type 'bert' sees those after it"):
+        load_shards(save_tiny("bert", tmp_path), "model.path", mesh, TRAINER)
+    decoder = save_tiny("bert", tmp_path, is_decoder=True)
+    assert_loaded(decoder, mesh)
 
 
 def test_a_checkpoint_of_other_tensors_is_loaded_whole_and_the_log_says_so(

@@ -20,8 +20,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.backends.base import FrozenSpec, keeps_copy
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.fsdp.attention_types import KNOWN_TYPES
-from trainer.fsdp.layout import plan_of, style_of
+from trainer.fsdp.layout import KNOWN_TYPES, plan_of, style_of
 from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
 

@@ -1,4 +1,4 @@
-"""Tests that layers with a state are decoded as transformers computes each sequence by itself."""
+"""Tests that models whose cache holds something else are decoded as transformers computes each sequence."""
 
 import asyncio
 from pathlib import Path
@@ -31,10 +31,11 @@ async def complete(model_dir: Path) -> list[Completion]:
         await engine.close()
 
 
-@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text"])
-async def test_log_probabilities_of_a_hybrid_equal_a_pass_over_the_whole_sequence(
+@pytest.mark.parametrize("model_type", ["qwen3_next", "qwen3_5_text", "mamba2", "plbart"])
+async def test_log_probabilities_equal_a_pass_over_the_whole_sequence(
     tmp_path: Path, model_type: str
 ) -> None:
+    """Layers have a state, a model no keys and values, another one counts positions by itself."""
     model_dir = save_tiny(model_type, tmp_path)
     found = await complete(model_dir)
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32)

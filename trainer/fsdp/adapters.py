@@ -1,0 +1,59 @@
+"""Divides adapters among tensor-parallel ranks, as transformers' plan divides the layers that have them.
+
+Of a layer whose rows are divided a rank has those rows of B, and A whole; of one whose columns are divided
+those columns of A, and B whole. So A's results are partial sums in one direction: their gradients in the
+first case, they themselves in the second.
+"""
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+
+from trainer.reference.lora import LowRank
+from trainer.reference.shards import TENSOR, Cut, local_tensor, part_of, tensor_cut
+
+
+class DividedLowRank(LowRank):
+    """A rank's part of one adapter; inputs and outputs are those of its part of the layer."""
+
+    def __init__(self, layer: Any, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
+        """Take this rank's part of A and B, which are whole; the layer is divided."""
+        super().__init__(layer, a, b, scaling)
+        self._cut: Cut | None = tensor_cut(layer.weight)
+        if self._cut is None:
+            return
+        self._mesh: DeviceMesh = layer.weight.device_mesh
+        place, half = layer.weight.placements, "b" if self._cut[0] == 0 else "a"
+        rank = self._mesh.get_local_rank(TENSOR)
+        part = part_of(getattr(self, half).detach(), self._cut, rank, self._mesh.size())
+        divided = DTensor.from_local(part.contiguous(), self._mesh, place, run_check=False)
+        setattr(self, half, torch.nn.Parameter(divided))
+
+    def added(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+        own = self(x)
+        if own.shape[-1] != output.shape[-1]:  # the plan gathers the layer's output
+            own = _moved(own, self._mesh, Shard(-1), Replicate())
+        return output + own
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self._cut is None:
+            return super().forward(x)
+        a, b = local_tensor(self.a), local_tensor(self.b)
+        if self._cut[0] == 0:
+            low = F.linear(self.dropped(x), a)
+            alike = DTensor.from_local(low, self._mesh, [Replicate()], run_check=False)
+            return self.scaling * F.linear(alike.to_local(grad_placements=[Partial()]), b)
+        if x.shape[-1] != a.shape[-1]:  # the plan divides the layer's input
+            x = _moved(x, self._mesh, Replicate(), Shard(-1))
+        rank, ranks = self._mesh.get_local_rank(TENSOR), self._mesh.size()
+        low = _moved(F.linear(self.dropped(x, rank, ranks), a), self._mesh, Partial(), Replicate())
+        return self.scaling * F.linear(low, b)
+
+
+def _moved(tensor: torch.Tensor, mesh: DeviceMesh, here: Placement, there: Placement) -> torch.Tensor:
+    """Return what this rank has of a tensor after it went from one placement to another."""
+    placed = DTensor.from_local(tensor, mesh, [here], run_check=False)
+    return placed.redistribute(placements=[there]).to_local()
