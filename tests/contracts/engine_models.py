@@ -48,7 +48,7 @@ def tiny_experts(
         num_hidden_layers=2,
         num_attention_heads=4,
         num_key_value_heads=2,
-        head_dim=32,
+        head_dim=64,
         max_position_embeddings=2048,
     )
     model = Qwen3MoeForCausalLM(config).eval()

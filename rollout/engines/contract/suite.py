@@ -111,6 +111,9 @@ class EngineContract:
             assert bench.margin or found.finish_reason == "stop"
         assert (found.tokens[-1] == whole[9]) == (found.finish_reason == "stop")
         assert found.spans[-1][0] == len(found.tokens) == len(found.logprobs)
+        limit = whole.index(whole[9]) + 1
+        fits = await bench.engine.generate(ask("fits", PROMPTS[0], limit, stop_token_ids=(whole[9],)))
+        assert (fits.tokens[-1] == whole[9]) == (fits.finish_reason == "stop")
 
     @pytest.mark.parametrize(
         ("request_", "words"),

@@ -283,6 +283,9 @@ def completion_of(request: Request, answer: dict[str, Any], mixture: Mixture | N
     if request.sampling.temperature and request.sampling.top_k == 1:
         logprobs = (0.0,) * len(tokens)
     reason = str(meta["finish_reason"]["type"])
+    # SGLang counts tokens before it looks for stops: the last one that fits may be one
+    if reason == "length" and tokens and tokens[-1] in request.sampling.stop_token_ids:
+        reason = "stop"
     # a request that was put back is counted again when it continues, with its own tokens
     cached = min(int(meta.get("cached_tokens") or 0), len(request.prompt))
     if mixture is None or not tokens:
