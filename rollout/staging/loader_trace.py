@@ -7,7 +7,7 @@ finds what was repacked after loading.
 """
 
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -186,6 +186,8 @@ class Recorder(TorchDispatchMode):
         self.copies: list[Copy] = []
         self.fills: dict[str, list[Window]] = {}
         """Parameter -> parts that are filled with a constant."""
+        self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}
+        """Storage of sources that the loader joined -> it, the sources and the dimension."""
 
     def within(self, parameters: Container[str]) -> "LoaderRecord":
         """Return the record of these parameters alone."""
@@ -196,10 +198,14 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         target = args[0] if args else None
+        if func is torch.ops.aten.cat.default and all(self._source_of(part) for part in args[0]):
+            joined = func(*args, **(kwargs or {}))
+            self._joined[joined.untyped_storage()._cdata] = joined, args[0], (*args[1:], 0)[0]
+            return joined
         if not isinstance(target, torch.Tensor):
             return func(*args, **(kwargs or {}))
         parameter = self._parameters.get(storage_key(target))
-        if func is torch.ops.aten.clone.default and target.untyped_storage()._cdata in self._sources:
+        if func is torch.ops.aten.clone.default and self._source_of(target):
             return target  # made dense to be copied: a recorded copy reads it where it is
         if parameter is None or not func._schema.is_mutable:
             return func(*args, **(kwargs or {}))
@@ -214,8 +220,19 @@ class Recorder(TorchDispatchMode):
             )
         return target
 
+    def _source_of(self, tensor: torch.Tensor) -> str | None:
+        """Return the name of the checkpoint tensor that a meta tensor is a part of."""
+        return self._sources.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
+
     def _record_copy(self, parameter: str, target: torch.Tensor, source: torch.Tensor) -> None:
-        name = self._sources.get(source.untyped_storage()._cdata) if source.is_meta else None
+        joined, parts, dim = self._joined.get(source.untyped_storage()._cdata, (target, (), 0))
+        if parts and Window.of(joined) == Window.of(source) and joined.shape == target.shape:
+            for piece, part in zip(
+                target.split([part.shape[dim] for part in parts], dim), parts, strict=True
+            ):
+                self._record_copy(parameter, piece, part)
+            return
+        name = self._source_of(source)
         if name is None or source.shape != target.shape:
             raise EngineSettingsError(
                 f"parameter {parameter}: its loader computes what it copies ({list(source.shape)}), "

@@ -104,3 +104,57 @@ def test_loader_that_writes_one_place_twice_fails_calibration() -> None:
         EngineSettingsError, match="parameter qk: staging the live weights does not reproduce them"
     ):
         traced(Twice()).calibrate()
+
+
+class Joining(torch.nn.Module):
+    """Loads two tensors as one, as SGLang's model of DeepSeek-V3 does."""
+
+    def __init__(self, dim: int, rows: int) -> None:
+        super().__init__()
+        self.dim, self.rows = dim, rows
+        self.fused = torch.nn.Parameter(torch.randn(*((5, 3) if dim == 0 else (3, 5)))[:rows])
+
+    def load_weights(self, named: object) -> None:
+        parts = dict(named)  # type: ignore[call-overload]
+        self.fused.data.copy_(self.part(torch.cat([parts["a"], parts["b"]], dim=self.dim)))
+
+    def part(self, joined: torch.Tensor) -> torch.Tensor:
+        """Return what is loaded of it."""
+        return joined[: self.rows]
+
+
+@pytest.mark.parametrize("dim", [0, 1])
+def test_joined_tensors_go_where_the_loader_puts_each(dim: int, tmp_path: Path) -> None:
+    shapes = {"a": (2, 3) if dim == 0 else (3, 2), "b": (3, 3)}
+    model = Joining(dim, 5 if dim == 0 else 3)
+    plan = trace(model.load_weights, model.named_parameters(), shapes, torch.float32, StagingRoom())
+    plan.calibrate()
+    new = {name: torch.randn(shape) for name, shape in shapes.items()}
+    staging = plan.staging(architecture="", tied=False)
+    manifest = write_shm(tmp_path / "v1", new, 1)
+    staging.fetch(manifest, 10)
+    staging.take(manifest)
+    plan.apply()
+    assert torch.equal(model.fused, torch.cat([new["a"], new["b"]], dim=dim))
+    assert {name: tensor.tolist() for name, tensor, _ in plan.gathered()} == {
+        name: tensor.tolist() for name, tensor in new.items()
+    }
+
+
+class Turning(Joining):
+    """Loads the transposed of them, which is square."""
+
+    def part(self, joined: torch.Tensor) -> torch.Tensor:
+        return joined.T
+
+
+@pytest.mark.parametrize(("model", "rows"), [(Joining(0, 4), 3), (Turning(0, 3), 1)])
+def test_other_views_of_joined_tensors_are_refused(model: Joining, rows: int) -> None:
+    with pytest.raises(EngineSettingsError, match="parameter fused: its loader computes what it copies"):
+        trace(
+            model.load_weights,
+            model.named_parameters(),
+            {"a": (2, 3), "b": (rows, 3)},
+            torch.float32,
+            StagingRoom(),
+        )
