@@ -57,6 +57,12 @@ def test_a_task_is_a_program_with_one_wrong_line_that_its_hidden_tests_see(
             assert row["hidden_line"] in known
             assert len(row["hidden_tests"]) == 12
             assert rung == row["rung"]
+            if rung == "line":
+                *solved, last = row["dialogue"]
+                assert [message["role"] for message in solved] == ["user", "assistant"] * 3
+                assert row["hidden_line"] in last["content"].splitlines()
+                assert row["prompt"].endswith(last["content"])
+                assert "```" not in str(row["dialogue"])
     row = tasks["one"][0]
     assert python_tests.score("", row["files"]["solution.py"], row, options) == 0.0
 

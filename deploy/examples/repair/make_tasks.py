@@ -21,6 +21,8 @@ from programs import inputs, program
 RUNGS = {"number": 1, "choice": 1, "read": 1, "line": 1, "one": 1, "many": 4}
 """Rung -> functions of its programs."""
 TESTS = 12
+SHOWN = 3
+"""Solved tasks before the question in a dialogue, which the tasks of `line` have, too."""
 ASKED = {
     "number": "Line {line} of solution.py is wrong. Print its number: ",
     "choice": "One of these two lines of solution.py is wrong:\n{lines}\nPrint its number, 1 or 2: ",
@@ -73,6 +75,7 @@ def task(seed: str, rung: str) -> dict[str, Any]:
     shown = "" if rung in (*answers, "read") else f"solution.py:\n```python\n{wrong}\n```\n"
     return {
         "prompt": shown + asked,
+        "question": asked,
         "rung": rung,
         "files": {"solution.py": wrong},
         "hidden_line": answers.get(rung, lines[line - 1].strip()),
@@ -83,6 +86,15 @@ def task(seed: str, rung: str) -> dict[str, Any]:
     }
 
 
+def dialogue(row: dict[str, Any], solved: list[dict[str, Any]]) -> list[dict[str, str]]:
+    """Return a task's question, without the file, behind the questions of others with their answers."""
+    messages = []
+    for other in solved:
+        messages.append({"role": "user", "content": other["question"]})
+        messages.append({"role": "assistant", "content": other["hidden_line"]})
+    return [*messages, {"role": "user", "content": row["question"]}]
+
+
 def main() -> None:
     """Write a file of tasks for each rung."""
     parser = argparse.ArgumentParser()
@@ -91,8 +103,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     words = parser.parse_args()
     words.out.mkdir(parents=True, exist_ok=True)
+    solved = [task(f"solved {number}", "line") for number in range(SHOWN)]
     for rung in RUNGS:
-        lines = [json.dumps(task(f"{words.seed} {rung} {number}", rung)) for number in range(words.tasks)]
+        rows = [task(f"{words.seed} {rung} {number}", rung) for number in range(words.tasks)]
+        lines = [
+            json.dumps({**row, "dialogue": dialogue(row, solved)} if rung == "line" else row) for row in rows
+        ]
         (words.out / f"{rung}.jsonl").write_text("\n".join(lines) + "\n")
         print(f"{len(set(lines))} tasks in {words.out / f'{rung}.jsonl'}")
 
