@@ -275,7 +275,7 @@ def _decode_group(
     try:
         check_shape(packed, most_depth=METADATA_DEPTH)
         metadata = msgspec.msgpack.decode(packed, type=dict[str, Any])
-    except Exception as error:  # whatever the decoder raises
+    except Exception as error:  # the decoder raises of every kind
         return f"{type(error).__name__}: {error}"[:MAX_ERROR]
     return ResponseGroup(prompt_text, responses, metadata, token_counts, finish_reasons, turns, contexts)
 
