@@ -34,9 +34,10 @@ OWN_VARIABLES = (
     "TRITON_CACHE_AUTOTUNING",
     "PYTORCH_NVML_BASED_CUDA_CHECK",
     "TILELANG_CLEANUP_TEMP_FILES",
+    "NVTE_",
 )
-"""How the names of variables begin that no library reads as it is imported. vLLM and sharded models set the
-last four for the test's own process."""
+"""How the names of variables begin that no library reads as it is imported. vLLM, sharded models and Megatron
+set the last five for the test's own process."""
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",

@@ -86,7 +86,8 @@ def test_a_fork_can_be_killed_and_waited_for(tmp_path: Path) -> None:
 def test_a_process_that_a_fork_would_not_be_is_none(
     words: list[str], environ: dict[str, str], options: dict[str, str]
 ) -> None:
-    assert popen.can_be_forked(WORDS, ROOT, environment() | {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"})
+    set_here = {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere", "NVTE_FLASH_ATTN": "1"}
+    assert popen.can_be_forked(WORDS, ROOT, environment() | set_here)
     assert not popen.can_be_forked(words, options.get("cwd", ROOT), {**environment(), **environ})
 
 
