@@ -1,6 +1,5 @@
 """Tests one rank of the Megatron backend: what it refuses and skips, and that its bits are reproducible."""
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -14,7 +13,6 @@ from protocol.errors import SettingsError
 from tests.trainer.checkpoints import save_part
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
-from tests.warm.popen import OWN_VARIABLES
 from trainer.backends.base import StepStats
 from trainer.batch import Batch, StepTotals
 from trainer.config import ParallelConfig, TrainerConfig
@@ -70,18 +68,6 @@ def test_training_twice_gives_the_same_bits(model_dir: Path) -> None:
 def test_the_micro_batches_do_not_change_the_result(model_dir: Path, limits: dict[str, int]) -> None:
     first, second = trained(model_dir), trained(model_dir, **limits)
     assert all((first[name] - second[name]).abs().max() < 1e-5 for name in first)
-
-
-def test_variables_that_megatron_sets_keep_no_later_test_from_forking_services(
-    model_dir: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name in ("NVTE_FLASH_ATTN", "NVTE_FUSED_ATTN", "NVTE_UNFUSED_ATTN"):
-        monkeypatch.delenv(name, raising=False)
-    before = dict(os.environ)
-    make_backend(model_dir).close()
-    differing = {name for name, value in os.environ.items() if value != before.get(name)}
-    assert differing
-    assert all(name.startswith(OWN_VARIABLES) for name in differing)
 
 
 def test_a_step_says_how_it_was_packed(backend: MegatronBackend) -> None:
