@@ -373,8 +373,9 @@ LATE_SAMPLES = """
 const ask = window.fetch;
 let rounds = 0;
 window.fetch = async (url, ...options) => {
-  if (String(url).includes("status.json")) rounds++;
-  while (String(url).includes("samples.json") && rounds < 4) await new Promise((done) => setTimeout(done, 10));
+  const path = String(url);
+  if (path.includes("status.json")) rounds++;
+  while (path.includes("samples.json") && rounds < 4) await new Promise((done) => setTimeout(done, 10));
   return ask(url, ...options);
 };
 """

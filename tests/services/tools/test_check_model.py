@@ -196,13 +196,17 @@ def test_check_memory_refuses_a_model_that_does_not_fit(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("model_type", "laid_out"),
-    [("granitemoehybrid", "8 padded (layers of the types linear_attention)"), ("granite", "8 packed")],
+    ("model_type", "sizes", "laid_out"),
+    [
+        # the plain scan fills chunks, of 256 tokens by default
+        ("granitemoehybrid", {"mamba_chunk_size": 16}, "8 padded (layers of the types linear_attention)"),
+        ("granite", {}, "8 packed"),
+    ],
 )
 def test_check_model_compares_what_only_transformers_has(
-    tmp_path: Path, model_type: str, laid_out: str
+    tmp_path: Path, model_type: str, sizes: dict[str, int], laid_out: str
 ) -> None:
-    model_dir = save_tiny(model_type, tmp_path)
+    model_dir = save_tiny(model_type, tmp_path, **sizes)
     refused = check_model(model_dir)
     assert refused.verdict == ModelVerdict.UNSUPPORTED
     assert refused.problem.endswith("--backend fsdp checks it for trainer.backend 'fsdp'")
