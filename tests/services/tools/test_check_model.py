@@ -100,11 +100,12 @@ def test_check_model_compares_the_chunks_of_a_virtual_pipeline(tmp_path: Path) -
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "tensors"), [("qwen3-moe", 122), ("mixtral", 41)])
-def test_check_model_compares_experts_on_several_ranks(tmp_path: Path, name: str, tensors: int) -> None:
-    found = check_model(save_model(name, tmp_path), layout_of(tp=2, ep=2))
+@pytest.mark.parametrize("name", ["qwen3-moe", "mixtral"])
+def test_check_model_compares_experts_on_several_ranks(tmp_path: Path, name: str) -> None:
+    model_dir = save_model(name, tmp_path)
+    found = check_model(model_dir, layout_of(tp=2, ep=2))
     assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
-    assert found.facts["tensors"]["compared"] == tensors
+    assert found.facts["tensors"]["compared"] == len(load_file(model_dir / "model.safetensors"))
     assert "tensor 2 x pipeline 1 x expert 2: 2 rank(s)" in render_checked_model(found)
 
 
