@@ -10,6 +10,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from tests.changes import slow_unless_changed
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
 
 LOCKS = Path(__file__).resolve().parents[1] / "deploy/locks"
@@ -67,6 +68,7 @@ for name in sys.argv[1:]:
 """Import all modules of the named packages; print name, version and what each needs of torch."""
 
 
+@slow_unless_changed("deploy/locks/", "deploy/setup_layer.sh", "tests/contracts/sglang", "tests/test_locks")
 def test_the_environment_of_sglang_can_be_imported_together() -> None:
     """torchvision is built for one torch, that of the environment below, and SGLang imports it."""
     versions = locked("sglang-cpu.txt")

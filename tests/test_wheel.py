@@ -19,7 +19,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGES = ("deploy", "protocol", "reward", "rollout", "services", "trainer")
 DRY = (
     "--set", "engine.name=scripted", "--set", "trainer.backend=scripted", "--set", "eval.at_end=false",
-    "--set", "monitor.enabled=false",
+    "--set", "monitor.enabled=false", "--set", "services.spares=false",
 )  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Does what a page of docs/ says: blocks with a file name are files, blocks of bash are typed in a shell."""
 
 import importlib.util
-import os
 import re
 import subprocess
 import sys
@@ -10,6 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 from tests.integration.command import tether
+from tests.warm.popen import VARIABLES
 
 DOCS = Path(__file__).resolve().parents[2] / "docs"
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.MULTILINE | re.DOTALL)
@@ -26,7 +26,7 @@ def blocks(page: str) -> Iterator[tuple[str, str, str]]:
 
 def follow(page: str, place: Path) -> str:
     """Write the files and type the commands of a page in a directory; return what was printed."""
-    environ = {**os.environ, **WITHOUT_SPARES, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environ = {**VARIABLES, **WITHOUT_SPARES, "PATH": f"{Path(sys.executable).parent}:{VARIABLES['PATH']}"}
     printed = ""
     for language, name, text in blocks(page):
         if name:

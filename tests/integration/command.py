@@ -18,7 +18,7 @@ from services import cli
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.redis.ledger import RedisLedger
 from tests.integration.loop import ROOT
-from tests.warm.popen import WarmPopen, forking
+from tests.warm.popen import VARIABLES, WarmPopen, forking
 
 T = TypeVar("T")
 POLL_S = 0.02
@@ -28,7 +28,7 @@ LONGEST_POLL_S = 0.25
 
 def environment(**extra: str) -> dict[str, str]:
     """The environment of a user who has set nothing of ours."""
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    kept = {name: value for name, value in VARIABLES.items() if not name.startswith("TETHER_")}
     return {**kept, "HF_HUB_OFFLINE": "1", **extra}
 
 

@@ -43,26 +43,23 @@ CASES = {
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("case", CASES)
-def test_no_acknowledged_call_is_lost_or_trained_twice(
-    tmp_path: Path, case: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_acknowledged_call_is_lost_or_trained_twice(tmp_path: Path, case: str) -> None:
     name, options, killed = CASES[case]
     kills, run_dir, output = tmp_path / "kills", tmp_path / "run", tmp_path / "up.log"
     kills.mkdir()
     for what, every in killed.items():
         for call in range(0, TURNS, every):
             (kills / f"{what}{call}").touch()
-    monkeypatch.setenv("LONG_EPISODE_KILLS", str(kills))
-    monkeypatch.setenv("TMPDIR", str(temporary := tmp_path / "temporary"))
-    temporary.mkdir()
+    (temporary := tmp_path / "temporary").mkdir()
     variables = f'variables={{LONG_EPISODE_KILLS="{kills}"}}'
     environment = f"{{{options}{',' + variables if name == 'command' else ''}}}"
     settings = [*OVERRIDES, f"environment.name={name}", f"environment.options={environment}"]
     words = [word for setting in settings for word in ("--set", setting)]
     config = str(ROOT / "deploy/configs/demo.toml")
     with tether_up(
-        config, "--steps", str(STEPS), "--rollouts", "2", *words, "--run-dir", str(run_dir), output=output
-    ) as up:
+        config, "--steps", str(STEPS), "--rollouts", "2", *words, "--run-dir", str(run_dir), output=output,
+        LONG_EPISODE_KILLS=str(kills), TMPDIR=str(temporary),
+    ) as up:  # fmt: skip
         assert up.wait(1500) == 0, output.read_text()
     assert list(kills.iterdir()) == []
     assert len(read_steps(run_dir / "metrics.jsonl")) == STEPS

@@ -18,12 +18,17 @@ from rollout.render import RenderConfig, Renderer
 from rollout.sample import Generate, Sample, SampleBuilder
 from services.tools.replay import replay_step
 from services.tools.verification import verify_run
+from tests.changes import VLLM, slow_unless_changed
 from tests.integration.loop import run_to_end, settings_for
 from trainer.config import ScratchConfig
 from trainer.random_model import build_scratch
 from trainer.storage.archive import Archive
 
 STEPS, B, N, K = 6, 4, 4, 2
+VLLM_CHANGED = (
+    slow_unless_changed(*VLLM, "rollout/generate.py", "tests/integration/test_keep_first.py"),
+    pytest.mark.xdist_group("vllm-recompute"),
+)
 
 
 async def test_the_slowest_samples_are_cancelled_and_their_tokens_counted(tmp_path: Path) -> None:
@@ -75,9 +80,7 @@ class Lengths(Environment):
 
 
 @pytest.mark.engine
-@pytest.mark.parametrize(
-    "name", ["hf", pytest.param("vllm", marks=pytest.mark.xdist_group("vllm-recompute"))]
-)
+@pytest.mark.parametrize("name", ["hf", pytest.param("vllm", marks=VLLM_CHANGED)])
 async def test_an_engine_says_what_the_samples_had_that_it_ran_and_those_that_waited(
     tmp_path: Path, name: str
 ) -> None:

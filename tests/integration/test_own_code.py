@@ -39,6 +39,7 @@ def test_own_code_that_fails_ends_the_run_with_its_place(tmp_path: Path, setting
     (tmp_path / "tired.py").write_text(CODE)
     settings = (
         setting, "algorithm.filter_groups=true", f'run.modules=["{tmp_path}"]', "monitor.enabled=false",
+        "rollout.drain_s=0",
         'reward.verifiers=[{name="function", options={path="tests.integration.uneven_reward:score"}}]',
     )  # fmt: skip
     overrides = [part for setting in settings for part in ("--set", setting)]

@@ -16,7 +16,7 @@ def test_an_exception_reaches_the_halt_with_file_and_line(tmp_path: Path) -> Non
     settings = (
         'reward.verifiers=[{name="function",options={path="own_reward:score"}}]',
         f'run.modules=["{tmp_path}"]', "bound.max_attempts=1", "bound.drop_window=4", "bound.drop_share=1.0",
-        "monitor.enabled=false",
+        "monitor.enabled=false", "rollout.drain_s=0",
     )  # fmt: skip
     overrides = [part for setting in settings for part in ("--set", setting)]
     ended = tether("up", CONFIG, "--run-dir", str(tmp_path / "run"), *overrides)

@@ -67,7 +67,7 @@ def test_a_missing_model_is_named(tmp_path: Path) -> None:
 
 def test_an_unreachable_ledger_is_named_without_its_password(tmp_path: Path) -> None:
     line = refused(
-        tmp_path, CONFIG, "--set", "ledger.retry_s=0.5",
+        tmp_path, CONFIG, "--set", "ledger.retry_s=0.5", "--set", "ledger.timeout_s=1",
         run=tether, TETHER_REDIS_URL="redis://user:secret@127.0.0.1:1/0",
     )  # fmt: skip
     assert "127.0.0.1:1" in line

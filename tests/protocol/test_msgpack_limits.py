@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from protocol import codec
 from protocol.codec import SMALL_BYTES, decode_payload, encode_payload
 from protocol.errors import ProtocolError
 from protocol.messages import Ack, AnyMessage, TensorEntry, WeightManifest, WeightPart, WeightPiece
@@ -160,9 +161,18 @@ def ties(pairs: int) -> bytes:
 
 
 def test_a_manifest_decodes_to_a_bounded_size() -> None:
-    peak, found = spent(ties(MANIFEST_ITEMS // 3 - 100))
+    """By a small one: each of its values takes the same."""
+    pairs = 1 << 17
+    peak, found = spent(ties(pairs))
     assert isinstance(found, WeightManifest)
-    assert peak < 400 << 20
-    peak, refused = spent(ties(MANIFEST_ITEMS // 3 + 1))
+    assert peak / (3 * pairs) * MANIFEST_ITEMS < 400 << 20
+
+
+def test_a_manifest_of_more_values_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert isinstance(decode_payload(ties(MANIFEST_ITEMS // 3 - 100)), WeightManifest)
+    with pytest.raises(ProtocolError, match=f"at most {MANIFEST_ITEMS}"):
+        decode_payload(ties(MANIFEST_ITEMS // 3 + 1))
+    monkeypatch.setattr(codec, "MANIFEST_ITEMS", 3 << 17)
+    peak, refused = spent(ties((1 << 17) + 1))
     assert isinstance(refused, ProtocolError)
     assert peak < 1 << 20

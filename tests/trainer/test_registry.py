@@ -33,16 +33,40 @@ def test_backends_are_found_by_name(model_dir: Path) -> None:
     assert isinstance(make("scripted", model_dir), ScriptedBackend)
 
 
-def test_a_backend_is_imported_before_it_is_made_and_an_unknown_one_is_left_to_its_refusal() -> None:
-    code = (
-        "import sys; from trainer.registry import import_backend; import_backend('referense'); "
-        "early = 'torch' in sys.modules; import_backend('reference', with_critic=True); "
-        "print(early, *sys.modules)"
+IMPORTS = """
+import sys
+import trainer.registry, trainer.algorithms.registry, trainer.weights.registry
+from trainer.registry import import_backend
+import_backend("referense")
+print(*sys.modules)
+import trainer.step.plan
+import_backend("reference", with_critic=True)
+print(*sys.modules)
+"""
+
+
+@pytest.fixture(scope="module")
+def imported() -> tuple[set[str], set[str]]:
+    """Modules that the registries import, and with the reference backend."""
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
-    early, *loaded = done.stdout.split()
-    assert early == "False"
-    assert {"torch", "trainer.reference.backend", "trainer.reference.critic"} <= set(loaded)
+    names, loaded = done.stdout.splitlines()
+    return set(names.split()), set(loaded.split())
+
+
+def test_reading_the_registered_names_imports_no_torch(imported: tuple[set[str], set[str]]) -> None:
+    assert "trainer.weights.registry" in imported[0]
+    assert "torch" not in imported[0]
+
+
+def test_a_backend_is_imported_before_it_is_made(imported: tuple[set[str], set[str]]) -> None:
+    assert {"torch", "trainer.reference.backend", "trainer.reference.critic"} <= imported[1]
+
+
+def test_megatron_is_not_imported_for_others(imported: tuple[set[str], set[str]]) -> None:
+    assert "trainer.step.plan" in imported[1]
+    assert "megatron" not in imported[1]
 
 
 def test_impossible_backend_is_refused(model_dir: Path) -> None:
@@ -57,15 +81,3 @@ def test_a_backend_without_a_critic_is_refused(model_dir: Path) -> None:
     options = {"optimizer": OptimizerConfig(), "trainer": trainer, "config": CriticConfig()}
     with pytest.raises(SettingsError, match=r"with a critic: 'scripted' is not known"):
         make_critic(ScriptedBackend(trainer=trainer), model_dir, **options)  # type: ignore[arg-type]
-
-
-def test_megatron_is_not_imported_for_others() -> None:
-    modules = "trainer.registry, trainer.step.plan, trainer.weights.registry"
-    code = f"import sys, {modules}; sys.exit('megatron' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0
-
-
-def test_reading_the_registered_names_imports_no_torch() -> None:
-    registries = "trainer.registry, trainer.algorithms.registry, trainer.weights.registry"
-    code = f"import sys, {registries}; sys.exit('torch' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=False).returncode == 0

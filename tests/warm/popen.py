@@ -36,7 +36,10 @@ OWN_VARIABLES = (
     "TILELANG_CLEANUP_TEMP_FILES",
 )
 """How the names of variables begin that no library reads as it is imported. vLLM and sharded models set the
-last four for the test's own process."""
+last four for the process that imports them."""
+VARIABLES = dict(os.environ)
+"""Variables of this process at its start, before engines and trainers in it set some: a service that a test
+starts is to have none of them, and can be forked after them."""
 RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "ROLE_NAME", "LOCAL_WORLD_SIZE", "WORLD_SIZE",
     "GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "TORCH_NCCL_ASYNC_ERROR_HANDLING",
@@ -181,7 +184,7 @@ def answer_of(server: socket.socket) -> bytes:
 
 def server_variables() -> dict[str, str]:
     """Variables with which the server of this process was, or would be, started."""
-    own = {name: value for name, value in os.environ.items() if not name.startswith("TETHER_")}
+    own = {name: value for name, value in VARIABLES.items() if not name.startswith("TETHER_")}
     return ours.variables or {**own, "HF_HUB_OFFLINE": "1"}
 
 

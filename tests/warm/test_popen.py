@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from protocol.host.prctl import tied_to_this_process
-from tests.integration import command
+from tests.integration.command import environment
 from tests.warm import popen
 from tests.warm.popen import ROOT, WarmPopen
 
@@ -24,12 +24,6 @@ WORDS = [sys.executable, "-m", MODULE, "one", "two words"]
 def _own_program(monkeypatch: pytest.MonkeyPatch) -> None:
     """Lets the program of these tests be forked, which is no service."""
     monkeypatch.setattr(popen, "FORKED", (*popen.FORKED, "tests.warm."))
-
-
-def environment() -> dict[str, str]:
-    """Variables of a started process, without those that a library has set since the server began."""
-    given, before = command.environment(), popen.server_variables()
-    return {name: text for name, text in given.items() if name.startswith(popen.OWN_VARIABLES)} | before
 
 
 def portrait(start: Callable[..., Any], tmp_path: Path, **options: Any) -> dict[str, Any]:
@@ -88,6 +82,15 @@ def test_a_process_that_a_fork_would_not_be_is_none(
 ) -> None:
     assert popen.can_be_forked(WORDS, ROOT, environment() | {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"})
     assert not popen.can_be_forked(words, options.get("cwd", ROOT), {**environment(), **environ})
+
+
+def test_variables_that_a_library_sets_in_a_test_reach_no_service(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Megatron and engines set such as they are made, and every later run was started anew for it."""
+    popen.server_forks()
+    monkeypatch.setenv("NVTE_FLASH_ATTN", "1")
+    monkeypatch.setenv("LD_PRELOAD", "/nowhere.so")
+    assert {"NVTE_FLASH_ATTN", "LD_PRELOAD"}.isdisjoint(environment())
+    assert popen.can_be_forked(WORDS, ROOT, environment())
 
 
 @pytest.mark.slow

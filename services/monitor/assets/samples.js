@@ -6,6 +6,7 @@ import { count, number } from "./format.js";
 
 let shown = { step: null, group: null };
 let asked = 0;
+let answered = 0;
 
 /** Wires the form and shows the newest step. */
 export function startSamples() {
@@ -18,9 +19,9 @@ export function startSamples() {
   load(linked.get("step"), linked.get("group"));
 }
 
-/** Asks again while nothing could be shown yet. */
+/** Asks again while nothing could be shown yet, but not in place of what is asked already: it may be a link's. */
 export function retrySamples() {
-  if (shown.step === null) load(null, null);
+  if (shown.step === null && answered === asked) load(null, null);
 }
 
 /** Shows a group, and leaves it in the page's URL: a link to it. */
@@ -39,6 +40,7 @@ async function load(step, group) {
   } catch (error) {
     if (turn === asked) replace(byId("samples"), el("p", { class: "empty", text: error.message }));
   }
+  if (turn === asked) answered = turn;
 }
 
 function show(answer) {

@@ -121,10 +121,11 @@ async def test_masks_and_spans_are_of_what_the_model_sampled(name: str, model_di
 
 @pytest.mark.parametrize("name", NAMES)
 async def test_a_sample_stays_within_the_context_of_the_engine(name: str, model_dir: Path) -> None:
-    first = await generated(name, talking(model_dir), model_dir)
+    first = await generated(name, talking(model_dir), model_dir, max_turns=TURNS)  # some have no last turn
     prompt = len(first.prompt_tokens.numpy())
     longest = prompt + 45
-    rollout = await generated(name, talking(model_dir, max_model_len=longest), model_dir)
+    engine = talking(model_dir, max_model_len=longest)
+    rollout = await generated(name, engine, model_dir, max_turns=TURNS)
     assert max(rollout.lengths.numpy()) <= 45
     if max(first.lengths.numpy()) <= 45 and name not in UNORDERED:
         assert rollout.lengths.numpy().tolist() == first.lengths.numpy().tolist()

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from tests.changes import slow_unless_changed
 from tests.trainer.fsdp import ranks as sharded
 from tests.trainer.megatron.launch import launch
-from tests.trainer.megatron.layouts import BACK, FROM, LAYOUTS, SLOW
+from tests.trainer.megatron.layouts import BACK, DEAR, FROM, LAYOUTS, SLOW
 from tests.trainer.megatron.models import ALL_MODELS, save_model, step_batch
 from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM, STEPS, restore_from, run
@@ -18,12 +18,20 @@ IF_CHANGED = slow_unless_changed(
     "trainer/fsdp/", "trainer/layers/", "trainer/optimizers/", "trainer/reference/", "trainer/weights/"
 )
 """Marks tests of that backend."""
+MEGATRON_CHANGED = slow_unless_changed(
+    "trainer/megatron/", "trainer/layers/", "trainer/functional/", "trainer/optimizers/", "trainer/backends/",
+    "trainer/ranks/", "trainer/weights/", "trainer/storage/", "protocol/weights/", "rollout/staging/",
+    "tests/trainer/megatron/", "deploy/locks/cpu.txt",
+)  # fmt: skip
+"""Marks layouts in `DEAR`."""
 
 
 def marks_of(layout: str) -> list[pytest.MarkDecorator]:
     if layout in sharded.SHARDED:
         return [pytest.mark.slow if sharded.SHARDED[layout].world_size > 2 else IF_CHANGED]
-    return [pytest.mark.slow] if LAYOUTS[layout].world_size > 2 or layout in SLOW else []
+    if LAYOUTS[layout].world_size > 2 or layout in SLOW:
+        return [pytest.mark.slow]
+    return [MEGATRON_CHANGED] if layout in DEAR else []
 
 
 def same_bits(left: Path, right: Path) -> bool:

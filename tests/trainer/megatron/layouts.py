@@ -112,6 +112,9 @@ EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss")
 """Models with experts."""
 SLOW = frozenset({"tp2-sequence-more", "dp2-replicated", "pp2-uneven", "etp2", "tp2-ep2", "cp2-ep2"})
 """Layouts of two ranks whose tests take too long for every run, as those of more ranks do."""
+DEAR = frozenset({"tp2-sequence", "cp2", "pp2-vpp2"})
+"""Layouts of two ranks that are trained where a file changed on which training with Megatron depends: "tp2",
+"pp2", "dp2" and "ep2" have each kind of group but the context's once."""
 
 
 def models_of(layout: str) -> list[str]:

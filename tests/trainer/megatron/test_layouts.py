@@ -54,7 +54,7 @@ EACH_LAYOUT_AND_MODEL = pytest.mark.parametrize(
 )
 
 
-def test_every_way_to_split_a_tensor_is_trained_by_default(runs: Runs) -> None:
+def test_every_way_to_split_a_tensor_is_trained_in_a_layout_that_is_not_slow(runs: Runs) -> None:
     """The way: which parameter, and what rule cuts it along which dimension, in whole heads or not."""
 
     def ways(layout: str) -> set[tuple[object, ...]]:

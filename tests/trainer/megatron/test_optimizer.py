@@ -1,4 +1,4 @@
-"""Tests that gradients which are added up in the backward pass are those that are added up after it."""
+"""Tests the factor of the loss in float16, alone and with a model."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from tests.trainer.checkpoints import save_part
-from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import (
     OPTIMIZER,
     make_batch,
@@ -19,21 +18,12 @@ from tests.trainer.megatron.models import (
     plain_loss,
     save_model,
 )
-from tests.trainer.megatron.overlap_ranks import LAYOUTS
 from tests.trainer.megatron.plain import PlainTrainer
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.optimizer import LossScale
-
-
-@pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
-def test_overlapped_sums_of_gradients_change_no_bit(tmp_path: Path) -> None:
-    for name in LAYOUTS:
-        save_model(name, tmp_path)
-    launch(2, "tests.trainer.megatron.overlap_ranks", str(tmp_path), logs=tmp_path / "logs")
-
 
 pytestmark = pytest.mark.xdist_group("megatron_backend")  # one fixture for the module
 

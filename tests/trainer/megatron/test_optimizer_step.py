@@ -1,4 +1,4 @@
-"""Tests that a step which runs out of memory is repeated, as if it had begun with the smaller budget."""
+"""Tests that a step may add up gradients in the backward pass, and is repeated if it runs out of memory."""
 
 import gc
 from pathlib import Path
@@ -11,6 +11,7 @@ from tests.benchmarks.trainer.samples import LongTail, batch_of
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.memory.memory_ranks import DEEP, EXPERTS
 from tests.trainer.megatron.models import save_model
+from tests.trainer.megatron.overlap_ranks import LAYOUTS
 from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.backends.base import StepStats
 from trainer.batch import Batch
@@ -23,6 +24,13 @@ NAME = "qwen2"
 @pytest.fixture(scope="module")
 def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(NAME, tmp_path_factory.mktemp("model"))
+
+
+@pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
+def test_overlapped_sums_of_gradients_change_no_bit(tmp_path: Path) -> None:
+    for name in LAYOUTS:
+        save_model(name, tmp_path)
+    launch(2, "tests.trainer.megatron.overlap_ranks", str(tmp_path), logs=tmp_path / "logs")
 
 
 @pytest.mark.xdist_group("layouts")  # one process forks the ranks of all

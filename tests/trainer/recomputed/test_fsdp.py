@@ -4,12 +4,17 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import slow_unless_changed
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.recomputed.cases import CASES
 from tests.trainer.recomputed.naive_run import assert_naive
 from tests.trainer.recomputed.ranks import run
 
+CHANGED = slow_unless_changed(
+    "trainer/fsdp/", "trainer/layers/", "trainer/functional/", "trainer/algorithms/", "trainer/roles/",
+    "trainer/step/", "tests/trainer/recomputed/",
+)  # fmt: skip
 FEW = ("rejection-geometric", "ppo-kl-in-reward", "kl-in-reward-path", "branches-ppo")
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
@@ -23,7 +28,10 @@ def test_one_rank_is_the_naive_loop(name: str, directory: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("names", [FEW, pytest.param(tuple(CASES), marks=pytest.mark.slow)])
-@pytest.mark.parametrize("layout", ["dp2", "tp2", pytest.param("tp2-dp2", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "layout",
+    ["dp2", pytest.param("tp2", marks=CHANGED), pytest.param("tp2-dp2", marks=pytest.mark.slow)],
+)
 def test_several_ranks_are_the_naive_loop(
     layout: str, names: tuple[str, ...], directory: Path, tmp_path: Path
 ) -> None:

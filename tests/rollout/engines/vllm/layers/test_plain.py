@@ -8,9 +8,6 @@ import torch.nn.functional as F
 from transformers import GptOssConfig
 from transformers.models.deepseek_v2.modeling_deepseek_v2 import apply_rotary_emb
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
-from vllm.config import VllmConfig, set_current_vllm_config
-from vllm.model_executor.layers.rotary_embedding import get_rope
-from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.contract.models import follows, weights, write_shm
@@ -22,7 +19,12 @@ PROMPT = (5, 17, 200, 33)
 TOKENS, HEADS, NOPE, ROPE, LATENT = 7, 4, 128, 64, 512
 
 
+@pytest.mark.xdist_group("vllm-recompute")  # the process in which the contract imports vLLM
 def test_heads_of_latent_attention_are_rotated_as_in_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import VllmConfig, set_current_vllm_config
+    from vllm.model_executor.layers.rotary_embedding import get_rope
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+
     monkeypatch.setattr(RotaryEmbedding, "forward_cpu", RotaryEmbedding.forward_cpu)
     rotate_heads_natively()
     torch.manual_seed(0)
