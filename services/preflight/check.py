@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import SettingsError
+from protocol.host.hub import check_upload
 from rollout.environments.registry import make_environment
 from rollout.prompts.base import Prompt, PromptSource, source_settings
 from rollout.prompts.held_out import held_out_sets
@@ -261,6 +262,8 @@ def _missing_stores(settings: Settings) -> Iterator[Problem]:
     for setting, url in (("run.remote", settings.run.remote), ("weights.url", settings.weights.url)):
         if url:
             yield from refusals(RemoteDirectory, url, setting)
+    if settings.run.hub:
+        yield from refusals(check_upload, settings.run.hub, "run.hub")
 
 
 def _each_once(problems: Iterable[Problem]) -> list[Problem]:

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from protocol.errors import SettingsError
 from services.bus.curve import create_keys
@@ -277,6 +278,25 @@ def test_a_package_that_copies_need_is_named(tmp_path: Path) -> None:
         ("run.remote", "weights.url"), found(demo(tmp_path / "run", *given)), strict=True
     ):
         assert problem.startswith(f"setting {setting}: {url}: ImportError: Install s3fs")
+
+
+@pytest.mark.parametrize(
+    ("name", "offline", "token", "says"),
+    [
+        ("mine", False, "hf_token", " = 'mine': that is not OWNER/NAME, a model on the hub"),
+        ("some-org/mine", True, "hf_token", ": HF_HUB_OFFLINE is set, so nothing is uploaded; unset it"),
+        ("some-org/mine", False, "", ": there is no token; `hf auth login`, or set HF_TOKEN"),
+        ("some-org/mine", False, "hf_token", ""),
+    ],
+)
+def test_upload_to_the_hub_needs_a_name_and_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, offline: bool, token: str, says: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", token)
+    problems = found(demo(tmp_path / "run", f"run.hub={name}"))
+    assert problems == ([f"setting run.hub{says}"] if says else [])
 
 
 def test_a_tracking_library_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
