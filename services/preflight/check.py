@@ -17,6 +17,7 @@ from services.preflight.critic import critic_problems
 from services.preflight.data import (
     character_problems,
     count_too_long,
+    describe_characters,
     describe_tools,
     first_prompts,
     rendered_prompt,
@@ -128,7 +129,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
 def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) -> list[str]:
     """Return lines about the parts of the run: model, prompts, steps, processes."""
     bound, sampling, services = settings.bound, settings.sampling, settings.services
-    parallel, prompts, engine = settings.parallel, settings.prompts, settings.engine
+    parallel, engine, prompts = settings.parallel, settings.engine, first_prompts(source)
     count = f"{model.parameters:,}" if model.parameters else "unknown"
     origin = "" if model.is_made else ", made at the start"
     per_step = bound.groups_per_step * sampling.kept_samples
@@ -139,13 +140,14 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     engines = ", ".join(
         f"{entry.count} on {entry.engine.get('name', engine.name)}" for entry in services.pool
     )
-    mixed = " + ".join(entry.name for entry in prompts.mixture)
+    name = " + ".join(entry.name for entry in settings.prompts.mixture) or settings.prompts.source
     return [
         f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{origin}"
         + _code(settings),
-        f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {_held_out(settings, source)}"
+        f"prompts  {name}: {_stream(settings, source)}; {_held_out(settings, source)}"
         + _left_out(settings, model, source),
-        f"first    {_first_prompt(settings, model, first_prompts(source))}",
+        f"first    {_first_prompt(settings, model, prompts)}",
+        *describe_characters(settings, model, prompts),
         *describe_tools(settings, model),
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.kept_samples} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "

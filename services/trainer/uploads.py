@@ -112,7 +112,7 @@ class RemoteRun:
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on the Hugging Face hub, of which each export is a commit."""
+    """A model on the Hugging Face hub; each export is a commit of it."""
 
     name: ClassVar[str] = "hub"
     model: str

@@ -30,7 +30,7 @@ def refusal_in(log: str) -> str:
     """Return the error that ended an engine, as its log has it, if it is a refusal; otherwise "".
 
     Args:
-        log: of all of its processes, of which one may report the end of another.
+        log: of all of its processes; one may report the end of another.
     """
     found = [(kind, text) for kind, text in RAISED.findall(log) if text]
     if not found:

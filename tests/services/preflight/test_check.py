@@ -353,3 +353,14 @@ def test_describe_run_says_which_prompts_are_not_trained_and_how_far_ratios_go(
     assert findings.model is not None
     assert findings.source is not None
     assert words in "\n".join(describe_run(settings, findings.model, findings.source))
+
+
+def test_describe_run_warns_of_characters_that_the_tokenizer_leaves_out(tmp_path: Path) -> None:
+    settings = with_model(tmp_path / "run", model_in(tmp_path / "model"), 'render.suffix="Answer: "')
+    findings = check_run(settings)
+    assert findings.model is not None
+    assert findings.source is not None
+    lines = describe_run(settings, findings.model, findings.source)
+    assert (
+        "first    WARNING: the tokenizer has no tokens for ':Aenrsw', which the model does not read" in lines
+    )

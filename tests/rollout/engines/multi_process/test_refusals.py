@@ -1,4 +1,4 @@
-"""Tests which errors at the start of an engine are refusals, from the engines' own words."""
+"""Tests which errors at the start of an engine are refusals, from the output of engines."""
 
 import pytest
 import torch
