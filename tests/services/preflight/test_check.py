@@ -78,7 +78,7 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
     assert findings.model is not None
     assert findings.source is not None
     text = "\n".join(describe_run(settings, findings.model, findings.source))
-    assert "qwen2, 232,960 parameters, made at the start" in text
+    assert "qwen2, 234,368 parameters, made at the start" in text
     assert 'first    "' in text
     assert "60 of 32 prompts x 8 samples, at most 256 sampled tokens each; E=1, mask" in text
     assert not (tmp_path / "run").exists()
