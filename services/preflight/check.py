@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from protocol.host.hub import check_upload
+from rollout.environments.command import Command
 from rollout.environments.registry import make_environment
 from rollout.prompts.base import Prompt, PromptSource, source_settings
 from rollout.prompts.held_out import held_out_sets
@@ -104,8 +105,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     if source:
         problems += stream_problems(settings, source)
     problems += verifier_problems(settings, prompts)
-    problems += algorithm_problems(settings)
-    problems += own_code_problems(settings)
+    problems += [*algorithm_problems(settings), *own_code_problems(settings)]
     problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)
@@ -117,7 +117,8 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += _missing_trackers(settings)
     problems += _missing_stores(settings)
     if local:
-        problems += [*local_problems(settings), *reward_gpu_problems(settings)]
+        problems += [*local_problems(settings), *refusals(_check_program, settings)]
+        problems += reward_gpu_problems(settings)
         problems += [] if problems else trial_problems(settings, prompts, modules)
         if model:
             problems += host_memory_problems(settings, model)
@@ -252,6 +253,11 @@ def _check_environment(settings: Settings) -> None:
     environment = make_environment(settings.environment)
     environment.answered_by(settings.engine)
     environment.check(str(settings.model_dir) if settings.model_dir.is_dir() else "")
+
+
+def _check_program(settings: Settings) -> None:
+    if isinstance(environment := make_environment(settings.environment), Command):
+        environment.check_program()
 
 
 def _missing_trackers(settings: Settings) -> Iterator[Problem]:

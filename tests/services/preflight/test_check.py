@@ -307,6 +307,21 @@ def test_a_tracking_library_that_is_missing_is_found(tmp_path: Path, monkeypatch
     ]
 
 
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [("no-such-program", "there is no program 'no-such-program' in PATH"), ("python", "")],
+)
+def test_program_that_is_not_installed_is_found(tmp_path: Path, command: str, says: str) -> None:
+    program = (
+        "environment.name=command",
+        f'environment.options={{command=["{command}"], tool_syntax="none"}}',
+    )
+    problems = found(demo(tmp_path / "run", *program, "services.spares=false"), local=True)
+    assert [says in problem for problem in problems if "environment.options" in problem] == [True] * bool(
+        says
+    )
+
+
 def score(response: str, metadata: dict[str, str]) -> float:
     """Score as a reward that does not expect any text."""
     return float(int(response) == int(metadata["answer"]))
