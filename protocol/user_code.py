@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from protocol.choices import did_you_mean
 from protocol.errors import SettingsError
 
@@ -129,10 +127,10 @@ def returned_number(value: Any) -> float:
     """Return the score or reward of the user's code as a float.
 
     Raises:
-        ValueError: it is not a finite float, int or bool, of Python or of NumPy; the text shows it: "nan",
-            "'1'", or its type.
+        ValueError: it is not a finite float, int or bool, of Python or as a scalar of NumPy or torch; the
+            text shows it: "nan", "'1'", or its type.
     """
-    value = value.item() if isinstance(value, np.generic) else value
+    value = value.item() if getattr(value, "shape", None) == () else value
     try:
         if isinstance(value, (bool, int, float)) and math.isfinite(value):
             return float(value)

@@ -4,7 +4,7 @@ import bisect
 import inspect
 import logging
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -25,6 +25,8 @@ NO_TOOLS = (
     "give a template that does by render.chat_template_file"
 )
 _TOOL = {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}}
+_NO_LETTER = "\U0010ffff"
+"""A character that no text has: its tokens are those of an unknown one, if the tokenizer has such."""
 _MARK = "\x02assistant\x03"
 """Placeholder for an assistant's message, at which a rendered template is cut."""
 
@@ -160,6 +162,14 @@ class Renderer:
                 "environment.options.append_eos to false"
             )
         return self._encode(text) + (() if end is None else (int(end),))
+
+    def characters_without_tokens(self, texts: Iterable[str]) -> str:
+        """Return the characters of texts, in order, that the model would not read; spaces are not tried."""
+        unread: set[tuple[int, ...]] = {()}
+        with suppress(Exception):  # of a tokenizer that refuses unknown characters, also in prompts
+            unread.add(self._encode(_NO_LETTER))
+        tried = sorted({letter for text in texts for letter in text if not letter.isspace()})
+        return "".join(letter for letter in tried if self._encode(letter) in unread)
 
     @property
     def has_template(self) -> bool:

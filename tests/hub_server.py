@@ -1,6 +1,7 @@
 """A hub on this machine: the part of the Hugging Face hub's HTTP interface that its client uses.
 
-The client is the real one. `HubServer` serves directories as repositories, each with commits and branches.
+The client is the real one, but for `hf_xet`, which uploads large files to another service: they come by Git
+LFS. `HubServer` serves directories as repositories, each with commits and branches.
 """
 
 import hashlib
@@ -48,6 +49,10 @@ class HubServer:
     """Tokens that may write."""
     private: set[str] = field(default_factory=set)
     """Repositories that were made private."""
+    refusal: int = 0
+    """Status with which writes are answered instead; 0: they are carried out."""
+    large: dict[str, bytes] = field(default_factory=dict)
+    """SHA-256 -> content of files that came by Git LFS, as the hub wants weights."""
     url: str = ""
 
     def repository(self, kind: str, name: str) -> Repository:
@@ -82,6 +87,7 @@ class HubServer:
         )
         patch.setattr(constants, "HF_HUB_CACHE", str(cache))
         patch.setattr(constants, "HF_HUB_OFFLINE", offline)
+        patch.setattr(constants, "HF_HUB_DISABLE_XET", True)
 
     def variables(self, cache: Path, *, offline: bool = False) -> dict[str, str]:
         """Return the variables that point another process's client at this hub and a cache."""
@@ -89,6 +95,7 @@ class HubServer:
             "HF_ENDPOINT": self.url,
             "HF_HUB_CACHE": str(cache),
             "HF_HUB_OFFLINE": "1" if offline else "0",
+            "HF_HUB_DISABLE_XET": "1",
         }
 
 
@@ -113,7 +120,7 @@ class _Handler(BaseHTTPRequestHandler):
         self._answer(with_body=True)
 
     def do_POST(self) -> None:
-        """Make a repository or a branch, or add a commit, as the client uploads files that are small."""
+        """Make a repository or a branch, tell how files are sent, or add a commit of them."""
         path = unquote(urlparse(self.path).path).strip("/")
         self.server_hub.requests.append(f"POST /{path}")
         body = self.rfile.read(int(self.headers["Content-Length"] or 0))
@@ -124,9 +131,29 @@ class _Handler(BaseHTTPRequestHandler):
         self.end_headers()
         self.wfile.write(answer)
 
+    def do_PUT(self) -> None:
+        """Take the content of a large file."""
+        content = self.rfile.read(int(self.headers["Content-Length"]))
+        name = hashlib.sha256(content).hexdigest()
+        is_asked = self.path == f"/large/{name}"
+        if is_asked:
+            self.server_hub.large[name] = content
+        self.send_response(200 if is_asked else 400)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
     def _made(self, parts: list[str], body: bytes) -> tuple[int, dict[str, str], bytes]:
         if not self.server_hub.writers & {self.headers.get("Authorization", "").removeprefix("Bearer ")}:
             return 401, {}, b"{}"
+        if self.server_hub.refusal:
+            return self.server_hub.refusal, {}, b"{}"
+        if parts[-2:] == ["objects", "batch"]:
+            objects = json.loads(body)["objects"]
+            actions = {
+                o["oid"]: {"upload": {"href": f"{self.server_hub.url}/large/{o['oid']}"}} for o in objects
+            }
+            answer = [{**each, "actions": actions[each["oid"]]} for each in objects]
+            return _json({"transfer": "basic", "objects": answer})
         if parts == ["repos", "create"]:
             asked = json.loads(body)
             name = f"{asked['organization']}/{asked['name']}"
@@ -141,12 +168,14 @@ class _Handler(BaseHTTPRequestHandler):
             repository.branches.setdefault(revision, repository.branches["main"])
             return _json({})
         if verb == "preupload":
-            how = {"uploadMode": "regular", "shouldIgnore": False}
-            asked_files = json.loads(body)["files"]
-            return _json({"files": [{"path": item["path"], **how} for item in asked_files]})
+            names = [item["path"] for item in json.loads(body)["files"]]
+            modes = {name: "lfs" if name.endswith(".safetensors") else "regular" for name in names}
+            files = [{"path": n, "uploadMode": mode, "shouldIgnore": False} for n, mode in modes.items()]
+            return _json({"files": files})
         lines = [json.loads(line) for line in body.splitlines()]
-        files = [line["value"] for line in lines if line["key"] == "file"]
-        added = {file["path"]: b64decode(file["content"]) for file in files}
+        large = {x["value"]["path"]: x["value"]["oid"] for x in lines if x["key"] == "lfsFile"}
+        added = {x["value"]["path"]: b64decode(x["value"]["content"]) for x in lines if x["key"] == "file"}
+        added |= {name: self.server_hub.large[oid] for name, oid in large.items()}
         sha = repository.commit({**repository.commits[repository.branches[revision]], **added}, revision)
         return _json({"commitUrl": f"{self.server_hub.url}/{name}/commit/{sha}", "commitOid": sha})
 

@@ -139,7 +139,7 @@ def _check_config(config: ScratchConfig) -> None:
 def _tensors(config: ScratchConfig) -> Iterator[tuple[str, NDArray[np.float32]]]:
     """Yield name and value of each tensor: matrices random, biases and the row of `<pad>` 0, norms 1."""
     random = np.random.Generator(np.random.PCG64(config.seed))
-    for name, shape in _shapes(config):
+    for name, shape in shapes_of(config):
         tensor = np.full(shape, 0.0 if name.endswith(".bias") else 1.0, np.float32)
         if len(shape) == 2:
             tensor = random.standard_normal(shape, np.float32) * np.float32(config.initializer_range)
@@ -148,7 +148,7 @@ def _tensors(config: ScratchConfig) -> Iterator[tuple[str, NDArray[np.float32]]]
         yield name, tensor
 
 
-def _shapes(config: ScratchConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
+def shapes_of(config: ScratchConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
     """Yield name and shape of each tensor, as the model's class in transformers has them."""
     hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_dim
     columns = {"q": config.num_attention_heads * head}

@@ -17,6 +17,8 @@ from protocol.paths import HUB_NAME
 
 log = logging.getLogger(__name__)
 
+SILENT_S = 120.0
+"""Seconds for which the hub may say nothing to an upload; its client has no limit of its own."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -121,10 +123,8 @@ def fetch(kind: Kind, name: str, commit: str, files: Sequence[str] = ()) -> Path
         SettingsError: a file can neither be fetched nor be found in the cache.
     """
     from huggingface_hub import snapshot_download
-    from huggingface_hub.utils.tqdm import disable_progress_bars
 
-    if not sys.stderr.isatty():
-        disable_progress_bars()
+    _draw_progress_on_terminals()
     try:
         return Path(snapshot_download(name, repo_type=kind, revision=commit, **_patterns(kind, files)))
     except Exception as error:
@@ -147,22 +147,56 @@ def upload_model(directory: Path, name: str, revision: str, message: str, privat
     Raises:
         SettingsError: the hub refuses it, or was not reached.
     """
-    from huggingface_hub import HfApi, constants
+    from huggingface_hub import CommitOperationAdd, HfApi, constants, get_session
 
-    hub = HfApi()
+    _draw_progress_on_terminals()
+    hub, get_session().timeout = HfApi(), SILENT_S
     try:
         hub.create_repo(name, private=private, exist_ok=True)
         if revision:
             hub.create_branch(name, branch=revision, exist_ok=True)
-        commit = hub.upload_folder(
-            repo_id=name, folder_path=directory, revision=revision or None, commit_message=message
+        files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
+        # its `upload_folder` makes several commits of large models
+        commit = hub.create_commit(
+            name,
+            [CommitOperationAdd(path.relative_to(directory).as_posix(), path) for path in files],
+            commit_message=message,
+            revision=revision or None,
         )
         return str(commit.commit_url)
     except Exception as error:  # the client's own errors, its HTTP library's errors, and OSError
+        login = "log in by `hf auth login`, or set HF_TOKEN, with an account that may write there"
+        remedy = "try again once it answers" if _is_no_answer(error) else login
         raise SettingsError(
-            f"{directory} was not uploaded to {constants.ENDPOINT}/{name}: {_line(error)}; log in by "
-            "`hf auth login`, or set HF_TOKEN, with an account that may write there"
+            f"{directory.name} was not uploaded to {constants.ENDPOINT}/{name}: {_line(error)}; {remedy}"
         ) from error
+
+
+def check_upload(name: str, setting: str) -> None:
+    """Check what an upload needs on this host, without asking the hub.
+
+    Args:
+        name: OWNER/NAME.
+        setting: which has it.
+
+    Raises:
+        SettingsError: it is no such name, the client is to stay offline, or there is no token.
+    """
+    from huggingface_hub import constants, get_token
+
+    if not re.fullmatch(HUB_NAME, name):
+        raise SettingsError(f"setting {setting} = {name!r}: that is not OWNER/NAME, a model on the hub")
+    if constants.HF_HUB_OFFLINE:
+        raise SettingsError(f"setting {setting}: HF_HUB_OFFLINE is set, so nothing is uploaded; unset it")
+    if not get_token():
+        raise SettingsError(f"setting {setting}: there is no token; `hf auth login`, or set HF_TOKEN")
+
+
+def _draw_progress_on_terminals() -> None:
+    from huggingface_hub.utils.tqdm import disable_progress_bars
+
+    if not sys.stderr.isatty():
+        disable_progress_bars()
 
 
 def _patterns(kind: Kind, files: Sequence[str] = ()) -> dict[str, Any]:

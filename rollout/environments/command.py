@@ -80,6 +80,18 @@ class Command(SessionEnvironment):
             check_options(self._options.processes, self._options.user)
             self._sandboxed = self.sandboxed(config)
 
+    def check_program(self) -> None:
+        """Check that there is such a program on this host, unless a sandbox has it.
+
+        Raises:
+            SettingsError: it names the program.
+        """
+        if self._sandboxed is None and not self._launch.is_there:
+            raise SettingsError(
+                f"setting environment.options.command: there is no program {self._options.command[0]!r} in "
+                "PATH; install it, or write its whole path"
+            )
+
     @property
     def program(self) -> tuple[tuple[str, ...], str, dict[str, str]]:
         """The command, the directory of its modules, and its variables."""

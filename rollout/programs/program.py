@@ -7,6 +7,7 @@ kernel kills the program, and the next worker kills the program's other processe
 
 import asyncio
 import os
+import shutil
 import signal
 import stat
 import sys
@@ -60,6 +61,11 @@ class Launch:
             **self.variables,
             **more,
         }
+
+    @property
+    def is_there(self) -> bool:
+        """Whether the program is found where it will be searched for; the user that it gets is not asked."""
+        return shutil.which(self.command[0], path=self.environ({})["PATH"]) is not None
 
     def before_exec(self) -> Callable[[], None]:
         """Return the `preexec_fn` of a program: it gets its user, and ends with this process."""

@@ -40,7 +40,7 @@ from services.runtime.errors import innermost
 from services.runtime.event_loop import is_set_within, running_loops
 from services.runtime.process import pid_space
 from services.runtime.resume import start_or_resume
-from services.runtime.run_copies import settings_of_fetched
+from services.runtime.run_copies import describe_copies, settings_of_fetched
 from services.runtime.run_ledger import open_ledger
 from services.settings.hub import pin_names, record_pins
 from services.settings.sections import Settings
@@ -209,7 +209,7 @@ async def _supervise(
     status = await ledger.status()
     progress.finish(status)
     unscored = "" if stop.is_set() else describe_unscored(settings, first, status.version, fleet.evaluation)
-    for line in (unscored, *describe_tracking(settings)):
+    for line in (unscored, *describe_tracking(settings), *describe_copies(settings)):
         progress.note(line)
     return RunOutcome(
         status.version,

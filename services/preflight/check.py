@@ -7,6 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from protocol.errors import SettingsError
+from protocol.host.hub import check_upload
+from rollout.environments.command import Command
 from rollout.environments.registry import make_environment
 from rollout.prompts.base import Prompt, PromptSource, source_settings
 from rollout.prompts.held_out import held_out_sets
@@ -16,6 +18,7 @@ from services.preflight.critic import critic_problems
 from services.preflight.data import (
     character_problems,
     count_too_long,
+    describe_characters,
     describe_tools,
     first_prompts,
     rendered_prompt,
@@ -102,8 +105,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     if source:
         problems += stream_problems(settings, source)
     problems += verifier_problems(settings, prompts)
-    problems += algorithm_problems(settings)
-    problems += own_code_problems(settings)
+    problems += [*algorithm_problems(settings), *own_code_problems(settings)]
     problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)
@@ -115,7 +117,8 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += _missing_trackers(settings)
     problems += _missing_stores(settings)
     if local:
-        problems += [*local_problems(settings), *reward_gpu_problems(settings)]
+        problems += [*local_problems(settings), *refusals(_check_program, settings)]
+        problems += reward_gpu_problems(settings)
         problems += [] if problems else trial_problems(settings, prompts, modules)
         if model:
             problems += host_memory_problems(settings, model)
@@ -127,7 +130,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
 def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) -> list[str]:
     """Return lines about the parts of the run: model, prompts, steps, processes."""
     bound, sampling, services = settings.bound, settings.sampling, settings.services
-    parallel, prompts, engine = settings.parallel, settings.prompts, settings.engine
+    parallel, engine, prompts = settings.parallel, settings.engine, first_prompts(source)
     count = f"{model.parameters:,}" if model.parameters else "unknown"
     origin = "" if model.is_made else ", made at the start"
     per_step = bound.groups_per_step * sampling.kept_samples
@@ -138,13 +141,14 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     engines = ", ".join(
         f"{entry.count} on {entry.engine.get('name', engine.name)}" for entry in services.pool
     )
-    mixed = " + ".join(entry.name for entry in prompts.mixture)
+    name = " + ".join(entry.name for entry in settings.prompts.mixture) or settings.prompts.source
     return [
         f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{origin}"
         + _code(settings),
-        f"prompts  {mixed or prompts.source}: {_stream(settings, source)}; {_held_out(settings, source)}"
+        f"prompts  {name}: {_stream(settings, source)}; {_held_out(settings, source)}"
         + _left_out(settings, model, source),
-        f"first    {_first_prompt(settings, model, first_prompts(source))}",
+        f"first    {_first_prompt(settings, model, prompts)}",
+        *describe_characters(settings, model, prompts),
         *describe_tools(settings, model),
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.kept_samples} "
         f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
@@ -251,6 +255,11 @@ def _check_environment(settings: Settings) -> None:
     environment.check(str(settings.model_dir) if settings.model_dir.is_dir() else "")
 
 
+def _check_program(settings: Settings) -> None:
+    if isinstance(environment := make_environment(settings.environment), Command):
+        environment.check_program()
+
+
 def _missing_trackers(settings: Settings) -> Iterator[Problem]:
     for kind in missing_libraries(settings.tracking):
         cause, remedy = f"{kind} is not installed", f"pip install 'tether-rl[{kind}]', or leave it out"
@@ -261,6 +270,8 @@ def _missing_stores(settings: Settings) -> Iterator[Problem]:
     for setting, url in (("run.remote", settings.run.remote), ("weights.url", settings.weights.url)):
         if url:
             yield from refusals(RemoteDirectory, url, setting)
+    if settings.run.hub:
+        yield from refusals(check_upload, settings.run.hub, "run.hub")
 
 
 def _each_once(problems: Iterable[Problem]) -> list[Problem]:

@@ -132,6 +132,17 @@ def describe_tools(settings: Settings, model: ModelFacts) -> list[str]:
     return [f"tools    WARNING: {NO_TOOLS}"]
 
 
+def describe_characters(settings: Settings, model: ModelFacts, prompts: Sequence[Prompt]) -> list[str]:
+    """Return a warning if prompts have characters that the tokenizer leaves out."""
+    texts = [content for prompt in prompts for _, content in (prompt.messages or [("", prompt.text)])]
+    lost = _renderer(settings, model).characters_without_tokens(
+        (*texts, settings.render.system, settings.render.suffix)
+    )
+    if not lost:
+        return []
+    return [f"first    WARNING: the tokenizer has no tokens for {lost[:20]!r}, which the model does not read"]
+
+
 def _renderer(settings: Settings, model: ModelFacts) -> Renderer:
     """Load the renderer of a run, whose random model may not be made yet."""
     with tempfile.TemporaryDirectory(prefix="tether-tokenizer-") as directory:

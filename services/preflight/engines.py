@@ -10,7 +10,7 @@ from pathlib import Path
 
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import head_dim_of
-from rollout.engines.sglang.arguments import check_environment
+from rollout.engines.sglang.arguments import check_bounded_scores, check_environment
 from rollout.engines.sglang_jax.model_check import check_interpreter, check_model
 from services.preflight.model import ModelFacts, engines_of
 from services.preflight.problem import Problem, refusals
@@ -83,6 +83,8 @@ def kernel_problems(settings: Settings, model: ModelFacts, gpus: Sequence[str]) 
     for engine in engines_of(settings):
         if engine.name == "sglang":
             yield from refusals(check_environment, engine)
+            if not gpus:
+                yield from refusals(check_bounded_scores, model.config, model.place)
         if engine.name == "vllm":
             yield from _adapter_rank_problems(settings)
             if not gpus:

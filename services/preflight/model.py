@@ -46,7 +46,7 @@ from trainer.megatron.families.table import FAMILIES
 from trainer.megatron.families.windows import windows_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import frozen_layout
-from trainer.random_model import check_scratch, config_of
+from trainer.random_model import check_scratch, config_of, shapes_of
 
 OF_TRANSFORMERS = ("fsdp", "reference")
 """Backends that train models of transformers as they are."""
@@ -65,10 +65,15 @@ class ModelFacts:
     """Its directory, or the one that it will be made in."""
     config: Mapping[str, Any]
     """config.json, or what matters of it."""
-    parameters: int | None
-    """How many it has; None if the files do not say."""
+    shapes: Mapping[str, tuple[int, ...]]
+    """Name -> shape of its tensors; empty if the files do not say."""
     is_made: bool
     """Whether the directory is there."""
+
+    @property
+    def parameters(self) -> int:
+        """How many it has; 0 if the files do not say."""
+        return sum(map(prod, self.shapes.values()))
 
     @property
     def brings_code(self) -> bool:
@@ -91,7 +96,7 @@ def read_model(settings: Settings) -> ModelFacts:
         check_scratch(scratch, place)
         if not place.exists():
             config = config_of(scratch)
-            return ModelFacts(place, config, _count_of(config), is_made=False)
+            return ModelFacts(place, config, dict(shapes_of(scratch)), is_made=False)
     return read_facts(fetch_model(settings))
 
 
@@ -101,7 +106,7 @@ def read_facts(place: Path) -> ModelFacts:
     Raises:
         SettingsError: its files cannot be read.
     """
-    return ModelFacts(place, read_config(place), count_parameters(place), is_made=True)
+    return ModelFacts(place, read_config(place), tensor_shapes(place), is_made=True)
 
 
 def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
@@ -117,18 +122,17 @@ def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]
     if lora.path and not lora.rank:
         cause, remedy = "it is the adapter that training starts from, and lora.rank is 0", "set lora.rank"
         yield Problem(cause, remedy, "lora.path", lora.path)
-    shapes = tensor_shapes(model.place) if lora.rank and model.is_made else {}
-    if not shapes:  # made at the start, or refused without weights
+    if not (lora.rank and model.shapes):  # it is refused without weights
         return
-    problems = [*refusals(lambda: check_peft(adapter_targets(shapes, lora), lora))]
+    problems = [*refusals(lambda: check_peft(adapter_targets(model.shapes, lora), lora))]
     backends = {settings.trainer.backend, *(engine.name for engine in engines_of(settings))}
     if "megatron" in backends and not problems:
         problems += refusals(_check_megatron_adapters, settings, model)
-    elif not problems and any(".experts." in name for name in shapes):
-        problems += _expert_problems(adapter_targets(shapes, lora), lora)
+    elif not problems and any(".experts." in name for name in model.shapes):
+        problems += _expert_problems(adapter_targets(model.shapes, lora), lora)
     if settings.trainer.backend == "fsdp" and not problems:
         ranks = settings.parallel.tensor_model_parallel_size
-        modules = [target.module for target in adapter_targets(shapes, lora)]
+        modules = [target.module for target in adapter_targets(model.shapes, lora)]
         plan = plan_of(model.config) if ranks > 1 else {}
         if cause := adapter_refusal(plan, modules, ranks):
             yield Problem(cause, OTHER_LAYERS, "lora.target_modules", list(lora.target_modules))
@@ -164,13 +168,10 @@ def _expert_problems(targets: Iterable[AdapterTarget], lora: LoraConfig) -> Iter
 def describe_adapters(settings: Settings, model: ModelFacts) -> str:
     """Return which layers get adapters; empty if none do."""
     lora = settings.lora
-    if not lora.rank:
+    if not (lora.rank and model.shapes):
         return ""
-    shapes = tensor_shapes(model.place) if model.is_made else {}
-    names = (
-        sorted({target.last for target in adapter_targets(shapes, lora)}) if shapes else lora.target_modules
-    )
-    return f"; adapters of rank {lora.rank} on {names if isinstance(names, str) else ', '.join(names)}"
+    names = sorted({target.last for target in adapter_targets(model.shapes, lora)})
+    return f"; adapters of rank {lora.rank} on {', '.join(names)}"
 
 
 def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterator[Problem]:
@@ -371,18 +372,6 @@ def _windows_in_vllm(model: ModelFacts) -> Iterator[Problem]:
             "engine.name",
             "vllm",
         )
-
-
-def _count_of(config: Mapping[str, Any]) -> int:
-    """Return the number of parameters of a model that will be made, but for biases and norms."""
-    hidden, head_dim = config["hidden_size"], config["head_dim"]
-    heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
-    experts = config.get("num_experts", 0)
-    wide = 3 * config["intermediate_size"]
-    mlp = experts * (3 * config["moe_intermediate_size"] + 1) if experts else wide
-    layer = hidden * (head_dim * 2 * (heads + kv_heads) + mlp)
-    tables = 1 if config["tie_word_embeddings"] else 2
-    return int(config["num_hidden_layers"] * layer + tables * config["vocab_size"] * hidden)
 
 
 def count_parameters(directory: Path) -> int | None:

@@ -1,13 +1,16 @@
-"""Fetches a run whose directory is empty from `run.remote`.
+"""Fetches a run whose directory is empty from `run.remote`, and says how far copies of a run got.
 
 What an earlier start chose for the run is read from its directory, on the same host or another one. So
 settings are composed again once there is something in it.
 """
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import msgspec
+
+from protocol.host.atomic_file import write_atomically
 from services.ledger.event_log.archiver import FILE as EVENT_LOG
 from services.runtime.frozen_models import FILE as FROZEN_MODELS
 from services.settings.hub import FILE as HUB
@@ -21,8 +24,38 @@ SPOOL = "spool.sqlite"
 STATE = (SETTINGS, "audit.head", EVENT_LOG, "metrics.head", "metrics.jsonl")
 """Files that mark a directory with a run (it has at least one), in the order in which they are copied: a
 log's head names one of its lines."""
+COPIES = "uploads"
+"""Directory of the run with a file for each destination of copies, and what is kept until it is copied."""
 RUN_FILES = (*STATE, HUB, FROZEN_MODELS)
 """Files that a run needs in addition to its checkpoint and its spool; each may be absent."""
+
+
+class CopyState(msgspec.Struct, frozen=True):
+    """Fate of the newest copy to a destination: RUN_DIR/uploads/NAME.json."""
+
+    version: int
+    problem: str = ""
+    """Why it is not there; empty: it is."""
+
+
+def note_copy(run_dir: Path, name: str, state: CopyState) -> None:
+    """Write what became of the newest copy to the destination `name`. Raises OSError."""
+    write_atomically(run_dir / COPIES / f"{name}.json", msgspec.json.encode(state))
+
+
+def describe_copies(settings: Settings) -> Iterator[str]:
+    """Yield for each destination of copies which version is there, or why the newest one is not."""
+    run, places = settings.run_dir, {"remote": settings.run.remote, "hub": settings.run.hub}
+    for name, place in places.items():
+        path = run / COPIES / f"{name}.json"
+        if not place or not path.is_file():
+            continue
+        state = msgspec.json.decode(path.read_bytes(), type=CopyState)
+        if not state.problem:
+            yield f"version {state.version} is at {place}"
+            continue
+        remedy = f"`tether push {run} {place}`" if name == "hub" else f"start the run again, or copy {run}"
+        yield f"warning: version {state.version} is not at {place}: {state.problem}; {remedy}"
 
 
 def copy_lines(source: Path, target: Path) -> None:

@@ -63,6 +63,9 @@ class RunConfig:
     """URL of a directory that checkpoints and exports are copied to, by fsspec: s3://BUCKET/RUN, gs://...,
     file:///... What it needs to log in comes from the environment. With an empty run directory the run is
     resumed from the newest complete copy (docs/resume.md). Empty: no copies."""
+    hub: str = ""
+    """Model on the Hugging Face hub, as OWNER/NAME, to which each export is uploaded as one commit, with the
+    account of HF_TOKEN or `hf auth login`; it is made, private, if there is none. Empty: none."""
     modules: tuple[FilePath, ...] = ()
     """Directories with Python modules of your own, such as ["."] for the settings file's directory. They are
     searched last, so that none replaces a module of Python, of tether or of a library."""

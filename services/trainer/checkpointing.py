@@ -24,11 +24,12 @@ from services.ledger.interface import LedgerStatus, StepRecord
 from services.runtime.writing import RETRY_S, waiting_for_room
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
-from services.trainer.uploads import Uploader
+from services.trainer.uploads import Destination, HubModel, RemoteRun, Uploader
 from trainer.execution.commands import ExportCommand, SaveCommand
 from trainer.lora import save_adapter
 from trainer.storage.call_store import CallStore
 from trainer.storage.hf_export import finish_hf, shards_of
+from trainer.storage.remote import RemoteDirectory
 from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
@@ -50,17 +51,15 @@ class Checkpointer:
         self._no_room: TetherError | None = None
         """Why the last checkpoint or export could not be written, if that was for want of room."""
         settings = run.process.settings
-        self._uploader = (
-            Uploader(
-                settings.run.remote,
-                settings.run_dir,
-                run.checkpoints,
-                settings.trainer.keep_checkpoints,
-                run.process.metrics,
-            )
-            if settings.run.remote
-            else None
-        )
+        destinations: list[tuple[Destination, set[int]]] = []
+        if settings.run.remote:
+            remote = RemoteDirectory(settings.run.remote)
+            keep = settings.trainer.keep_checkpoints
+            destinations.append((RemoteRun(remote, settings.run_dir, keep), run.checkpoints.held))
+        if settings.run.hub:
+            destinations.append((HubModel(settings.run.hub, settings.run.name), set()))
+        metrics = run.process.metrics
+        self._uploaders = [Uploader(to, settings.run_dir, held, metrics) for to, held in destinations]
 
     async def __aenter__(self) -> "Checkpointer":
         await self._tasks.__aenter__()
@@ -75,11 +74,11 @@ class Checkpointer:
         finally:
             if self._writing is not None:
                 self._writing.cancel()
-            if self._uploader is not None:
+            for uploader in self._uploaders:
                 if error is None:
                     with self._run.process.working("copies the last checkpoint"):
-                        await asyncio.to_thread(self._uploader.finish)
-                self._uploader.close()
+                        await asyncio.to_thread(uploader.finish)
+                uploader.close()
             await asyncio.to_thread(self._thread.shutdown)
             await self._tasks.__aexit__(kind, error, trace)
 
@@ -143,7 +142,7 @@ class Checkpointer:
 
     def warnings(self) -> tuple[str, ...]:
         """Return a sentence for each checkpoint that could not be copied since the last call."""
-        return self._uploader.warnings() if self._uploader is not None else ()
+        return tuple(warning for uploader in self._uploaders for warning in uploader.warnings())
 
     def check(self) -> None:
         """Raise TetherError if the last checkpoint or export could not be written."""
@@ -246,8 +245,8 @@ class Checkpointer:
         failure = await self._write_parts(version, complete)
         if not failure:
             failure = await self._in_thread(self._finish_export, version, adapter)
-        if self._uploader is not None:
-            await self._in_thread(self._uploader.put, version, self._run.spool, self._export_of(version))
+        for uploader in self._uploaders:
+            await self._in_thread(uploader.put, version, self._run.spool, self._export_of(version))
         if await self._forget():
             seconds = time.monotonic() - began
             self._run.process.metrics.seconds.labels("checkpoint").observe(seconds)

@@ -1,28 +1,39 @@
-"""Copies checkpoints and exports to `run.remote` during the steps, with the files to resume from them.
+"""Copies checkpoints and exports to `run.remote`, and exports to `run.hub`, during the steps.
 
-One is copied at a time and one waits; if another is complete before, the one that waits gives way to it. A
-copy that fails is tried again a few times and then left out: the run continues, and the next report warns.
+Of each destination one copy is made at a time and one waits; if another version is complete before, the one
+that waits gives way to it. A copy that fails is tried again a few times and then left out: the run continues,
+and the next report warns.
 """
 
 import logging
+import os
 import shutil
 import threading
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar, Protocol
 
 from protocol.errors import TetherError
+from protocol.host.hub import upload_model
 from services.observability.metrics import Metrics
-from services.runtime.run_copies import CHECKPOINT, RUN, RUN_FILES, SPOOL, copy_lines
-from trainer.storage.checkpoints import Checkpoints
-from trainer.storage.remote import RemoteDirectory, RemoteError
+from services.runtime.run_copies import (
+    CHECKPOINT,
+    COPIES,
+    RUN,
+    RUN_FILES,
+    SPOOL,
+    CopyState,
+    copy_lines,
+    note_copy,
+)
+from trainer.storage.remote import RemoteDirectory
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.trainer")
 
-STAGED = "uploads"
-"""Directory of the run in which copies of what changes lie until they are elsewhere."""
 TRIES = 4
 """Attempts of one copy."""
 PAUSE_S = 1.0
@@ -43,66 +54,131 @@ class Job:
     export: Path
 
 
-class Uploader:
-    """Copies in a thread of its own. `close` ends it."""
+class Destination(Protocol):
+    """A place that versions are copied to."""
 
-    def __init__(
-        self, url: str, run_dir: Path, checkpoints: Checkpoints, keep: int, metrics: Metrics
-    ) -> None:
-        """Begin without a copy to make.
+    name: ClassVar[str]
+    """First word of its events, and of its directory in `COPIES`."""
 
-        Args:
-            url: `run.remote`.
-            run_dir: the run's directory.
-            checkpoints: the checkpoints in it; one that is being copied is not pruned.
-            keep: complete copies that are kept.
-            metrics: counts copies and failures.
+    def stage(self, stage: Path, version: int, spool: Spool, export: Path) -> Mapping[str, Path]:
+        """Return path in the copy -> local file, with what changes or may be removed kept in `stage`.
 
         Raises:
-            SettingsError: fsspec does not know the kind of URL.
+            TetherError, OSError: it cannot be kept.
         """
-        self._remote = RemoteDirectory(url)
-        shutil.rmtree(run_dir / STAGED, ignore_errors=True)  # of a trainer that was killed
-        self._run_dir, self._checkpoints, self._keep, self._metrics = run_dir, checkpoints, keep, metrics
-        self._changed = threading.Condition()
-        self._waiting: Job | None = None
-        self._copying = self._ended = False
-        self._told: list[str] = []
-        # a daemon: a file system that hangs must not keep the process
-        self._thread = threading.Thread(target=self._run, name="uploads", daemon=True)
-        self._thread.start()
+        ...
 
-    def put(self, version: int, spool: Spool, export: Path) -> None:
-        """Have a complete checkpoint copied, and the export of its version.
+    def copy(self, job: Job) -> None:
+        """Copy a version.
 
-        Called before records that the checkpoint covers are forgotten: the event log is copied first, then
-        the spool, whose journal has the later steps.
+        Raises:
+            TetherError: it is not there; another attempt may help.
         """
-        checkpoint = self._run_dir / "checkpoints" / f"step_{version:08d}"
-        stage = self._run_dir / STAGED / checkpoint.name
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteRun:
+    """The directory elsewhere that the run can be resumed from."""
+
+    name: ClassVar[str] = "remote"
+    directory: RemoteDirectory
+    """The one of `run.remote`."""
+    run_dir: Path
+    keep: int
+    """Complete copies that are kept."""
+
+    def stage(self, stage: Path, version: int, spool: Spool, export: Path) -> Mapping[str, Path]:
+        """Copy the event log first, then the spool, whose journal has the later steps."""
+        checkpoint = self.run_dir / "checkpoints" / stage.name
+        for name in RUN_FILES:
+            if (self.run_dir / name).exists():
+                copy_lines(self.run_dir / name, stage / name)
+        spool.copy_to(stage / SPOOL)
         files = {
             f"{CHECKPOINT}/{path.relative_to(checkpoint).as_posix()}": path
             for path in checkpoint.rglob("*")
             if path.is_file()
         }
+        return files | {f"{RUN}/{path.name}": path for path in stage.iterdir()}
+
+    def copy(self, job: Job) -> None:
+        """Copy the export and the checkpoint, and remove old copies."""
+        if job.export.is_dir():
+            self.directory.upload_export(job.export)
+        self.directory.upload(job.version, job.files)
+        self.directory.prune(self.keep)
+
+
+@dataclass(frozen=True, slots=True)
+class HubModel:
+    """A model on the Hugging Face hub; each export is a commit of it."""
+
+    name: ClassVar[str] = "hub"
+    model: str
+    """OWNER/NAME: `run.hub`."""
+    run: str
+    """Name of the run, for messages of commits."""
+
+    def stage(self, stage: Path, version: int, spool: Spool, export: Path) -> Mapping[str, Path]:
+        """Link the export's files, since the export is removed once there are newer ones."""
+        files = {path.name: path for path in export.iterdir() if path.is_file()}
+        for name, path in files.items():
+            os.link(path, stage / name)
+        return files
+
+    def copy(self, job: Job) -> None:
+        """Upload the export as one commit."""
+        upload_model(job.staged, self.model, "", f"{job.export.name} of {self.run}", private=True)
+
+
+class Uploader:
+    """Copies in a thread of its own. `close` ends it."""
+
+    def __init__(self, destination: Destination, run_dir: Path, held: set[int], metrics: Metrics) -> None:
+        """Begin without a copy to make.
+
+        Args:
+            destination: where copies go.
+            run_dir: the run's directory.
+            held: versions whose checkpoints are not pruned; it gets those that wait or are being copied.
+            metrics: counts copies and failures.
+        """
+        self._run_dir, self._staged = run_dir, run_dir / COPIES / destination.name
+        shutil.rmtree(self._staged, ignore_errors=True)  # of a trainer that was killed
+        self._to, self._held, self._metrics = destination, held, metrics
+        self._newest = 0
+        self._changed = threading.Condition()
+        self._waiting: Job | None = None
+        self._copying = self._ended = False
+        self._told: list[str] = []
+        # a daemon: a file system that hangs must not keep the process
+        self._thread = threading.Thread(target=self._run, name=f"uploads.{destination.name}", daemon=True)
+        self._thread.start()
+
+    def put(self, version: int, spool: Spool, export: Path) -> None:
+        """Have a complete checkpoint copied, and the export of its version.
+
+        Called before records that the checkpoint covers are forgotten.
+        """
+        stage = self._staged / f"step_{version:08d}"
+        self._newest = version
         try:
             shutil.rmtree(stage, ignore_errors=True)
             stage.mkdir(parents=True)
-            for name in RUN_FILES:
-                if (self._run_dir / name).exists():
-                    copy_lines(self._run_dir / name, stage / name)
-            spool.copy_to(stage / SPOOL)
+            files = self._to.stage(stage, version, spool, export)
         except (TetherError, OSError) as error:
             self._fail(version, str(error))
             shutil.rmtree(stage, ignore_errors=True)
             return
-        files |= {f"{RUN}/{path.name}": path for path in stage.iterdir()}
         with self._changed:
-            self._checkpoints.held.add(version)
+            self._held.add(version)
             if (late := self._waiting) is not None:
                 self._release(late)
-                self._metrics.count("remote.skipped")
-                log.warning("remote.skipped version=%d reason=a newer one is complete", late.version)
+                self._metrics.count(f"{self._to.name}.skipped")
+                log.warning(
+                    "%s.skipped version=%d reason=a newer one is complete", self._to.name, late.version
+                )
             self._waiting = Job(version, files, stage, export)
             self._changed.notify_all()
 
@@ -117,7 +193,8 @@ class Uploader:
         with self._changed:
             idle = self._changed.wait_for(lambda: not (self._copying or self._waiting), timeout_s)
         if not idle:
-            log.error("remote.abandoned url=%s seconds=%g", self._remote.url, timeout_s)
+            log.error("%s.abandoned seconds=%g", self._to.name, timeout_s)
+            self._note(self._newest, f"not copied in {timeout_s:g} s")
 
     def close(self) -> None:
         """End the thread; a half made copy stays, which readers ignore."""
@@ -147,20 +224,20 @@ class Uploader:
         began, pause = time.monotonic(), PAUSE_S
         for attempt in range(1, TRIES + 1):
             try:
-                if job.export.is_dir():
-                    self._remote.upload_export(job.export)
-                self._remote.upload(job.version, job.files)
-                self._remote.prune(self._keep)
-            except RemoteError as error:
-                log.warning("remote.retry version=%d attempt=%d error=%s", job.version, attempt, error)
+                self._to.copy(job)
+            except TetherError as error:
+                log.warning(
+                    "%s.retry version=%d attempt=%d error=%s", self._to.name, job.version, attempt, error
+                )
                 if attempt == TRIES or self._ends_within(pause):
                     self._fail(job.version, str(error))
                     return
                 pause *= 2
             else:
-                self._metrics.count("remote.copied")
+                self._metrics.count(f"{self._to.name}.copied")
                 seconds = time.monotonic() - began
-                log.info("remote.copied version=%d seconds=%.2f", job.version, seconds)
+                log.info("%s.copied version=%d seconds=%.2f", self._to.name, job.version, seconds)
+                self._note(job.version)
                 return
 
     def _ends_within(self, seconds: float) -> bool:
@@ -168,11 +245,17 @@ class Uploader:
             return self._changed.wait_for(lambda: self._ended, seconds)
 
     def _fail(self, version: int, text: str) -> None:
-        self._metrics.count("remote.failed")
-        log.error("remote.failed version=%d error=%s", version, text)
+        self._metrics.count(f"{self._to.name}.failed")
+        log.error("%s.failed version=%d error=%s", self._to.name, version, text)
+        self._note(version, text)
         with self._changed:
             self._told.append(f"the checkpoint of version {version} was not copied: {text}")
 
+    def _note(self, version: int, problem: str = "") -> None:
+        """Write it for the end of the run; a disk that is full has worse to say."""
+        with suppress(OSError):
+            note_copy(self._run_dir, self._to.name, CopyState(version, problem))
+
     def _release(self, job: Job) -> None:
-        self._checkpoints.held.discard(job.version)
+        self._held.discard(job.version)
         shutil.rmtree(job.staged, ignore_errors=True)

@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 from protocol.errors import SettingsError
 from protocol.user_code import call, import_attribute, located, returned_number
@@ -49,15 +50,23 @@ def test_a_module_that_cannot_be_imported_names_its_line(
         import_attribute("broken:f", "setting x")
 
 
-@pytest.mark.parametrize("value", [np.float32(0.5), np.float64(0.5), np.float16(0.5)])
-def test_a_number_of_numpy_is_a_number(value: Any) -> None:
+@pytest.mark.parametrize(
+    "value", [np.float32(0.5), np.float16(0.5), np.array(0.5), torch.tensor(0.5, dtype=torch.bfloat16)]
+)
+def test_a_scalar_of_a_library_is_a_number(value: Any) -> None:
     assert returned_number(value) == 0.5
     assert type(returned_number(np.int64(3))) is float
     assert returned_number(np.bool_(True)) == 1.0
 
 
 @pytest.mark.parametrize(
-    ("value", "shown"), [(np.float32("nan"), "nan"), (np.ones(1), "ndarray"), (np.complex64(1), "complex")]
+    ("value", "shown"),
+    [
+        (np.float32("nan"), "nan"),
+        (np.ones(1), "ndarray"),
+        (torch.ones(1), "Tensor"),
+        (np.complex64(1), "complex"),
+    ],
 )
 def test_a_value_of_numpy_that_is_no_finite_number_is_refused(value: Any, shown: str) -> None:
     with pytest.raises(ValueError, match=shown):

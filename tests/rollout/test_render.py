@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from protocol.errors import SettingsError
@@ -107,6 +108,39 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokens(plain: Path) -> N
         PromptTooLong, match=r"prompt 41 has at least 4 tokens, over render\.max_prompt_tokens 3"
     ):
         Renderer(plain, RenderConfig(max_prompt_tokens=3)).prompt_tokens(Prompt("1" * 37, index=41))
+
+
+@pytest.mark.parametrize(
+    ("model", "splits", "lost"),
+    [
+        (models.BPE({"<eos>": 0, "1": 1, "2": 2}, []), pre_tokenizers.Split("", "isolated"), "+=é中"),
+        (
+            models.WordLevel({"<eos>": 0, "<unk>": 3, "1": 1, "2": 2}, unk_token="<unk>"),
+            pre_tokenizers.Split("", "isolated"),
+            "+=é中",
+        ),
+        (
+            models.BPE({letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []),
+            pre_tokenizers.ByteLevel(add_prefix_space=True),
+            "",
+        ),
+    ],
+)
+def test_characters_that_a_tokenizer_leaves_out_are_found(
+    tmp_path: Path, model: Any, splits: Any, lost: str
+) -> None:
+    tokenizer = Tokenizer(model)
+    tokenizer.pre_tokenizer = splits
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    renderer = Renderer(tmp_path, RenderConfig(chat_template=ChatTemplate.OFF))
+    assert renderer.characters_without_tokens(["1 + 2 = é中", "12 \n"]) == lost
+
+
+def test_a_tokenizer_that_refuses_unknown_characters_leaves_none_out(tmp_path: Path) -> None:
+    Tokenizer(models.WordLevel({"<eos>": 0, "1": 1})).save(str(tmp_path / "tokenizer.json"))
+    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
+    assert Renderer(tmp_path, RenderConfig()).characters_without_tokens(["1"]) == ""
 
 
 def test_a_template_that_refuses_a_prompt_names_it(tmp_path: Path) -> None:

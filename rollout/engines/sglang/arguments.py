@@ -18,6 +18,9 @@ from rollout.engines.base import EngineConfig
 OTHER_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 """Variable with which SGLang returns log-probabilities at temperature 1 for any sampling temperature."""
 
+BOUND = "attn_logit_softcapping"
+"""Field of config.json that bounds attention scores (Gemma 2)."""
+
 _MODEL = "the engine serves the model that is trained: set it in [model]"
 _OTHER_MODEL = "the engine would compute another model than the trainer"
 _FILES = (
@@ -209,4 +212,21 @@ def check_environment(config: EngineConfig) -> None:
         raise EngineSettingsError(
             f"setting engine.environment: with {OTHER_LOGPROBS} SGLang returns log-probabilities of another "
             "distribution than it samples from; leave it out"
+        )
+
+
+def check_bounded_scores(model: Mapping[str, Any], model_dir: Path) -> None:
+    """Check a model that is served on a CPU.
+
+    Args:
+        model: its config.json.
+        model_dir: its directory.
+
+    Raises:
+        EngineSettingsError: its attention has bounded scores (Gemma 2).
+    """
+    if model.get(BOUND):
+        raise EngineSettingsError(
+            f"engine.name 'sglang' ignores {BOUND} of {model_dir} on a CPU: its attention in torch does not "
+            "bound scores; use vllm or hf"
         )

@@ -27,14 +27,18 @@ from protocol.host.child_environment import child_environment
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.multi_process.parent_watch import OWNER
+from rollout.engines.multi_process.refusals import refusal_in
 from rollout.engines.requests import check_adapters, check_fits, read_config
-from rollout.engines.sglang.arguments import OTHER_LOGPROBS, check_environment, option_words
+from rollout.engines.sglang.arguments import (
+    OTHER_LOGPROBS,
+    check_bounded_scores,
+    check_environment,
+    option_words,
+)
 from rollout.engines.sglang.lora import NAME, NO_TENSORS, write_adapter
 from rollout.engines.sglang.memory import check_memory_saver
 from rollout.engines.sglang.plugin import DIRECTORY
 
-BOUND = "attn_logit_softcapping"
-"""Field of config.json that bounds attention scores (Gemma 2)."""
 SPARE_TOKENS = 8
 """Positions of a context that SGLang reserves; it shortens requests that would need them."""
 ENTRY_POINT = "[sglang.srt.plugins]\ntether = rollout.engines.sglang.plugin:load\n"
@@ -125,6 +129,9 @@ class SglangServer:
 
     async def _answering(self, session: aiohttp.ClientSession) -> None:
         while not await _answers(session, self.url):
+            has_ended = self._process is not None and self._process.returncode is not None
+            if has_ended and (refusal := refusal_in(self._log())):
+                raise EngineSettingsError(f"SGLang cannot serve {self._model_dir}: {refusal}")
             self.check()
             await asyncio.sleep(POLL_S)
 
@@ -143,11 +150,13 @@ class SglangServer:
 
     def log_tail(self) -> str:
         """Return the end of the server's log, in one line."""
+        lines = [line for line in self._log().splitlines() if line.strip() and not NOISE.search(line)]
+        return " / ".join(line.strip() for line in lines[-8:])[-LOG_TAIL:] or "no log"
+
+    def _log(self) -> str:
         with suppress(OSError):
-            log = (self.directory / "log").read_text(errors="replace")
-            lines = [line for line in log.splitlines() if line.strip() and not NOISE.search(line)]
-            return " / ".join(line.strip() for line in lines[-8:])[-LOG_TAIL:]
-        return "no log"
+            return (self.directory / "log").read_text(errors="replace")
+        return ""
 
     def give_up(self) -> None:
         """Count the server as ended, because a part of it does not answer, and kill the rest. Idempotent."""
@@ -314,11 +323,8 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
     check_fits(config, model, model_dir)
-    if model.get(BOUND) and not torch.cuda.is_available():
-        raise EngineSettingsError(
-            f"engine.name 'sglang' ignores {BOUND} of {model_dir} on a CPU: its attention in torch does not "
-            "bound scores; use vllm or hf"
-        )
+    if not torch.cuda.is_available():
+        check_bounded_scores(model, model_dir)
     return model
 
 

@@ -11,9 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineError, EngineSettingsError
-
-REFUSALS = (AssertionError, AttributeError, KeyError, NotImplementedError, TypeError, ValueError)
-"""Errors that another start would end with, too, unless they are about memory, which may be free by then."""
+from rollout.engines.multi_process.refusals import is_refusal
 
 
 @contextmanager
@@ -66,5 +64,5 @@ def _read(report: Path) -> tuple[type[EngineError], str] | None:
 
 
 def _kind(error: Exception) -> type[EngineError]:
-    is_refusal = isinstance(error, REFUSALS) and "memory" not in str(error).lower()
-    return EngineSettingsError if is_refusal else EngineError
+    kinds = [kind.__name__ for kind in type(error).__mro__]
+    return EngineSettingsError if is_refusal(kinds, str(error)) else EngineError

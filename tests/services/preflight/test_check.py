@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from huggingface_hub import constants
 
 from protocol.errors import SettingsError
 from services.bus.curve import create_keys
@@ -77,7 +78,7 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
     assert findings.model is not None
     assert findings.source is not None
     text = "\n".join(describe_run(settings, findings.model, findings.source))
-    assert "qwen2, 232,960 parameters, made at the start" in text
+    assert "qwen2, 234,368 parameters, made at the start" in text
     assert 'first    "' in text
     assert "60 of 32 prompts x 8 samples, at most 256 sampled tokens each; E=1, mask" in text
     assert not (tmp_path / "run").exists()
@@ -279,12 +280,46 @@ def test_a_package_that_copies_need_is_named(tmp_path: Path) -> None:
         assert problem.startswith(f"setting {setting}: {url}: ImportError: Install s3fs")
 
 
+@pytest.mark.parametrize(
+    ("name", "offline", "token", "says"),
+    [
+        ("mine", False, "hf_token", " = 'mine': that is not OWNER/NAME, a model on the hub"),
+        ("some-org/mine", True, "hf_token", ": HF_HUB_OFFLINE is set, so nothing is uploaded; unset it"),
+        ("some-org/mine", False, "", ": there is no token; `hf auth login`, or set HF_TOKEN"),
+        ("some-org/mine", False, "hf_token", ""),
+    ],
+)
+def test_upload_to_the_hub_needs_a_name_and_a_token(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, offline: bool, token: str, says: str
+) -> None:
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", offline)
+    monkeypatch.setattr(constants, "HF_TOKEN_PATH", str(tmp_path / "token"))
+    monkeypatch.setenv("HF_TOKEN", token)
+    problems = found(demo(tmp_path / "run", f"run.hub={name}"))
+    assert problems == ([f"setting run.hub{says}"] if says else [])
+
+
 def test_a_tracking_library_that_is_missing_is_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert found(demo(tmp_path / "run", "tracking.kind=['tensorboard', 'wandb']")) == [
         "setting tracking.kind = 'wandb': wandb is not installed; "
         "pip install 'tether-rl[wandb]', or leave it out"
     ]
+
+
+@pytest.mark.parametrize(
+    ("command", "says"),
+    [("no-such-program", "there is no program 'no-such-program' in PATH"), ("python", "")],
+)
+def test_program_that_is_not_installed_is_found(tmp_path: Path, command: str, says: str) -> None:
+    program = (
+        "environment.name=command",
+        f'environment.options={{command=["{command}"], tool_syntax="none"}}',
+    )
+    problems = found(demo(tmp_path / "run", *program, "services.spares=false"), local=True)
+    assert [says in problem for problem in problems if "environment.options" in problem] == [True] * bool(
+        says
+    )
 
 
 def score(response: str, metadata: dict[str, str]) -> float:
@@ -333,3 +368,14 @@ def test_describe_run_says_which_prompts_are_not_trained_and_how_far_ratios_go(
     assert findings.model is not None
     assert findings.source is not None
     assert words in "\n".join(describe_run(settings, findings.model, findings.source))
+
+
+def test_describe_run_warns_of_characters_that_the_tokenizer_leaves_out(tmp_path: Path) -> None:
+    settings = with_model(tmp_path / "run", model_in(tmp_path / "model"), 'render.suffix="Answer: "')
+    findings = check_run(settings)
+    assert findings.model is not None
+    assert findings.source is not None
+    lines = describe_run(settings, findings.model, findings.source)
+    assert (
+        "first    WARNING: the tokenizer has no tokens for ':Aenrsw', which the model does not read" in lines
+    )

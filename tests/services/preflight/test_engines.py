@@ -95,6 +95,14 @@ def test_a_head_size_that_vllm_lacks_on_a_cpu_is_refused(tmp_path: Path) -> None
     assert list(kernel_problems(vllm, facts, ["0"])) == list(kernel_problems(hf, facts, [])) == []
 
 
+def test_bounded_scores_that_sglang_ignores_on_a_cpu_are_refused(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "model", attn_logit_softcapping=50.0)
+    sglang = with_model(tmp_path / "run", model, "engine.name=sglang")
+    (problem,) = kernel_problems(sglang, read_model(sglang), [])
+    assert "'sglang' ignores attn_logit_softcapping" in str(problem)
+    assert "bound scores" not in " ".join(map(str, kernel_problems(sglang, read_model(sglang), ["0"])))
+
+
 @pytest.mark.engine
 def test_lists_in_the_source_of_vllm_are_the_ones_that_it_has() -> None:
     from vllm.config.lora import MaxLoRARanks

@@ -46,7 +46,7 @@ HUGE = {
     "num_hidden_layers": 240,
 }
 """Wide rather than deep: what is expected is added up over layers."""
-FACTS = ModelFacts(Path("model"), QWEN, None, is_made=True)
+FACTS = ModelFacts(Path("model"), QWEN, {}, is_made=True)
 
 
 def settings(*overrides: str) -> Settings:

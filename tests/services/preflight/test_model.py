@@ -6,7 +6,13 @@ import pytest
 import torch
 
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
-from services.preflight.model import describe_adapters, model_problems, read_facts, tensor_shapes
+from services.preflight.model import (
+    describe_adapters,
+    model_problems,
+    read_facts,
+    read_model,
+    tensor_shapes,
+)
 from tests.services.preflight.test_check import demo, found, with_model
 from tests.trainer.megatron.models import save_model
 from trainer.config import ScratchConfig
@@ -37,6 +43,23 @@ def test_adapter_to_start_from_is_checked_before_the_start(tmp_path: Path) -> No
     assert "lora.rank is 0; set lora.rank" in without
     (unknown,) = problems("lora.rank=2", 'lora.target_modules=["qproj"]')
     assert "the model has no linear layer qproj" in unknown
+
+
+@pytest.mark.parametrize("architecture", ["qwen2", "qwen3_moe"])
+def test_random_model_is_known_before_it_is_made(tmp_path: Path, architecture: str) -> None:
+    lora = ("lora.rank=2", f"model.scratch.architecture={architecture}", *BACKEND)
+    settings = demo(tmp_path / "run", *lora)
+    facts = read_model(settings)
+    assert not facts.is_made
+    assert settings.model.scratch is not None
+    made = read_facts(build_scratch(settings.model.scratch, tmp_path / "model"))
+    assert facts.shapes == made.shapes
+    assert describe_adapters(settings, facts).startswith("; adapters of rank 2 on ")
+    (unknown,) = found(demo(tmp_path / "run", *lora, 'lora.target_modules=["qproj"]'))
+    assert "the model has no linear layer qproj" in unknown
+    if architecture == "qwen3_moe":
+        (expert,) = found(demo(tmp_path / "run", *lora, 'lora.target_modules=["up_proj"]'))
+        assert "is an expert's or a router's, which cannot have adapters" in expert
 
 
 @pytest.mark.parametrize(

@@ -14,11 +14,12 @@ from services.runtime.run_copies import settings_of_fetched
 from services.settings.hub import pin_names, record_pins
 from services.settings.load import FILE, dump_settings, load_settings
 from services.settings.sections import Settings
-from services.trainer.uploads import Uploader
+from services.trainer.uploads import RemoteRun, Uploader
 from tests.data_sets import write_model
 from tests.hub_server import HubServer, files_of
 from tests.integration.command import tether_here
 from trainer.storage.checkpoints import Checkpoints
+from trainer.storage.remote import RemoteDirectory
 from trainer.storage.spool import Spool
 
 MODEL = "some-org/tiny"
@@ -55,7 +56,8 @@ class Place:
         checkpoints, spool = Checkpoints(self.first / "checkpoints", keep=1), Spool(self.first / "s.sqlite")
         (checkpoints.begin(1) / "part").write_text("weights")
         checkpoints.finish(1, epoch="e", digest=1, sequence=1)
-        uploader = Uploader(remote, self.first, checkpoints, 2, Metrics("trainer"))
+        to = RemoteRun(RemoteDirectory(remote), self.first, 2)
+        uploader = Uploader(to, self.first, checkpoints.held, Metrics("trainer"))
         uploader.put(1, spool, self.first / "exports/step_00000001")
         uploader.finish()
         uploader.close()

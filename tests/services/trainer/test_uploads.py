@@ -1,15 +1,18 @@
 """Tests what the trainer copies elsewhere, also while the remote directory fails, and what is held for it."""
 
+import socket
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
+from protocol.host import hub as hub_client
 from services.observability.metrics import Metrics
-from services.runtime.run_copies import fetch_run
+from services.runtime.run_copies import describe_copies, fetch_run
 from services.settings.load import load_settings
 from services.trainer import uploads
-from services.trainer.uploads import Uploader
+from services.trainer.uploads import HubModel, RemoteRun, Uploader
+from tests.hub_server import HubServer, files_of
 from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.remote import RemoteDirectory
 from trainer.storage.spool import Spool
@@ -24,7 +27,8 @@ class Run:
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=1)
         self.metrics = Metrics("trainer")
         self.url = remote
-        self.uploader = Uploader(remote, self.directory, self.checkpoints, 2, self.metrics)
+        to = RemoteRun(RemoteDirectory(remote), self.directory, 2)
+        self.uploader = Uploader(to, self.directory, self.checkpoints.held, self.metrics)
 
     def save(self, version: int) -> None:
         with (self.directory / "audit.jsonl").open("a") as log:
@@ -34,6 +38,23 @@ class Run:
         (self.checkpoints.begin(version) / "part").write_text(f"weights {version}")
         self.checkpoints.finish(version, epoch="e", digest=version, sequence=version)
         self.uploader.put(version, self.spool, self.directory / f"exports/step_{version:08d}")
+
+    def send_to(self, model: str) -> None:
+        """Upload exports alone to a model on the hub."""
+        self.uploader.close()
+        self.uploader = Uploader(HubModel(model, "mine"), self.directory, set(), self.metrics)
+
+    def export(self, version: int) -> Path:
+        directory = self.directory / f"exports/step_{version:08d}"
+        directory.mkdir(parents=True)
+        (directory / "config.json").write_text(f'{{"version": {version}}}')
+        (directory / "model.safetensors").write_bytes(bytes(range(256)) * version)
+        return directory
+
+    def end(self, *overrides: str) -> list[str]:
+        """Return what `tether up` says of the copies at the end."""
+        words = [f"run.dir={self.directory}", *overrides]
+        return list(describe_copies(load_settings(None, words, environ={})))
 
     def counted(self, event: str) -> float:
         return self.metrics.registry.get_sample_value("tether_events_total", {"event": event}) or 0.0
@@ -53,7 +74,8 @@ def test_a_copy_is_a_whole_run(run: Run, tmp_path: Path) -> None:
     run.uploader.finish()
     assert run.counted("remote.copied") == 1
     assert not run.checkpoints.held
-    assert list((run.directory / "uploads").iterdir()) == []
+    assert list((run.directory / "uploads/remote").iterdir()) == []
+    assert run.end(f"run.remote={run.url}") == [f"version 1 is at {run.url}"]
     again = tmp_path / "again"
     settings = load_settings(None, [f"run.dir={again}", f"run.remote={run.url}"], environ={})
     assert fetch_run(settings) == f"fetched version 1 of the run from {run.url}"
@@ -75,6 +97,8 @@ def test_a_run_goes_on_while_its_remote_directory_fails(run: Run, tmp_path: Path
     assert warning.startswith(f"the checkpoint of version 1 was not copied: {run.url} cannot be written")
     assert run.uploader.warnings() == ()
     assert (run.counted("remote.failed"), run.counted("remote.copied")) == (1, 0)
+    (line,) = run.end(f"run.remote={run.url}")
+    assert line.startswith(f"warning: version 1 is not at {run.url}: ")
     (tmp_path / "elsewhere").unlink()
     run.save(2)
     run.uploader.finish()
@@ -99,3 +123,71 @@ def test_waiting_upload_is_not_pruned_and_gives_way_to_a_newer_one(
     run.uploader._thread.join(10)
     assert not run.uploader._thread.is_alive()
     assert run.counted("remote.failed") == 1
+
+
+@pytest.fixture
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[HubServer]:
+    with HubServer(writers={"hf_token"}).serving() as server:
+        server.use(monkeypatch, tmp_path / "cache")
+        monkeypatch.setenv("HF_TOKEN", "hf_token")
+        yield server
+
+
+def test_each_export_is_a_commit_of_a_model_on_the_hub(run: Run, hub: HubServer) -> None:
+    run.send_to("some-org/mine")
+    assert run.end("run.hub=some-org/mine") == []
+    for version in (1, 2):
+        export = run.export(version)
+        run.save(version)
+        run.uploader.finish()
+        repository = hub.repository("model", "some-org/mine")
+        assert repository.commits[repository.branches["main"]] == files_of(export)
+    assert len(repository.commits) == 3  # the first is empty
+    assert not run.checkpoints.held
+    assert run.uploader.warnings() == ()
+    assert run.end("run.hub=some-org/mine") == ["version 2 is at some-org/mine"]
+
+
+@pytest.mark.parametrize(
+    ("refusal", "token", "says"),
+    [(0, "hf_another", "HF_TOKEN"), (403, "hf_token", "HF_TOKEN"), (500, "hf_token", "once it answers")],
+)
+def test_a_hub_that_refuses_costs_the_run_nothing_but_the_upload(
+    run: Run, hub: HubServer, refusal: int, token: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_TOKEN", token)
+    hub.refusal = refusal
+    run.send_to("some-org/mine")
+    export = run.export(1)
+    run.save(1)
+    run.uploader.finish()
+    (warning,) = run.uploader.warnings()
+    assert says in warning
+    assert f"step_00000001 was not uploaded to {hub.url}/some-org/mine" in warning
+    (line,) = run.end("run.hub=some-org/mine")
+    assert line.endswith(f"`tether push {run.directory} some-org/mine`")
+    assert len(files_of(export)) == 2
+    latest = run.checkpoints.latest()
+    assert latest is not None
+    assert latest.version == 1
+    hub.refusal = 0
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
+    run.export(2)
+    run.save(2)
+    run.uploader.finish()
+    assert run.end("run.hub=some-org/mine") == ["version 2 is at some-org/mine"]
+
+
+def test_a_hub_that_does_not_answer_is_left_after_a_while(
+    run: Run, hub: HubServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        hub.url = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        hub.use(monkeypatch, run.directory / "cache")
+        monkeypatch.setattr(hub_client, "SILENT_S", 0.2)
+        run.send_to("some-org/mine")
+        run.export(1)
+        run.save(1)
+        run.uploader.finish()
+    (warning,) = run.uploader.warnings()
+    assert "ReadTimeout" in warning
