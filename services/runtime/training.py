@@ -16,6 +16,7 @@ from trainer.execution.role_follower import CriticFollower, FrozenFollower, Role
 from trainer.ranks.process_group import seat_of, take_seat
 from trainer.ranks.wire import BetweenModels
 from trainer.registry import make_backend, make_critic, make_critic_apart, make_frozen
+from trainer.roles.config import REWARD_MODEL
 from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.models import FrozenModels, FrozenRole, RankModels
@@ -42,7 +43,7 @@ def build_models(settings: Settings) -> RankModels:
     models = RankModels(
         policy,
         entropy=control,
-        frozen=FrozenModels(**roles),
+        frozen=FrozenModels(**roles, reward_weight=settings.reward_model.weight),
         critic=_critic(settings, policy, links.get("critic")),
         algorithm=algorithm,
         links=links,
@@ -117,7 +118,7 @@ def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
     if "reference" in apart:
         found.setdefault("reference", fetch_model(settings))
     return tuple(
-        FrozenSpec(role, directory, getattr(settings, role).offload, role in apart)
+        FrozenSpec(role, directory, getattr(settings, role).offload, role in apart, role == REWARD_MODEL)
         for role, directory in found.items()
     )
 

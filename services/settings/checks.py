@@ -119,6 +119,11 @@ def _check_filter(settings: Settings) -> None:
                 "or leave it out"
             )
         return
+    if settings.reward_model.path:
+        raise SettingsError(
+            "setting algorithm.filter_groups: groups are filtered before the trainer's reward model "
+            "(reward_model.path) scores them; leave it out, or score by the verifier reward_model"
+        )
     if own_filter:
         return
     group_relative = ALGORITHMS.having("group_relative")

@@ -39,7 +39,14 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
-from trainer.roles.config import CriticConfig, FrozenConfig, PlacementConfig, ReferenceConfig, TeacherConfig
+from trainer.roles.config import (
+    CriticConfig,
+    FrozenConfig,
+    PlacementConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    TeacherConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -245,6 +252,7 @@ class Settings:
     lora: LoraConfig = field(default_factory=LoraConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)

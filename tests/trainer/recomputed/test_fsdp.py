@@ -10,7 +10,7 @@ from tests.trainer.recomputed.cases import CASES
 from tests.trainer.recomputed.naive_run import assert_naive
 from tests.trainer.recomputed.ranks import run
 
-FEW = ("rejection-geometric", "ppo-kl-in-reward", "kl-in-reward-path", "branches-ppo")
+FEW = ("rejection-geometric", "ppo-kl-in-reward", "kl-in-reward-path", "branches-ppo", "reward-model")
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
 
