@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.machine import memory_available, memory_limit
 from services.preflight.critic import critic_architecture
@@ -46,7 +45,7 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
         and not settings.reference.path
         and not settings.placement.reference,
         frozen=tuple(frozen_shapes(settings)),
-        shared=settings.weights.transport == TRANSPORT,
+        shared=settings.shares_masters,
         critic=critic_architecture(settings, model) if settings.critic_beside else None,
     )
 

@@ -269,7 +269,7 @@ def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator
         ),
     }
     for problem, present in conflicts.items():
-        if present and settings.weights.transport == "shared":
+        if present and settings.shares_masters:
             yield Problem(problem, "use shm", "weights.transport", "shared")
 
 

@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from protocol.device.shared_layout import TRANSPORT
 from services.ledger.interface import Taken
 from services.runtime.user_modules import add_user_modules
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
@@ -147,7 +146,7 @@ def build_backend(settings: Settings) -> Backend:
         trainer=settings.trainer,
         algorithm=make_algorithm(settings.algorithm),
         adapters=settings.lora,
-        shared=settings.weights.transport == TRANSPORT,
+        shared=settings.shares_masters,
         frozen=frozen_specs(settings),
         critic_dir=fetch_critic(settings) if settings.critic_beside else None,
     )
