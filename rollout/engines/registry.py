@@ -85,7 +85,7 @@ ENGINES = Registry(
             places=True,
             arguments="rollout.engines.sglang.arguments",
         ),
-        "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine"),
+        "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine", can_sleep=True),
         "vllm": EngineEntry(
             "rollout.engines.vllm.engine:VllmEngine",
             serves_adapters=True,

@@ -18,6 +18,7 @@ from services.gpu_sharing.turn import HOLDS, TURN, Turn
 from services.ledger.redis.ledger import RedisLedger
 from services.run_record.steps import read_steps
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
+from tests.contracts.sglang_jax_environment import sglang_jax_python
 from tests.gpus import visible_gpus
 from tests.integration.command import audit, ledger_of, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT, Finished, run_to_end
@@ -82,14 +83,17 @@ async def test_the_engine_sleeps_in_every_step_and_the_weights_are_those_of_a_ru
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["sglang", "sglang_jax"])
 async def test_sglang_sleeps_in_every_step_and_the_weights_are_those_of_the_reference_engine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: str
 ) -> None:
     alone = await run_to_end(small(tmp_path / "alone", *GREEDY), checked=False)
-    sglang = (
-        "engine.name=sglang", f'engine.python="{sglang_python()}"',
-        f'engine.environment={{ PYTHONPATH = "{STAND_INS}" }}', "engine.start_timeout_s=600",
-    )  # fmt: skip
+    stand_ins = f'engine.environment={{ PYTHONPATH = "{STAND_INS}" }}'
+    own = {
+        "sglang": (f'engine.python="{sglang_python()}"', stand_ins),
+        "sglang_jax": (f'engine.python="{sglang_jax_python()}"',),
+    }
+    sglang = (f"engine.name={engine}", "engine.start_timeout_s=600", *own[engine])
     with caplog.at_level(logging.INFO, "tether"):
         run = await run_to_end(
             small(tmp_path / "turns", *GREEDY, *sglang, "colocated.enabled=true"), seconds=600, checked=False
