@@ -5,6 +5,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
 
 from services.run_record.steps import read_steps
 from tests.integration.command import audit, tether, tether_here
@@ -65,11 +66,12 @@ def test_the_scores_of_the_trainer_are_learned_and_repeated(
 
 @pytest.mark.slow
 def test_another_reward_model_does_not_continue_a_run(classifier: Path, tmp_path: Path) -> None:
-    first = tether(*arguments(tmp_path / "run", classifier, 1), seconds=200)
+    own = tmp_path / "own"
+    shutil.copytree(classifier, own)
+    first = tether(*arguments(tmp_path / "run", own, 1), seconds=200)
     assert first.returncode == 0, first.stdout + first.stderr
-    other = save_classifier(classifier, tmp_path / "other", seed=6)
-    for path in classifier.glob("tokenizer*"):
-        shutil.copy(path, other / path.name)
-    refused = tether(*arguments(tmp_path / "run", other, 2), seconds=200)
+    tensors = load_file(own / "model.safetensors")
+    save_file(tensors | {"score.weight": -tensors["score.weight"]}, own / "model.safetensors")
+    refused = tether(*arguments(tmp_path / "run", own, 2), seconds=200)
     assert refused.returncode == 2
     assert "setting reward_model.path: the model in" in refused.stderr
