@@ -50,7 +50,7 @@ async def serve(process: Process) -> None:
         ) as sender,
     ):
         if pool.scores_turns:
-            check_turn_scores(settings.algorithm)
+            check_turn_scores(settings.algorithm, reward_model=settings.reward_model.path)
         process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", receiver.stats.as_dict)
         process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", sender.stats.as_dict)
         process.metrics.watch_labelled(

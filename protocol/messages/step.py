@@ -232,3 +232,6 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     cancelled_length_mean: float | None = None
     """`cancelled_tokens` by `cancelled_samples`: less than they would have had, to be compared with
     `response_length_mean`."""
+    reward_model_mean: float | None = None
+    """Mean score of a sample by the trainer's reward model, before its weight; it is not in `reward_mean`.
+    None without one."""

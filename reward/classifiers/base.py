@@ -1,8 +1,10 @@
 """Defines the options of the verifier `reward_model`, and what computes the logits of texts for it."""
 
+import json
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Annotated, Literal, Protocol
 
 from annotated_types import Interval
@@ -86,3 +88,30 @@ def without_padding(tokens: Sequence[int], pad: int | None) -> list[int]:
     while end > 1 and tokens[end - 1] == pad:
         end -= 1
     return list(tokens[:end])
+
+
+ARCHITECTURE = "ForSequenceClassification"
+"""End of the name of an architecture that is a classifier."""
+
+
+def check_classifier(directory: Path, named: str) -> None:
+    """Check that a directory holds a classifier of one label; `named` begins errors.
+
+    Raises:
+        SettingsError: it does not; names what it holds.
+    """
+    path = directory / "config.json"
+    try:
+        config = json.loads(path.read_text())
+        names = list(config.get("architectures") or [])
+    except (OSError, ValueError, AttributeError, TypeError) as error:
+        raise SettingsError(
+            f"{named} no model in {directory}: {error}; give a Hugging Face directory or the "
+            "name of a model on the hub"
+        ) from None
+    labels = len(config.get("id2label") or {}) or int(config.get("num_labels") or 2)
+    if not any(str(name).endswith(ARCHITECTURE) for name in names) or labels != 1:
+        raise SettingsError(
+            f"{named} {directory} is {', '.join(map(str, names)) or 'unnamed'} with {labels} "
+            f"label(s); it has to be an architecture that ends with {ARCHITECTURE}, with one"
+        )

@@ -3,7 +3,6 @@
 torch, transformers and vLLM are imported when the model is loaded, not when the settings are checked.
 """
 
-import json
 import math
 import shutil
 from collections.abc import Sequence
@@ -14,16 +13,13 @@ from typing import Any
 from protocol.choices import load
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name, resolve_commit
-from reward.classifiers.base import Classifier, Options
+from reward.classifiers.base import Classifier, Options, check_classifier
 from reward.group import ResponseGroup, Verdict
 from reward.verifiers.base import LoadedVerifier
 
 __all__ = ["Options", "RewardModel"]
 
-ARCHITECTURE = "ForSequenceClassification"
-"""End of the name of an architecture that is a classifier."""
-
-
+NAMED = "verifier reward_model:"
 CLASSIFIERS = {
     "transformers": "reward.classifiers.hf:HfClassifier",
     "vllm": "reward.classifiers.vllm_engine:VllmClassifier",
@@ -48,7 +44,7 @@ class RewardModel(LoadedVerifier):
         self._options = options
         self.maps_device_memory = options.device != "cpu"
         if not is_hub_name(options.path):
-            _check_config(Path(options.path))
+            check_classifier(Path(options.path), NAMED)
         self._tokenizer: Any = None
         self._classifier: Classifier | None = None
         self._limit = self._pad = 0
@@ -66,7 +62,7 @@ class RewardModel(LoadedVerifier):
         if is_hub_name(options.path):
             commit = resolve_commit(Kind.MODEL, options.path, options.revision)
             directory = fetch(Kind.MODEL, options.path, commit)
-            _check_config(directory)
+            check_classifier(directory, NAMED)
         try:
             config = AutoConfig.from_pretrained(
                 str(directory), local_files_only=True, trust_remote_code=False
@@ -152,26 +148,3 @@ def _check_python(options: Options) -> None:
 
 def _sigmoid(logit: float) -> float:
     return 1 / (1 + math.exp(-logit)) if logit >= 0 else 1 - 1 / (1 + math.exp(logit))
-
-
-def _check_config(directory: Path) -> None:
-    """Check that a directory holds a classifier of one label.
-
-    Raises:
-        SettingsError: it does not; names what it holds.
-    """
-    path = directory / "config.json"
-    try:
-        config = json.loads(path.read_text())
-        names = list(config.get("architectures") or [])
-    except (OSError, ValueError, AttributeError, TypeError) as error:
-        raise SettingsError(
-            f"verifier reward_model: no model in {directory}: {error}; give a Hugging Face directory or the "
-            "name of a model on the hub"
-        ) from None
-    labels = len(config.get("id2label") or {}) or int(config.get("num_labels") or 2)
-    if not any(str(name).endswith(ARCHITECTURE) for name in names) or labels != 1:
-        raise SettingsError(
-            f"verifier reward_model: {directory} is {', '.join(map(str, names)) or 'unnamed'} with {labels} "
-            f"label(s); it has to be an architecture that ends with {ARCHITECTURE}, with one"
-        )

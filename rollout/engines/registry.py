@@ -45,6 +45,8 @@ class EngineEntry(Entry):
     """Module with the table of arguments that are refused in `[engine.arguments]`; empty: it takes none."""
     shares_with: str = ""
     """The trainer's backend that can compute with the engine's live weights; empty: none."""
+    shares_base: bool = False
+    """Whether it can do so under `[lora]`, too: adapters are apart from the model's own weights."""
 
 
 ENGINES = Registry(
@@ -69,6 +71,7 @@ ENGINES = Registry(
             profiles=True,
             places=True,
             shares_with="megatron",
+            shares_base=True,
         ),
         "scripted": EngineEntry("rollout.engines.scripted:ScriptedEngine"),
         "sglang": EngineEntry(
@@ -82,7 +85,7 @@ ENGINES = Registry(
             places=True,
             arguments="rollout.engines.sglang.arguments",
         ),
-        "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine"),
+        "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine", can_sleep=True),
         "vllm": EngineEntry(
             "rollout.engines.vllm.engine:VllmEngine",
             serves_adapters=True,
@@ -158,7 +161,7 @@ def make_engine(
         incarnation: name of this engine, in errors and logs.
         lora: the adapter that versions bring, if any.
         shared: file by which the trainer finds the live weights, to compute with them; only for engines with
-            `shares_with`. None: the trainer has its own.
+            `shares_with`, with `lora` for those with `shares_base`. None: the trainer has its own.
         named: name -> PEFT directory of the adapters that requests may name; only for engines with
             `names_adapters`, and without `lora` and `shared`.
 

@@ -80,7 +80,7 @@ def scale_run(run_dir: Path, counts: Mapping[Role, int]) -> str:
     drain_s = 0.0
     if is_up(run_dir):
         settings = run_settings(run_dir)
-        check_workers(settings.weights, counts.get(Role.ROLLOUT, 0))
+        check_workers(settings, counts.get(Role.ROLLOUT, 0))
         drain_s = settings.rollout.drain_s
     request_scale(run_dir, counts, drain_s)
     return ", ".join(f"{role}s {count}" for role, count in counts.items())

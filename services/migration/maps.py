@@ -258,6 +258,7 @@ LEFT: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("global_profiler.*", "profiler.*"), "set trainer.profile_steps"),
         "trainer.critic_warmup": "set [critic]",
         "critic.*": "set [critic]",
+        "reward_model.*": "set [reward_model], or the verifier reward_model (docs/rewards.md)",
         "reward*": OWN,
         "custom_reward_function.*": OWN,
         "data.*": "see [prompts] and [render]",

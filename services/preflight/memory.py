@@ -5,7 +5,6 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
-from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.machine import memory_available, memory_limit
 from services.preflight.critic import critic_architecture
@@ -17,7 +16,7 @@ from services.settings.sections import Settings
 from trainer.backends.base import FrozenSpec
 from trainer.fsdp.memory.expected import ShardedWorkload, read_size, read_workload
 from trainer.fsdp.memory.host_memory import ShardedHost
-from trainer.megatron.families.reading import architecture_of, read_architecture
+from trainer.megatron.families.reading import architecture_of, read_architecture, read_critic
 from trainer.megatron.memory.expected import (
     FrozenShape,
     Workload,
@@ -26,7 +25,7 @@ from trainer.megatron.memory.expected import (
 from trainer.megatron.memory.host_memory import HostWorkload
 from trainer.memory.expected import GIB, ITEM_BYTES, TOKENS_MOST, TOKENS_STEP, Planned
 from trainer.memory.host import HostPlanned, host_refusal
-from trainer.roles.config import FROZEN_ROLES
+from trainer.roles.config import FROZEN_ROLES, REWARD_MODEL
 
 
 def workload_of(settings: Settings, model: ModelFacts) -> Workload:
@@ -46,7 +45,7 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
         and not settings.reference.path
         and not settings.placement.reference,
         frozen=tuple(frozen_shapes(settings)),
-        shared=settings.weights.transport == TRANSPORT,
+        shared=settings.shares_masters,
         critic=critic_architecture(settings, model) if settings.critic_beside else None,
     )
 
@@ -77,7 +76,8 @@ def frozen_shapes(settings: Settings) -> Iterator[FrozenShape]:
     for role, directory in fetch_frozen(settings).items():
         if role in settings.placement.ranks:
             continue
-        yield FrozenShape(read_architecture(directory), getattr(settings, role).offload)
+        read = read_critic if role == REWARD_MODEL else read_architecture
+        yield FrozenShape(read(directory), getattr(settings, role).offload)
 
 
 def weights_apart(settings: Settings, work: Planned) -> dict[str, int]:
@@ -98,7 +98,8 @@ def weights_apart(settings: Settings, work: Planned) -> dict[str, int]:
             size = read_size(path or fetch_model(settings), parallel.tensor_model_parallel_size)
             held = size.parameters // parallel.data_parallel_size
         elif isinstance(work, Workload):
-            architecture = read_architecture(path) if path else work.architecture
+            read = read_critic if role == REWARD_MODEL else read_architecture
+            architecture = read(path) if path else work.architecture
             held = parameters_of_stage(replace(work, architecture=architecture, parallel=parallel), 0)
         found[role] = held * ITEM_BYTES[settings.trainer.dtype]
     return found

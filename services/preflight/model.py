@@ -40,13 +40,14 @@ from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.delta import check_generation
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.numbers import Architecture
-from trainer.megatron.families.reading import architecture_of
+from trainer.megatron.families.reading import architecture_of, as_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.families.table import FAMILIES
 from trainer.megatron.families.windows import windows_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import frozen_layout
 from trainer.random_model import check_scratch, config_of, shapes_of
+from trainer.roles.config import REWARD_MODEL
 
 OF_TRANSFORMERS = ("fsdp", "reference")
 """Backends that train models of transformers as they are."""
@@ -191,6 +192,7 @@ def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterato
         parallel = settings.placement.layout(role) if apart else frozen_layout(settings.parallel)
         try:
             architecture = architecture_of(dict(model.config), model.place / "config.json")
+            architecture = as_critic(architecture) if role == REWARD_MODEL else architecture
             if architecture.experts.count:
                 check_ranks(architecture.experts, parallel)
             export_plan(architecture, Layout.of(parallel, architecture.layers))
@@ -276,7 +278,7 @@ def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator
         ),
     }
     for problem, present in conflicts.items():
-        if present and settings.weights.transport == "shared":
+        if present and settings.shares_masters:
             yield Problem(problem, "use shm", "weights.transport", "shared")
 
 

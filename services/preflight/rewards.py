@@ -33,7 +33,7 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
     for verifier in settings.reward.verifiers:
         try:
             if make_verifier(verifier.name, verifier.options).by_turn:
-                check_turn_scores(settings.algorithm)
+                check_turn_scores(settings.algorithm, reward_model=settings.reward_model.path)
             fields = _needed_fields(verifier.name, verifier.options)
         except SettingsError as error:
             yield Problem(str(error))

@@ -14,7 +14,7 @@ from services.settings.hub import ROLES, fetch_role
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS, DISTILLATION
 from trainer.random_model import write_tokenizer
-from trainer.roles.config import FROZEN_ROLES
+from trainer.roles.config import FROZEN_ROLES, REWARD_MODEL
 
 
 def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Problem]:
@@ -70,7 +70,21 @@ def _unused_roles(settings: Settings) -> Iterator[Problem]:
             "reference.path",
             settings.reference.path,
         )
-    if settings.placement.reference and not algorithm.kl_coef:
+    if settings.reward_model.path and (
+        ALGORITHMS[algorithm.name].on_data
+        or (algorithm.name == DISTILLATION and not algorithm.opd_reward_coef)
+    ):
+        yield Problem(
+            f"algorithm.name {algorithm.name!r} learns nothing from rewards",
+            "leave it out",
+            "reward_model.path",
+            settings.reward_model.path,
+        )
+    yield from _unused_ranks(settings)
+
+
+def _unused_ranks(settings: Settings) -> Iterator[Problem]:
+    if settings.placement.reference and not settings.algorithm.kl_coef:
         yield Problem(
             "there is no reference model with algorithm.kl_coef = 0",
             "leave it out, or set algorithm.kl_coef",
@@ -79,18 +93,20 @@ def _unused_roles(settings: Settings) -> Iterator[Problem]:
         )
     if settings.placement.critic and not settings.needs_critic:
         yield Problem(
-            f"algorithm.name {algorithm.name!r} has no critic",
+            f"algorithm.name {settings.algorithm.name!r} has no critic",
             f"leave it out, or use {' or '.join(ALGORITHMS.having('has_critic'))}",
             "placement.critic",
             settings.placement.critic,
         )
-    if settings.placement.teacher and not settings.teacher.path:
-        yield Problem(
-            "there is no teacher without teacher.path",
-            "leave it out, or set teacher.path",
-            "placement.teacher",
-            settings.placement.teacher,
-        )
+    for role, named in (("teacher", "teacher"), (REWARD_MODEL, "reward model")):
+        ranks = getattr(settings.placement, role)
+        if ranks and not getattr(settings, role).path:
+            yield Problem(
+                f"there is no {named} without {role}.path",
+                f"leave it out, or set {role}.path",
+                f"placement.{role}",
+                ranks,
+            )
 
 
 def algorithm_problems(settings: Settings) -> Iterator[Problem]:

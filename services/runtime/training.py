@@ -5,7 +5,6 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from protocol.device.shared_layout import TRANSPORT
 from services.ledger.interface import Taken
 from services.runtime.user_modules import add_user_modules
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
@@ -16,6 +15,7 @@ from trainer.execution.role_follower import CriticFollower, FrozenFollower, Role
 from trainer.ranks.process_group import seat_of, take_seat
 from trainer.ranks.wire import BetweenModels
 from trainer.registry import make_backend, make_critic, make_critic_apart, make_frozen
+from trainer.roles.config import REWARD_MODEL
 from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.models import FrozenModels, FrozenRole, RankModels
@@ -42,7 +42,7 @@ def build_models(settings: Settings) -> RankModels:
     models = RankModels(
         policy,
         entropy=control,
-        frozen=FrozenModels(**roles),
+        frozen=FrozenModels(**roles, reward_weight=settings.reward_model.weight),
         critic=_critic(settings, policy, links.get("critic")),
         algorithm=algorithm,
         links=links,
@@ -117,7 +117,7 @@ def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
     if "reference" in apart:
         found.setdefault("reference", fetch_model(settings))
     return tuple(
-        FrozenSpec(role, directory, getattr(settings, role).offload, role in apart)
+        FrozenSpec(role, directory, getattr(settings, role).offload, role in apart, role == REWARD_MODEL)
         for role, directory in found.items()
     )
 
@@ -146,7 +146,7 @@ def build_backend(settings: Settings) -> Backend:
         trainer=settings.trainer,
         algorithm=make_algorithm(settings.algorithm),
         adapters=settings.lora,
-        shared=settings.weights.transport == TRANSPORT,
+        shared=settings.shares_masters,
         frozen=frozen_specs(settings),
         critic_dir=fetch_critic(settings) if settings.critic_beside else None,
     )

@@ -17,7 +17,6 @@ from services.settings.sections import Settings
 from services.settings.shared_weights import check_shared
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
-from trainer.config import WeightConfig
 from trainer.hosts.place import check_cluster
 from trainer.recipe import check_backend, check_files, check_publishing, check_recipe, check_schedule
 from trainer.registry import BACKENDS
@@ -119,6 +118,11 @@ def _check_filter(settings: Settings) -> None:
                 "or leave it out"
             )
         return
+    if settings.reward_model.path:
+        raise SettingsError(
+            "setting algorithm.filter_groups: groups are filtered before the trainer's reward model "
+            "(reward_model.path) scores them; leave it out, or score by the verifier reward_model"
+        )
     if own_filter:
         return
     group_relative = ALGORITHMS.having("group_relative")
@@ -199,13 +203,13 @@ def _check_alternatives(settings: Settings) -> None:
         raise SettingsError("settings model.path and model.scratch exclude each other: give one")
 
 
-def check_workers(weights: WeightConfig, rollouts: int) -> None:
+def check_workers(settings: Settings, rollouts: int) -> None:
     """Check a new number of rollout workers of a running `tether up`.
 
     Raises:
         SettingsError: the transport allows only one.
     """
-    if weights.transport == TRANSPORT and rollouts > 1:
+    if settings.shares_masters and rollouts > 1:
         raise SettingsError(
             f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} there can be one rollout worker"
         )

@@ -13,14 +13,16 @@ from typing import TypeVar
 
 import msgspec
 
+from protocol.device.checkpoint_shapes import tensor_shapes
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
 from protocol.host.hub import Kind, fetch, is_commit, is_hub_name, resolve_commit
+from reward.classifiers.base import check_classifier
 from rollout.prompts.base import source_settings
 from rollout.prompts.named_source import SourceConfig
 from services.settings.sections import Settings
 from trainer.backends.plain_copy import write_plain
-from trainer.roles.config import FROZEN_ROLES
+from trainer.roles.config import FROZEN_ROLES, REWARD_MODEL
 from trainer.storage.checksums import MEMBER, sealed
 
 log = logging.getLogger(__name__)
@@ -30,6 +32,7 @@ Named = TypeVar("Named", bound=SourceConfig)
 FILE = "hub.json"
 """File of the run directory: "KIND OWNER/NAME REVISION" -> commit."""
 RECORDED = "commits the run uses"
+SCORES = "score.weight"
 ROLES = (*FROZEN_ROLES, "critic")
 """Sections of models other than the policy."""
 
@@ -148,7 +151,24 @@ def fetch_role(settings: Settings, role: str) -> Path:
             f"setting {role}.path: no config.json in {directory}; give a Hugging Face model directory, or "
             "the name of a model on the hub, such as Qwen/Qwen2.5-0.5B-Instruct"
         )
+    if role == REWARD_MODEL:
+        _check_reward_model(directory)
     return directory
+
+
+def _check_reward_model(directory: Path) -> None:
+    """Check that a directory holds a classifier whose head has the name that trainers know.
+
+    Raises:
+        SettingsError: it does not.
+    """
+    named = f"setting {REWARD_MODEL}.path:"
+    check_classifier(directory, named)
+    if SCORES not in (shapes := tensor_shapes(directory)):
+        raise SettingsError(
+            f"{named} no tensor of the {len(shapes)} in {directory} is {SCORES}, the head of a classifier "
+            "that is made of a causal language model; score with another by the verifier reward_model"
+        )
 
 
 def _fetch_plain(settings: Settings, section: str) -> Path:

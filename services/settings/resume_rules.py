@@ -88,6 +88,8 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "reference.offload": (ResumeRule.FREE, "the model computes the same"),
     "teacher": (ResumeRule.FIXED, _FROZEN),
     "teacher.offload": (ResumeRule.FREE, "the model computes the same"),
+    "reward_model": (ResumeRule.FIXED, _FROZEN),
+    "reward_model.offload": (ResumeRule.FREE, "the model computes the same"),
 }
 """Setting, or section for its settings that are not listed -> rule, and the reason."""
 DEFAULT = (ResumeRule.FREE, "")

@@ -12,6 +12,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval
 from pydantic import AfterValidator
 
+from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, is_commit, is_hub_name, snapshot_dir
 from protocol.ids import checked_run_id
@@ -39,7 +40,14 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
-from trainer.roles.config import CriticConfig, FrozenConfig, PlacementConfig, ReferenceConfig, TeacherConfig
+from trainer.roles.config import (
+    CriticConfig,
+    FrozenConfig,
+    PlacementConfig,
+    ReferenceConfig,
+    RewardModelConfig,
+    TeacherConfig,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,6 +256,7 @@ class Settings:
     lora: LoraConfig = field(default_factory=LoraConfig)
     reference: ReferenceConfig = field(default_factory=ReferenceConfig)
     teacher: TeacherConfig = field(default_factory=TeacherConfig)
+    reward_model: RewardModelConfig = field(default_factory=RewardModelConfig)
     placement: PlacementConfig = field(default_factory=PlacementConfig)
     weights: WeightConfig = field(default_factory=WeightConfig)
     colocated: ColocatedConfig = field(default_factory=ColocatedConfig)
@@ -272,6 +281,11 @@ class Settings:
     def together(self) -> "Settings":
         """The settings with all models on the policy's ranks."""
         return replace(self, placement=PlacementConfig())
+
+    @property
+    def shares_masters(self) -> bool:
+        """Whether the engine reads the trainer's masters; with adapters the base alone is shared."""
+        return self.weights.transport == TRANSPORT and not self.lora.rank
 
     @property
     def ranks_per_host(self) -> int:

@@ -26,9 +26,7 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
     backend = ENGINES[engine.name].shares_with if engine.name in sharing else None
     # one rank of each on a GPU
     ranks = engine.tensor_parallel_size if backend == "megatron" else 1
-    trainer_gpu, rollout_gpu = (
-        gpu_list(gpus)[:ranks] for gpus in (services.trainer_gpus, services.rollout_gpus)
-    )
+    trainer_gpus, rollout_gpus = gpu_list(services.trainer_gpus), gpu_list(services.rollout_gpus)
     return (
         (backend is None, f"engine.name is {engine.name!r}; it has to be {' or '.join(sharing)}"),
         (
@@ -42,16 +40,19 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
             "engine.enable_sleep_mode is true; the trainer computes with the engine's memory",
         ),
         (
-            services.rollouts > 1,
-            f"services.rollouts is {services.rollouts}; there can be one rollout worker",
+            bool(services.pool),
+            "services.pool names rollout workers; all of them have to be on [engine]",
         ),
-        (bool(services.pool), "services.pool names rollout workers; there can be one, on [engine]"),
-        (settings.lora.rank > 0, f"lora.rank is {settings.lora.rank}; adapters are not shared"),
-        (trainer.publish_every != 1, f"trainer.publish_every is {trainer.publish_every}; it has to be 1"),
-        (trainer.updates > 1, f"a step makes {trainer.updates} updates; it has to be one"),
         (
-            settings.optimizer.cpu_offload,
-            "optimizer.cpu_offload is true; the engine reads the masters on the device",
+            settings.lora.rank > 0 and engine.name not in ENGINES.having("shares_base"),
+            f"lora.rank is {settings.lora.rank}; engine.name {engine.name!r} does not keep the base of "
+            f"adapters as it is trained; use {' or '.join(ENGINES.having('shares_base'))}",
+        ),
+        *(_problems_of_masters(settings) if settings.shares_masters else ()),
+        (
+            services.rollouts > 1 and trainer_gpus != rollout_gpus,
+            f"services.rollouts is {services.rollouts} on services.rollout_gpus {services.rollout_gpus!r}; "
+            "several have to be on the trainer's GPUs alone, as any may be the one that shares",
         ),
         (
             settings.colocated.enabled,
@@ -62,9 +63,35 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
             f"trainer.dtype is {trainer.dtype}, engine.dtype {engine.dtype}; they have to be the same",
         ),
         (
-            trainer_gpu != rollout_gpu,
+            trainer_gpus[:ranks] != rollout_gpus[:ranks],
             f"services.trainer_gpus is {services.trainer_gpus!r}, services.rollout_gpus "
             f"{services.rollout_gpus!r}; they have to name the same GPU",
+        ),
+    )
+
+
+def _problems_of_masters(settings: Settings) -> tuple[tuple[bool, str], ...]:
+    """Return what does not go with weights that change at every version in the engine's memory alone."""
+    trainer, services = settings.trainer, settings.services
+    return (
+        (
+            services.rollouts > 1,
+            f"services.rollouts is {services.rollouts}; there can be one rollout worker: the trainer waits "
+            "for the engine that it computes with, and its next step overwrites what others would read",
+        ),
+        (
+            trainer.publish_every != 1,
+            f"trainer.publish_every is {trainer.publish_every}; it has to be 1: a step computes with the "
+            "weights that the engine made of the version before",
+        ),
+        (
+            trainer.updates > 1,
+            f"a step makes {trainer.updates} updates; it has to be one: the second would compute with the "
+            "engine's weights, which are a version's",
+        ),
+        (
+            settings.optimizer.cpu_offload,
+            "optimizer.cpu_offload is true; the engine reads the masters on the device",
         ),
     )
 

@@ -42,12 +42,13 @@ COMPARED = (
     "lora",
     "reference",
     "teacher",
+    "reward_model",
     "weights",
 )
 """Sections that have to be the same on all hosts."""
 MAY_DIFFER = frozenset(
     {
-        *("model.path", "critic.path", "reference.path", "teacher.path"),
+        *("model.path", "critic.path", "reference.path", "teacher.path", "reward_model.path"),
         *("trainer.threads", "weights.directory", "weights.host"),
     }
 )

@@ -6,6 +6,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
+from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import TetherError
 from protocol.messages import WeightDraft, WeightManifest
 from services.runtime.process import Process
@@ -265,8 +266,9 @@ async def load_model(process: Process, turn: TrainerGpuTurn | None) -> ModelRunn
         await process.ready("model")
     sender = await loop.run_in_executor(thread, _open_sender, process, models.policy)
     shared_engine = None
-    if isinstance(sender, AnySharedSender):
-        shared_engine = SharedEngine(process, sender, settings.weights.timeout_s)
+    if settings.weights.transport == TRANSPORT:
+        masters = sender if isinstance(sender, AnySharedSender) else None
+        shared_engine = SharedEngine(process, masters, settings.weights.timeout_s)
     return ModelRunner(
         models,
         sender,

@@ -37,12 +37,13 @@ Attach = Callable[[Path], Awaitable[object]]
 class SharedEngine:
     """The engine that the trainer computes with."""
 
-    def __init__(self, process: Process, sender: AnySharedSender, timeout_s: float) -> None:
+    def __init__(self, process: Process, sender: AnySharedSender | None, timeout_s: float) -> None:
         """Start without an engine.
 
         Args:
             process: gives registry and ledger.
-            sender: publishes the masters.
+            sender: publishes the masters; None: adapters are trained, and the weights of their base are
+                never written to.
             timeout_s: seconds that an engine may take to serve a version.
         """
         self._process = process
@@ -55,7 +56,8 @@ class SharedEngine:
 
     def invalidate(self) -> None:
         """Withdraw the published version: the masters are about to be written to."""
-        self._sender.invalidate()
+        if self._sender is not None:
+            self._sender.invalidate()
 
     async def ready(self, manifest: WeightManifest, attach: Attach) -> bool:
         """Wait until the engine serves a version and the backend is attached to it.

@@ -39,7 +39,7 @@ class Setup:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Given to vLLM or SGLang as they are."""
     shares: bool = False
-    """Its live weights can be mapped, and versions come out of masters."""
+    """Its live weights can be mapped, and versions come out of masters, but for those of adapters."""
     drafts: Literal["off", "history", "history_always"] = "off"
     staging: Literal["device", "host", "layers"] = "device"
     """Where versions are staged."""
@@ -111,6 +111,11 @@ SETUPS = [
         "megatron-layers", Setup("megatron", KvPolicy.RECOMPUTE, staging="layers"), OTHER_SETUP
     ),
     engine_under_test("megatron-shared", Setup("megatron", KvPolicy.RECOMPUTE, shares=True), OTHER_SETUP),
+    engine_under_test(
+        "megatron-lora-shared",
+        Setup("megatron", KvPolicy.RECOMPUTE, lora=PARTIAL, shares=True),
+        OTHER_SETUP,
+    ),
     engine_under_test("megatron-lora", Setup("megatron", KvPolicy.RECOMPUTE, lora=PARTIAL), OTHER_SETUP),
     engine_under_test("megatron-tp2", Setup("megatron", KvPolicy.RECOMPUTE, ranks=2), SLOW),
     engine_under_test(

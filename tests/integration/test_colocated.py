@@ -2,6 +2,7 @@
 a run without turns."""
 
 import asyncio
+import json
 import logging
 import os
 import signal
@@ -18,6 +19,7 @@ from services.gpu_sharing.turn import HOLDS, TURN, Turn
 from services.ledger.redis.ledger import RedisLedger
 from services.run_record.steps import read_steps
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
+from tests.contracts.sglang_jax_environment import sglang_jax_python
 from tests.gpus import visible_gpus
 from tests.integration.command import audit, ledger_of, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT, Finished, run_to_end
@@ -82,14 +84,17 @@ async def test_the_engine_sleeps_in_every_step_and_the_weights_are_those_of_a_ru
 @pytest.mark.slow
 @pytest.mark.engine
 @pytest.mark.timeout(900)
+@pytest.mark.parametrize("engine", ["sglang", "sglang_jax"])
 async def test_sglang_sleeps_in_every_step_and_the_weights_are_those_of_the_reference_engine(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: str
 ) -> None:
     alone = await run_to_end(small(tmp_path / "alone", *GREEDY), checked=False)
-    sglang = (
-        "engine.name=sglang", f'engine.python="{sglang_python()}"',
-        f'engine.environment={{ PYTHONPATH = "{STAND_INS}" }}', "engine.start_timeout_s=600",
-    )  # fmt: skip
+    stand_ins = f'engine.environment={{ PYTHONPATH = "{STAND_INS}" }}'
+    own = {
+        "sglang": (f'engine.python="{sglang_python()}"', stand_ins),
+        "sglang_jax": (f'engine.python="{sglang_jax_python()}"',),
+    }
+    sglang = (f"engine.name={engine}", "engine.start_timeout_s=600", *own[engine])
     with caplog.at_level(logging.INFO, "tether"):
         run = await run_to_end(
             small(tmp_path / "turns", *GREEDY, *sglang, "colocated.enabled=true"), seconds=600, checked=False
@@ -172,6 +177,35 @@ def test_an_engine_and_megatron_share_a_gpu(tmp_path: Path, engine: str, transpo
     assert (result["code"], result["violations"], result["steps"]) == (0, [], 6)
     bound = 0.1 if engine == "sglang" else 0.02
     assert all((step["logprob_error_max"] or 0) < bound for step in read_steps(tmp_path / "metrics.jsonl"))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("trainer", "transport"), [(1, "shm"), (2, "ipc")])
+def test_both_ranks_of_an_engine_sleep_in_every_step(tmp_path: Path, trainer: int, transport: str) -> None:
+    overrides = [
+        *GREEDY, "algorithm.name=reinforce_plus_plus", "engine.name=megatron",
+        "engine.tensor_parallel_size=2", "run.steps=2",
+        f"parallel.tensor_model_parallel_size={trainer}", "eval.at_end=false", "monitor.enabled=false",
+        "services.restarts=0", f"weights.transport={transport}", "trainer.checkpoint_every=2",
+    ]  # fmt: skip
+    words = [word for override in overrides for word in ("--set", override)]
+    demo, found = str(ROOT / "deploy/configs/demo.toml"), {}
+    for turns in ("false", "true"):
+        run_dir = tmp_path / turns
+        up = ("up", demo, "--run-dir", str(run_dir), *words, "--set", f"colocated.enabled={turns}")
+        result = tether(*up, seconds=280)
+        assert result.returncode == 0, result.stdout + result.stderr
+        checked = audit(run_dir)
+        assert (checked["code"], checked["violations"], checked["steps"]) == (0, [], 2)
+        lines = (run_dir / "audit.jsonl").read_text().splitlines()
+        found[turns] = [line["digest"] for line in map(json.loads, lines) if line["event"] == "commit"]
+        assert processes_of(run_dir) == []
+    assert len(set(found["true"])) == 2
+    assert found["true"] == found["false"]
+    log = (tmp_path / "true/logs/rollout.0.log").read_text()
+    assert log.count("device.left") >= 2
+    assert log.count("device.held") >= 2
 
 
 async def kill_both(run_dir: Path) -> None:

@@ -3,6 +3,7 @@ of either."""
 
 import asyncio
 import json
+import logging
 import os
 import signal
 from pathlib import Path
@@ -58,14 +59,38 @@ async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtyp
     assert list((tmp_path / "shared/shared").iterdir()) == []
 
 
-@slow_unless_changed("rollout/engines/megatron/", "trainer/weights/shared", "trainer/megatron/convert/")
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_two_ranks_of_each_have_the_weights_of_a_run_by_shm(tmp_path: Path, dtype: str) -> None:
+async def test_adapters_on_a_shared_base_are_those_of_a_run_by_shm(
+    tmp_path: Path, dtype: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    adapters = ("lora.rank=4", "lora.alpha=16", "trainer.num_mini_batches=2", "algorithm.kl_coef=0.1")
+    greedy = ("bound.max_staleness=0", "sampling.temperature=0", "algorithm.entropy_coef=0.1")
+    same = (*PAIRS["megatron"], *adapters, *greedy, f"trainer.dtype={dtype}", f"engine.dtype={dtype}")
+    runs = []
+    with caplog.at_level(logging.INFO, "tether"):
+        for way in ("shm", "shared"):
+            settings = small(tmp_path / way, *same, f"weights.transport={way}")
+            runs.append(await run_to_end(settings, rollouts=2 if way == "shared" else 1, checked=False))
+    assert digests(runs[0]) == digests(runs[1])
+    assert len(set(digests(runs[1]))) == 3
+    exports = [tmp_path / way / "exports/step_00000003/model.safetensors" for way in ("shm", "shared")]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+    assert caplog.text.count("weights.attached") == 1
+    assert list((tmp_path / "shared/shared").iterdir()) == []
+
+
+@slow_unless_changed("rollout/engines/megatron/", "trainer/weights/shared", "trainer/megatron/convert/")
+@pytest.mark.parametrize("adapters", [(), ("lora.rank=4",)])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_two_ranks_of_each_have_the_weights_of_a_run_by_shm(
+    tmp_path: Path, dtype: str, adapters: tuple[str, ...]
+) -> None:
     overrides = (
-        *PAIRS["megatron"], "engine.tensor_parallel_size=2", "parallel.tensor_model_parallel_size=2",
-        "bound.max_staleness=0", "sampling.temperature=0", "algorithm.name=reinforce_plus_plus",
-        f"trainer.dtype={dtype}", f"engine.dtype={dtype}", "eval.at_end=false", "services.restarts=0",
-        "monitor.enabled=false", "trainer.checkpoint_every=2", "algorithm.entropy_coef=0.1",
+        *PAIRS["megatron"], *adapters, "engine.tensor_parallel_size=2", "services.restarts=0",
+        "parallel.tensor_model_parallel_size=2", "bound.max_staleness=0", "sampling.temperature=0",
+        "algorithm.name=reinforce_plus_plus", f"trainer.dtype={dtype}", f"engine.dtype={dtype}",
+        "eval.at_end=false", "monitor.enabled=false", "trainer.checkpoint_every=2",
+        "algorithm.entropy_coef=0.1",
     )  # fmt: skip
     words = [word for override in overrides for word in ("--set", override)]
     demo, found = str(ROOT / "deploy/configs/demo.toml"), []

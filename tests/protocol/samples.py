@@ -168,6 +168,7 @@ SAMPLES: dict[str, AnyMessage] = {
         cancelled_samples=2,
         cancelled_tokens=3,
         cancelled_length_mean=1.5,
+        reward_model_mean=-0.5,
     ),
     "weight_manifest": WeightManifest(
         epoch="e1",

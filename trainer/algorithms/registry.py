@@ -75,12 +75,22 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     return algorithm
 
 
-def check_turn_scores(config: AlgorithmConfig) -> None:
+def check_turn_scores(config: AlgorithmConfig, *, reward_model: str = "") -> None:
     """Check that scores of turns can be trained on; called where a verifier gives them.
 
+    Args:
+        config: section `[algorithm]`.
+        reward_model: path of the trainer's reward model, if there is one.
+
     Raises:
-        SettingsError: the KL penalty in the reward is per sample; says what to change.
+        SettingsError: the KL penalty in the reward, or a reward model's score, is per sample; says what to
+            change.
     """
+    if reward_model:
+        raise SettingsError(
+            f"setting reward_model.path: {reward_model!r} scores whole samples, and a verifier scores turns: "
+            "leave one of the two out"
+        )
     entry = ALGORITHMS[config.name]
     if config.use_kl_in_reward and not (entry.has_critic or entry.whitened):
         raise SettingsError(

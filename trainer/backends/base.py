@@ -78,6 +78,8 @@ class FrozenSpec:
     """Whether it is in host memory between its passes."""
     apart: bool = False
     """Whether it has ranks of its own, so that the policy's ranks do not load it."""
+    is_classifier: bool = False
+    """Whether it scores samples, in place of giving log-probabilities of tokens."""
 
 
 def keeps_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequence[FrozenSpec]) -> bool:
@@ -93,8 +95,12 @@ def keeps_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequenc
 class FrozenModel:
     """A rank's part of a model that is never trained, in the layout of the policy or of ranks of its own."""
 
-    logprobs: Callable[[Batch], torch.Tensor]
-    """Returns a batch's log-probabilities under this model, as `Backend.logprobs` does. A collective."""
+    evaluate: Callable[[Batch], torch.Tensor]
+    """Returns a number for each token of a batch, float32 [t] on the CPU. A collective.
+
+    The log-probabilities under this model, as `Backend.logprobs` does, or the scores of a classifier, as
+    `score_rows` does.
+    """
     tensors: Sequence[torch.Tensor]
     """Everything that it has on the device."""
 

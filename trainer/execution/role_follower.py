@@ -58,7 +58,7 @@ class RoleSeat:
 
 
 class FrozenFollower:
-    """A rank of a model that is never trained: it computes the log-probabilities of each step."""
+    """A rank of a model that is never trained: it computes its numbers of each step's tokens."""
 
     def __init__(self, role: str, model: FrozenModel, seat: RoleSeat) -> None:
         """Take over a loaded model, and tell rank 0.
@@ -80,7 +80,7 @@ class FrozenFollower:
     def _step(self, command: StepCommand) -> None:
         part = receive_part(self._seat.wire)
         if self._role != "reference" or command.schedule.reference_logprobs:
-            self._seat.send_rows(self._model.logprobs(part))
+            self._seat.send_rows(self._model.evaluate(part))
 
 
 class CriticFollower:

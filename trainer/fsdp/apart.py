@@ -11,10 +11,11 @@ from trainer.fsdp.backend import join_mesh
 from trainer.fsdp.critic import FsdpCritic
 from trainer.fsdp.layout import check_layout
 from trainer.fsdp.memory.expected import ShardedWorkload, read_size
-from trainer.fsdp.model import ShardedModel
+from trainer.fsdp.model import load_frozen
 from trainer.memory.plan import MemoryPlan
 from trainer.reference.frozen import architecture_of, frozen
 from trainer.roles.critic import Critic, CriticSpec
+from trainer.roles.row_scores import numbers_of
 
 
 def load_frozen_apart(
@@ -26,8 +27,8 @@ def load_frozen_apart(
         SettingsError: transformers cannot load it, or a layout that it cannot have.
     """
     mesh = _joined(parallel, trainer)
-    model = ShardedModel(spec.directory, f"{spec.role}.path", mesh, trainer)
-    return frozen(model.module, model.evaluate), _replicas(mesh)
+    model = load_frozen(spec, mesh, trainer)
+    return frozen(model.module, numbers_of(spec, model.evaluate)), _replicas(mesh)
 
 
 def load_critic_apart(

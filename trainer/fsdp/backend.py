@@ -27,7 +27,7 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.adapters import DividedLowRank
 from trainer.fsdp.layout import OTHER_LAYERS, adapter_refusal, check_layout
 from trainer.fsdp.memory.expected import read_workload
-from trainer.fsdp.model import ShardedModel
+from trainer.fsdp.model import ShardedModel, ShardedValues, load_frozen
 from trainer.fsdp.passes import Pass, forget_pass, make_retry
 from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
 from trainer.fsdp.stepper import make_stepper
@@ -40,6 +40,7 @@ from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
 from trainer.reference.shards import DATA, TENSOR, gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
+from trainer.roles.row_scores import numbers_of
 from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -97,7 +98,7 @@ class FsdpBackend(Offloadable, Backend):
         self._plan = ShardPlan.make(views_of(published, self.mesh), published, self.mesh)
         self._stepper = make_stepper(self._trained, optimizer, trainer, self.mesh)
         self._reference: ShardedModel | None = None
-        self._models = [self._model]
+        self._models: list[ShardedModel | ShardedValues] = [self._model]
         self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
         self._host, self._copies = HostOffload(self.device), HostCopies()
 
@@ -185,8 +186,9 @@ class FsdpBackend(Offloadable, Backend):
             self._reference = self._model if self.lora.rank else self._frozen(self._directory, "model.path")
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
-        model = self._frozen(spec.directory, f"{spec.role}.path")
-        return frozen(model.module, lambda batch: self._evaluate(model, batch))
+        model = load_frozen(spec, self.mesh, self._trainer)
+        self._models.append(model)
+        return frozen(model.module, numbers_of(spec, partial(self._evaluate, model)))
 
     @property
     def device(self) -> torch.device:
@@ -251,10 +253,11 @@ class FsdpBackend(Offloadable, Backend):
         return self.mesh.get_rank()
 
     def _frozen(self, directory: Path, setting: str) -> ShardedModel:
-        self._models.append(ShardedModel(directory, setting, self.mesh, self._trainer))
-        return self._models[-1]
+        model = ShardedModel(directory, setting, self.mesh, self._trainer)
+        self._models.append(model)
+        return model
 
-    def _evaluate(self, model: ShardedModel, batch: Batch) -> torch.Tensor:
+    def _evaluate(self, model: ShardedModel | ShardedValues, batch: Batch) -> torch.Tensor:
         return self._retry.alone(model.passes, batch, lambda: model.evaluate(batch))
 
     def _forget_passes(self) -> None:

@@ -15,11 +15,10 @@ from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
-from trainer.fsdp.loading import give, load_shards
-from trainer.fsdp.passes import Pass, Passes, forget_pass, make_retry
-from trainer.fsdp.sharding import divide, shard
+from trainer.fsdp.model import ShardedValues
+from trainer.fsdp.passes import Pass, forget_pass, make_retry
 from trainer.fsdp.stepper import make_stepper
-from trainer.reference.critic import CRITIC, ValueModel
+from trainer.reference.critic import CRITIC
 from trainer.reference.shards import DATA, gathered, local_tensor
 from trainer.reference.state import copy_state, load_state
 from trainer.roles.config import CriticConfig
@@ -56,14 +55,8 @@ class FsdpCritic(Offloadable, Critic):
         """
         self.config, self._mesh = config, mesh
         self._architecture = f"{architecture} with a value head"
-        tensors, traits = load_shards(model_dir, CRITIC, mesh, trainer, with_head=False)
-        self._model = ValueModel(model_dir, blank=True)
-        divide(self._model.model, mesh)
-        traits.apply(self._model.model)
-        self._passes = Passes(self._model.model, mesh, trainer, traits.why_rows)
-        shard(self._model, self._model.model, mesh, trainer)
-        held = torch.device("cpu") if trainer.offload_parameters else self._passes.device
-        give(self._model.model, tensors, held)
+        self._sharded = ShardedValues(model_dir, CRITIC, mesh, trainer, is_trained=True)
+        self._model, self._passes = self._sharded.module, self._sharded.passes
         self._trained = dict(self._model.named_parameters())
         self._stepper = make_stepper(self._trained, config.optimizer(optimizer), trainer, mesh)
         self._retry = make_retry(self._passes, self._mesh, self._forget_passes)
@@ -81,19 +74,8 @@ class FsdpCritic(Offloadable, Critic):
         device = self._passes.device
         yield from ((name, gathered(p.detach().to(device))) for name, p in self._trained.items())
 
-    @torch.no_grad()
     def values(self, batch: Batch) -> torch.Tensor:
-        return self._retry.alone(self._passes, batch, lambda: self._values(batch))
-
-    def _values(self, batch: Batch) -> torch.Tensor:
-        def compute(one: Pass, part: Batch) -> torch.Tensor:
-            with self._passes.inputs(one, part) as inputs:
-                values: torch.Tensor = self._model(inputs.arguments, inputs.rows[part.sampled_mask])
-                return values
-
-        out = self._passes.sampled(batch, compute)
-        self._model.reshard()  # type: ignore[operator]  # as in `ShardedModel.evaluate`
-        return out
+        return self._retry.alone(self._passes, batch, lambda: self._sharded.evaluate(batch))
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)

@@ -1,4 +1,4 @@
-"""Shards transformers models over the ranks, and computes log-probabilities with them."""
+"""Shards transformers models over the ranks, and computes log-probabilities or values with them."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -7,6 +7,7 @@ from typing import Any, TypeVar
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from trainer.backends.base import FrozenSpec
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.fsdp.loading import give, load_shards
@@ -16,6 +17,7 @@ from trainer.fsdp.sharding import divide, shard
 from trainer.functional.logprobs import token_logprobs
 from trainer.reference.backend import DTYPES
 from trainer.reference.frozen import in_dtype, load_model
+from trainer.reference.values import ValueModel
 
 T = TypeVar("T")
 
@@ -98,3 +100,59 @@ class ShardedModel:
             return self._output.logprobs(self.module, arguments, tokens)
         logits = self.module(**arguments, use_cache=False).logits.flatten(0, 1)
         return token_logprobs(logits.index_select(0, tokens.rows), tokens.targets, tokens.temperature)
+
+
+class ShardedValues:
+    """A model with a value head, and the passes that compute values of a batch with it."""
+
+    def __init__(
+        self, model_dir: Path, setting: str, mesh: DeviceMesh, trainer: TrainerConfig, *, is_trained: bool
+    ) -> None:
+        """Load and shard a model. A collective.
+
+        Args:
+            model_dir: a Hugging Face directory.
+            setting: its name, for errors.
+            mesh: the ranks that it is sharded over.
+            trainer: dtype and size of the passes.
+            is_trained: whether it has float32 masters; else it has no gradients, and is in the dtype of the
+                passes.
+
+        Raises:
+            SettingsError: as `ValueModel`.
+        """
+        tensors, traits = load_shards(model_dir, setting, mesh, trainer, with_head=False)
+        self.module = ValueModel(model_dir, setting, blank=True)
+        divide(self.module.model, mesh)
+        traits.apply(self.module.model)
+        self.passes = Passes(self.module.model, mesh, trainer, traits.why_rows)
+        if not is_trained:
+            in_dtype(self.module.requires_grad_(False), DTYPES[trainer.dtype])
+        shard(self.module, self.module.model, mesh, trainer)
+        held = is_trained and trainer.offload_parameters
+        give(self.module.model, tensors, torch.device("cpu") if held else self.passes.device)
+
+    @torch.no_grad()
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Return the values of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
+
+        def compute(one: Pass, part: Batch) -> torch.Tensor:
+            with self.passes.inputs(one, part) as inputs:
+                values: torch.Tensor = self.module(inputs.arguments, inputs.rows[part.sampled_mask])
+                return values
+
+        out = self.passes.sampled(batch, compute)
+        self.module.reshard()  # type: ignore[operator]  # as in `ShardedModel.evaluate`
+        return out
+
+
+def load_frozen(spec: FrozenSpec, mesh: DeviceMesh, trainer: TrainerConfig) -> ShardedModel | ShardedValues:
+    """Load a model that is never trained. A collective.
+
+    Raises:
+        SettingsError: transformers cannot load it.
+    """
+    setting = f"{spec.role}.path"
+    if spec.is_classifier:
+        return ShardedValues(spec.directory, setting, mesh, trainer, is_trained=False)
+    return ShardedModel(spec.directory, setting, mesh, trainer)

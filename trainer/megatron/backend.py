@@ -215,9 +215,12 @@ class MegatronBackend(Offloadable, Backend):
         return parts_of(self._plan, self.masters())
 
     def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-        check_parameters(self._parameters, self.masters(), parameters)
+        # under adapters these are the base, which is constant and has no masters
+        masters = self._parameters if self.lora.rank else self.masters()
+        check_parameters(self._parameters, masters, parameters)
         check_buffers(self._buffers, buffers)
-        self._optimizer.leave_parameters()
+        if not self.lora.rank:
+            self._optimizer.leave_parameters()
         take_parameters(self._parameters, parameters)
 
     @torch.no_grad()

@@ -3,6 +3,7 @@
 import copy
 import os
 from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,8 @@ from trainer.reference.logprobs import evaluate, forward, passes
 from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.state import copy_state, load_state
+from trainer.reference.values import ValueModel, evaluate_values
+from trainer.roles.row_scores import numbers_of
 from trainer.step.measures import StepMeasures, micro_batch_loss
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -215,8 +218,14 @@ def load_frozen(spec: FrozenSpec, trainer: TrainerConfig, device: torch.device) 
     Raises:
         SettingsError: transformers cannot load it.
     """
-    model = in_dtype(load_model(spec.directory, f"{spec.role}.path").to(device), DTYPES[trainer.dtype])
-    return frozen(model, lambda batch: evaluate(model, batch, trainer))
+    setting, dtype = f"{spec.role}.path", DTYPES[trainer.dtype]
+    if spec.is_classifier:
+        classifier = ValueModel(spec.directory, setting).to(device)
+        in_dtype(classifier, dtype)
+        run = partial(evaluate_values, classifier, trainer=trainer)
+        return frozen(classifier, numbers_of(spec, run))
+    model = in_dtype(load_model(spec.directory, setting).to(device), dtype)
+    return frozen(model, partial(evaluate, model, trainer=trainer))
 
 
 def load_frozen_apart(

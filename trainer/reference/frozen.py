@@ -15,10 +15,10 @@ from trainer.batch import Batch
 from trainer.reference.shards import local_tensor
 
 
-def frozen(model: torch.nn.Module, logprobs: Callable[[Batch], torch.Tensor]) -> FrozenModel:
-    """Return a model, from now on frozen, whose log-probabilities `logprobs` computes."""
+def frozen(model: torch.nn.Module, evaluate: Callable[[Batch], torch.Tensor]) -> FrozenModel:
+    """Return a model, from now on frozen, whose numbers of tokens `evaluate` computes."""
     model.requires_grad_(False)
-    return FrozenModel(logprobs, [local_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())])
+    return FrozenModel(evaluate, [local_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())])
 
 
 def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: bool = False) -> Any:

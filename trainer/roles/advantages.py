@@ -1,4 +1,4 @@
-"""Gives a batch the advantages of single tokens: a critic's, whitened, penalised or a teacher's.
+"""Gives a batch the advantages of single tokens: a critic's, whitened, penalised, a teacher's, or of scores.
 
 Shapes: n samples and t tokens of a replica's part.
 
@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from protocol.errors import RewardError
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import Backend
@@ -131,12 +132,39 @@ def with_frozen(
     fields: dict[str, Any] = {}
     if reference:
         part = dataclasses.replace(part, reference_logprobs=frozen.reference_logprobs(policy, part))
+    if frozen.reward_model is not None:
+        scores = frozen.reward_model.evaluate(part)
+        part, fields["reward_model_mean"] = _scored(part, policy, scores, algorithm, frozen.reward_weight)
     if algorithm.config.use_kl_in_reward:
         part, fields["reward_kl_k1"] = _penalised(part, policy, algorithm)
     if frozen.teacher is not None:
-        part, kl = _distilled(part, policy, frozen.teacher.logprobs(part), algorithm.config.opd_kl_coef)
+        part, kl = _distilled(part, policy, frozen.teacher.evaluate(part), algorithm.config.opd_kl_coef)
         fields |= {} if kl is None else {"teacher_kl_k1": kl}
     return part, fields
+
+
+def _scored(
+    part: Batch, policy: Backend, scores: torch.Tensor, algorithm: Algorithm, weight: float
+) -> tuple[Batch, float]:
+    """Add scores to the rewards and compute advantages again; return the mean score of a sample, too.
+
+        r'_i = r_i + weight s_i,  s_i: mean score of the branches of sample i
+
+    Raises:
+        RewardError: a score is not finite.
+    """
+    at_ends = scores[part.offsets[1:] - 1].double()
+    rewards, groups, sums, branches = _with_rewards(part, policy, at_ends, torch.ones_like(at_ends))
+    found = sums / branches
+    if not bool(found.isfinite().all()):
+        sample = int((~found.isfinite()).nonzero()[0])
+        raise RewardError(
+            f"step {part.step}: the score of sample {sample} of the batch by the model of reward_model.path "
+            f"is {float(found[sample])}"
+        )
+    total = (rewards + weight * found).float()
+    part = dataclasses.replace(part, rewards=total[part.rows])
+    return _advantages_from(part, algorithm, total, groups), float(found.mean())
 
 
 def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batch, float]:
@@ -148,19 +176,33 @@ def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batc
 
     As the penalty of PPO's reward (Ziegler et al. 2019, arXiv 1909.08593), of the whole sample at once.
     """
-    if part.reference_logprobs is None or part.rows is None:
-        raise RuntimeError("a penalty needs reference log-probabilities and the samples' places in the step")
+    if part.reference_logprobs is None:
+        raise RuntimeError("a penalty needs reference log-probabilities")
     sums = _sums_of_samples(token_k1(part, part.reference_logprobs, part.sampled_mask), part)
-    first = _first_rows(part.rows)
-    columns = torch.stack([part.rewards * first, part.group_index * first, sums], dim=1)
-    rewards, groups, penalties = _over_replicas(columns, part, policy).unbind(1)
+    rewards, groups, penalties = _with_rewards(part, policy, sums)
     entry = ALGORITHMS[algorithm.config.name]
     if entry.has_critic or entry.whitened:
         return part, float(penalties.mean())
-    advantages = algorithm.advantages((rewards - algorithm.config.kl_coef * penalties).float(), groups.long())
-    token_advantages = advantages[part.rows][part.sample_index]
-    penalised = dataclasses.replace(part, advantages=torch.where(part.loss_mask, token_advantages, 0.0))
-    return penalised, float(penalties.mean())
+    penalised = (rewards - algorithm.config.kl_coef * penalties).float()
+    return _advantages_from(part, algorithm, penalised, groups), float(penalties.mean())
+
+
+def _with_rewards(part: Batch, policy: Backend, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """Return reward and group of each sample of the step, and its sums of columns [n], float64 [N] each.
+
+    A collective.
+    """
+    if part.rows is None:
+        raise RuntimeError("the part does not say which samples of the step it has")
+    first = _first_rows(part.rows)
+    given = torch.stack([part.rewards * first, part.group_index * first, *columns], dim=1)
+    return _over_replicas(given, part, policy).unbind(1)
+
+
+def _advantages_from(part: Batch, algorithm: Algorithm, rewards: torch.Tensor, groups: torch.Tensor) -> Batch:
+    """Return the part with the advantages of rewards, float32 [N], of the step's samples in groups [N]."""
+    advantages = algorithm.advantages(rewards, groups.long())[part.rows][part.sample_index]
+    return dataclasses.replace(part, advantages=torch.where(part.loss_mask, advantages, 0.0))
 
 
 def _distilled(

@@ -15,7 +15,7 @@ from trainer.config import OptimizerConfig, ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class FrozenConfig:
-    """A model that gives log-probabilities of the policy's samples and is never trained."""
+    """A model that judges the policy's samples, by log-probabilities or a score, and is never trained."""
 
     path: HubPath = ""
     """Model directory, or the name of a model on the Hugging Face hub. Its tokenizer has to be the policy's;
@@ -41,7 +41,19 @@ class TeacherConfig(FrozenConfig):
     """Section `[teacher]`: the model that `algorithm.name = "on_policy_distillation"` learns from."""
 
 
-FROZEN_ROLES = ("reference", "teacher")
+@dataclass(frozen=True, slots=True)
+class RewardModelConfig(FrozenConfig):
+    """Section `[reward_model]`: a classifier in the trainer's ranks, whose scores are added to rewards.
+
+    A sequence classifier of one label, which reads the policy's tokens: prompt and answer.
+    """
+
+    weight: Annotated[float, Interval(ge=-1e6, le=1e6)] = 1.0
+    """Factor of its score in the sum of a sample's rewards."""
+
+
+REWARD_MODEL = "reward_model"
+FROZEN_ROLES = ("reference", "teacher", REWARD_MODEL)
 """Sections with a `FrozenConfig`."""
 Ranks = Annotated[int, Interval(ge=0, le=4096)]
 TensorRanks = Annotated[int, Interval(ge=1, le=4096)]
@@ -62,6 +74,10 @@ class PlacementConfig:
     teacher: Ranks = 0
     """Ranks that have the teacher alone. 0: it is on the policy's ranks, in their layout."""
     teacher_tensor_parallel_size: TensorRanks = 1
+    """As `reference_tensor_parallel_size`."""
+    reward_model: Ranks = 0
+    """Ranks that have the reward model alone. 0: it is on the policy's ranks, in their layout."""
+    reward_model_tensor_parallel_size: TensorRanks = 1
     """As `reference_tensor_parallel_size`."""
     critic: Ranks = 0
     """Ranks that have the critic alone, which makes its updates while the policy makes its own. 0: it is on

@@ -31,10 +31,10 @@ class FrozenRole:
         if offload:
             self.offload()
 
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the batch's log-probabilities under this model, float32 [t] on the CPU."""
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Return this model's numbers of the batch's tokens, float32 [t] on the CPU; see `FrozenModel`."""
         self._host.onload()
-        found = self._model.logprobs(batch)
+        found = self._model.evaluate(batch)
         if self._rests_on_host:
             self.offload()
         return found
@@ -57,15 +57,19 @@ class FrozenModels:
     reference: FrozenRole | PlacedRole | None = None
     """None: the reference model is the one that the policy's backend keeps."""
     teacher: FrozenRole | PlacedRole | None = None
+    reward_model: FrozenRole | PlacedRole | None = None
+    reward_weight: float = 1.0
+    """Factor of its scores."""
 
     @property
     def roles(self) -> tuple[FrozenRole | PlacedRole, ...]:
         """Those that there are."""
-        return tuple(role for role in (self.reference, self.teacher) if role is not None)
+        given = self.reference, self.teacher, self.reward_model
+        return tuple(role for role in given if role is not None)
 
     def reference_logprobs(self, policy: Backend, part: Batch) -> torch.Tensor:
         """Return a part's log-probabilities under the reference model."""
-        return self.reference.logprobs(part) if self.reference else policy.reference_logprobs(part)
+        return self.reference.evaluate(part) if self.reference else policy.reference_logprobs(part)
 
 
 NO_FROZEN = FrozenModels()

@@ -128,8 +128,8 @@ class PlacedRole:
         """
         self._link, self._policy = link, policy
 
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the batch's log-probabilities under this model, float32 [t] on the CPU. A collective."""
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Return this model's numbers of the batch's tokens, float32 [t] on the CPU. A collective."""
         whole = self._link.receive_rows() if self._link is not None else None
         return divide_over_replicas(whole, len(batch.tokens), self._policy)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,12 +75,14 @@ def make_sender(
     for name in ("bucket_mb", "keep", "timeout_s"):
         if getattr(config, name) <= 0:
             raise SettingsError(f"weights.{name} {getattr(config, name)}: must be positive")
-    name, entry = config.transport, TRANSPORTS.find(config.transport, "setting weights.transport:")
+    entry = TRANSPORTS.find(config.transport, "setting weights.transport:")
+    if config.transport == "shared" and backend.lora.rank:  # the base is shared, which no version brings
+        config, entry = replace(config, transport="shm"), TRANSPORTS["shm"]
     sender: Any = load(entry.path)
-    if name == "shared" and sum(map(len, backend.replicas)) == 1:
+    if config.transport == "shared" and sum(map(len, backend.replicas)) == 1:
         return None if rank else sender(run_dir, backend.masters(), backend.master_parts)
     blank = _blank(config, backend, dtype, rank)
-    if name == "shared":
+    if config.transport == "shared":
         return _shared_part(run_dir, rank, blank, backend)
     if not entry.files:
         keys = SenderKeys(curve_dir) if curve_dir else None
@@ -90,7 +92,7 @@ def make_sender(
 
         return PartFollower(rank, blank)
     in_parts = blank if len(blank.parts) > 1 else None
-    return None if rank else sender(config, run if name == "shm" else run_dir, in_parts)
+    return None if rank else sender(config, run if config.transport == "shm" else run_dir, in_parts)
 
 
 def _shared_part(run_dir: Path, rank: int, blank: WeightManifest, backend: Backend) -> WeightSender:

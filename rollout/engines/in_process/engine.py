@@ -273,8 +273,9 @@ class InProcessEngine(Engine):
                     ended, EngineError(f"request {row.request.id}: engine {self._name} {cause}")
                 )
             self._rows.clear()
-            while self._jobs:
-                self._jobs.popleft()()
+            jobs, self._jobs = self._jobs, deque()
+        for job in jobs:
+            job()
 
     def _run_step(self) -> bool:
         """Carry out jobs and aborts, then decode one token per request; false if the thread is to end."""
@@ -289,30 +290,36 @@ class InProcessEngine(Engine):
         if closing or self._weights.poisoned:  # poisoned by a job: not one more token
             return False
         with self._wake:
-            for number in self._aborted:
-                self._finish(number, "abort")
+            aborted = dict.fromkeys(self._aborted & self._rows.keys(), "abort")
             self._aborted.clear()
+        self._finish(aborted)
+        with self._wake:
             rows = (
                 {} if self._frozen else dict(itertools.islice(self._rows.items(), self._config.max_running))
             )
         if rows:
             self._profile.step_begins()
             self._model.decoder.step([row for row, _ in rows.values()], self._weights.served.version)
-            with self._wake:
-                for number, (row, _) in rows.items():
-                    if row.finish_reason:
-                        self._finish(number, row.finish_reason)
+            reasons = {number: row.finish_reason for number, (row, _) in rows.items()}
+            self._finish({number: reason for number, reason in reasons.items() if reason})
         return True
 
     @property
     def _frozen(self) -> bool:
         return self._paused or self._weights.released
 
-    def _finish(self, number: int, reason: str) -> None:
-        if number in self._rows:
-            row, ended = self._rows.pop(number)
-            self._model.decoder.forget([row])
-            self._set_result(ended, reason)
+    def _finish(self, reasons: Mapping[int, str]) -> None:
+        """End rows, by their numbers.
+
+        The decoder forgets them outside of the lock: ranks of the model are called through the event loop,
+        which waits for the lock itself.
+        """
+        if not reasons:
+            return
+        self._model.decoder.forget([self._rows[number][0] for number in reasons])
+        with self._wake:
+            for number, reason in reasons.items():
+                self._set_result(self._rows.pop(number)[1], reason)
 
     def _set_paused(self, paused: bool) -> None:
         self._paused = paused

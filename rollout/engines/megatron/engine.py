@@ -100,7 +100,10 @@ class MegatronEngine(InProcessEngine):
             torch.set_num_threads(config.threads)
         decoder = self._decoder = PagedDecoder(model, batch_tokens)
         if self._shared is not None:
-            return self._share(model, decoder, self._shared)
+            self._shared_memory, buffers = share_parameters(model.module, model.buffers())
+            describe(self._shared_memory, self._shared, model.base, buffers)
+            if not self._lora.rank:
+                return _sharing(model, decoder)
         plan = trace(
             model.load,
             model.parameters.items(),
@@ -111,7 +114,7 @@ class MegatronEngine(InProcessEngine):
         plan.calibrate()
         staging = plan.staging(architecture=model.architecture.name, tied=model.architecture.tied)
         lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]
-        memory = ReleasableMemory(lost, kept=model.base.values())
+        memory = ReleasableMemory(lost, kept=model.base.values()) if self._shared is None else None
         return LoadedModel(
             decoder,
             plan,
@@ -152,21 +155,6 @@ class MegatronEngine(InProcessEngine):
         memory = model if self._shared is None else None
         return LoadedModel(decoder, model, model.staging, model.digest, memory)
 
-    def _share(self, model: CachedModel, decoder: "PagedDecoder", path: Path) -> LoadedModel:
-        self._shared_memory, buffers = share_parameters(model.module, model.buffers())
-        describe(self._shared_memory, path, model.parameters, buffers)
-        parts = model.parts()
-        sources = {
-            name: replace(whole_source(part), shape=model.shapes[name]) for name, part in parts.items()
-        }
-        staging = SharedStaging(sources, architecture=model.architecture.name, tied=model.architecture.tied)
-        return LoadedModel(
-            decoder,
-            staging,
-            staging,
-            lambda: digest_of({name: part.reshape(model.shapes[name]) for name, part in parts.items()}),
-        )
-
     def _unload(self) -> None:
         if self._shared_memory is not None:
             self._shared_memory.close()
@@ -177,6 +165,19 @@ class MegatronEngine(InProcessEngine):
             self._cached_model.close()
         if self._ranked is not None:
             self._ranked.close()
+
+
+def _sharing(model: CachedModel, decoder: PagedDecoder) -> LoadedModel:
+    """Return a model whose versions come out of the trainer's masters."""
+    parts = model.parts()
+    sources = {name: replace(whole_source(part), shape=model.shapes[name]) for name, part in parts.items()}
+    staging = SharedStaging(sources, architecture=model.architecture.name, tied=model.architecture.tied)
+    return LoadedModel(
+        decoder,
+        staging,
+        staging,
+        lambda: digest_of({name: part.reshape(model.shapes[name]) for name, part in parts.items()}),
+    )
 
 
 def _check_answer(batch_tokens: int, experts: Experts, layers: int) -> None:

@@ -120,8 +120,9 @@ class TensorRank:
         model = self._model
         if settings.shared:
             self._shared, buffers = share_parameters(model.module, model.buffers())
-            describe(self._shared, rank_file(Path(settings.shared), self._rank), model.parameters, buffers)
-            return SharedRankPlan(model, self._rank)
+            describe(self._shared, rank_file(Path(settings.shared), self._rank), model.base, buffers)
+            if not settings.adapters.rank:
+                return SharedRankPlan(model, self._rank)
         dtype = getattr(torch, settings.dtype)
         plan = trace(model.load, model.parameters.items(), model.shapes, dtype, settings.staging)
         lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]

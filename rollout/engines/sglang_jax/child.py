@@ -4,6 +4,7 @@ memory = the tensors of a staged version, each aligned | logits, float32 [slots,
 """
 
 import asyncio
+import mmap
 import os
 from collections.abc import Sequence
 from contextlib import suppress
@@ -77,7 +78,7 @@ class ModelProcess:
             places.append(end)
             end += -(-torch.Size(shape).numel() * dtype.itemsize // ALIGNMENT) * ALIGNMENT
         nbytes = end + 4 * slots * vocab
-        memory = reserved(self._file, nbytes)
+        memory = self._memory = reserved(self._file, nbytes)
         self._logits = torch.frombuffer(memory, dtype=torch.float32, offset=end).view(slots, vocab)
         self.call("share", nbytes, places, end)
         self._staged = {
@@ -105,6 +106,24 @@ class ModelProcess:
     def apply(self) -> None:
         """Compute with the tensors of the staged version from now on; see `Committable`."""
         self.call("replace")
+
+    def release(self) -> None:
+        """Drop weights, KV cache and the staged version; see `Releasable`."""
+        if not self._ranks.ended:
+            self.call("release")
+            self._memory.madvise(mmap.MADV_REMOVE)
+
+    def restore(self) -> None:
+        """Take their memory again; see `Releasable`.
+
+        Raises:
+            EngineError: there is no room.
+        """
+        try:
+            os.posix_fallocate(self._file, 0, len(self._memory))
+        except OSError as error:
+            raise EngineError(f"no room for a staged version: {error.strerror}") from error
+        self.call("restore")
 
     def digest(self) -> int:
         """Return the digest that a manifest of the tensors would have that it computes with."""

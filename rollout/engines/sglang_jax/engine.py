@@ -33,7 +33,7 @@ class SglangJaxEngine(InProcessEngine):
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
         """Create an engine that is not started; the arguments are as in `make_engine`."""
         super().__init__(config, model_dir, incarnation)
-        self.capabilities = Capabilities(sleep=False)
+        self.capabilities = Capabilities(sleep=True)
         self._child: ModelProcess | None = None
 
     async def check(self) -> None:
@@ -69,7 +69,7 @@ class SglangJaxEngine(InProcessEngine):
             tied="lm_head.weight" not in staged,
         )
         decoder = SlotDecoder(child, max(BATCH_TOKENS, self._config.max_model_len))
-        return LoadedModel(decoder, child, staging, child.digest)
+        return LoadedModel(decoder, child, staging, child.digest, child)
 
     async def occupancy(self) -> Occupancy:
         found = await super().occupancy()

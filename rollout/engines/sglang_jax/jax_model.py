@@ -89,8 +89,7 @@ class JaxModel:
             )
         repair_output(self._model)
         self._kv = self._pool.kv_buffer
-        self._first = [1 + slot * length for slot in range(slots)]
-        """Place of the first token of each slot."""
+        self._first = [1 + slot * length for slot in range(slots)]  # place of each slot's first token
         self._dtype, self._vocab = jnp.dtype(config.dtype), config.vocab_size
         self._loader = WeightLoader(self._model, config, self._mesh, config.dtype)
         self._mappings = getattr(self._model, MAPPINGS[type(self._model).__name__])()
@@ -99,6 +98,7 @@ class JaxModel:
         attention = NativeAttention(config.num_attention_heads, config.num_key_value_heads)
         self._compute = self._compiled(definition, attention)
         self._mappings = {name: mapping for name, mapping in self._mappings.items() if self._has(mapping)}
+        self._hold_once()
         self._shapes = {name: self._tensor(name).shape for name in self._mappings}
         return [(name, list(shape)) for name, shape in self._shapes.items()]
 
@@ -144,7 +144,7 @@ class JaxModel:
 
     def replace(self) -> None:
         """Compute with the tensors in the shared memory from now on; an error leaves the old ones."""
-        params = nnx.state(self._model)
+        params = jax.tree_util.tree_unflatten(self._structure, self._leaves)
         with jax.set_mesh(self._mesh):
             for name, mapping in self._mappings.items():
                 copied = jnp.array(self._staged[name], copy=True)  # the next version is staged in this memory
@@ -152,6 +152,18 @@ class JaxModel:
         leaves, structure = jax.tree_util.tree_flatten(params)
         assert structure == self._structure
         self._leaves = jax.block_until_ready(leaves)
+
+    def release(self) -> None:
+        """Drop the tensors of a version and the KV cache. Idempotent."""
+        self._leaves = [
+            _like(leaf) if index in self._replaced else leaf for index, leaf in enumerate(self._leaves)
+        ]
+        self._kv, self._pool.kv_buffer = [], []
+
+    def restore(self) -> None:
+        """Take the KV cache again; the tensors come with the next `replace`. Idempotent."""
+        if not self._kv:
+            self._kv = [jnp.zeros(kv.shape, kv.dtype, device=kv.sharding) for kv in self._kv_like]
 
     def digests(self) -> list[int]:
         """Return the digest of each tensor that it computes with, in the order of `load`."""
@@ -222,6 +234,15 @@ class JaxModel:
 
         return compute
 
+    def _hold_once(self) -> None:
+        """Leave the arrays to the leaves, as `replace` and `release` would leave the model's behind."""
+        changed = {id(self._parameter(mapping).value) for mapping in self._mappings.values()}
+        self._replaced = {index for index, leaf in enumerate(self._leaves) if id(leaf) in changed}
+        """Indices of the leaves that a version brings."""
+        self._kv_like = [_like(kv) for kv in self._kv]
+        state = jax.tree_util.tree_unflatten(self._structure, [_like(leaf) for leaf in self._leaves])
+        nnx.update(self._model, state)
+
     def _places(self, slot: int, length: int) -> Integers:
         return np.arange(self._first[slot], self._first[slot] + length, dtype=np.int32)
 
@@ -241,6 +262,11 @@ class JaxModel:
     def _parameter(self, mapping: Any) -> Any:
         live = jax.tree_util.tree_unflatten(self._structure, self._leaves)
         return self._loader._get_param(live, mapping.target_path)
+
+
+def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
+    """Return shape, dtype and place of an array, without its memory."""
+    return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _rounded(count: int, least: int) -> int:

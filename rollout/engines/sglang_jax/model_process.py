@@ -8,7 +8,7 @@ from pathlib import Path
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 
-METHODS = ("load", "share", "prefill", "decode", "move", "replace", "digests")
+METHODS = ("load", "share", "prefill", "decode", "move", "replace", "release", "restore", "digests")
 
 
 def main(directory: Path, descriptor: int) -> None:

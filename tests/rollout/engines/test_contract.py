@@ -100,7 +100,7 @@ async def bench(
         margin=MARGINS[setup.dtype] if setup.margin is None else setup.margin,
         computes=setup.name != "scripted",
         pilots=pilots,
-        shares=setup.shares,
+        shares=setup.shares and not setup.lora.rank,
         layers=setup.staging == "layers",
         caches=setup.name in ("vllm", "sglang")
         and (setup.model != "latent" or torch.cuda.is_available()),  # vLLM on a CPU turns it off

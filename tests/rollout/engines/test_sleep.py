@@ -1,8 +1,10 @@
 """Tests that a sleeping engine holds no memory, and serves after waking what is committed then."""
 
+import os
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 import torch
 
@@ -13,8 +15,10 @@ from rollout.engines.contract.bench import MAX_MODEL_LEN, PROMPTS, ask
 from rollout.engines.contract.models import tiny_model, weights, write_shm
 from rollout.engines.hf.engine import HFEngine
 from rollout.engines.registry import ENGINES, make_engine
+from rollout.engines.sglang_jax.engine import SglangJaxEngine
 from tests.contracts.engine_models import adapted
 from tests.contracts.sglang_environment import sglang_settings
+from tests.contracts.sglang_jax_environment import sglang_jax_settings
 
 GIB = 1 << 30
 FRACTION = 0.1
@@ -47,6 +51,40 @@ async def test_sleeping_hf_engine_holds_no_weights(tmp_path: Path, lora: LoraCon
             await engine.stage(manifest)
             await engine.commit(manifest)
             assert (await engine.generate(ask("after", PROMPTS[0], 16))).tokens == tokens
+    finally:
+        await engine.close()
+
+
+@pytest.mark.slow
+@pytest.mark.engine
+@pytest.mark.timeout(900)
+async def test_sleeping_sglang_jax_has_no_weights_no_cache_and_no_staged_version(tmp_path: Path) -> None:
+    model = tiny_model(1)
+    model.save_pretrained(tmp_path / "model")
+    cache: dict[str, Any] = {"max_model_len": MAX_MODEL_LEN, "kv_cache_mb": 256, "max_running": 1 << 16}
+    config = EngineConfig(name="sglang_jax", **cache, **sglang_jax_settings())
+    engine = SglangJaxEngine(config, tmp_path / "model", "e")
+    await engine.start()
+    try:
+        assert engine._child is not None
+        child, file = psutil.Process(engine._child._ranks.pids[0]), engine._child._file
+
+        def held() -> int:
+            return int(child.memory_full_info().uss)
+
+        manifest = write_shm(tmp_path / "v0", weights(model), 0)
+        await engine.stage(manifest)
+        await engine.commit(manifest)
+        tokens = (await engine.generate(ask("before", PROMPTS[0], 16))).tokens
+        awake = held()
+        assert os.fstat(file).st_blocks > 0
+        await engine.sleep()
+        assert awake - held() > 200 << 20
+        assert os.fstat(file).st_blocks == 0
+        await engine.wake()
+        await engine.stage(manifest)
+        await engine.commit(manifest)
+        assert (await engine.generate(ask("after", PROMPTS[0], 16))).tokens == tokens
     finally:
         await engine.close()
 

@@ -1,20 +1,26 @@
 """Tests what is found of teacher, reference and the algorithms that need them, before a run starts."""
 
+import re
+import shutil
 from pathlib import Path
 
 import pytest
 
+from protocol.errors import SettingsError
 from services.preflight.memory import workload_of
 from services.preflight.model import read_model
 from services.preflight.roles import algorithm_problems
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from tests.services.preflight.test_check import demo, found, model_in, with_model
+from tests.trainer.classifiers import save_classifier
 from trainer.config import ScratchConfig
 from trainer.random_model import build_scratch
 
 VOCABULARY = "0123456789= "
 """That of the demo's model."""
+SCORES_TURNS = "tests.services.preflight.test_check:score_turns"
+BY_TURN = f'reward.verifiers=[{{name="function", options={{path="{SCORES_TURNS}"}}}}]'
 DISTILLS = 'algorithm.name="on_policy_distillation"'
 
 
@@ -30,6 +36,49 @@ def test_a_teacher_of_the_same_tokens_is_accepted_and_named(teacher: Path, tmp_p
     assert found(settings) == []
     with_other = demo(tmp_path / "run", "algorithm.kl_coef=0.1", f'reference.path="{teacher}"')
     assert found(with_other) == []
+
+
+@pytest.fixture(scope="module")
+def classifier(teacher: Path) -> Path:
+    """A reward model of the demo's tokens."""
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        made = save_classifier(teacher, teacher.parent / "classifier")
+        (made / name).write_bytes((teacher / name).read_bytes())
+    return made
+
+
+def test_a_reward_model_is_accepted_and_counted(classifier: Path, tmp_path: Path) -> None:
+    for more in ("algorithm.name=ppo", "trainer.backend=fsdp", "placement.reward_model=1"):
+        assert found(demo(tmp_path / "run", f'reward_model.path="{classifier}"', more)) == []
+    settings = demo(tmp_path / "run", f'reward_model.path="{classifier}"')
+    (shape,) = workload_of(settings, read_model(settings)).frozen
+    assert shape.architecture.value_head
+
+
+@pytest.mark.parametrize(
+    ("overrides", "words"),
+    [
+        (('reward_model.path="TEACHER"',), "setting reward_model.path: .* is LlamaForCausalLM with 2 label"),
+        (('reward_model.path="HEADLESS"',), "setting reward_model.path: no tensor of the .* is score.weight"),
+        (('reward_model.path="SCORES"', DISTILLS, 'teacher.path="TEACHER"'), "learns nothing from rewards"),
+        (("placement.reward_model=1",), "there is no reward model without reward_model.path"),
+        (('reward_model.path="SCORES"', BY_TURN), "scores whole samples, and a verifier scores turns"),
+    ],
+)
+def test_settings_beside_a_reward_model_are_refused(
+    overrides: tuple[str, ...], words: str, teacher: Path, classifier: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(classifier, tmp_path / "headless")
+    shutil.copy(teacher / "model.safetensors", tmp_path / "headless/model.safetensors")
+    paths = {"TEACHER": teacher, "SCORES": classifier, "HEADLESS": tmp_path / "headless"}
+    given = [re.sub("|".join(paths), lambda name: str(paths[name[0]]), override) for override in overrides]
+    problems = found(demo(tmp_path / "run", *given))
+    assert any(re.search(words, problem) for problem in problems), problems
+
+
+def test_groups_are_not_filtered_before_the_trainer_scores_them(classifier: Path, tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match=r"algorithm\.filter_groups: groups are filtered before"):
+        demo(tmp_path / "run", f'reward_model.path="{classifier}"', "algorithm.filter_groups=true")
 
 
 def test_another_vocabulary_is_refused_with_both_values(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ from trainer.backends.base import StepStats
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.execution.commands import CopyWeightsCommand, ExitCommand, IdleCommand, KeepReferenceCommand
 from trainer.execution.executor import Executor
-from trainer.roles.config import PlacementConfig, TeacherConfig
+from trainer.roles.config import PlacementConfig, RewardModelConfig, TeacherConfig
 
 STEPS = (2, 3)
 OPTIMIZER = OptimizerConfig(lr=1e-2, clip_grad=0.5, adam_eps=1e-3)
@@ -28,6 +28,7 @@ class Case(msgspec.Struct, frozen=True):
     backend: str
     model: str
     teacher: str
+    reward_model: str
     parallel: ParallelConfig = ParallelConfig()
     placement: PlacementConfig = PlacementConfig()
 
@@ -40,6 +41,7 @@ class Case(msgspec.Struct, frozen=True):
             Settings(),
             model=ModelConfig(path=self.model),
             teacher=TeacherConfig(path=self.teacher),
+            reward_model=RewardModelConfig(path=self.reward_model, weight=0.5),
             trainer=trainer,
             parallel=self.parallel,
             placement=self.placement,
@@ -61,6 +63,12 @@ def make_steps(executor: Executor) -> tuple[list[StepStats], dict[str, torch.Ten
     return stats, weights
 
 
+def measured(stats: list[StepStats]) -> list[tuple[float | None, ...]]:
+    """Return what each step has of each model."""
+    names = "loss", "grad_norm", "reference_kl_k3", "teacher_kl_k1", "reward_model_mean"
+    return [tuple(getattr(found, name) for name in names) for found in stats]
+
+
 def run(case: Case, results: Path) -> None:
     process = int(os.environ["RANK"])
     if follower := build_follower(case.settings, process):
@@ -71,8 +79,7 @@ def run(case: Case, results: Path) -> None:
         executor.follow()
         return
     stats, weights = make_steps(executor)
-    measured = [(found.loss, found.grad_norm, found.reference_kl_k3, found.teacher_kl_k1) for found in stats]
-    torch.save({"measured": measured, "weights": weights}, results)
+    torch.save({"measured": measured(stats), "weights": weights}, results)
 
 
 if __name__ == "__main__":

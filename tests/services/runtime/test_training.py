@@ -7,7 +7,8 @@ import pytest
 import torch
 
 from services.runtime.training import build_models
-from tests.services.runtime.apart_ranks import Case, make_steps
+from tests.services.runtime.apart_ranks import Case, make_steps, measured
+from tests.trainer.classifiers import save_classifier
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import save_model
 from trainer.config import ParallelConfig
@@ -23,27 +24,32 @@ def compare(case: Case, tmp_path: Path, tolerance: float) -> None:
     arguments = msgspec.json.encode(case).decode(), str(results)
     launch(processes, MODULE, *arguments, logs=tmp_path / "logs", deadline_s=300)
     found = torch.load(results, weights_only=True)
-    executor = Executor(build_models(Case("reference", case.model, case.teacher).settings))
+    executor = Executor(build_models(Case("reference", case.model, case.teacher, case.reward_model).settings))
     stats, weights = make_steps(executor)
     executor.close()
-    wanted = [(own.loss, own.grad_norm, own.reference_kl_k3, own.teacher_kl_k1) for own in stats]
+    wanted = measured(stats)
     assert all(wanted[-1])  # after the first step the policy differs from both
-    for measured, own in zip(found["measured"], wanted, strict=True):
-        assert measured == pytest.approx(own, rel=tolerance, abs=tolerance)
+    for step, own in zip(found["measured"], wanted, strict=True):
+        assert step == pytest.approx(own, rel=tolerance, abs=tolerance)
     assert found["weights"].keys() == weights.keys()
     for name, tensor in weights.items():
         torch.testing.assert_close(found["weights"][name], tensor, rtol=tolerance, atol=tolerance)
 
 
-def models(tmp_path: Path) -> tuple[str, str]:
-    """The policy's model, and a teacher of the same vocabulary that says something else."""
-    return str(save_model("qwen2-tied", tmp_path / "policy")), str(save_model("llama", tmp_path / "teacher"))
+def models(tmp_path: Path) -> tuple[str, str, str]:
+    """The policy's model, and a teacher and a classifier of the same vocabulary that say something else."""
+    policy, teacher = save_model("qwen2-tied", tmp_path / "policy"), save_model("llama", tmp_path / "teacher")
+    return str(policy), str(teacher), str(save_classifier(teacher, tmp_path / "classifier"))
 
 
 @pytest.mark.xdist_group("layouts")
-def test_reference_and_teacher_apart_make_the_same_bits(tmp_path: Path) -> None:
+def test_frozen_models_apart_make_the_same_bits(tmp_path: Path) -> None:
     compare(
-        Case("reference", *models(tmp_path), placement=PlacementConfig(reference=1, teacher=1)), tmp_path, 0
+        Case(
+            "reference", *models(tmp_path), placement=PlacementConfig(reference=1, teacher=1, reward_model=1)
+        ),
+        tmp_path,
+        0,
     )
 
 
@@ -52,7 +58,11 @@ def test_reference_and_teacher_apart_make_the_same_bits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("backend", "parallel", "placement"),
     [
-        ("fsdp", ParallelConfig(data_parallel_size=2), PlacementConfig(reference=1, teacher=3)),
+        (
+            "fsdp",
+            ParallelConfig(data_parallel_size=2),
+            PlacementConfig(reference=1, teacher=3, reward_model=2),
+        ),
         (
             "megatron",
             ParallelConfig(tensor_model_parallel_size=1, data_parallel_size=2),
@@ -61,7 +71,7 @@ def test_reference_and_teacher_apart_make_the_same_bits(tmp_path: Path) -> None:
         (
             "megatron",
             ParallelConfig(tensor_model_parallel_size=2, data_parallel_size=1),
-            PlacementConfig(teacher=4, teacher_tensor_parallel_size=2),
+            PlacementConfig(teacher=2, reward_model=2, reward_model_tensor_parallel_size=2),
         ),
     ],
 )

@@ -207,7 +207,9 @@ async def test_a_trainer_that_is_to_stop_does_not_wait(settings: Settings) -> No
         ("engine.enable_sleep_mode=true", "engine.enable_sleep_mode is true"),
         ("services.rollouts=2", "services.rollouts is 2; there can be one"),
         ("services.pool=[{count=1}]", "services.pool names rollout workers"),
-        ("lora.rank=4", "lora.rank is 4"),
+        ("lora.rank=4", "lora.rank is 4; engine.name 'hf' does not keep the base of adapters"),
+        ("trainer.num_mini_batches=2", "a step makes 2 updates; it has to be one: the second"),
+        ("trainer.publish_every=2", "trainer.publish_every is 2; it has to be 1"),
         ("colocated.enabled=true", "colocated.enabled is true"),
         ("trainer.dtype=bfloat16", "trainer.dtype is bfloat16, engine.dtype float32"),
         ("services.trainer_gpus=1", "services.trainer_gpus is '1', services.rollout_gpus ''"),
@@ -243,8 +245,27 @@ def test_settings_that_go_with_it_are_taken(tmp_path: Path) -> None:
     )
 
 
-def test_a_second_worker_is_refused(tmp_path: Path) -> None:
-    check_workers(WeightConfig(), 5)
-    check_workers(WeightConfig(transport="shared"), 1)
+ADAPTERS = ("lora.rank=4", "engine.name=megatron", "trainer.backend=megatron")
+
+
+def test_adapters_go_with_what_masters_forbid(tmp_path: Path) -> None:
+    free = ("services.rollouts=2", "trainer.num_mini_batches=2", "trainer.publish_every=2")
+    settings = settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *free)
+    check_workers(settings, 5)
+    for wrong, said in (
+        ("services.pool=[{count=1}]", "all of them have to be on [engine]"),
+        ("services.rollout_gpus='0,1'", "any may be the one that shares"),
+        ("colocated.enabled=true", "colocated.enabled is true"),
+    ):
+        more = () if "pool" in wrong else free
+        with pytest.raises(SettingsError) as error:
+            settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *more, wrong)
+        assert said in str(error.value)
+
+
+def test_a_second_worker_is_refused() -> None:
+    check_workers(Settings(), 5)
+    masters = dataclasses.replace(Settings(), weights=WeightConfig(transport="shared"))
+    check_workers(masters, 1)
     with pytest.raises(SettingsError, match=r"rollouts=2: .* one rollout worker"):
-        check_workers(WeightConfig(transport="shared"), 2)
+        check_workers(masters, 2)

@@ -12,6 +12,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protocol.device.shared_tensors import map_tensors
 from protocol.errors import SettingsError, WeightError
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
 from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
@@ -38,7 +39,14 @@ class Place:
         self.directory = directory
         self._stack = stack
 
-    def trainer(self, name: str = NAME, dtype: str = "float32", *, shared: bool = True) -> MegatronBackend:
+    def trainer(
+        self,
+        name: str = NAME,
+        dtype: str = "float32",
+        *,
+        shared: bool = True,
+        adapters: LoraConfig = NO_ADAPTERS,
+    ) -> MegatronBackend:
         model_dir = save_model(name, self.directory)
         settings = TrainerConfig(device="cpu", dtype=dtype)
         made = MegatronBackend(
@@ -48,6 +56,7 @@ class Place:
             trainer=settings,
             algorithm=ALGORITHM,
             shared=shared,
+            adapters=adapters,
         )
         return self._stack.enter_context(closing(made))
 
@@ -104,6 +113,31 @@ def test_steps_with_an_engines_weights_are_those_with_ones_own(place: Place, nam
     assert same_bits(own, {name: tensor.to(DTYPES[dtype]) for name, tensor in exported(attached).items()})
     assert same_bits(own, dict(attached.export_model()))
     assert saved(alone, place.directory / "alone") == saved(attached, place.directory / "attached")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adapters_are_trained_on_an_engines_base_that_stays(place: Place, dtype: str) -> None:
+    alone, attached = (place.trainer(dtype=dtype, shared=False, adapters=LoraConfig(rank=4)) for _ in "ab")
+    engine = place.engine(dtype=dtype)
+    live = digest_of(engine.base)
+    attached.attach(engine.base, engine.buffers())
+    for name, parameter in attached._parameters.items():
+        assert parameter.data_ptr() == engine.base[name].data_ptr()
+    for step in range(3):
+        assert alone.train_step(make_batch(NAME, step)) == attached.train_step(make_batch(NAME, step))
+    assert same_bits(exported(alone), exported(attached))
+    assert same_bits(dict(alone.export_model()), dict(attached.export_model()))
+    assert digest_of(engine.base) == live
+    saved(attached, place.directory / "saved")
+    attached.restore(place.directory / "saved")
+    assert digest_of(engine.base) == live
+
+
+def test_another_base_than_the_adapters_is_refused(place: Place) -> None:
+    backend, engine = place.trainer(shared=False, adapters=LoraConfig(rank=4)), place.engine()
+    engine.base[QKV].data[0, 0] += 1
+    with pytest.raises(WeightError, match=f"parameter {QKV}: the weights that the engine serves"):
+        backend.attach(engine.base, engine.buffers())
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

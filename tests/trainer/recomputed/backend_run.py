@@ -13,6 +13,7 @@ from tests.trainer.recomputed.cases import (
     CRITIC,
     FIRST,
     OPTIMIZER,
+    REWARD_WEIGHT,
     WITHOUT_TOKENS,
     Case,
     other_model,
@@ -26,6 +27,7 @@ from trainer.fsdp.critic import FsdpCritic
 from trainer.megatron.roles.critic import MegatronCritic
 from trainer.reference.critic import ReferenceCritic
 from trainer.registry import make_backend, make_critic
+from trainer.roles.config import REWARD_MODEL
 from trainer.roles.critic import Critic
 from trainer.roles.models import FrozenModels, FrozenRole, RankModels
 from trainer.roles.placed import PlacedCritic, RoleLink
@@ -59,7 +61,10 @@ def make_models(
 ) -> RankModels:
     """This rank's parts of all models of a case; the critic is apart if rank 0 has a link to it."""
     trainer = trainer_of(kind)
-    specs = [FrozenSpec(role, other_model(directory), offload=True) for role in case.frozen]
+    specs = [
+        FrozenSpec(role, other_model(directory, role), offload=True, is_classifier=role == REWARD_MODEL)
+        for role in case.frozen
+    ]
     policy = make_backend(
         directory,
         parallel=parallel or ParallelConfig(),
@@ -78,7 +83,7 @@ def make_models(
         critic = make_critic(policy, directory, optimizer=OPTIMIZER, trainer=trainer, config=CRITIC)
     models = RankModels(
         policy,
-        frozen=FrozenModels(**frozen),
+        frozen=FrozenModels(**frozen, reward_weight=REWARD_WEIGHT),
         critic=critic,
         algorithm=case.made(),
         links={"critic": link} if link is not None else {},

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from protocol.codec import encode_payload
 from protocol.messages import ScoredRollout
+from tests.trainer.classifiers import save_classifier
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
 from tests.trainer.megatron.models import save_model
 from tests.trainer.recomputed.loop import NaiveTrainer
@@ -17,11 +18,12 @@ from tests.trainer.recomputed.records import Groups
 from trainer.algorithms import Algorithm, make_algorithm
 from trainer.algorithms.registry import ALGORITHMS, DISTILLATION
 from trainer.config import AlgorithmConfig, OptimizerConfig
-from trainer.roles.config import CriticConfig
+from trainer.roles.config import REWARD_MODEL, CriticConfig
 from trainer.step.train_command import TrainCommand
 
 MODEL, OTHER = "qwen2", "qwen3-tied"
 """The policy, and a frozen model beside it: of one vocabulary, of two families."""
+REWARD_WEIGHT = 0.7
 TEMPERATURE = 0.9
 BOUND = 2
 FIRST = 3
@@ -46,6 +48,8 @@ class Case:
     """Updates of a step, each on the whole batch."""
     branched: bool = False
     """Whether samples have branches."""
+    scored: bool = False
+    """Whether the trainer has a reward model."""
 
     @property
     def has_critic(self) -> bool:
@@ -54,7 +58,8 @@ class Case:
     @property
     def frozen(self) -> tuple[str, ...]:
         """Roles of the other model."""
-        return ("reference",) * self.reference + ("teacher",) * (self.config.name == DISTILLATION)
+        teacher = ("teacher",) * (self.config.name == DISTILLATION)
+        return ("reference",) * self.reference + teacher + (REWARD_MODEL,) * self.scored
 
     @property
     def config(self) -> AlgorithmConfig:
@@ -178,19 +183,25 @@ CASES = {
     "branches-baseline-kl-in-reward": Case(
         {"name": "reinforce_plus_plus_baseline", "kl_coef": 0.05, "use_kl_in_reward": True}, branched=True
     ),
+    "reward-model": Case({"name": "grpo", "kl_coef": 0.05, "use_kl_in_reward": True}, scored=True),
+    "reward-model-whitened": Case(
+        {"name": "reinforce_plus_plus", "kl_coef": 0.05, "use_kl_in_reward": True}, scored=True
+    ),
+    "branches-reward-model": Case({"name": "rloo", "truncated": "mask"}, branched=True, scored=True),
+    "reward-model-ppo": Case(GAE, branched=True, scored=True),
     "branches-ppo": Case({**GAE, "kl_coef": 0.1, "use_kl_in_reward": True}, reference=True, branched=True),
 }
 
 
 def model_dir(root: Path) -> Path:
     """The policy of all cases, saved once, beside the other model."""
-    save_model(OTHER, root)
+    save_classifier(save_model(OTHER, root), root / REWARD_MODEL)
     return save_model(MODEL, root)
 
 
-def other_model(directory: Path) -> Path:
+def other_model(directory: Path, role: str = "") -> Path:
     """The frozen model of a case with one."""
-    return directory.parent / OTHER
+    return directory.parent / (REWARD_MODEL if role == REWARD_MODEL else OTHER)
 
 
 @lru_cache(maxsize=2)
@@ -267,7 +278,9 @@ def _logprobs(model: torch.nn.Module, before: list[int], tokens: list[int]) -> t
 def recomputed(name: str, directory: Path) -> tuple[list[dict[str, Any]], dict[str, torch.Tensor]]:
     """What each step of a case reports, and the weights after the last, by the naive loop."""
     case = CASES[name]
-    paths = {role: other_model(directory) for role in case.frozen}
+    paths: dict[str, Any] = {role: other_model(directory) for role in case.frozen if role != REWARD_MODEL}
+    if case.scored:
+        paths[REWARD_MODEL] = other_model(directory, REWARD_MODEL), REWARD_WEIGHT
     critic = CRITIC if case.has_critic else None
     trainer = NaiveTrainer(directory, case.config, OPTIMIZER, TEMPERATURE, **paths, critic=critic)
     reports = [

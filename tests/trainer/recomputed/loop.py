@@ -14,7 +14,7 @@ from tests.trainer.algorithms import naive
 from tests.trainer.recomputed import roles
 from tests.trainer.recomputed.critic import NaiveCritic
 from tests.trainer.recomputed.measures import measured
-from tests.trainer.recomputed.models import NaiveAdam, load
+from tests.trainer.recomputed.models import NaiveAdam, load, load_classifier
 from tests.trainer.recomputed.records import Groups, NaiveBatch, read
 from trainer.config import AlgorithmConfig, OptimizerConfig
 from trainer.roles.config import CriticConfig
@@ -39,12 +39,15 @@ class NaiveTrainer:
         reference: Path | None = None,
         teacher: Path | None = None,
         critic: CriticConfig | None = None,
+        reward_model: tuple[Path, float] | None = None,
     ) -> None:
         """Load the models; without a path the reference model is the initial policy."""
         self.algorithm, self.temperature = algorithm, temperature
         self.model, self.initial = load(model_dir), load(reference or model_dir)
         self.teacher = load(teacher) if teacher else None
         self.critic = NaiveCritic(model_dir, critic, optimizer) if critic else None
+        self.reward_model = load_classifier(reward_model[0]) if reward_model else None
+        self.reward_weight = reward_model[1] if reward_model else 0.0
         self.adam = NaiveAdam(list(self.model.parameters()), optimizer)
 
     def step(self, groups: Groups, version: int, *, decoupled: bool, epochs: int) -> dict[str, Any]:
@@ -58,13 +61,14 @@ class NaiveTrainer:
             if config.kl_coef:
                 batch.reference_logprobs = self.forward(self.initial, batch)[0]
             teacher = self.forward(self.teacher, batch)[0].tolist() if self.teacher else None
+            found = self._score(batch) if self.reward_model else {}
             old = {t: v.item() for t, v in self.critic.values(batch).items()} if self.critic else {}
         returns: dict[int, float] = {}
         if self.critic:
-            scores, returns, found = roles.with_a_critic(config, batch, old)
+            scores, returns, of_roles = roles.with_a_critic(config, batch, old)
         else:
-            scores, found = roles.with_a_teacher(config, batch, teacher)
-        found |= batch.measured
+            scores, of_roles = roles.with_a_teacher(config, batch, teacher)
+        found |= of_roles | batch.measured
         if not batch.loss_mask.any():
             return {"trained_tokens": 0, **found}
         made = []
@@ -75,6 +79,20 @@ class NaiveTrainer:
         of_all = {name: naive.mean([update[name] for update in made]) for name in made[0]}
         at_start = {name: made[0][name] for name in made[0] if name not in OF_ALL_UPDATES}
         return {**found, **of_all, **at_start}
+
+    def _score(self, batch: NaiveBatch) -> dict[str, float]:
+        """Add the mean score of a sample's rows to its reward; return what is reported of it."""
+        ends = zip(batch.offsets, batch.offsets[1:], strict=False)
+        rows = [
+            self.reward_model(torch.tensor([batch.tokens[first:end]])).logits.item() for first, end in ends
+        ]
+        owners = batch.rows.tolist()
+        scores = {
+            sample: naive.mean([score for owner, score in zip(owners, rows, strict=True) if owner == sample])
+            for sample in set(owners)
+        }
+        batch.rewards = batch.rewards + self.reward_weight * torch.tensor([scores[o] for o in owners])
+        return {"reward_model_mean": naive.mean(list(scores.values()))}
 
     def _update(self, batch: NaiveBatch, scores: dict[int, float]) -> dict[str, Any]:
         config = self.algorithm

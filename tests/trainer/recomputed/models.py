@@ -4,13 +4,20 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from trainer.config import OptimizerConfig
 
 
 def load(model_dir: Path) -> Any:
     model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32, attn_implementation="eager")
+    return model.double().eval()
+
+
+def load_classifier(model_dir: Path) -> Any:
+    model = AutoModelForSequenceClassification.from_pretrained(
+        model_dir, dtype=torch.float32, attn_implementation="eager"
+    )
     return model.double().eval()
 
 

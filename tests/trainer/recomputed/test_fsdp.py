@@ -15,7 +15,7 @@ CHANGED = slow_unless_changed(
     "trainer/fsdp/", "trainer/layers/", "trainer/functional/", "trainer/algorithms/", "trainer/roles/",
     "trainer/step/", "tests/trainer/recomputed/",
 )  # fmt: skip
-FEW = ("rejection-geometric", "ppo-kl-in-reward", "kl-in-reward-path", "branches-ppo")
+FEW = ("rejection-geometric", "ppo-kl-in-reward", "kl-in-reward-path", "branches-ppo", "reward-model")
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
 

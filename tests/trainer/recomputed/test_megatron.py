@@ -11,7 +11,13 @@ from tests.trainer.recomputed.naive_run import assert_naive
 from tests.trainer.recomputed.ranks import run
 
 FEW = ("rejection-geometric", "ppo-kl-in-reward")
-OTHER_MODELS = ("on_policy_distillation-rewards", "kl-in-reward-path", "sft", "branches-ppo")
+OTHER_MODELS = (
+    "on_policy_distillation-rewards",
+    "kl-in-reward-path",
+    "sft",
+    "branches-ppo",
+    "branches-reward-model",
+)
 MANY_RANKS = ("tp2", "tp2-sequence", "pp2", "cp2", "dp2", "tp2-dp2")
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once

@@ -118,7 +118,7 @@ def test_a_head_of_several_labels_is_refused(tiny: Path, tmp_path: Path) -> None
         (tmp_path / path.name).write_bytes(path.read_bytes())
     save_file({"score.weight": torch.zeros(3, 64)}, tmp_path / "score.safetensors")
     with pytest.raises(
-        SettingsError, match=r"score.weight .* has shape \(3, 64\), and a critic has one label"
+        SettingsError, match=r"score.weight .* has shape \(3, 64\), and a value head has one label"
     ):
         make_models("reference", tiny, critic_dir=tmp_path)
 

@@ -89,12 +89,12 @@ def test_a_frozen_model_rests_where_the_setting_says(offload: bool) -> None:
     models = RankModels(ScriptedBackend(trainer=TRAINER), frozen=FrozenModels(teacher=role))
     for _ in range(2):
         assert is_here(model) is not offload
-        assert role.logprobs(make_batch("qwen2", 0)).unique().tolist() == [-6.0]
+        assert role.evaluate(make_batch("qwen2", 0)).unique().tolist() == [-6.0]
     models.offload()
     assert not is_here(model)
     models.onload()
     assert is_here(model) is not offload
-    assert role.logprobs(make_batch("qwen2", 0)).unique().tolist() == [-6.0]
+    assert role.evaluate(make_batch("qwen2", 0)).unique().tolist() == [-6.0]
 
 
 def test_a_reference_at_a_path_is_not_replaced_by_the_policy() -> None:

@@ -6,7 +6,6 @@ from typing import Any
 
 import msgspec
 import torch
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
 from trainer.backends.base import Replicas, StepStats
 from trainer.backends.host_offload import HostOffload, Offloadable
@@ -17,40 +16,15 @@ from trainer.megatron.backend import MegatronBackend, initialize
 from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.reading import read_critic
-from trainer.megatron.forward import Runner
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import Workload
-from trainer.megatron.micro_batches import MicroBatch
 from trainer.megatron.part import ModelPart
+from trainer.megatron.roles.value_runner import ValueRunner
 from trainer.memory.plan import MemoryPlan, peak_gb
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.value_measures import ValueMeasures
-from trainer.step.measures import MadePasses
 from trainer.storage.host_state import HostCopies, HostState
-
-
-class ValueRunner(Runner):
-    """Runs a critic over batches, in the place of log-probabilities with values."""
-
-    def train_values(self, batch: Batch, measures: ValueMeasures) -> MadePasses:
-        """Run forward and backward over the part, as `train` does."""
-        return self._train(batch, measures.micro_batch_loss, measures)
-
-    def values(self, batch: Batch) -> torch.Tensor:
-        """Return the values of the part's sampled tokens, 0 elsewhere; as `logprobs` does."""
-        return self._evaluate(batch)
-
-    def _score(
-        self, temperature: float, finish: Any, micro: MicroBatch, hidden: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, Any]:
-        if self.position.sequence_parallel:  # every tensor rank computes all values
-            hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)
-        values = self._inner[-1].value_head(hidden[:, 0].index_select(0, micro.rows))[: micro.wanted]
-        loss, output = (
-            (values.sum(), (micro.places, values)) if finish is None else finish(micro.trained, values)
-        )
-        return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), output
 
 
 class MegatronCritic(Offloadable, Critic):

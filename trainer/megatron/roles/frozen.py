@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
 
@@ -10,15 +11,18 @@ from trainer.backends.base import FrozenModel, FrozenSpec
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.megatron.families.experts import check_ranks
-from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.families.reading import read_architecture, read_critic
 from trainer.megatron.forward import Runner
 from trainer.megatron.memory.expected import FrozenShape, frozen_layout
 from trainer.megatron.model import whole_part
 from trainer.megatron.parallel import Position
 from trainer.megatron.part import ModelPart
+from trainer.megatron.roles.value_runner import ValueRunner
+from trainer.roles.row_scores import numbers_of
 
 Evaluate = Callable[[Runner, Batch], torch.Tensor]
-"""(runner, batch) -> log-probabilities of the batch's tokens."""
+"""(runner, batch) -> log-probabilities, or values, of the batch's tokens."""
 
 
 def load_part(
@@ -36,7 +40,7 @@ def load_part(
         SettingsError: the model is not supported, or does not fit the layout; names the setting.
     """
     try:
-        architecture, layout = read_architecture(spec.directory), frozen_layout(position.config)
+        architecture, layout = _read(spec), frozen_layout(position.config)
         if architecture.experts.count:
             check_ranks(architecture.experts, layout)
         part = ModelPart(
@@ -47,8 +51,8 @@ def load_part(
     except SettingsError as error:
         raise SettingsError(f"setting {spec.role}.path: {error}") from error
     whole_part(chunks).requires_grad_(False)
-    runner = part.runner(chunks)
-    return FrozenModel(lambda batch: evaluate(runner, batch), list(parameters.values()))
+    runner = part.runner(chunks, ValueRunner if spec.is_classifier else Runner)
+    return FrozenModel(numbers_of(spec, partial(evaluate, runner)), list(parameters.values()))
 
 
 def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:
@@ -62,7 +66,11 @@ def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:
         if spec.apart:
             continue
         try:
-            shapes.append(FrozenShape(read_architecture(spec.directory), spec.offload))
+            shapes.append(FrozenShape(_read(spec), spec.offload))
         except SettingsError as error:
             raise SettingsError(f"setting {spec.role}.path: {error}") from error
     return tuple(shapes)
+
+
+def _read(spec: FrozenSpec) -> Architecture:
+    return read_critic(spec.directory) if spec.is_classifier else read_architecture(spec.directory)

@@ -1,0 +1,94 @@
+"""Holds a transformer of a checkpoint with a value head, and computes values with it."""
+
+from pathlib import Path
+
+import torch
+from safetensors import safe_open
+
+from protocol.errors import SettingsError
+from trainer.batch import Batch
+from trainer.config import TrainerConfig
+from trainer.reference.frozen import load_model
+from trainer.reference.logprobs import padded, passes
+
+HEAD = ("score.weight", "score.bias")
+"""Names of the value head in a checkpoint of Hugging Face."""
+
+
+class ValueModel(torch.nn.Module):
+    """A transformer without its output layer, and a linear layer from hidden states to values."""
+
+    def __init__(self, model_dir: Path, setting: str, *, blank: bool = False) -> None:
+        """Load both; a head that is not in the checkpoint is zero, the others are as in `load_model`.
+
+        Raises:
+            SettingsError: transformers cannot load the directory, or its head has several labels.
+        """
+        super().__init__()
+        self.model = load_model(model_dir, setting, with_head=False, blank=blank)
+        hidden = self.model.get_input_embeddings().weight.shape[1]
+        self.score = torch.nn.Linear(hidden, 1)
+        head = read_head(model_dir, setting, hidden)
+        with torch.no_grad():
+            for name in HEAD:
+                self.get_parameter(name).zero_()
+                if name in head:
+                    self.get_parameter(name).copy_(head[name])
+
+    def forward(self, arguments: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
+        """Return the values at inputs of the transformer.
+
+        Args:
+            arguments: of the transformer's call.
+            rows: int64 [k], counted over all inputs.
+
+        Returns: float32 [k].
+        """
+        hidden = self.model(**arguments, use_cache=False).last_hidden_state.flatten(0, 1)[rows]
+        weight, bias = self.score.weight.float(), self.score.bias.float()
+        return torch.nn.functional.linear(hidden.float(), weight, bias)[:, 0]
+
+
+def read_head(model_dir: Path, setting: str, hidden: int) -> dict[str, torch.Tensor]:
+    """Return a checkpoint's tensors of a value head, by its names there; `setting` names the directory.
+
+    Raises:
+        SettingsError: it has several labels.
+    """
+    head: dict[str, torch.Tensor] = {}
+    for path in sorted(model_dir.glob("*.safetensors")):
+        with safe_open(str(path), framework="pt") as file:
+            head |= {name: file.get_tensor(name) for name in HEAD if name in file.keys()}  # noqa: SIM118 (not a mapping)
+    for name, shape in zip(HEAD, ((1, hidden), (1,)), strict=True):
+        if name in head and tuple(head[name].shape) != shape:
+            raise SettingsError(
+                f"{setting} {name} in {model_dir} has shape {tuple(head[name].shape)}, and a value head "
+                f"has one label, {shape}"
+            )
+    return head
+
+
+def values_at(model: ValueModel, part: Batch, place: torch.Tensor) -> torch.Tensor:
+    """Return the values of the states in which tokens of a micro-batch were sampled, [k].
+
+    Args:
+        model: on the micro-batch's device.
+        part: the micro-batch.
+        place: the k tokens: their indices, or a mask of all.
+    """
+    ids, sample, position = padded(part)
+    rows = sample * ids.size(1) + position - 1
+    values: torch.Tensor = model({"input_ids": ids}, rows[place])
+    return values
+
+
+@torch.no_grad()
+def evaluate_values(model: ValueModel, batch: Batch, trainer: TrainerConfig) -> torch.Tensor:
+    """Return the values of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
+    device = next(model.parameters()).device
+    out = torch.zeros(len(batch.tokens))
+    for samples in passes(batch, trainer):
+        part = batch.select(samples).to(device)
+        found = values_at(model, part, part.sampled_mask)
+        out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = found.cpu()
+    return out
