@@ -78,6 +78,7 @@ async def serve(process: Process) -> None:
         if turn is not None and not await turn.acquire():
             return
         await _start(process, engine)
+        process.info["draft_digest"] = engine.draft_digest or None
         if shared is not None:
             process.info[DESCRIBED] = str(shared)
             await process.register()

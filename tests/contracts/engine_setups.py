@@ -11,6 +11,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import KvPolicy
 from rollout.engines.contract.models import tiny_model
 from tests.changes import IN_PROCESS, SGLANG, VLLM, slow_unless_changed
+from tests.contracts.engine_draft_models import tiny_further, tiny_shallow
 from tests.contracts.engine_models import tiny_experts, tiny_gpt_oss, tiny_latent
 from tests.gpus import TWO_GPUS
 
@@ -28,7 +29,9 @@ class Setup:
     dtype: str = "float32"
     graphs: bool = False
     """CUDA graphs are captured and replayed."""
-    model: Literal["dense", "experts", "all_experts", "latent", "latent_yarn", "gpt_oss"] = "dense"
+    model: Literal[
+        "dense", "experts", "all_experts", "latent", "latent_yarn", "gpt_oss", "shallow", "further"
+    ] = "dense"
     """Key of `MODELS`."""
     margin: float | None = None
     """See `Bench`; None: that of its dtype."""
@@ -36,7 +39,9 @@ class Setup:
     """Given to vLLM or SGLang as they are."""
     shares: bool = False
     """Its live weights can be mapped, and versions come out of masters."""
-    drafts: Literal["off", "history", "history_always"] = "off"
+    drafts: Literal["off", "history", "history_always", "model", "model_always"] = "off"
+    drafted_by: Literal["", "small", "eagle", "eagle3", "further"] = ""
+    """Key of `DRAFT_MODELS`, for drafts of a model."""
     staging: Literal["device", "host", "layers"] = "device"
     """Where versions are staged."""
     overlaps: bool = False
@@ -67,6 +72,8 @@ MODELS: Mapping[str, Callable[..., Any]] = {
     "latent": tiny_latent,
     "latent_yarn": partial(tiny_latent, yarn=True),
     "gpt_oss": tiny_gpt_oss,
+    "shallow": tiny_shallow,
+    "further": tiny_further,
 }
 
 
@@ -130,6 +137,45 @@ SETUPS = [
     engine_under_test(
         "vllm-drafts", Setup("vllm", KvPolicy.RECOMPUTE, drafts="history_always"), ENGINE, SLOW
     ),
+    engine_under_test(
+        "vllm-drafts-small",
+        Setup("vllm", KvPolicy.RECOMPUTE, drafts="model", drafted_by="small", overlaps=True),
+        ENGINE,
+        slow_unless_changed("rollout/engines/vllm/drafts/"),
+    ),
+    engine_under_test(
+        "vllm-drafts-eagle",
+        Setup(
+            "vllm", KvPolicy.KEEP, drafts="model_always", drafted_by="eagle", model="shallow", overlaps=True
+        ),
+        ENGINE,
+        slow_unless_changed("rollout/engines/vllm/drafts/"),
+    ),
+    engine_under_test(
+        "vllm-drafts-eagle3",
+        Setup("vllm", KvPolicy.RECOMPUTE, drafts="model_always", drafted_by="eagle3"),
+        ENGINE,
+        SLOW,
+    ),
+    engine_under_test(
+        "vllm-drafts-further",
+        Setup(
+            "vllm",
+            KvPolicy.RECOMPUTE,
+            drafts="model_always",
+            drafted_by="further",
+            model="further",
+            overlaps=True,
+        ),
+        ENGINE,
+        SLOW,
+    ),
+    engine_under_test(
+        "vllm-drafts-small-tp2",
+        Setup("vllm", KvPolicy.RECOMPUTE, ranks=2, drafts="model", drafted_by="small", overlaps=True),
+        ENGINE,
+        SLOW,
+    ),
     engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=12)), ENGINE, SLOW),
     engine_under_test(
         "vllm-lora-experts",
@@ -173,6 +219,20 @@ SETUPS = [
     engine_under_test(
         "vllm-drafts-graphs",
         Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, drafts="history_always"),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-drafts-eagle-graphs",
+        Setup(
+            "vllm",
+            KvPolicy.KEEP,
+            dtype="bfloat16",
+            graphs=True,
+            drafts="model",
+            drafted_by="eagle",
+            model="shallow",
+        ),
         ENGINE,
         GPU,
     ),

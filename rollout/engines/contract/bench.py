@@ -56,6 +56,8 @@ class Bench:
     """True: the engine has a prefix cache."""
     drafts: bool = False
     """True: it verifies drafts."""
+    drafts_well: bool = True
+    """False: its drafts are nearly always wrong."""
     last: int = -1
     """Newest version that was published."""
     masters: dict[str, torch.Tensor] = field(default_factory=dict)

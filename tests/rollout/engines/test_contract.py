@@ -19,6 +19,7 @@ from rollout.engines.contract.suite import EngineContract
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
 from tests.contracts.engine_commits import CommitContract
+from tests.contracts.engine_draft_models import DRAFT_MODELS
 from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_models import adapted
 from tests.contracts.engine_sessions import SessionContract
@@ -58,6 +59,7 @@ async def bench(
     directory: Path = tmp_path_factory.mktemp(setup.name)
     models["A"].save_pretrained(directory / "model")
     (directory / "model/generation_config.json").write_text(json.dumps(GENERATION_DEFAULTS))
+    draft_model = DRAFT_MODELS[setup.drafted_by](models["A"], directory) if setup.drafted_by else ""
     if setup.lora.rank:
         made = {name: adapted(models["A"], setup.lora, seed, dtype) for seed, name in enumerate(models)}
         models, published = (
@@ -82,6 +84,8 @@ async def bench(
         enforce_eager=not setup.graphs,
         enable_sleep_mode=setup.sleeps,
         drafts=setup.drafts,
+        draft_model=draft_model,
+        num_speculative_tokens=3 if setup.drafted_by else 8,
         staging=setup.staging,
         seconds_per_token=0.001,
         arguments=dict(setup.arguments),
@@ -107,6 +111,7 @@ async def bench(
         caches=setup.name in ("vllm", "sglang")
         and (setup.model != "latent" or torch.cuda.is_available()),  # vLLM on a CPU turns it off
         drafts=setup.drafts != "off",
+        drafts_well=setup.drafted_by != "eagle3",
     )
     try:
         yield made_bench
