@@ -78,7 +78,6 @@ async def serve(process: Process) -> None:
         if turn is not None and not await turn.acquire():
             return
         await _start(process, engine)
-        process.info["draft_digest"] = engine.draft_digest or None
         if shared is not None:
             process.info[DESCRIBED] = str(shared)
             await process.register()
@@ -147,6 +146,7 @@ async def _start(process: Process, engine: Engine) -> None:
     with process.waiting("engine start"):
         began = time.monotonic()
         await engine.start()
+        process.info["draft_digest"] = engine.draft_digest or None
         process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
     await process.ready("engine")
 

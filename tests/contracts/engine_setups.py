@@ -84,6 +84,8 @@ def engine_under_test(name: str, setup: Setup, *marks: pytest.MarkDecorator) -> 
 
 ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
 OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
+DRAFTS = slow_unless_changed("rollout/engines/vllm/drafts/")
+BY_MODEL = partial(Setup, "vllm", drafts="model_always", overlaps=True)
 LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
     engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
@@ -138,43 +140,22 @@ SETUPS = [
         "vllm-drafts", Setup("vllm", KvPolicy.RECOMPUTE, drafts="history_always"), ENGINE, SLOW
     ),
     engine_under_test(
-        "vllm-drafts-small",
-        Setup("vllm", KvPolicy.RECOMPUTE, drafts="model", drafted_by="small", overlaps=True),
-        ENGINE,
-        slow_unless_changed("rollout/engines/vllm/drafts/"),
+        "vllm-drafts-small", BY_MODEL(KvPolicy.RECOMPUTE, drafts="model", drafted_by="small"), ENGINE, DRAFTS
     ),
     engine_under_test(
-        "vllm-drafts-eagle",
-        Setup(
-            "vllm", KvPolicy.KEEP, drafts="model_always", drafted_by="eagle", model="shallow", overlaps=True
-        ),
-        ENGINE,
-        slow_unless_changed("rollout/engines/vllm/drafts/"),
-    ),
-    engine_under_test(
-        "vllm-drafts-eagle3",
-        Setup("vllm", KvPolicy.RECOMPUTE, drafts="model_always", drafted_by="eagle3"),
-        ENGINE,
-        SLOW,
+        "vllm-drafts-eagle", BY_MODEL(KvPolicy.KEEP, drafted_by="eagle", model="shallow"), ENGINE, DRAFTS
     ),
     engine_under_test(
         "vllm-drafts-further",
-        Setup(
-            "vllm",
-            KvPolicy.RECOMPUTE,
-            drafts="model_always",
-            drafted_by="further",
-            model="further",
-            overlaps=True,
-        ),
+        BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="further", model="further"),
         ENGINE,
         SLOW,
     ),
     engine_under_test(
-        "vllm-drafts-small-tp2",
-        Setup("vllm", KvPolicy.RECOMPUTE, ranks=2, drafts="model", drafted_by="small", overlaps=True),
-        ENGINE,
-        SLOW,
+        "vllm-drafts-eagle3", BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="eagle3", overlaps=False), ENGINE, SLOW
+    ),
+    engine_under_test(
+        "vllm-drafts-small-tp2", BY_MODEL(KvPolicy.RECOMPUTE, ranks=2, drafted_by="small"), ENGINE, SLOW
     ),
     engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=12)), ENGINE, SLOW),
     engine_under_test(
@@ -224,15 +205,7 @@ SETUPS = [
     ),
     engine_under_test(
         "vllm-drafts-eagle-graphs",
-        Setup(
-            "vllm",
-            KvPolicy.KEEP,
-            dtype="bfloat16",
-            graphs=True,
-            drafts="model",
-            drafted_by="eagle",
-            model="shallow",
-        ),
+        BY_MODEL(KvPolicy.KEEP, dtype="bfloat16", graphs=True, drafted_by="eagle", model="shallow"),
         ENGINE,
         GPU,
     ),

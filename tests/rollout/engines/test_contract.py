@@ -59,7 +59,6 @@ async def bench(
     directory: Path = tmp_path_factory.mktemp(setup.name)
     models["A"].save_pretrained(directory / "model")
     (directory / "model/generation_config.json").write_text(json.dumps(GENERATION_DEFAULTS))
-    draft_model = DRAFT_MODELS[setup.drafted_by](models["A"], directory) if setup.drafted_by else ""
     if setup.lora.rank:
         made = {name: adapted(models["A"], setup.lora, seed, dtype) for seed, name in enumerate(models)}
         models, published = (
@@ -84,7 +83,7 @@ async def bench(
         enforce_eager=not setup.graphs,
         enable_sleep_mode=setup.sleeps,
         drafts=setup.drafts,
-        draft_model=draft_model,
+        draft_model=setup.drafted_by and DRAFT_MODELS[setup.drafted_by](models["A"], directory),
         num_speculative_tokens=3 if setup.drafted_by else 8,
         staging=setup.staging,
         seconds_per_token=0.001,
@@ -96,7 +95,6 @@ async def bench(
     with overlapping(engine) if setup.overlaps else nullcontext():
         await engine.start()
     files = shared_files({child.pid for child in psutil.Process().children(recursive=True)})
-    pilots = 3 if setup.name == "sglang" else 1
     made_bench = Bench(
         engine,
         setup.kv,
@@ -105,13 +103,12 @@ async def bench(
         published,
         margin=MARGINS[setup.dtype] if setup.margin is None else setup.margin,
         computes=setup.name != "scripted",
-        pilots=pilots,
+        pilots=3 if setup.name == "sglang" else 1,
         shares=setup.shares,
         layers=setup.staging == "layers",
         caches=setup.name in ("vllm", "sglang")
         and (setup.model != "latent" or torch.cuda.is_available()),  # vLLM on a CPU turns it off
-        drafts=setup.drafts != "off",
-        drafts_well=setup.drafted_by != "eagle3",
+        least_accepted=None if setup.drafts == "off" else 0.0 if setup.drafted_by == "eagle3" else 0.1,
     )
     try:
         yield made_bench

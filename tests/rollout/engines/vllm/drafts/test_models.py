@@ -90,7 +90,7 @@ def change(directory: Path, place: str, **values: object) -> None:
         ),
     ],
 )
-def test_what_drafts_nothing_for_the_target_is_refused_by_name(
+def test_draft_that_does_not_fit_the_target_is_refused_by_name(
     tmp_path: Path, kind: str, spoil: Callable[[Path], object], changes: dict[str, Any], words: str
 ) -> None:
     config = drafting(tmp_path, kind, **changes)
