@@ -240,7 +240,7 @@ class EngineContract:
             assert_switched(bench, found, [["A", "B"]] * len(found))
 
     async def test_new_request_never_uses_an_old_prefix(self, bench: Bench) -> None:
-        prompt = tuple(range(4, 304))
+        prompt = tuple(range(4, 432))
         await bench.serve("A")
         warm = await bench.engine.generate(ask("warm", prompt, 4))
         longer = (*prompt, *warm.tokens, *prompt[:20])

@@ -26,6 +26,8 @@ SCHEDULER = "rollout.engines.vllm.drafts.scheduling.make_scheduler"
 """Makes the scheduler that switches a model's drafts."""
 FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields of config.json, by family, with the number of layers that predict further tokens."""
+TAKEN_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
+"""Parts of paths by which vLLM takes a small model or further layers for another kind of draft."""
 _FURTHER = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -85,7 +87,14 @@ def check_draft_model(
             f"setting engine.drafts: {model_dir} holds no safetensors, and vLLM loads the model that drafts "
             "as it loads the target: not at all; use 'history', or set it to 'off'"
         )
-    method_of(config, model, model_dir)
+    method, place = method_of(config, model, model_dir), config.draft_model or str(model_dir)
+    taken = next((name for name in TAKEN_NAMES if name in place.lower()), "")
+    if taken and method in ("mtp", "draft_model"):
+        setting = "engine.draft_model" if config.draft_model else "engine.drafts"
+        raise EngineSettingsError(
+            f"setting {setting}: vLLM takes {place} for another kind of draft, because {taken!r} is in its "
+            "path; name the directory otherwise"
+        )
 
 
 def method_of(config: EngineConfig, model: Mapping[str, Any], model_dir: Path) -> str:

@@ -99,6 +99,19 @@ def test_draft_that_does_not_fit_the_target_is_refused_by_name(
         check_draft_model(config, read_config(tmp_path / "model"), tmp_path / "model")
 
 
+@pytest.mark.parametrize(("kind", "setting"), [("small", "draft_model"), ("further", "drafts")])
+def test_path_by_which_vllm_would_choose_another_method_is_refused(
+    tmp_path: Path, kind: str, setting: str
+) -> None:
+    place = tmp_path / "EAGLE3-runs"
+    place.mkdir()
+    config = drafting(place, kind)
+    with pytest.raises(EngineSettingsError, match=rf"setting engine\.{setting}: .* because 'eagle3' is in"):
+        check_draft_model(config, read_config(place / "model"), place / "model")
+    head = drafting(tmp_path, "eagle3")  # vLLM is told which it is
+    check_draft_model(head, read_config(tmp_path / "model"), tmp_path / "model")
+
+
 def test_adapters_exclude_a_model_that_drafts_and_not_the_history(tmp_path: Path) -> None:
     config, lora = drafting(tmp_path, "eagle"), LoraConfig(rank=4)
     model = read_config(tmp_path / "model")
