@@ -16,7 +16,7 @@ from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel
 
 from rollout.engines.contract.models import VOCAB, randomize, tiny_model, weights
 
-SHALLOW = 0.1
+SHALLOW = 0.02
 """By how much the layers of a shallow target are scaled."""
 HIDDEN = 128
 
