@@ -85,7 +85,7 @@ def engine_under_test(name: str, setup: Setup, *marks: pytest.MarkDecorator) -> 
 ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
 OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
 DRAFTS = slow_unless_changed("rollout/engines/vllm/drafts/")
-BY_MODEL = partial(Setup, "vllm", drafts="model_always", overlaps=True)
+BY_MODEL = partial(Setup, "vllm", drafts="model_always", model="shallow", overlaps=True)
 LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
     engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
@@ -142,9 +142,7 @@ SETUPS = [
     engine_under_test(
         "vllm-drafts-small", BY_MODEL(KvPolicy.RECOMPUTE, drafts="model", drafted_by="small"), ENGINE, DRAFTS
     ),
-    engine_under_test(
-        "vllm-drafts-eagle", BY_MODEL(KvPolicy.KEEP, drafted_by="eagle", model="shallow"), ENGINE, DRAFTS
-    ),
+    engine_under_test("vllm-drafts-eagle", BY_MODEL(KvPolicy.KEEP, drafted_by="eagle"), ENGINE, DRAFTS),
     engine_under_test(
         "vllm-drafts-further",
         BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="further", model="further"),
@@ -205,7 +203,7 @@ SETUPS = [
     ),
     engine_under_test(
         "vllm-drafts-eagle-graphs",
-        BY_MODEL(KvPolicy.KEEP, dtype="bfloat16", graphs=True, drafted_by="eagle", model="shallow"),
+        BY_MODEL(KvPolicy.KEEP, dtype="bfloat16", graphs=True, drafted_by="eagle"),
         ENGINE,
         GPU,
     ),
