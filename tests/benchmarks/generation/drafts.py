@@ -38,7 +38,6 @@ from tests.contracts.engine_draft_models import write_head
 
 SAMPLES = 8
 """Samples of a group."""
-TEMPERATURES = (0.0, 0.05, 1.0)
 HEAD_TOKENS = 3
 """Tokens of a draft by the head; others have the setting's default."""
 WAYS = ("off", "history", "history_always", "model", "model_always")
@@ -101,7 +100,7 @@ async def measure(drafts: Any, options: argparse.Namespace, facts: dict[str, Any
             async def generate(request: Request) -> int:
                 return len((await engine.generate(request)).tokens)
 
-            for temperature in TEMPERATURES:
+            for temperature in options.temperatures:
                 for running in options.running:
                     requests = grouped(running, size.vocabulary, temperature, options.share)
                     warm = [replace(request, id=f"warm-{request.id}") for request in requests[:running]]
@@ -143,6 +142,12 @@ def main() -> None:
     parser.add_argument("--running", type=numbers, default="8,32,128,512", help="requests at a time")
     parser.add_argument("--share", type=float, default=1.0, help="of the usual lengths of completions")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=",".join(WAYS))
+    parser.add_argument(
+        "--temperatures",
+        type=lambda text: [float(value) for value in text.split(",")],
+        default="0,0.05,1",
+        help="one for the acceptance of each: it is counted from the start of an engine",
+    )
     parser.add_argument("--tiny", action="store_true", help="a rehearsal, also without a GPU")
     options = parser.parse_args()
     if options.tiny:
