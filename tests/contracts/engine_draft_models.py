@@ -89,11 +89,12 @@ def write_eagle3(target: PreTrainedModel, directory: Path) -> str:
     for name in ("midlayer.hidden_norm", "midlayer.input_layernorm", "norm"):
         tensors[f"{name}.weight"] = torch.ones(HIDDEN, dtype=target.dtype)
     place = directory / "eagle3"
-    _write(
-        place,
-        {**_config(config), "architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": half},
-        {**tensors, "d2t": torch.arange(half), "t2d": drafted},
-    )
+    own = {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "draft_vocab_size": half,
+        "eagle_aux_hidden_state_layer_ids": [0, 1, 2],  # the defaults are for more layers
+    }
+    _write(place, {**_config(config), **own}, {**tensors, "d2t": torch.arange(half), "t2d": drafted})
     return str(place)
 
 
