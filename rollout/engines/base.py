@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from protocol.choices import NameIn
 from protocol.errors import Unsupported
 from protocol.messages import WeightManifest
-from protocol.paths import ProgramPath, set_first
+from protocol.paths import FilePath, ProgramPath, set_first
 
 
 class KvPolicy(StrEnum):
@@ -62,10 +62,15 @@ class EngineConfig:
     enable_return_routed_experts: bool = False
     """hf, megatron, sglang, and vllm on a GPU: record which experts a mixture of experts chose. Set by
     `trainer.routing_replay`."""
-    drafts: Literal["off", "history", "history_always"] = "off"
+    drafts: Literal["off", "history", "history_always", "model", "model_always"] = "off"
     """vllm: speculative decoding, several tokens of a request in one step: off, history (drafts from earlier
-    answers to the same prompt, from the prompt and from the answer itself, while that is faster), or
-    history_always (also while it is slower, to measure). Tokens and log-probabilities stay the model's."""
+    answers to the same prompt, from the prompt and from the answer itself, while that is faster), model
+    (drafts of `draft_model`, while that is faster), or history_always and model_always (also while it is
+    slower, to measure). Tokens and log-probabilities stay the model's."""
+    draft_model: FilePath = ""
+    """vllm: directory of an EAGLE or EAGLE3 head of the model, or of a small model of its vocabulary, that
+    drafts with `drafts = "model"`. Empty: the layers of the model's own checkpoint that predict further
+    tokens (MTP)."""
     num_speculative_tokens: Annotated[int, Interval(ge=1, le=32)] = 8
     """vllm: most tokens of a draft."""
     batch_invariant: bool = False
@@ -239,6 +244,9 @@ class Engine(ABC):
     """
 
     capabilities: Capabilities
+    draft_digest: str = ""
+    """Once started: digests, rank by rank, of the tensors that draft and that no version changes; empty:
+    there are none."""
 
     @classmethod
     def preload(cls, config: EngineConfig) -> Callable[[], None] | None:

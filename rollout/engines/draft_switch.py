@@ -43,9 +43,13 @@ class _Batch:
 class DraftSwitch:
     """The choice of one engine, asked at each step."""
 
-    def __init__(self, clock: Callable[[], float] = perf_counter) -> None:
-        """Begin to measure by `clock`, in seconds."""
-        self._clock = clock
+    def __init__(self, clock: Callable[[], float] = perf_counter, *, skipped: int = 1) -> None:
+        """Begin to measure by `clock`, in seconds.
+
+        The first `skipped` steps of a block are left out: they have the drafts of the block before, and a
+        wait for requests is no typical step.
+        """
+        self._clock, self._skipped = clock, skipped
         self._batches: defaultdict[int, _Batch] = defaultdict(_Batch)
         self._size = -1
         self._drafts = True
@@ -67,9 +71,9 @@ class DraftSwitch:
         size = running.bit_length()
         if size != self._size:
             self._begin(size)
-        elif len(self._seconds) > BLOCK:
-            # the first step has the drafts of the block before; a wait for requests is no typical step
-            rate = sum(self._tokens[1:]) / (BLOCK * max(median(self._seconds[1:]), 1e-9))
+        elif len(self._seconds) >= BLOCK + self._skipped:
+            seconds, given = self._seconds[self._skipped :], self._tokens[self._skipped :]
+            rate = sum(given) / (BLOCK * max(median(seconds), 1e-9))
             self._batches[size].add(self._drafts, rate)
             self._begin(size)
         return self._drafts

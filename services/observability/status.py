@@ -12,8 +12,9 @@ OCCUPANCY = ("running", "kv_use")
 """How full an engine is, as its worker says: requests, and share of the KV cache; null: not known."""
 PREFIX_HITS = "prefix_hits"
 """Share of the tokens of all prompts whose KV was in the engine's prefix cache; null before the first one."""
-DRAFTS_ACCEPTED = "drafts_accepted"
-"""Share of all drafted tokens that the engine accepted; null while there is none."""
+DRAFTS = ("drafts_accepted", "draft_digest")
+"""Share of all drafted tokens that the engine accepted; null while there is none. Digest of the tensors that
+draft in the engine and that no version changes; null where there are none."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ async def collect_status(ledger: Ledger) -> dict[str, Any]:
         ],
         "engines": [
             {"engine": engine, "epoch": epoch, "version": version}
-            | {name: alive[engine].get(name) for name in (*OCCUPANCY, PREFIX_HITS, DRAFTS_ACCEPTED)}
+            | {name: alive[engine].get(name) for name in (*OCCUPANCY, PREFIX_HITS, *DRAFTS)}
             for engine, (epoch, version) in sorted(status.engines.items())
             if engine in alive
         ],

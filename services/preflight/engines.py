@@ -12,6 +12,7 @@ from rollout.engines.base import EngineConfig
 from rollout.engines.requests import head_dim_of
 from rollout.engines.sglang.arguments import check_bounded_scores, check_environment
 from rollout.engines.sglang_jax.model_check import check_interpreter, check_model
+from rollout.engines.vllm.drafts.models import check_draft_model
 from services.preflight.model import ModelFacts, engines_of
 from services.preflight.problem import Problem, refusals
 from services.settings.sections import Settings
@@ -31,6 +32,8 @@ def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     for engine in engines_of(settings):
         yield from _rank_problems(engine, model)
         yield from _dense_layer_problems(engine, model)
+        if engine.name == "vllm" and model.is_made:
+            yield from refusals(check_draft_model, engine, model.config, model.place, settings.lora)
         if engine.name == "sglang_jax":
             yield from refusals(check_interpreter, engine.python)
             yield from refusals(check_model, engine, model.config, model.place)

@@ -146,6 +146,7 @@ async def _start(process: Process, engine: Engine) -> None:
     with process.waiting("engine start"):
         began = time.monotonic()
         await engine.start()
+        process.info["draft_digest"] = engine.draft_digest or None
         process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
     await process.ready("engine")
 

@@ -18,6 +18,7 @@ from protocol.weights.lora import LoraConfig
 from rollout.engines.arguments import check_arguments
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import ENGINES
+from rollout.engines.vllm.drafts.models import MODELS
 from services.settings.sources import to_toml
 from trainer.weights.registry import TRANSPORTS
 
@@ -117,6 +118,11 @@ def _check_staging(engine: EngineConfig, prefix: str) -> None:
 
 
 def _check_drafts(engine: EngineConfig, prefix: str) -> None:
+    if engine.draft_model and engine.drafts not in MODELS:
+        raise SettingsError(
+            f"setting {prefix}.draft_model: no drafts come from it while {prefix}.drafts is "
+            f"{engine.drafts!r}; set that to 'model', or leave this out"
+        )
     if engine.drafts == "off":
         return
     if engine.name not in (able := ENGINES.having("drafts")):

@@ -73,7 +73,7 @@ class SessionContract:
         calls = ModelCalls(
             bench.engine, Sampling(max_tokens=4), EnvironmentConfig(), MAX_MODEL_LEN, "hits/0.{turn}.t"
         )
-        prompt = tuple(range(304, 4, -1))
+        prompt = tuple(range(432, 4, -1))
         said = (await calls(prompt, None)).tokens
         more = (*prompt, *said, *prompt[:20])
         await calls(more, None)

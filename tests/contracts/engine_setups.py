@@ -11,6 +11,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import KvPolicy
 from rollout.engines.contract.models import tiny_model
 from tests.changes import IN_PROCESS, SGLANG, VLLM, slow_unless_changed
+from tests.contracts.engine_draft_models import tiny_further, tiny_shallow
 from tests.contracts.engine_models import tiny_experts, tiny_gpt_oss, tiny_latent
 from tests.gpus import TWO_GPUS
 
@@ -30,9 +31,17 @@ class Setup:
     dtype: str = "float32"
     graphs: bool = False
     """CUDA graphs are captured and replayed."""
-    model: Literal["dense", "experts", "all_experts", "experts_only", "latent", "latent_yarn", "gpt_oss"] = (
-        "dense"
-    )
+    model: Literal[
+        "dense",
+        "experts",
+        "all_experts",
+        "experts_only",
+        "latent",
+        "latent_yarn",
+        "gpt_oss",
+        "shallow",
+        "further",
+    ] = "dense"
     """Key of `MODELS`."""
     margin: float | None = None
     """See `Bench`; None: that of its dtype."""
@@ -40,7 +49,9 @@ class Setup:
     """Given to vLLM or SGLang as they are."""
     shares: bool = False
     """Its live weights can be mapped, and versions come out of masters, but for those of adapters."""
-    drafts: Literal["off", "history", "history_always"] = "off"
+    drafts: Literal["off", "history", "history_always", "model", "model_always"] = "off"
+    drafted_by: Literal["", "small", "eagle", "eagle3", "further"] = ""
+    """Key of `DRAFT_MODELS`, for drafts of a model."""
     staging: Literal["device", "host", "layers"] = "device"
     """Where versions are staged."""
     overlaps: bool = False
@@ -72,6 +83,8 @@ MODELS: Mapping[str, Callable[..., Any]] = {
     "latent": tiny_latent,
     "latent_yarn": partial(tiny_latent, yarn=True),
     "gpt_oss": tiny_gpt_oss,
+    "shallow": tiny_shallow,
+    "further": tiny_further,
 }
 
 
@@ -95,6 +108,8 @@ def in_fp8(name: str, model: Model, *, quantization: str = "fp8", **arguments: A
 
 ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
 OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
+DRAFTS = slow_unless_changed("rollout/engines/vllm/drafts/")
+BY_MODEL = partial(Setup, "vllm", drafts="model_always", model="shallow", overlaps=True)
 LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
     engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
@@ -152,6 +167,22 @@ SETUPS = [
     engine_under_test("vllm-one-by-one", Setup("vllm", KvPolicy.RECOMPUTE), ENGINE, SLOW),
     engine_under_test(
         "vllm-drafts", Setup("vllm", KvPolicy.RECOMPUTE, drafts="history_always"), ENGINE, SLOW
+    ),
+    engine_under_test(
+        "vllm-drafts-small", BY_MODEL(KvPolicy.RECOMPUTE, drafts="model", drafted_by="small"), ENGINE, DRAFTS
+    ),
+    engine_under_test("vllm-drafts-eagle", BY_MODEL(KvPolicy.KEEP, drafted_by="eagle"), ENGINE, DRAFTS),
+    engine_under_test(
+        "vllm-drafts-further",
+        BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="further", model="further"),
+        ENGINE,
+        SLOW,
+    ),
+    engine_under_test(
+        "vllm-drafts-eagle3", BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="eagle3", overlaps=False), ENGINE, SLOW
+    ),
+    engine_under_test(
+        "vllm-drafts-small-tp2", BY_MODEL(KvPolicy.RECOMPUTE, ranks=2, drafted_by="small"), ENGINE, SLOW
     ),
     engine_under_test("vllm-lora", Setup("vllm", KvPolicy.RECOMPUTE, lora=LoraConfig(rank=12)), ENGINE, SLOW),
     engine_under_test(
@@ -213,6 +244,12 @@ SETUPS = [
             drafts="history_always",
             arguments=CACHE,
         ),
+        ENGINE,
+        GPU,
+    ),
+    engine_under_test(
+        "vllm-drafts-eagle-graphs",
+        BY_MODEL(KvPolicy.KEEP, dtype="bfloat16", graphs=True, drafted_by="eagle"),
         ENGINE,
         GPU,
     ),

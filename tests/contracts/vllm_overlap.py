@@ -4,8 +4,10 @@ vLLM turns that off on a CPU, where nothing is gained. Its scheduler, engine loo
 here; only streams and events, which a CPU lacks, are replaced, by ones that are always ready.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from functools import partial
+from multiprocessing import parent_process
 from typing import Any
 
 import torch
@@ -22,7 +24,16 @@ def overlapping(engine: Any) -> Iterator[None]:
         return
     engine.worker_extension = f"{__name__}.{OverlapExtension.__name__}"
     with eager_environment(True):
-        from vllm.platforms.cpu import CpuPlatform
+        undo = _turn_on()
+    try:
+        yield
+    finally:
+        undo()
+
+
+def _turn_on() -> Callable[[], None]:
+    """Have vLLM leave asynchronous scheduling on in this process; return what undoes it."""
+    from vllm.platforms.cpu import CpuPlatform
 
     before = vars(CpuPlatform)["check_and_update_config"]
 
@@ -31,10 +42,7 @@ def overlapping(engine: Any) -> Iterator[None]:
         config.scheduler_config.async_scheduling = True
 
     CpuPlatform.check_and_update_config = classmethod(check_and_turn_on)
-    try:
-        yield
-    finally:
-        CpuPlatform.check_and_update_config = before
+    return partial(setattr, CpuPlatform, "check_and_update_config", before)
 
 
 class Ready:
@@ -94,3 +102,5 @@ def _replace_streams() -> None:
 
 if not torch.cuda.is_available():
     _replace_streams()
+    if parent_process() is not None:  # the engine's process: a model that drafts has its config checked there
+        _turn_on()

@@ -55,8 +55,8 @@ class Bench:
     """True: versions are staged where their files have them, and come by no other transport."""
     caches: bool = False
     """True: the engine has a prefix cache."""
-    drafts: bool = False
-    """True: it verifies drafts."""
+    least_accepted: float | None = None
+    """More than this share of its drafts is accepted; None: it drafts nothing."""
     last: int = -1
     """Newest version that was published."""
     masters: dict[str, torch.Tensor] = field(default_factory=dict)

@@ -18,10 +18,7 @@ _FILES = (
 )
 _SAMPLED = "tokens would be drawn from another distribution than the one that the trainer computes"
 _LOGPROBS = "log-probabilities have to be those of the distribution that a token was drawn from"
-_DRAFTS = (
-    "a draft model would stay at its first version, because versions are committed for one model; "
-    "engine.drafts has drafts without a model"
-)
+_DRAFTS = "drafts are switched and verified by settings of their own: engine.drafts, engine.draft_model"
 _SCHEDULER = "commits and the record of token versions rest on vLLM's own scheduler and worker"
 _ADAPTER = "[lora] sets it: one adapter, which versions replace in its slot"
 _DATA_PARALLEL = (

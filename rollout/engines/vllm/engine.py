@@ -236,8 +236,8 @@ class VllmEngine(MultiProcessEngine):
         """Preempt running requests, with their tokens, and release all memory; the next commit resumes."""
         await self._vllm.pause_scheduler()
         await self._vllm.drop_kv()
-        # with an adapter no version brings the base weights back, so they are kept in host memory (level 1)
-        await self._staging.sleep(1 if self._lora.rank else 2)
+        # an adapter's base weights, and a model that drafts, come with no version: the host keeps them
+        await self._staging.sleep(1 if self._lora.rank or self.draft_digest else 2)
 
     async def _install(self, model: dict[str, Any], named: Sequence[NamedAdapter]) -> None:
         """Install our part in all workers, and connect to their sockets."""
@@ -268,6 +268,7 @@ class VllmEngine(MultiProcessEngine):
                     )
             await self._vllm.connect(Path(directory), len(ranks))
         await self._staging.divide([rank["unplaced"] for rank in ranks])
+        self.draft_digest = "-".join(f"{rank['draft']:016x}" for rank in ranks if rank["draft"] is not None)
 
     async def _load_adapters(
         self, shapes: Mapping[str, Sequence[int]], named: Sequence[NamedAdapter]

@@ -25,6 +25,7 @@ from rollout.engines.vllm.core_server import (
     stop_server,
 )
 from rollout.engines.vllm.core_start import reported_start
+from rollout.engines.vllm.drafts.models import check_draft_model, draft_arguments
 from rollout.engines.vllm.imports import (
     cpu_head_sizes,
     eager_environment,
@@ -39,11 +40,6 @@ from rollout.staging.places import StagingPlace
 T = TypeVar("T")
 
 WORKER_EXTENSION = "rollout.engines.vllm.worker.WorkerExtension"
-DRAFTS = {
-    "history": "rollout.engines.vllm.drafts.HistoryDrafts",
-    "history_always": "rollout.engines.vllm.drafts.ConstantDrafts",
-}
-"""`engine.drafts` -> the class of the proposer in vLLM's model runner."""
 SHARED_FILES = ("vllm_dist_", "psm_")
 """How names of vLLM's files in /dev/shm begin."""
 UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
@@ -250,7 +246,7 @@ def engine_arguments(
         # engines with one seed would sample the same completions
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
         **({"enable_return_routed_experts": True} if config.enable_return_routed_experts else {}),
-        **({"speculative_config": speculation(config)} if config.drafts != "off" else {}),
+        **draft_arguments(config, model_dir),
         **invariance(config),
         **memory | kernels,
         **lora_arguments(lora, model_dir, named),
@@ -263,15 +259,6 @@ def invariance(config: EngineConfig) -> dict[str, Any]:
     if not config.batch_invariant:
         return {}
     return UNCACHED if os.environ.get(OWN_MODE) == "1" and torch.cuda.is_available() else ALONE
-
-
-def speculation(config: EngineConfig) -> dict[str, Any]:
-    """Return vLLM's speculative_config for drafts from the history."""
-    return {
-        "method": "custom_class",
-        "model": DRAFTS[config.drafts],
-        "num_speculative_tokens": config.num_speculative_tokens,
-    }
 
 
 def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Any]:
@@ -297,6 +284,7 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
         )
     model = read_config(model_dir)
     check_adapters(lora, model_dir)
+    check_draft_model(config, model, model_dir, lora)
     head_dim = head_dim_of(model)
     if not torch.cuda.is_available() and head_dim:
         with eager_environment(config.enforce_eager):  # vLLM is imported here

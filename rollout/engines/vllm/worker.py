@@ -12,7 +12,7 @@ first of our modules that vLLM imports.
 import logging
 import os
 import signal
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,7 @@ from protocol.messages import WeightManifest
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.processed_layers import plan_of
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
-from rollout.engines.vllm.drafts import HistoryDrafts
+from rollout.engines.vllm.drafts.drafter import VerifiedDrafts, prepare_drafts, unchanging_tensors
 from rollout.engines.vllm.layers.plain import keep_weights_plain, rotate_heads_natively
 from rollout.engines.vllm.layers.processed import load_biased_experts, vllm_processings
 from rollout.engines.vllm.lora import trace_adapter
@@ -37,6 +37,7 @@ from rollout.staging.loader_trace import record
 from rollout.staging.places import StagingRoom
 from rollout.staging.rank import RankStaging
 from rollout.staging.shared_weights import SharedPlan, describe, share_parameters
+from rollout.staging.staging import digest_of
 
 log = logging.getLogger("tether.rollout")
 
@@ -71,7 +72,8 @@ class WorkerExtension:
             shared: file that describes the live weights to a trainer that computes with them; empty:
                 there is none.
 
-        Returns: {"pid", "parent", "error"}, and without an error {"bytes", "unplaced"}.
+        Returns: {"pid", "parent", "error"}, and without an error {"bytes", "unplaced", "draft"}: the digest
+        of the tensors that draft and that no version changes; None: there are none.
         """
         sizes = {name: tuple(shape) for name, shape in shapes.items()}
         try:
@@ -80,11 +82,12 @@ class WorkerExtension:
             else:
                 self._tether = _staging(self, sizes, architecture, adapter, StagingRoom(staging, staging_mb))
             self._tether_sampled, self._tether_scheduled = SampledTokens(-1), ScheduledRequests()
-            self._tether_profile = StepProfile()
+            self._tether_profile, self._tether_drafts = StepProfile(), VerifiedDrafts()
             _record_steps(self.model_runner, self._tether_scheduled, self._tether_profile)  # type: ignore[attr-defined]
             if self.rank == 0:  # type: ignore[attr-defined] # its results are the scheduler's, and fetched
-                _record_results(self.model_runner, self._tether_sampled)  # type: ignore[attr-defined]
-            self._tether_drafts = _drafts(self.model_runner)  # type: ignore[attr-defined]
+                _record_results(self.model_runner, self._tether_sampled, self._tether_drafts)  # type: ignore[attr-defined]
+            prepare_drafts(self.model_runner)  # type: ignore[attr-defined]
+            draft = unchanging_tensors(self.model_runner)  # type: ignore[attr-defined]
             path = socket_path(Path(directory), self.rank)  # type: ignore[attr-defined]
             self._tether_server = RankRpcServer(path, self._tether_called)
         except (EngineError, RuntimeError, KeyError, ValueError, AssertionError) as error:
@@ -95,6 +98,7 @@ class WorkerExtension:
             "error": "",
             "bytes": self._tether.bytes,
             "unplaced": self._tether.unplaced,
+            "draft": digest_of(draft) if draft else None,
         }
 
     def _tether_called(self, call: RankCall) -> None:
@@ -147,7 +151,7 @@ class WorkerExtension:
         """Return the values of an `Occupancy`."""
         blocks = self.model_runner.kv_cache_config.num_blocks  # type: ignore[attr-defined]
         scheduled, drafts = self._tether_scheduled, self._tether_drafts
-        return scheduled.running, scheduled.kv_use(blocks), drafts.accepted if drafts else None
+        return scheduled.running, scheduled.kv_use(blocks), drafts.accepted
 
     def tether_sleep(self, level: int) -> str:
         """Release the memory of the staging copy and vLLM's own; return why not, or "".
@@ -223,15 +227,6 @@ def _shared_staging(
     return staging
 
 
-def _drafts(runner: Any) -> HistoryDrafts | None:
-    """Give the proposer of vLLM's model runner, if it is ours, its runner, and return it."""
-    drafts = getattr(runner, "drafter", None)
-    if not isinstance(drafts, HistoryDrafts):
-        return None
-    drafts.runner = runner
-    return drafts
-
-
 def _record_steps(runner: Any, requests: ScheduledRequests, profile: StepProfile) -> None:
     execute = runner.execute_model
 
@@ -244,7 +239,7 @@ def _record_steps(runner: Any, requests: ScheduledRequests, profile: StepProfile
     runner.execute_model = execute_model
 
 
-def _record_results(runner: Any, sampled: SampledTokens) -> None:
+def _record_results(runner: Any, sampled: SampledTokens, drafts: VerifiedDrafts) -> None:
     """Record the results of vLLM's model runner, and take the log-probabilities out of them.
 
     A step is launched by `execute_model` and `sample_tokens`, one after the other, between two calls of
@@ -256,27 +251,37 @@ def _record_results(runner: Any, sampled: SampledTokens) -> None:
             "this vLLM's model runner has no sample_tokens: the versions of tokens cannot be recorded"
         )
     execute, sample = runner.execute_model, runner.sample_tokens
+    verified: Mapping[str, Sequence[int]] = {}
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
+        nonlocal verified
+        verified = scheduler_output.scheduled_spec_decode_tokens
         # some runners send a preempted request as a new one
         new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
         sampled.begin_step(new, scheduler_output.finished_req_ids)
         return execute(scheduler_output, *args, **kwargs)
 
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        output, version = sample(*args, **kwargs), sampled.version
+        output, version, step_drafts = sample(*args, **kwargs), sampled.version, verified
         if hasattr(output, "get_output"):  # asynchronous scheduling: the result is waited for later
             wait = output.get_output
-            output.get_output = lambda: _record_result(wait(), sampled, version)
+            output.get_output = lambda: _record_result(wait(), sampled, version, drafts, step_drafts)
             return output
-        return _record_result(output, sampled, version)
+        return _record_result(output, sampled, version, drafts, step_drafts)
 
     runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
 
 
-def _record_result(output: Any, sampled: SampledTokens, version: int) -> Any:
+def _record_result(
+    output: Any,
+    sampled: SampledTokens,
+    version: int,
+    drafts: VerifiedDrafts,
+    step_drafts: Mapping[str, Sequence[int]],
+) -> Any:
     """Record a step's result and return it without log-probabilities; `output` is a ModelRunnerOutput."""
     if getattr(output, "logprobs", None) is not None:
+        drafts.add(output.req_ids, output.sampled_token_ids, step_drafts)
         values = output.logprobs.logprobs[:, 0].tolist()
         starts = getattr(output.logprobs, "cu_num_generated_tokens", None)
         sampled.add(output.req_ids, output.sampled_token_ids, values, version, starts)

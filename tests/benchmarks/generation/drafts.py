@@ -1,4 +1,4 @@
-"""Tokens/s with and without drafts from the history, over the number of requests at a time.
+"""Tokens/s with and without drafts, from the history or by a head, over the number of requests at a time.
 
     python -m tests.benchmarks.generation.drafts --out runs/bench-drafts.json [--running 8,32] [--tiny]
 
@@ -6,6 +6,9 @@ vLLM as the project runs it, one start for each value of `engine.drafts`. Of eac
 has one prompt. The model has random weights: at temperature 0 all answers to a prompt are one, so that most
 drafts are accepted; at 0.05 some are; at 1 none is, which shows what drafts cost. Text of a trained model
 lies between. Results are written after every load.
+
+Where a way drafts by a model, the layers of the target are computed, but add nothing to the embeddings: an
+EAGLE head that passes the last embedding on, at the price of a layer, then drafts what the target says.
 """
 
 import argparse
@@ -20,20 +23,24 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors.torch import save_file
 
 from rollout.engines.base import EngineConfig, Request, Sampling
-from tests.benchmarks.generation.engines import START_S, ours
+from rollout.engines.vllm.drafts.models import MODELS
+from tests.benchmarks.generation.engines import START_S, ours, random_weights
 from tests.benchmarks.generation.load import rate_of, requests_of
 from tests.benchmarks.generation.session import numbers
 from tests.benchmarks.gpu.limits import machine
 from tests.benchmarks.gpu.shapes import SIZES, write_model
 from tests.benchmarks.record import record_now
 from tests.benchmarks.versions import ROOT, versions_of
+from tests.contracts.engine_draft_models import write_head
 
 SAMPLES = 8
 """Samples of a group."""
-TEMPERATURES = (0.0, 0.05, 1.0)
-WAYS = ("off", "history", "history_always")
+HEAD_TOKENS = 3
+"""Tokens of a draft by the head; others have the setting's default."""
+WAYS = ("off", "history", "history_always", "model", "model_always")
 """Values of `engine.drafts`; the first one is what the others are compared with."""
 
 
@@ -54,6 +61,18 @@ def grouped(running: int, vocabulary: int, temperature: float, share: float) -> 
     ]
 
 
+def write_passing(model: str, directory: Path) -> dict[str, torch.Tensor]:
+    """Write weights into a model's directory with which its layers add nothing; return them."""
+    tensors = random_weights(directory, SIZES[model].dtype)
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.zero_()
+        elif name.endswith("norm.weight"):
+            tensor.fill_(1.0)
+    save_file(tensors, directory / "model.safetensors")
+    return tensors
+
+
 async def measure(drafts: Any, options: argparse.Namespace, facts: dict[str, Any]) -> None:
     """Start an engine that drafts so, and measure it under each load."""
     size, on_gpu = SIZES[options.model], torch.cuda.is_available()
@@ -69,12 +88,19 @@ async def measure(drafts: Any, options: argparse.Namespace, facts: dict[str, Any
     )
     with tempfile.TemporaryDirectory(prefix="tether-bench-") as directory:
         model_dir = await asyncio.to_thread(write_model, options.model, Path(directory) / "model")
-        async with ours(config, model_dir, options.model) as (engine, _):
+        tensors = None
+        if any(way in MODELS for way in options.ways):
+            tensors = await asyncio.to_thread(write_passing, options.model, model_dir)
+        if drafts in MODELS:
+            target = json.loads((model_dir / "config.json").read_text())
+            head = write_head(target, getattr(torch, size.dtype), Path(directory) / "head")
+            config = replace(config, draft_model=str(head), num_speculative_tokens=HEAD_TOKENS)
+        async with ours(config, model_dir, options.model, tensors) as (engine, _):
 
             async def generate(request: Request) -> int:
                 return len((await engine.generate(request)).tokens)
 
-            for temperature in TEMPERATURES:
+            for temperature in options.temperatures:
                 for running in options.running:
                     requests = grouped(running, size.vocabulary, temperature, options.share)
                     warm = [replace(request, id=f"warm-{request.id}") for request in requests[:running]]
@@ -116,6 +142,12 @@ def main() -> None:
     parser.add_argument("--running", type=numbers, default="8,32,128,512", help="requests at a time")
     parser.add_argument("--share", type=float, default=1.0, help="of the usual lengths of completions")
     parser.add_argument("--ways", type=lambda text: text.split(","), default=",".join(WAYS))
+    parser.add_argument(
+        "--temperatures",
+        type=lambda text: [float(value) for value in text.split(",")],
+        default="0,0.05,1",
+        help="one for the acceptance of each: it is counted from the start of an engine",
+    )
     parser.add_argument("--tiny", action="store_true", help="a rehearsal, also without a GPU")
     options = parser.parse_args()
     if options.tiny:

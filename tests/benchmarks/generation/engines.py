@@ -4,7 +4,7 @@ import asyncio
 import json
 import tempfile
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -58,8 +58,13 @@ class Commits:
 
 
 @asynccontextmanager
-async def ours(config: EngineConfig, model_dir: Path, model: str) -> AsyncIterator[tuple[Any, Any]]:
-    """Yield the project's engine, serving a first version, and that version's manifest."""
+async def ours(
+    config: EngineConfig, model_dir: Path, model: str, tensors: Mapping[str, torch.Tensor] | None = None
+) -> AsyncIterator[tuple[Any, Any]]:
+    """Yield the project's engine, serving a first version, and that version's manifest.
+
+    The version has these `tensors`; None: random ones.
+    """
     engine = make_engine(config, model_dir, "bench")
     try:
         await engine.start()
@@ -67,7 +72,7 @@ async def ours(config: EngineConfig, model_dir: Path, model: str) -> AsyncIterat
             manifest = await asyncio.to_thread(
                 write_shm,
                 Path(directory) / "version",
-                random_weights(model_dir, SIZES[model].dtype),
+                random_weights(model_dir, SIZES[model].dtype) if tensors is None else tensors,
                 0,
                 bucket_bytes=BUCKET_BYTES,
             )

@@ -19,6 +19,7 @@ from rollout.engines.contract.suite import EngineContract
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
 from tests.contracts.engine_commits import CommitContract
+from tests.contracts.engine_draft_models import DRAFT_MODELS
 from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_models import adapted
 from tests.contracts.engine_sessions import SessionContract
@@ -81,6 +82,8 @@ async def bench(
         enforce_eager=not setup.graphs,
         enable_sleep_mode=setup.sleeps,
         drafts=setup.drafts,
+        draft_model=setup.drafted_by and DRAFT_MODELS[setup.drafted_by](models["A"], directory),
+        num_speculative_tokens=3 if setup.drafted_by else 8,
         staging=setup.staging,
         seconds_per_token=0.001,
         **{"memory_fraction": 0.1, **own, "arguments": {**own.get("arguments", {}), **setup.arguments}},
@@ -90,7 +93,6 @@ async def bench(
     with overlapping(engine) if setup.overlaps else nullcontext():
         await engine.start()
     files = shared_files({child.pid for child in psutil.Process().children(recursive=True)})
-    pilots = 3 if setup.name == "sglang" else 1
     made_bench = Bench(
         engine,
         setup.kv,
@@ -99,12 +101,12 @@ async def bench(
         published,
         margin=MARGINS[setup.dtype] if setup.margin is None else setup.margin,
         computes=setup.name != "scripted",
-        pilots=pilots,
+        pilots=3 if setup.name == "sglang" else 1,
         shares=setup.shares and not setup.lora.rank,
         layers=setup.staging == "layers",
         caches=setup.name in ("vllm", "sglang")
         and (setup.model != "latent" or torch.cuda.is_available()),  # vLLM on a CPU turns it off
-        drafts=setup.drafts != "off",
+        least_accepted=None if setup.drafts == "off" else 0.0 if setup.drafted_by == "eagle3" else 0.1,
     )
     try:
         yield made_bench

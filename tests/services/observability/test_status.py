@@ -81,6 +81,7 @@ async def test_the_status_lists_live_processes_and_their_engines(driver: Driver)
             "kv_use": 0.456,
             "prefix_hits": None,
             "drafts_accepted": None,
+            "draft_digest": None,
         }
     ]
 

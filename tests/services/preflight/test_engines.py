@@ -8,6 +8,7 @@ import pytest
 from protocol.errors import SettingsError
 from services.preflight.engines import CPU_HEAD_SIZES, RANKS, kernel_problems, numbers_in_vllm
 from services.preflight.model import read_model
+from tests.contracts.engine_draft_models import tiny_shallow, write_eagle
 from tests.services.preflight.test_check import demo, found, model_in, with_model
 
 MOE = {
@@ -40,6 +41,20 @@ def test_routing_replay_needs_experts(tmp_path: Path) -> None:
     model = model_in(tmp_path / "model", **MOE)
     mixture = with_model(tmp_path / "run", model, "engine.name=hf", "trainer.routing_replay=true")
     assert not any("no experts whose choice" in text for text in found(mixture))
+
+
+def test_a_model_that_drafts_nothing_for_the_target_is_found_before_a_start(tmp_path: Path) -> None:
+    model, drafts = model_in(tmp_path / "model"), ("engine.name=vllm", "engine.drafts=model")
+    (further,) = [text for text in found(with_model(tmp_path / "run", model, *drafts)) if "drafts" in text]
+    assert "setting engine.drafts: " in further
+    assert "has no layers that predict further tokens (MTP)" in further
+    target = tiny_shallow(1)
+    head = f'engine.draft_model="{write_eagle(target, tmp_path)}"'
+    (other,) = [text for text in found(with_model(tmp_path / "run", model, *drafts, head)) if "draft" in text]
+    assert "setting engine.draft_model: " in other
+    assert f"its vocabulary has {target.config.vocab_size} tokens" in other
+    adapters = found(with_model(tmp_path / "run", model, *drafts, head, "lora.rank=8"))
+    assert any("setting engine.drafts: 'model'" in text and "lora.rank" in text for text in adapters)
 
 
 def test_every_engine_of_a_pool_has_to_serve_adapters(tmp_path: Path) -> None:

@@ -65,6 +65,14 @@ def test_without_a_pool_every_worker_has_the_one_engine() -> None:
             "[{ engine = { dtype = 'bfloat16' } }]",
             r"services\.pool\.0\.engine\.dtype: bfloat16, but weights are published in .* float32",
         ),
+        (
+            "[{ engine = { name = 'sglang', drafts = 'model' } }]",
+            r"services\.pool\.0\.engine\.drafts: engine 'sglang' verifies no drafts; use vllm",
+        ),
+        (
+            "[{ engine = { draft_model = '/heads/one' } }]",
+            r"services\.pool\.0\.engine\.draft_model: no drafts come from it while .* is 'off'",
+        ),
     ],
 )
 def test_a_wrong_pool_is_refused_by_name(pool: str, words: str) -> None:
