@@ -11,10 +11,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.device.changes import Changes, apply
+from protocol.device.slice_digests import bits_of
 from protocol.errors import WeightError
 from protocol.messages import WeightLink, WeightManifest
 from protocol.weights.buckets import bucket_name, layout_digest
-from protocol.weights.deltas import BYTES, INDEX, Delta, apply_change, bits, chain_after, read_delta
+from protocol.weights.deltas import BYTES, INDEX, Delta, chain_after, check_change, coded_bytes, read_delta
 from rollout.weights.ranges import RangeReader, range_reader
 from rollout.weights.verification import Deadline
 
@@ -84,5 +86,9 @@ class VersionImage:
         self.read += len(data)
         for change in delta.changes:
             entry = manifest.tensors[change.tensor]
+            check_change(change, len(data), entry)
             target = self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-            apply_change(change, data, bits(target, getattr(torch, entry.dtype).itemsize), entry)
+            elements = bits_of(torch.from_numpy(target).view(getattr(torch, entry.dtype)))
+            end = change.offset + coded_bytes(change.width, change.count, elements.itemsize)
+            coded = torch.from_numpy(data[change.offset : end])
+            apply(Changes(change.width, change.count, coded), elements)

@@ -11,14 +11,14 @@ from pathlib import Path
 from typing import BinaryIO
 
 import msgspec
-import numpy as np
 import torch
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
+from protocol.device.changes import coded
+from protocol.device.slice_digests import bits_of
 from protocol.errors import WeightError
-from protocol.messages import TensorEntry, WeightLink, WeightManifest
-from protocol.weights.deltas import BYTES, INDEX, Bits, Delta, TensorChange, bits, coded
+from protocol.messages import WeightLink, WeightManifest
+from protocol.weights.deltas import BYTES, INDEX, Delta, TensorChange
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import BucketContents, Named, checked_dtype, fill_buckets
 from trainer.weights.version_directories import bucket_path
@@ -94,17 +94,9 @@ class DeltaWriter(VersionWriter):
             if facts != (entry.name, entry.dtype, entry.shape):
                 raise WeightError(f"tensor {name} was not published so in version {base.version}")
             new = tensor.detach().cpu().contiguous()
-            found = coded(bits(self._old(entry), new.element_size()), _bits_of(new))
-            if found is not None:
+            old = self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
+            found = coded(bits_of(old.view(new.dtype)), bits_of(new.view(-1)))
+            if found.elements:
                 self._changes.append(TensorChange(number, found.width, found.elements, file.tell()))
-                for part in found.parts:
-                    file.write(part.data)
+                file.write(found.data.numpy().data)
             yield name, new
-
-    def _old(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        return self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes].numpy()
-
-
-def _bits_of(tensor: torch.Tensor) -> Bits:
-    """Return the elements of a dense tensor in host memory."""
-    return bits(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.element_size())
