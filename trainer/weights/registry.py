@@ -116,9 +116,11 @@ def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> Wei
 
 def _why_gathered(config: WeightConfig) -> str:
     """Return why rank 0 has to publish what several ranks have; empty if each can publish its part."""
+    if config.transport == "nccl":
+        return ""
     if config.delta:
         return "delta"
-    return "" if config.transport == "nccl" or _on_one_host() else "several_hosts"
+    return "" if _on_one_host() else "several_hosts"
 
 
 def _on_one_host() -> bool:

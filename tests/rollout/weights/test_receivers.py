@@ -187,7 +187,7 @@ def test_nccl_refuses_a_malformed_answer(sender: PartSender, tensors: Tensors, a
             "version": 1,
             "epoch": "e1",
             "layout": layout_digest(manifest),
-            "slices": len(encode_wanted(all_of(manifest))),
+            "slices": len(encode_wanted(all_of(manifest), all_of(manifest))),
         }
     ]
 
