@@ -15,8 +15,17 @@ from protocol.device.changes import Changes, apply
 from protocol.device.slice_digests import bits_of
 from protocol.errors import WeightError
 from protocol.messages import WeightLink, WeightManifest
+from protocol.weights.boxes import relative, whole
 from protocol.weights.buckets import bucket_name, layout_digest
-from protocol.weights.deltas import BYTES, INDEX, Delta, chain_after, check_change, coded_bytes, read_delta
+from protocol.weights.deltas import (
+    INDEX,
+    Delta,
+    chain_after,
+    changes_name,
+    check_change,
+    coded_bytes,
+    read_delta,
+)
 from rollout.weights.ranges import RangeReader, range_reader
 from rollout.weights.verification import Deadline
 
@@ -47,17 +56,15 @@ class VersionImage:
         buckets = [f"{links[0].directory}/{bucket_name(index)}" for index in range(len(manifest.buckets))]
         base, missing = links[max(known, 0)], links[max(known, 0) + 1 :]
         with range_reader(root, deadline) as files:
-            files.check_sizes(
-                [
-                    *(zip(buckets, manifest.buckets, strict=True) if known < 0 else ()),
-                    *((f"{link.directory}/{BYTES}", link.nbytes) for link in missing),
-                ]
-            )
             indexes = files.contents(f"{link.directory}/{INDEX}" for link in missing)
             deltas = []
             for link, data in zip(missing, indexes, strict=True):
                 deltas.append(read_delta(data, base, link, len(manifest.tensors)))
                 base = link
+            sizes = list(zip(buckets, manifest.buckets, strict=True)) if known < 0 else []
+            for delta, link in zip(deltas, missing, strict=True):
+                sizes += _files(delta, link)
+            files.check_sizes(sizes)
             if known < 0 or deltas:
                 self._digest = None
             if known < 0:
@@ -81,14 +88,25 @@ class VersionImage:
             self.read += len(bucket)
 
     def _apply(self, files: RangeReader, delta: Delta, link: WeightLink, manifest: WeightManifest) -> None:
-        data = np.empty(link.nbytes, np.uint8)
-        files.read(f"{link.directory}/{BYTES}", data)
-        self.read += len(data)
+        coded = []
+        for name, nbytes in _files(delta, link):
+            coded.append(np.empty(nbytes, np.uint8))
+            files.read(name, coded[-1])
+            self.read += nbytes
         for change in delta.changes:
             entry = manifest.tensors[change.tensor]
-            check_change(change, len(data), entry)
-            target = self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-            elements = bits_of(torch.from_numpy(target).view(getattr(torch, entry.dtype)))
+            check_change(change, delta.sizes, entry)
+            raw = torch.from_numpy(self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
+            tensor = raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+            piece = tensor[relative(change.box, whole(entry.shape))] if change.box else tensor
+            elements = piece.contiguous()
             end = change.offset + coded_bytes(change.width, change.count, elements.itemsize)
-            coded = torch.from_numpy(data[change.offset : end])
-            apply(Changes(change.width, change.count, coded), elements)
+            data = torch.from_numpy(coded[change.file][change.offset : end])
+            apply(Changes(change.width, change.count, data), bits_of(elements).view(-1))
+            if not piece.is_contiguous():
+                piece.copy_(elements)
+
+
+def _files(delta: Delta, link: WeightLink) -> list[tuple[str, int]]:
+    """Return the path and size of each file of changes."""
+    return [(f"{link.directory}/{changes_name(i)}", nbytes) for i, nbytes in enumerate(delta.sizes)]

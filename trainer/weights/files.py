@@ -22,7 +22,6 @@ from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named, drain, make_manifest
-from trainer.weights.deltas import DeltaWriter
 from trainer.weights.version_directories import (
     VersionDirectories,
     VersionRoot,
@@ -129,7 +128,8 @@ class FileSender(WeightSender):
             directory: an existing directory, which holds the versions.
             config: section `[weights]`.
             root: where engines find them.
-            blank: `blank_manifest` of versions that all ranks write; None: rank 0 alone writes.
+            blank: `blank_manifest` of versions that all ranks write, or of changes alone; None: rank 0
+                writes all bytes.
             release: called by `close`, once all versions are removed. None: versions outlive the sender, and
                 each is synced to the disk.
 
@@ -137,16 +137,16 @@ class FileSender(WeightSender):
             OSError: the directory cannot be read.
         """
         self.directory = directory
-        self.in_parts = blank is not None
+        self.in_parts = blank is not None and len(blank.parts) > 1
         self._root = root
         self.versions = VersionDirectories(directory, root, config.keep, durable=release is None)
         self.versions.adopt()
         self._transport = transport
         self._release = release
+        assert blank is not None or not config.delta
+        self._writer = VersionWriter(config, self._require_space)
         if blank is not None:
-            self._writer: VersionWriter = PartWriter(config, self._require_space, blank)
-        else:
-            self._writer = (DeltaWriter if config.delta else VersionWriter)(config, self._require_space)
+            self._writer = PartWriter(config, self._require_space, blank)
 
     def publish(
         self,

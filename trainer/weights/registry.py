@@ -56,7 +56,7 @@ def make_sender(
     """Return a rank's sender; None for a rank other than 0 if rank 0 publishes all that the ranks gather.
 
     With a trainer of several hosts the ranks gather, but for `nccl`: engines map the memory of one host only,
-    and ranks of several hosts do not write into the same files. With `weights.delta` they gather, too.
+    and ranks of several hosts do not write into the same files.
 
     Args:
         config: section `[weights]`.
@@ -88,9 +88,9 @@ def make_sender(
     if rank and len(blank.parts) > 1:
         from trainer.weights.version_writer import PartFollower
 
-        return PartFollower(rank, blank)
-    in_parts = blank if len(blank.parts) > 1 else None
-    return None if rank else sender(config, run if name == "shm" else run_dir, in_parts)
+        return PartFollower(config, rank, blank)
+    layout = blank if len(blank.parts) > 1 or config.delta else None
+    return None if rank else sender(config, run if name == "shm" else run_dir, layout)
 
 
 def _shared_part(run_dir: Path, rank: int, blank: WeightManifest, backend: Backend) -> WeightSender:
@@ -116,11 +116,7 @@ def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> Wei
 
 def _why_gathered(config: WeightConfig) -> str:
     """Return why rank 0 has to publish what several ranks have; empty if each can publish its part."""
-    if config.transport == "nccl":
-        return ""
-    if config.delta:
-        return "delta"
-    return "" if _on_one_host() else "several_hosts"
+    return "" if config.transport == "nccl" or _on_one_host() else "several_hosts"
 
 
 def _on_one_host() -> bool:
