@@ -47,6 +47,21 @@ def test_changes_give_the_new_elements(
     assert (found.elements == 0) == np.array_equal(old, new)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("share", [0.0, 1e-5, 0.01, 0.3, 0.9])
+def test_gpu_codes_as_the_cpu_does(share: float) -> None:
+    old = torch.randint(-30_000, 30_000, (1 << 20,), dtype=torch.int16)
+    new = torch.where(torch.rand(old.shape) < share, old ^ 1, old)
+    expected, found = coded(old, new), coded(old.cuda(), new.cuda())
+    assert found[:2] == expected[:2]
+    assert torch.equal(found.data.cpu(), expected.data)
+    target = old.cuda()
+    apply(found, target)
+    assert torch.equal(target.cpu(), new)
+    apply(Changes(1, 9, torch.full((27,), 255, dtype=torch.uint8, device="cuda")), target[:10])
+    assert torch.equal(target[10:].cpu(), new[10:])
+
+
 @pytest.mark.parametrize(
     ("gap", "width"), [(3, 1), (255, 1), (256, 2), (600, 2), (65535, 2), (70000, 4), (1 << 20, 4)]
 )

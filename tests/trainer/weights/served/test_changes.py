@@ -22,6 +22,7 @@ from protocol.weights.boxes import Box, whole
 from protocol.weights.provisional import provisional_manifest
 from rollout.staging.staging import LiveAndStaged, Staging, digest_of, whole_source
 from rollout.weights.pairs import PairSlices
+from tests.gpus import TWO_GPUS
 from tests.trainer.weights.engines import ROOT, started
 from tests.trainer.weights.making import Making
 from tests.trainer.weights.receiver import COUNT, SIZE
@@ -356,10 +357,14 @@ def test_trainer_that_is_killed_between_two_changes_leaves_what_is_live() -> Non
             assert engine.holds(wanted)
 
 
-def test_engine_that_is_killed_between_two_changes_harms_no_other() -> None:
+@pytest.mark.parametrize("gpu", [None, pytest.param(1, marks=TWO_GPUS)])
+def test_engine_that_is_killed_between_two_changes_harms_no_other(gpu: int | None) -> None:
     shapes = {f"t{i}": (SIZE,) for i in range(COUNT)}
     boxes = {name: [(0, whole(shape))] for name, shape in shapes.items()}
-    with trainer_ranks(boxes, shapes, 1, delta=True) as ranks, started() as survivor, started() as victim:
+    with ExitStack() as stack:
+        transport = "nccl" if gpu is None else f"nccl:{gpu}"
+        ranks = stack.enter_context(trainer_ranks(boxes, shapes, 1, transport, delta=True))
+        survivor, victim = (stack.enter_context(started(gpu)) for _ in range(2))
         tensors = {name: torch.full(shape, 1.0) for name, shape in shapes.items()}
         manifest = ranks.publish("e1", 1, tensors)
         for one in (survivor, victim):
