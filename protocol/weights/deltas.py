@@ -20,6 +20,8 @@ from protocol.weights.buckets import DTYPE_BYTES
 INDEX = "delta.msgpack"
 WIDTHS = (1, 2, 4)
 """Bytes of a gap."""
+NOTHING = WeightLink("", 0, 0)
+"""In place of the link before an anchor."""
 WHOLE = 0
 """In place of a width: the bytes of the tensor follow."""
 
@@ -45,7 +47,7 @@ class Delta(msgspec.Struct, frozen=True, kw_only=True):
     """Contents of a delta."""
 
     base: int
-    """Digest of the version that it changes."""
+    """Digest of the version that it changes; 0: none, it has all bytes."""
     digest: int
     """Digest of the version that it gives."""
     changes: tuple[TensorChange, ...]

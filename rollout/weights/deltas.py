@@ -19,6 +19,7 @@ from protocol.weights.boxes import relative, whole
 from protocol.weights.buckets import bucket_name, layout_digest
 from protocol.weights.deltas import (
     INDEX,
+    NOTHING,
     Delta,
     chain_after,
     changes_name,
@@ -54,21 +55,29 @@ class VersionImage:
         layout, self.read = layout_digest(manifest), 0
         known = chain_after(links, self._digest) if layout == self._layout else -1
         buckets = [f"{links[0].directory}/{bucket_name(index)}" for index in range(len(manifest.buckets))]
+        is_apart = known < 0 and links[0].apart
         base, missing = links[max(known, 0)], links[max(known, 0) + 1 :]
+        if is_apart:
+            base, missing = NOTHING, links
         with range_reader(root, deadline) as files:
             indexes = files.contents(f"{link.directory}/{INDEX}" for link in missing)
             deltas = []
             for link, data in zip(missing, indexes, strict=True):
                 deltas.append(read_delta(data, base, link, len(manifest.tensors)))
                 base = link
-            sizes = list(zip(buckets, manifest.buckets, strict=True)) if known < 0 else []
+            if is_apart or known >= 0:
+                buckets = []
+            sizes = list(zip(buckets, manifest.buckets, strict=False))
             for delta, link in zip(deltas, missing, strict=True):
                 sizes += _files(delta, link)
             files.check_sizes(sizes)
             if known < 0 or deltas:
                 self._digest = None
             if known < 0:
-                self._read_anchor(files, buckets, manifest.buckets)
+                self._allocate(manifest.buckets)
+            for name, bucket in zip(buckets, self._buckets, strict=False):
+                files.read(name, bucket)
+                self.read += len(bucket)
             for delta, link in zip(deltas, missing, strict=True):
                 self._apply(files, delta, link, manifest)
         self._layout = layout
@@ -78,14 +87,11 @@ class VersionImage:
         """Count the buckets as a version: every tensor's digest was compared."""
         self._digest = manifest.digest
 
-    def _read_anchor(self, files: RangeReader, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Read all bytes of an anchor; into the memory of the image, where they fit."""
+    def _allocate(self, sizes: Sequence[int]) -> None:
+        """Take memory for all bytes of an anchor: that of the image, if it fits."""
         if [len(bucket) for bucket in self._buckets] != list(sizes):
             self._buckets = []  # before the others are allocated
             self._buckets = [np.empty(nbytes, np.uint8) for nbytes in sizes]
-        for name, bucket in zip(names, self._buckets, strict=True):
-            files.read(name, bucket)
-            self.read += len(bucket)
 
     def _apply(self, files: RangeReader, delta: Delta, link: WeightLink, manifest: WeightManifest) -> None:
         coded = []

@@ -12,16 +12,21 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.messages import WeightLink, WeightManifest
-from protocol.weights.deltas import INDEX, Delta
+from protocol.weights.deltas import INDEX, NOTHING, Delta
 from trainer.weights.served.layout import PartReport
 
 
 class VersionChain:
     """The anchor and the changes by which the newest version is read."""
 
-    def __init__(self, anchor_every: int) -> None:
-        """Begin with an anchor; a chain has at most so many versions."""
-        self._anchor_every = anchor_every
+    def __init__(self, anchor_every: int, *, apart: bool) -> None:
+        """Begin with an anchor.
+
+        Args:
+            anchor_every: versions of a chain, at most.
+            apart: ranks write to files of their own in anchors, too.
+        """
+        self._anchor_every, self._apart = anchor_every, apart
         self._newest: WeightManifest | None = None
         """The version to compare the next one with; None: there is none, or the next one is being written."""
         self._base: WeightManifest | None = None
@@ -53,20 +58,20 @@ class VersionChain:
         Raises:
             OSError: the description cannot be written.
         """
-        nbytes, links = sum(manifest.buckets), tuple[WeightLink, ...]()
-        if self._base is not None:
-            nbytes, links = sum(part.nbytes for part in parts), self._base.chain
+        base, nbytes = self._base, sum(manifest.buckets)
+        if base is not None or self._apart:
+            nbytes = sum(part.nbytes for part in parts)
             changes = [change for part in parts for change in part.changes]
             delta = Delta(
-                base=self._base.digest,
+                base=base.digest if base is not None else NOTHING.digest,
                 digest=manifest.digest,
                 changes=tuple(sorted(changes, key=lambda change: (change.tensor, change.box))),
                 sizes=tuple(part.nbytes for part in parts),
             )
             (aside / INDEX).write_bytes(msgspec.msgpack.encode(delta))
-        return replace(
-            manifest, chain=(*links, WeightLink(Path(manifest.location).name, manifest.digest, nbytes))
-        )
+        name, apart = Path(manifest.location).name, base is None and self._apart
+        links = base.chain if base is not None else ()
+        return replace(manifest, chain=(*links, WeightLink(name, manifest.digest, nbytes, apart)))
 
     def published(self, manifest: WeightManifest) -> None:
         """Compare the next version with this one."""

@@ -1,6 +1,7 @@
 """Writes one rank's pieces of each version to files: all bytes to the buckets, or what changed to its own."""
 
 import mmap
+import os
 from contextlib import ExitStack
 from pathlib import Path
 from typing import BinaryIO
@@ -8,7 +9,7 @@ from typing import BinaryIO
 import msgspec
 import torch
 
-from protocol.device.changes import coded
+from protocol.device.changes import Changes, coded
 from protocol.device.slice_digests import SliceSums, bits_of
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest, WeightPiece
@@ -24,8 +25,10 @@ class PartOrder(msgspec.Struct, frozen=True):
 
     directory: str
     """Where they write it; empty: no version is published after all."""
+    own_files: bool = False
+    """Whether each rank writes to a file of its own; otherwise all write to the buckets."""
     changes: bool = False
-    """Whether they write what changed since the version before, to a file of each rank."""
+    """Whether they write to these only what changed since the version before."""
 
 
 class PartFiles:
@@ -59,7 +62,7 @@ class PartFiles:
         try:
             with ExitStack() as stack:
                 name = changes_name(self._rank)
-                file = stack.enter_context((directory / name).open("wb")) if order.changes else None
+                file = stack.enter_context((directory / name).open("wb")) if order.own_files else None
                 for number, (piece, tensor) in enumerate(checked_pieces(self._blank, self._rank, tensors)):
                     entry, (first, end) = self._blank.tensors[piece.tensor], spans[number]
                     sums = sums or SliceSums(sum(last - begin for begin, last in spans), tensor.device)
@@ -69,12 +72,19 @@ class PartFiles:
                         if entry.bucket != bucket:
                             bucket, memory = entry.bucket, mapped(bucket_path(directory, entry.bucket))
                         _place(memory, self._blank, piece).copy_(tensor.detach())
+                    if not self._keeps and file is None:
+                        continue
+                    elements = tensor.detach().cpu().contiguous()
+                    if file is not None:
+                        old = self._held[number] if order.changes else None
+                        changes += self._written(file, piece, elements, old)
                     if self._keeps:
-                        elements = tensor.detach().cpu().contiguous()
-                        if file is not None:
-                            changes += self._changes(file, number, piece, elements)
                         self._hold(number, elements)
-                nbytes = file.tell() if file is not None else 0
+                nbytes = 0
+                if file is not None:
+                    nbytes = file.tell()
+                    file.flush()
+                    os.fsync(file.fileno())  # rank 0 may be on another host, and syncs its own files only
         except (WeightError, OSError) as error:
             drain(tensors)
             return PartReport("", f"rank {self._rank}: {error}", b"")
@@ -83,11 +93,12 @@ class PartFiles:
         found = b"" if sums is None else sums.total.cpu().numpy().tobytes()
         return PartReport("", "", found, tuple(changes), nbytes)
 
-    def _changes(
-        self, file: BinaryIO, number: int, piece: WeightPiece, elements: torch.Tensor
+    def _written(
+        self, file: BinaryIO, piece: WeightPiece, elements: torch.Tensor, old: torch.Tensor | None
     ) -> list[TensorChange]:
-        """Write what changed of a piece; return where it is, if anything did."""
-        found = coded(bits_of(self._held[number]).view(-1), bits_of(elements).view(-1))
+        """Write what changed of a piece, or all of it without an `old` one; return where that is, if any."""
+        new = bits_of(elements).view(-1)
+        found = Changes.all_of(new) if old is None else coded(bits_of(old).view(-1), new)
         if not found.elements:
             return []
         offset = file.tell()

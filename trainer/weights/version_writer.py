@@ -85,21 +85,34 @@ class PartWriter(VersionWriter):
     in the mapped files, or writes what changed to a file of its own, and sends rank 0 their sums.
     """
 
-    def __init__(self, config: WeightConfig, require_space: RequireSpace, blank: WeightManifest) -> None:
-        """Write versions with the layout of `blank_manifest`."""
+    def __init__(
+        self, config: WeightConfig, require_space: RequireSpace, blank: WeightManifest, *, apart: bool
+    ) -> None:
+        """Write versions.
+
+        Args:
+            config: section `[weights]`.
+            require_space: refuses a number of bytes for which there is no room.
+            blank: `blank_manifest` of the versions.
+            apart: no file is written by two ranks.
+        """
         super().__init__(config, require_space)
-        self._blank = blank
+        self._blank, self._apart = blank, apart
         self._files = PartFiles(blank, 0, keeps=config.delta)
-        self._chain = VersionChain(config.anchor_every) if config.delta else None
+        self._chain: VersionChain | None = None
+        if config.delta or apart:
+            self._chain = VersionChain(config.anchor_every if config.delta else 1, apart=apart)
         self._reports: list[PartReport] = []
         """Reports of the ranks about the version that was written last."""
         self._told = False
         """Whether the other ranks know what becomes of the version."""
 
     def write(self, tensors: Named, version: int, aside: Path, name: str) -> BucketContents:
-        order = PartOrder(str(aside), self._chain is not None and self._chain.begin(version, name))
-        if not order.changes:
+        changes = self._chain is not None and self._chain.begin(version, name)
+        order = PartOrder(str(aside), changes or self._apart, changes)
+        if not changes:
             self._require_space(sum(self._blank.buckets))
+        if not order.own_files:
             for index, nbytes in enumerate(self._blank.buckets):
                 bucket = _created(bucket_path(aside, index), nbytes)
                 if nbytes:

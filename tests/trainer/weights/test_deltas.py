@@ -316,7 +316,11 @@ def test_chain_that_ends_with_another_version_is_refused(tmp_path: Path) -> None
         list(received(make_receiver("disk"), forged, 30))
 
 
-@pytest.mark.parametrize("ranks", [2, 3])
-def test_ranks_write_the_changes_of_their_own_pieces(tmp_path: Path, ranks: int) -> None:
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(2, ["delta"]), (3, ["delta", "apart"]), (2, ["apart"])], ids=str
+)
+def test_ranks_write_their_own_pieces(tmp_path: Path, ranks: int, words: list[str]) -> None:
     (tmp_path / "versions").mkdir()
-    launch(ranks, "tests.trainer.weights.file_ranks", str(tmp_path / "versions"), logs=tmp_path / "logs")
+    launch(
+        ranks, "tests.trainer.weights.file_ranks", str(tmp_path / "versions"), *words, logs=tmp_path / "logs"
+    )
