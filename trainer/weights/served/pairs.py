@@ -111,8 +111,8 @@ class PairChannel(PartChannel):
     ) -> None:
         """Send all buckets, each while the next one is packed, and the sums.
 
-        On a GPU all of it is queued, and the host waits at the end alone: until it is sent, the receiver
-        disconnects, or time is up.
+        On a GPU all of it is queued, and the host waits at the end alone, for changes also before each
+        bucket: until it is sent, the receiver disconnects, or time is up.
         """
         plan = self.plan(connection, served.manifest)
         sending: deque[tuple[Any, torch.Tensor]] = deque()
@@ -120,10 +120,10 @@ class PairChannel(PartChannel):
             for bucket in plan.buckets:
                 if base is None:
                     memory = self._packed(bucket, connection, served, end)
-                elif not (changes := self._changes(bucket, connection, served, base, end)).elements:
-                    continue
                 else:
-                    memory = changes.data
+                    memory = self._changes(bucket, connection, served, base, end)
+                if not len(memory):
+                    continue
                 sending.append(self._broadcast(memory, end))
                 if len(sending) == PACKED:
                     sending.popleft()[0].wait()  # nccl: the stream waits, and then uses its memory again
@@ -132,8 +132,17 @@ class PairChannel(PartChannel):
                 sending.append(self._broadcast(sums.view(torch.uint8), end))
             for work, _ in sending:
                 work.wait()
-            sent = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        while sent is not None and not sent.query():
+            self._await_stream(connection, end)
+
+    def _await_stream(self, connection: ReceiverConnection, end: float) -> None:
+        """Wait until the work queued on the current stream of a GPU is done.
+
+        Raises:
+            ValueError: the receiver has disconnected, for which what is sent to it would wait.
+            TimeoutError: it is not done by `end`.
+        """
+        queued = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        while queued is not None and not queued.query():
             if connection.disconnected(POLL_S):
                 raise ValueError("a receiver disconnected in the middle of a version")
             remaining_s(end)
@@ -165,7 +174,7 @@ class PairChannel(PartChannel):
         served: ServedVersion,
         base: ServedVersion,
         end: float,
-    ) -> Changes:
+    ) -> torch.Tensor:
         """Return what changed in a bucket since the base, or all of it, and announce it to the receiver."""
         manifest = served.manifest
         # zeros between the cuts: what is there must not look like changes
@@ -174,9 +183,10 @@ class PairChannel(PartChannel):
             changes = Changes.all_of(new)
         else:
             old = words_in(self._packed(bucket, connection, base, end, torch.zeros), bucket, manifest)
+            self._await_stream(connection, end)  # `coded` waits in the driver, for itself alone then
             changes = coded(old, new)
         connection.answer({"bucket": [changes.width, changes.elements]}, end)
-        return changes
+        return changes.data
 
     def _broadcast(self, memory: torch.Tensor, end: float) -> tuple[Any, torch.Tensor]:
         """Begin to send uint8 [n]; return what to wait for, and the memory, which must live until then."""
