@@ -12,7 +12,7 @@
                          changes, each announced by {"bucket": [w, n]}; then sums
     receiver -> sender   {"done": v}
 
-Changes are written over what the last version left at the destinations, or over a copy of it; without a
+Changes are written over the last version at the destinations, or over a copy of it; without a
 destination a tensor is sent whole.
 
 The group is aborted on any error. With a group per receiver, an engine that hangs or dies delays no other, no
@@ -148,7 +148,7 @@ def _received(bucket: T, memory: torch.Tensor, work: Any) -> tuple[T, torch.Tens
 
 
 def _change(bucket: tuple[Cut, ...], memory: torch.Tensor, changes: Changes, transfer: PartTransfer) -> None:
-    """Make a bucket out of what the last version left at the destinations of its cuts.
+    """Make a bucket out of the last version at the destinations of its cuts.
 
     Raises:
         ValueError: a cut has none, which the sender knows.
