@@ -104,6 +104,7 @@ def engine() -> Iterator[EngineRank]:
             st.sampled_from([0.0, 1e-4, 1e-2, 0.2, 0.9]),
             st.sets(st.integers(0, 2)),
             st.booleans(),
+            st.booleans(),
         ),
         min_size=3,
         max_size=6,
@@ -111,8 +112,9 @@ def engine() -> Iterator[EngineRank]:
 )
 @settings(max_examples=12, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 def test_engines_that_come_and_miss_versions_have_all_bits_of_each(
-    trained: int, steps: Sequence[tuple[float, set[int], bool]]
+    trained: int, steps: Sequence[tuple[float, set[int], bool, bool]]
 ) -> None:
+    """Each step: the share of elements that change, who fetches, whether early, and whether they leave."""
     with ExitStack() as stack:
         ranks = stack.enter_context(
             trainer_ranks(of_ranks(trained), SHAPES, trained, dtype="bfloat16", delta=True)
@@ -121,13 +123,20 @@ def test_engines_that_come_and_miss_versions_have_all_bits_of_each(
         for one in engines:
             stack.callback(one.staging.close)
         tensors, has = first(), [-1] * len(engines)
-        for version, (share, fetching, leaves) in enumerate(steps):
+        for version, (share, fetching, early, leaves) in enumerate(steps):
             tensors = changed(tensors, share, version)
-            manifest = ranks.publish("e1", version, tensors)
+            is_draft = early and ranks.draft("e1", version) is not None
+            manifest = ranks.senders[0].collect(ranks.fill("e1", version, tensors), base_model="")
             assert manifest.digest == digest_of(tensors)
+            if is_draft:
+                for number in fetching:
+                    engines[number].fetch(provisional_manifest(manifest, version))
+            for sender in ranks.senders:
+                sender.settle(True)
             for number in fetching:
                 one, wanted = engines[number], WHOLE if number == 0 else 0
-                one.fetch(manifest)
+                if not is_draft:
+                    one.fetch(manifest)
                 assert one.staging.take(manifest).digest == manifest.digest
                 assert one.holds(tensors)
                 if wanted and has[number] != version - 1:
