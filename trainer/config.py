@@ -333,9 +333,9 @@ class WeightConfig:
     keep: Annotated[int, Interval(ge=1, le=10**6)] = 2
     """shm, disk and http: versions that are kept for engines that are late."""
     delta: bool = False
-    """shm, disk and http: write the changed elements alone, and every `anchor_every`-th version whole."""
+    """Publish the changed elements alone; shm, disk and http write every `anchor_every`-th version whole."""
     anchor_every: Annotated[int, Interval(ge=1, le=10**6)] = 16
-    """With `delta`: versions from one that is written whole, which late engines read first, to the next."""
+    """With `delta`: versions from a file of all bytes, which late engines read first, to the next."""
     host: str = "127.0.0.1"
     """nccl, ipc and http: address on which the trainer listens for engines."""
     backend: str = ""

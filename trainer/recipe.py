@@ -58,15 +58,15 @@ def check_publishing(trainer: TrainerConfig, steps: int, max_staleness: int) -> 
 
 
 def check_files(weights: WeightConfig) -> None:
-    """Check that the transport writes files, if changes alone are to be written, and reads them by URL.
+    """Check that the transport can send changes alone, if it has to, and reads versions by URL.
 
     Raises:
         SettingsError: names both settings.
     """
-    if weights.delta and weights.transport not in ("disk", "http", "shm"):
+    if weights.delta and weights.transport not in ("disk", "http", "nccl", "shm"):
         raise SettingsError(
             f"setting weights.delta: weights.transport {weights.transport!r} sends whole versions; "
-            "use disk, http or shm, or leave it out"
+            "use disk, http, nccl or shm, or leave it out"
         )
     if weights.url and weights.transport != "http":
         raise SettingsError(

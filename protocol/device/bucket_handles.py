@@ -6,6 +6,9 @@ descriptor: it disappears when the owner ends, and a process that has mapped it 
 
 import base64
 import os
+import socket
+from functools import cache
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +68,12 @@ class HostBuckets:
 
 
 SharedBuckets = GpuBuckets | HostBuckets
+
+
+@cache
+def machine() -> tuple[str, str]:
+    """Return the boot of this host's kernel, which its containers share, and the host's name."""
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()
 
 
 def open_bucket(place: str, handle: list[Any]) -> torch.Tensor:

@@ -4,6 +4,7 @@ from collections.abc import Iterable
 
 import torch
 
+from protocol.device.slice_digests import INTEGERS
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import shape_of
 from protocol.weights.slices import Cut, PiecePlace
@@ -28,6 +29,12 @@ def cuts_in(memory: torch.Tensor, bucket: Iterable[Cut], manifest: WeightManifes
         raw = memory[cut.offset : cut.offset + cut.nbytes]
         views.append(raw.view(dtype_of(manifest, cut.tensor)).view(shape_of(cut.box)))
     return views
+
+
+def words_in(memory: torch.Tensor, bucket: Iterable[Cut], manifest: WeightManifest) -> torch.Tensor:
+    """Return the memory of a bucket as integers of the smallest element's size, 4 bytes at most."""
+    sizes = (dtype_of(manifest, cut.tensor).itemsize for cut in bucket)
+    return memory.view(INTEGERS[min(4, *sizes)])
 
 
 def dtype_of(manifest: WeightManifest, tensor: int) -> torch.dtype:

@@ -120,8 +120,10 @@ class TimedLine:
         self._connection.send(message, self._remaining)
 
     def receive(self) -> dict[str, Any] | None:
-        if not self._connection.readable():
-            return None
+        return self.wait() if self._connection.readable() else None
+
+    def wait(self) -> dict[str, Any]:
+        """Return the next object. Raises OSError or ValueError, and the deadline's error."""
         message = self._connection.receive(self._remaining)
         if message is None:
             raise ConnectionError(f"{self._connection.peer} disconnected")

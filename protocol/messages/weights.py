@@ -53,7 +53,9 @@ class WeightLink(msgspec.Struct, frozen=True, array_like=True, gc=False):
     digest: int
     """Digest of the version's manifest."""
     nbytes: int
-    """Bytes of the anchor's buckets, or of the coded changes."""
+    """Bytes of the anchor's buckets, or of the files of changes."""
+    apart: bool = False
+    """Whether this is an anchor whose bytes are in files of changes, one of each trainer rank."""
 
 
 class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):

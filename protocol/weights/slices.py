@@ -8,7 +8,7 @@ its published bytes. Rank 0 has collected the sums of all other pieces for the m
 tensor's sums, so every engine rank compares the digest of every whole tensor, although it received parts.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -98,8 +98,13 @@ class BucketSizes(NamedTuple):
     """A cut of at least this size has a bucket to itself, so that neither end has to copy it."""
 
 
-def transfer_of(manifest: WeightManifest, part: int, wanted: Wanted, sizes: BucketSizes) -> Transfer:
-    """Plan what rank `part` sends: every element of its pieces that is wanted, once; equal on both ends."""
+def transfer_of(
+    manifest: WeightManifest, part: int, wanted: Wanted, sizes: BucketSizes, forgotten: Collection[str] = ()
+) -> Transfer:
+    """Plan what rank `part` sends: every element of its pieces that is wanted, once; equal on both ends.
+
+    Cuts of `forgotten` tensors share no bucket with others, which may be sent as changes.
+    """
     pieces = manifest.parts[part].pieces
     cuts: list[tuple[int, WeightPiece, Box]] = []
     rests: list[Rest] = []
@@ -118,7 +123,10 @@ def transfer_of(manifest: WeightManifest, part: int, wanted: Wanted, sizes: Buck
     ]
     for tensor in sorted({manifest.parts[other].pieces[number].tensor for other, number in untouched}):
         spans.append((tensor, 0, rows_of(manifest.tensors[tensor].nbytes)))
-    return Transfer(tuple(_packed(manifest, cuts, sizes)), tuple(rests), untouched, tuple(spans))
+    kept = [cut for cut in cuts if manifest.tensors[cut[1].tensor].name not in forgotten]
+    others = [cut for cut in cuts if manifest.tensors[cut[1].tensor].name in forgotten]
+    buckets = (*_packed(manifest, kept, sizes), *_packed(manifest, others, sizes))
+    return Transfer(buckets, tuple(rests), untouched, tuple(spans))
 
 
 def _packed(
@@ -195,16 +203,16 @@ def all_of(manifest: WeightManifest) -> Wanted:
     return {entry.name: (whole(entry.shape),) for entry in manifest.tensors}
 
 
-def encode_wanted(wanted: Wanted) -> bytes:
-    """Encode what an engine rank wants."""
-    return msgspec.msgpack.encode(dict(wanted))
+def encode_wanted(wanted: Wanted, forgotten: Collection[str] = ()) -> bytes:
+    """Encode what an engine rank wants, and the tensors whose elements it has no more at the next version."""
+    return msgspec.msgpack.encode((dict(wanted), sorted(forgotten)))
 
 
-_decoder = msgspec.msgpack.Decoder(dict[str, tuple[tuple[tuple[int, int], ...], ...]])
+_decoder = msgspec.msgpack.Decoder(tuple[dict[str, tuple[tuple[tuple[int, int], ...], ...]], frozenset[str]])
 
 
-def decode_wanted(data: bytes, manifest: WeightManifest) -> Wanted:
-    """Decode the boxes that an engine rank wants of a version.
+def decode_wanted(data: bytes, manifest: WeightManifest) -> tuple[Wanted, frozenset[str]]:
+    """Decode the boxes that an engine rank wants of a version, and the tensors that it forgets.
 
     Raises:
         WeightError: it is malformed, or names a tensor or box that the version does not have, or one
@@ -212,7 +220,7 @@ def decode_wanted(data: bytes, manifest: WeightManifest) -> Wanted:
     """
     shapes = {entry.name: entry.shape for entry in manifest.tensors}
     try:
-        wanted = _decoder.decode(data)
+        wanted, forgotten = _decoder.decode(data)
     except msgspec.DecodeError as error:
         raise WeightError(f"a receiver's slices cannot be read: {error}") from error
     for name, boxes in wanted.items():
@@ -224,7 +232,7 @@ def decode_wanted(data: bytes, manifest: WeightManifest) -> Wanted:
         # boxes that overlap would be sent twice
         if sum(size_of(box) for box in boxes) > size_of(tuple((0, n) for n in whole_shape)):
             raise WeightError(f"a receiver wants more of {name} than there is")
-    return wanted
+    return wanted, forgotten
 
 
 def check_parts(manifest: WeightManifest) -> None:

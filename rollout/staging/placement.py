@@ -79,11 +79,9 @@ class SlicePlacement:
                 self.wanted[name] = wanted
 
     def destination(self, name: str, box: Box) -> torch.Tensor | None:
-        """Return the dense part of the staging copy that a slice fills, if it goes nowhere else."""
+        """Return the part of the staging copy that a slice fills, if it goes nowhere else."""
         targets = [] if name in self._assembled else self._targets_of(name, box)
-        if len(targets) == 1 and targets[0][1] is None and targets[0][0].is_contiguous():
-            return targets[0][0]
-        return None
+        return targets[0][0] if len(targets) == 1 and targets[0][1] is None else None
 
     def place(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
         """Copy slices of tensors, each (name, box, elements), to where they belong.

@@ -10,8 +10,9 @@ from protocol.weights.boxes import Box
 from protocol.weights.slices import Wanted
 
 Destination = Callable[[str, Box], torch.Tensor | None]
-"""Returns where a slice of a tensor is to be staged, by name and box: dense memory of its dtype and shape
-that no other tensor of the version uses; None if the slice has to be divided or copied to several places."""
+"""Returns where a slice of a tensor is to be staged, by name and box: memory of its dtype and shape, dense or
+not, that no other tensor of the version uses. It keeps these elements until the next version, or `close` of
+the receiver, and can be read then. None if the slice has to be divided or copied to several places."""
 
 
 def no_destination(name: str, box: Box) -> torch.Tensor | None:
@@ -56,7 +57,8 @@ class WeightReceiver(Protocol):
             manifest: the version.
             wanted: disjoint boxes of its tensors.
             deadline_s: seconds within which all of it must have been received.
-            place: a receiver that copies a slice anyway may copy it there, and then yields that very memory.
+            place: a receiver that copies a slice anyway may copy it there if it is dense, and then yields
+                that very memory.
 
         Raises:
             WeightError: bytes are missing or wrong, or not there within `deadline_s`; names the tensor.

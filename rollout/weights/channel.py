@@ -32,11 +32,11 @@ class PartTransfer(NamedTuple):
 
 
 def memory_of(bucket: tuple[Cut, ...], transfer: PartTransfer, device: torch.device) -> torch.Tensor:
-    """Return where a bucket goes, uint8: the destination of its only cut, if it has one, or new memory."""
+    """Return where a bucket goes, uint8: the dense destination of its only cut, or new memory."""
     if len(bucket) == 1:
         (cut,) = bucket
         target = transfer.place(transfer.manifest.tensors[cut.tensor].name, cut.box)
-        if target is not None and target.device == device:
+        if target is not None and target.device == device and target.is_contiguous():
             return target.view(-1).view(torch.uint8)
     return torch.empty(Transfer.nbytes(bucket), dtype=torch.uint8, device=device)
 

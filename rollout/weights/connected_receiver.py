@@ -39,6 +39,8 @@ class ConnectedReceiver:
         deadline: Deadline,
         receive: Callable[[dict[str, Any], TimedLine], Iterator[T]],
         wanted: bytes,
+        *,
+        keeps: bool = False,
     ) -> Iterator[T]:
         """Request a version, yield what `receive` does, and confirm it.
 
@@ -48,6 +50,7 @@ class ConnectedReceiver:
             receive: takes the sender's answer and the connection to it, receives the bytes, waits until they
                 are there, and may refuse them.
             wanted: which slices of the version, see `SenderConnection.request`.
+            keeps: as there.
 
         Raises:
             WeightError: it was not received; the connection is closed.
@@ -61,7 +64,7 @@ class ConnectedReceiver:
         watchdog.start()
         try:
             self._receiving = True
-            connection, answer = self._request(host, port, manifest, deadline, wanted)
+            connection, answer = self._request(host, port, manifest, deadline, wanted, keeps)
             yield from receive(answer, TimedLine(connection, deadline.remaining))
             connection.confirm(manifest, deadline)
             complete = True
@@ -116,13 +119,19 @@ class ConnectedReceiver:
                 self._disconnect()
 
     def _request(
-        self, host: str, port: int, manifest: WeightManifest, deadline: Deadline, wanted: bytes
+        self,
+        host: str,
+        port: int,
+        manifest: WeightManifest,
+        deadline: Deadline,
+        wanted: bytes,
+        keeps: bool,
     ) -> tuple[SenderConnection, dict[str, Any]]:
         """Request a version on the existing connection; on a new one if there is none or it was closed."""
         connection = self._connection  # read once: the thread that watches it may set it to None
         if connection is not None and self._location == manifest.location:
             with suppress(OSError, ValueError):
-                return connection, connection.request(manifest, deadline, wanted)
+                return connection, connection.request(manifest, deadline, wanted, keeps=keeps)
         self._disconnect()
         self._sender_left = False
         self._location = manifest.location

@@ -11,10 +11,22 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from protocol.device.changes import Changes, apply
+from protocol.device.slice_digests import bits_of
 from protocol.errors import WeightError
 from protocol.messages import WeightLink, WeightManifest
+from protocol.weights.boxes import relative, whole
 from protocol.weights.buckets import bucket_name, layout_digest
-from protocol.weights.deltas import BYTES, INDEX, Delta, apply_change, bits, chain_after, read_delta
+from protocol.weights.deltas import (
+    INDEX,
+    NOTHING,
+    Delta,
+    chain_after,
+    changes_name,
+    check_change,
+    coded_bytes,
+    read_delta,
+)
 from rollout.weights.ranges import RangeReader, range_reader
 from rollout.weights.verification import Deadline
 
@@ -43,23 +55,29 @@ class VersionImage:
         layout, self.read = layout_digest(manifest), 0
         known = chain_after(links, self._digest) if layout == self._layout else -1
         buckets = [f"{links[0].directory}/{bucket_name(index)}" for index in range(len(manifest.buckets))]
+        is_apart = known < 0 and links[0].apart
         base, missing = links[max(known, 0)], links[max(known, 0) + 1 :]
+        if is_apart:
+            base, missing = NOTHING, links
         with range_reader(root, deadline) as files:
-            files.check_sizes(
-                [
-                    *(zip(buckets, manifest.buckets, strict=True) if known < 0 else ()),
-                    *((f"{link.directory}/{BYTES}", link.nbytes) for link in missing),
-                ]
-            )
             indexes = files.contents(f"{link.directory}/{INDEX}" for link in missing)
             deltas = []
             for link, data in zip(missing, indexes, strict=True):
                 deltas.append(read_delta(data, base, link, len(manifest.tensors)))
                 base = link
+            if is_apart or known >= 0:
+                buckets = []
+            sizes = list(zip(buckets, manifest.buckets, strict=False))
+            for delta, link in zip(deltas, missing, strict=True):
+                sizes += _files(delta, link)
+            files.check_sizes(sizes)
             if known < 0 or deltas:
                 self._digest = None
             if known < 0:
-                self._read_anchor(files, buckets, manifest.buckets)
+                self._allocate(manifest.buckets)
+            for name, bucket in zip(buckets, self._buckets, strict=False):
+                files.read(name, bucket)
+                self.read += len(bucket)
             for delta, link in zip(deltas, missing, strict=True):
                 self._apply(files, delta, link, manifest)
         self._layout = layout
@@ -69,20 +87,32 @@ class VersionImage:
         """Count the buckets as a version: every tensor's digest was compared."""
         self._digest = manifest.digest
 
-    def _read_anchor(self, files: RangeReader, names: Sequence[str], sizes: Sequence[int]) -> None:
-        """Read all bytes of an anchor; into the memory of the image, where they fit."""
+    def _allocate(self, sizes: Sequence[int]) -> None:
+        """Take memory for all bytes of an anchor: that of the image, if it fits."""
         if [len(bucket) for bucket in self._buckets] != list(sizes):
             self._buckets = []  # before the others are allocated
             self._buckets = [np.empty(nbytes, np.uint8) for nbytes in sizes]
-        for name, bucket in zip(names, self._buckets, strict=True):
-            files.read(name, bucket)
-            self.read += len(bucket)
 
     def _apply(self, files: RangeReader, delta: Delta, link: WeightLink, manifest: WeightManifest) -> None:
-        data = np.empty(link.nbytes, np.uint8)
-        files.read(f"{link.directory}/{BYTES}", data)
-        self.read += len(data)
+        coded = []
+        for name, nbytes in _files(delta, link):
+            coded.append(np.empty(nbytes, np.uint8))
+            files.read(name, coded[-1])
+            self.read += nbytes
         for change in delta.changes:
             entry = manifest.tensors[change.tensor]
-            target = self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes]
-            apply_change(change, data, bits(target, getattr(torch, entry.dtype).itemsize), entry)
+            check_change(change, delta.sizes, entry)
+            raw = torch.from_numpy(self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
+            tensor = raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+            piece = tensor[relative(change.box, whole(entry.shape))] if change.box else tensor
+            elements = piece.contiguous()
+            end = change.offset + coded_bytes(change.width, change.count, elements.itemsize)
+            data = torch.from_numpy(coded[change.file][change.offset : end])
+            apply(Changes(change.width, change.count, data), bits_of(elements).view(-1))
+            if not piece.is_contiguous():
+                piece.copy_(elements)
+
+
+def _files(delta: Delta, link: WeightLink) -> list[tuple[str, int]]:
+    """Return the path and size of each file of changes."""
+    return [(f"{link.directory}/{changes_name(i)}", nbytes) for i, nbytes in enumerate(delta.sizes)]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from protocol.device.bucket_handles import HOST, open_bucket
+from protocol.device.bucket_handles import HOST, machine, open_bucket
 from protocol.device.cut_memory import cuts_in, pieces_in
 from protocol.device.shared_tensors import gpu_of
 from protocol.errors import WeightError
@@ -104,9 +104,15 @@ class HandleSlices:
         """Return the buckets of a sender's answer in this process, uint8.
 
         Raises:
-            WeightError: there are fewer or more buckets, or one is smaller.
+            WeightError: they are on another host, there are fewer or more buckets, or one is smaller.
         """
         version, described, sizes = manifest.version, answer["buckets"], self._sizes
+        (boot, name), (own_boot, own_name) = answer["machine"], machine()
+        if boot != own_boot:
+            raise WeightError(
+                f"version {version}: transport ipc shares the memory of host {name}, and this engine is on "
+                f"{own_name}; use nccl"
+            )
         if len(described) != len(sizes):
             raise WeightError(f"version {version}: {len(described)} buckets, the plan has {len(sizes)}")
         found = [self._bucket(answer["gpu"], bucket) for bucket in described]

@@ -8,8 +8,12 @@
                                              `protocol/device/pair_group.py`
                          {"ready": true}     later requests; either answer also has the sizes of buckets
     both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
-    both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each, and sums
+    both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each; or their
+                         changes, each announced by {"bucket": [w, n]}; then sums
     receiver -> sender   {"done": v}
+
+Changes are written over the last version at the destinations, or over a copy of it; without a
+destination a tensor is sent whole.
 
 The group is aborted on any error. With a group per receiver, an engine that hangs or dies delays no other, no
 group has to be rebuilt when a member leaves, and the collectives need no order with the engine's. Large
@@ -26,14 +30,18 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
-from protocol.device.cut_memory import cuts_in
+from protocol.device.changes import Changes, apply
+from protocol.device.cut_memory import cuts_in, words_in
 from protocol.device.pair_group import BACKENDS, RECEIVER, abort, join_pair
 from protocol.messages import WeightManifest
+from protocol.weights.deltas import WHOLE, WIDTHS, coded_bytes
 from protocol.weights.slices import BucketSizes, Cut
 from rollout.weights.channel import AHEAD, PartTransfer, memory_of
 from rollout.weights.sender_connection import parse_location
 
 T = TypeVar("T")
+Expected = tuple[tuple[Cut, ...], torch.Tensor, Changes | None]
+"""A bucket, the memory that it is made in, and its changes; None: all of it is sent there."""
 
 
 class PairSlices:
@@ -41,6 +49,8 @@ class PairSlices:
 
     def __init__(self) -> None:
         self.group: Any = None
+        self.read = 0
+        """Bytes of buckets and changes that came with the last version."""
         self._device = torch.device("cpu")
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
@@ -54,8 +64,10 @@ class PairSlices:
 
     def slices(self, transfer: PartTransfer) -> Iterator[list[tuple[Cut, torch.Tensor]]]:
         self._join(transfer)
-        memories = ((bucket, memory_of(bucket, transfer, self._device)) for bucket in transfer.plan.buckets)
-        for bucket, memory in self._received(memories, transfer):
+        self.read = 0
+        for (bucket, memory, changes), _ in self._received(self._buckets(transfer), transfer):
+            if changes is not None:
+                _change(bucket, memory, changes, transfer)
             yield list(zip(bucket, cuts_in(memory, bucket, transfer.manifest), strict=True))
 
     def sums(self, transfer: PartTransfer, count: int) -> torch.Tensor:
@@ -87,13 +99,33 @@ class PairSlices:
             seconds = transfer.deadline.remaining("joining the group")
             self.group = join_pair(transfer.line, RECEIVER, self._device, seconds)
 
+    def _buckets(self, transfer: PartTransfer) -> Iterator[tuple[Expected, torch.Tensor]]:
+        """Yield each bucket, where it goes and its changes, with the memory of what is sent."""
+        for bucket in transfer.plan.buckets:
+            memory, changes = memory_of(bucket, transfer, self._device), None
+            if "changes" in transfer.answer:
+                changes = self._announced(words_in(memory, bucket, transfer.manifest), transfer.line.wait())
+            sent = memory if changes is None else changes.data
+            self.read += len(sent)
+            yield (bucket, memory, changes), sent
+
+    def _announced(self, words: torch.Tensor, message: dict[str, Any]) -> Changes | None:
+        """Return memory for the announced changes of a bucket; None if all of it comes. Raises ValueError."""
+        width, count = message["bucket"]
+        if (width, count) == (WHOLE, len(words)):
+            return None
+        nbytes = coded_bytes(width, count, words.itemsize)
+        if width not in WIDTHS or count < 0 or nbytes >= words.nbytes:
+            raise ValueError(f"the sender announced {count} changes of {len(words)} elements, width {width}")
+        return Changes(width, count, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+
     def _received(
         self, memories: Iterable[tuple[T, torch.Tensor]], transfer: PartTransfer
     ) -> Iterator[tuple[T, torch.Tensor]]:
         """Yield each memory, uint8, when it has its bytes; a few broadcasts are in flight at a time."""
         queued: deque[tuple[T, torch.Tensor, Any]] = deque()
         for bucket, memory in memories:
-            queued.append((bucket, memory, self._broadcast(memory, transfer)))
+            queued.append((bucket, memory, self._broadcast(memory, transfer) if len(memory) else None))
             if len(queued) == AHEAD:
                 yield _received(*queued.popleft())
         while queued:
@@ -110,5 +142,22 @@ class PairSlices:
 
 
 def _received(bucket: T, memory: torch.Tensor, work: Any) -> tuple[T, torch.Tensor]:
-    work.wait()  # nccl: the stream waits, not the host
+    if work is not None:
+        work.wait()  # nccl: the stream waits, not the host
     return bucket, memory
+
+
+def _change(bucket: tuple[Cut, ...], memory: torch.Tensor, changes: Changes, transfer: PartTransfer) -> None:
+    """Make a bucket out of the last version at the destinations of its cuts.
+
+    Raises:
+        ValueError: a cut has none, which the sender knows.
+    """
+    manifest = transfer.manifest
+    kept = [transfer.place(manifest.tensors[cut.tensor].name, cut.box) for cut in bucket]
+    sources = [tensor for tensor in kept if tensor is not None]
+    if len(sources) < len(bucket):
+        raise ValueError("the sender sent changes of a tensor that this end does not keep")
+    if sources[0].data_ptr() != memory.data_ptr():
+        torch._foreach_copy_(cuts_in(memory, bucket, manifest), sources)
+    apply(changes, words_in(memory, bucket, manifest))

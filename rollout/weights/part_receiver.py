@@ -35,8 +35,14 @@ class Plans:
     """
 
     layout: int
-    encoded: bytes
+    boxes: bytes
     """The wanted slices, encoded."""
+    encoded: bytes
+    """These with `forgotten`."""
+    forgotten: frozenset[str]
+    """Tensors without a destination: nothing of them is left at the next version."""
+    place: Destination
+    """Where the slices go."""
     senders: list[int]
     """The ranks to ask, see `senders_of`."""
     by_part: dict[tuple[int, BucketSizes], Transfer] = field(default_factory=dict)
@@ -55,7 +61,7 @@ class PartReceiver:
         """`manifest_digest` of the version received last, computed from its bytes if it was provisional."""
         self._connections: dict[str, tuple[ReceiverChannel, ConnectedReceiver]] = {}
         """By location."""
-        self._plans = Plans(0, b"", [])
+        self._plans = Plans(0, b"", b"", frozenset(), no_destination, [])
         self._closed = threading.Event()
         """`close` was called since the last `slices` began."""
 
@@ -73,13 +79,11 @@ class PartReceiver:
         deadline = Deadline(manifest, deadline_s)
         self._forget_others({part.location for part in manifest.parts})
         verification = SliceVerification(manifest)
-        layout, encoded = layout_digest(manifest), encode_wanted(wanted)
-        if (layout, encoded) != (self._plans.layout, self._plans.encoded):
-            self._plans = Plans(layout, encoded, senders_of(manifest, wanted))
+        keeps = self._has_planned(manifest, wanted, place)
         complete = False
         try:
             for part in _rotated(self._plans.senders):
-                yield from self._from_part(part, manifest, wanted, deadline, verification, place)
+                yield from self._from_part(part, manifest, wanted, deadline, verification, keeps)
             complete = True
         finally:
             if not complete:
@@ -92,6 +96,19 @@ class PartReceiver:
         for _, receiver in list(self._connections.values()):
             receiver.close()
 
+    def _has_planned(self, manifest: WeightManifest, wanted: Wanted, place: Destination) -> bool:
+        """Plan a version; return whether the one before had the same plan, and is where this one goes."""
+        layout, boxes = layout_digest(manifest), encode_wanted(wanted)
+        known = self._plans
+        if (layout, boxes, place) == (known.layout, known.boxes, known.place):
+            return True
+        forgotten = frozenset(
+            name for name, found in wanted.items() if any(place(name, box) is None for box in found)
+        )
+        encoded = encode_wanted(wanted, forgotten)
+        self._plans = Plans(layout, boxes, encoded, forgotten, place, senders_of(manifest, wanted))
+        return False
+
     def _from_part(
         self,
         part: int,
@@ -99,8 +116,9 @@ class PartReceiver:
         wanted: Wanted,
         deadline: Deadline,
         verification: SliceVerification,
-        place: Destination,
+        keeps: bool,
     ) -> Iterator[list[ReceivedSlice]]:
+        place = self._plans.place
         location = manifest.parts[part].location
         channel, receiver = self._connections.get(location) or self._connect(location)
 
@@ -108,7 +126,8 @@ class PartReceiver:
             key = part, channel.sizes(answer)
             plan = self._plans.by_part.get(key)
             if plan is None:
-                plan = self._plans.by_part[key] = transfer_of(manifest, part, wanted, key[1])
+                plan = transfer_of(manifest, part, wanted, key[1], self._plans.forgotten)
+                self._plans.by_part[key] = plan
             transfer = PartTransfer(there, part, answer, plan, deadline, receiver.disconnected, line, place)
             for bucket in map(list, channel.slices(transfer)):
                 if self._closed.is_set():
@@ -125,7 +144,7 @@ class PartReceiver:
                 verification.finish()
 
         there = replace(manifest, location=location)
-        yield from receiver.transfer(there, deadline, receive, self._plans.encoded)
+        yield from receiver.transfer(there, deadline, receive, self._plans.encoded, keeps=keeps)
 
     def _connect(self, location: str) -> tuple[ReceiverChannel, ConnectedReceiver]:
         channel = self._make_channel()
@@ -148,7 +167,9 @@ def _placed(
     """Verify a cut, and copy it to its destination in the same pass if it has one and is not there yet."""
     entry = manifest.tensors[cut.tensor]
     target = place(entry.name, cut.box)
-    if target is not None and (target.device != tensor.device or target.data_ptr() == tensor.data_ptr()):
+    if target is not None and (target.device != tensor.device or not target.is_contiguous()):
+        target = None
+    if target is not None and target.data_ptr() == tensor.data_ptr():
         target = None
     verification.add(cut.tensor, cut.box, tensor, target)
     return ReceivedSlice(entry, cut.box, tensor if target is None else target)

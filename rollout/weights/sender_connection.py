@@ -35,6 +35,7 @@ class SenderConnection(LineConnection):
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._wanted = b""
+        self._confirmed = False
         if directory := os.environ.get(KEYS, ""):
             try:
                 self._prove(directory, deadline)
@@ -46,13 +47,16 @@ class SenderConnection(LineConnection):
                     ) from error
                 raise
 
-    def request(self, manifest: WeightManifest, deadline: Deadline, wanted: bytes = b"") -> dict[str, Any]:
+    def request(
+        self, manifest: WeightManifest, deadline: Deadline, wanted: bytes = b"", *, keeps: bool = False
+    ) -> dict[str, Any]:
         """Request a version and return the sender's answer.
 
         Args:
             manifest: the version.
             deadline: of the version.
             wanted: its slices to send, see `encode_wanted`; sent if they differ from the last request's.
+            keeps: this end has the version before, if it was confirmed on this connection.
 
         Raises:
             WeightError: the sender refused, with its reason.
@@ -66,8 +70,10 @@ class SenderConnection(LineConnection):
         behind = b""
         if wanted != self._wanted:
             request["slices"], behind = len(wanted), wanted
+        if keeps and self._confirmed:
+            request["keeps"] = True
         self.send(request, deadline.remaining, behind)
-        self._wanted = wanted
+        self._wanted, self._confirmed = wanted, False
         answer = self._answer(deadline)
         if "error" in answer:
             raise WeightError(f"the sender refused version {manifest.version}: {answer['error']}")
@@ -76,6 +82,7 @@ class SenderConnection(LineConnection):
     def confirm(self, manifest: WeightManifest, deadline: Deadline) -> None:
         """Tell the sender that the whole version was received."""
         self.send({"done": manifest.version}, deadline.remaining)
+        self._confirmed = True
 
     def watch(self, on_hang_up: Callable[[], None]) -> None:
         """Call a function from a thread of its own when the sender disconnects, or `close` does."""

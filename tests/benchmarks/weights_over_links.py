@@ -25,6 +25,7 @@ from protocol.messages import WeightManifest
 from protocol.weights.slices import all_of
 from rollout.weights.files import FileReceiver
 from tests.benchmarks.slow_link import NEAR, slow_link
+from tests.trainer.weights.senders import layout_of
 from trainer.config import WeightConfig
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.files import http_sender
@@ -78,7 +79,8 @@ def measured(shape: str, rate: float, steps: int, mbit: float, far: "subprocess.
     optimizer = torch.optim.AdamW(weights.values(), lr=rate, weight_decay=0.0)
     with tempfile.TemporaryDirectory(prefix="tether-links-") as directory:
         config = WeightConfig(host=NEAR, delta=True, anchor_every=steps + 1, keep=steps + 1)
-        with closing(http_sender(config, Path(directory))) as sender:
+        layout = layout_of(in_dtype(weights.items(), "bfloat16"), config)
+        with closing(http_sender(config, Path(directory), layout)) as sender:
             for version in range(steps + 1):
                 manifest = sender.publish("e", version, in_dtype(weights.items(), "bfloat16"))
                 nbytes, whole = manifest.chain[-1].nbytes, manifest.chain[0].nbytes

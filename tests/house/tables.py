@@ -127,6 +127,7 @@ SCENARIOS = {
     "tests/trainer/backends/test_training.py": "both backends train as plain torch does, in every layout",
     "tests/trainer/reference/test_learning.py": "GRPO learns a digit",
     "tests/trainer/weights/test_nccl_death.py": "either end of a transfer dies",
+    "tests/trainer/weights/served/test_changes.py": "versions that are sent as changes, by both ends",
     "tests/trainer/weights/served/test_death.py": "either end of a transfer of slices dies",
     "tests/trainer/weights/test_provisional.py": "versions that are sent during their export",
 }

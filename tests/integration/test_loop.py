@@ -103,9 +103,12 @@ async def test_mismatch_of_engine_and_trainer_halts_a_run_that_is_to_stop_at_it(
     assert str(halted) == f"halted: {step['warnings'][0]}"
 
 
-@pytest.mark.parametrize("transport", ["shm", "disk", "nccl"])
-async def test_every_transport_brings_every_version(tmp_path: Path, transport: str) -> None:
-    run = await run_to_end(small(tmp_path, f"weights.transport={transport}", "bound.max_staleness=0"))
+@pytest.mark.parametrize(
+    ("transport", "delta"), [("shm", False), ("disk", False), ("disk", True), ("nccl", True)]
+)
+async def test_every_transport_brings_every_version(tmp_path: Path, transport: str, delta: bool) -> None:
+    settings = (f"weights.transport={transport}", f"weights.delta={str(delta).lower()}")
+    run = await run_to_end(small(tmp_path, *settings, "bound.max_staleness=0"))
     assert (run.status.version, run.audit.violations, run.audit.max_lag) == (3, [], 0)
     assert [event["version"] for event in of(run, "applied")][:3] == [0, 1, 2]
 

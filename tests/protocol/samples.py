@@ -184,7 +184,7 @@ SAMPLES: dict[str, AnyMessage] = {
             WeightPart("127.0.0.1:7/gloo", (WeightPiece(0, ((0, 1), (0, 3))),)),
             WeightPart("127.0.0.1:8/gloo", (WeightPiece(0, ((1, 2), (0, 3))),)),
         ),
-        chain=(WeightLink("v00000003-e1", 98, 24), WeightLink("v00000004-e1", 99, 6)),
+        chain=(WeightLink("v00000003-e1", 98, 24, apart=True), WeightLink("v00000004-e1", 99, 6)),
     ),
     "weight_draft": WeightDraft(epoch="e1", version=5, like=4),
     "weight_staged": WeightStaged(engine="x", epoch="e1", version=4, digest=99, stage_ms=1.5),

@@ -1,110 +1,78 @@
-"""Publishes the changes between versions as files; every so many versions one whole, an anchor.
+"""Chains versions: every so many versions one is an anchor, of all bytes, and the others are changes.
 
-The newest version stays in host memory, to be compared with the next. A restarted trainer has none and begins
-with an anchor, so does the version after one that could not be published. A version is an anchor, too, if it
-is older than the newest, or its directory would replace one of the newest one's chain: a trainer that goes
-back reaches versions a second time.
+A restarted trainer has no version to compare with and begins with an anchor, so does the version after one
+that could not be published. A version is an anchor, too, if it is older than the newest, or its directory
+would replace one of the newest one's chain: a trainer that goes back reaches versions a second time.
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import msgspec
-import numpy as np
-import torch
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
-from protocol.errors import WeightError
-from protocol.messages import TensorEntry, WeightLink, WeightManifest
-from protocol.weights.deltas import BYTES, INDEX, Bits, Delta, TensorChange, bits, coded
-from trainer.config import WeightConfig
-from trainer.weights.bucket_writer import BucketContents, Named, checked_dtype, fill_buckets
-from trainer.weights.version_directories import bucket_path
-from trainer.weights.version_writer import RequireSpace, VersionWriter
+from protocol.messages import WeightLink, WeightManifest
+from protocol.weights.deltas import INDEX, NOTHING, Delta
+from trainer.weights.served.layout import PartReport
 
 
-class DeltaWriter(VersionWriter):
-    """Writes the changes since the version before, or all bytes of an anchor."""
+class VersionChain:
+    """The anchor and the changes by which the newest version is read."""
 
-    def __init__(self, config: WeightConfig, require_space: RequireSpace) -> None:
-        """Begin with an anchor."""
-        super().__init__(config, require_space)
-        self._anchor_every = config.anchor_every
-        self._buckets: list[torch.Tensor] = []
-        """The newest version in host memory."""
+    def __init__(self, anchor_every: int, *, apart: bool) -> None:
+        """Begin with an anchor.
+
+        Args:
+            anchor_every: versions of a chain, at most.
+            apart: ranks write to files of their own in anchors, too.
+        """
+        self._anchor_every, self._apart = anchor_every, apart
         self._newest: WeightManifest | None = None
-        """Its manifest; None: there is none to compare with, or a version is being written over it."""
+        """The version to compare the next one with; None: there is none, or the next one is being written."""
         self._base: WeightManifest | None = None
-        """Manifest of the version that the one in the making changes; None: that is an anchor."""
-        self._changes: list[TensorChange] = []
+        """The version that the one in the making changes; None: that is an anchor."""
 
-    def write(self, tensors: Named, version: int, aside: Path, name: str) -> BucketContents:
-        """Write the changes or all bytes, see `VersionWriter`; after an error the next one is an anchor."""
+    def begin(self, version: int, name: str) -> bool:
+        """Begin a version in the directory of this name; return whether it is written as changes.
+
+        Unless it is `published`, the next one is an anchor.
+        """
         base, self._newest = self._newest, None
-        if base is None or self._ends_chain(base, version, name):
-            self._base, self._buckets = None, []
-            contents = fill_buckets(tensors, self._bucket_bytes, self._allocate)
-            self._require_space(sum(contents.buckets))
-            for index, nbytes in enumerate(contents.buckets):
-                bucket_path(aside, index).write_bytes(self._buckets[index][:nbytes].numpy().data)
-            return contents
-        self._base, self._changes = base, []
-        with (aside / BYTES).open("wb") as file:
-            contents = fill_buckets(
-                self._coded(tensors, base, file), self._bucket_bytes, lambda index, _: self._buckets[index]
-            )
-        if len(contents.entries) != len(base.tensors):
-            raise WeightError(f"fewer tensors were published than in version {base.version}")
-        return contents
+        is_changes = (
+            base is not None
+            and len(base.chain) < self._anchor_every
+            and version >= base.version
+            and all(link.directory != name for link in base.chain)
+        )
+        self._base = base if is_changes else None
+        return is_changes
 
-    def completed(self, manifest: WeightManifest, aside: Path) -> WeightManifest:
-        """Return the manifest of the version that was written, with its chain. Raises OSError."""
-        base, name = self._base, Path(manifest.location).name
-        if base is None:
-            nbytes = sum(manifest.buckets)
-        else:
-            delta = Delta(base=base.digest, digest=manifest.digest, changes=tuple(self._changes))
+    def completed(self, manifest: WeightManifest, aside: Path, parts: Sequence[PartReport]) -> WeightManifest:
+        """Describe the changes in the version's directory; return its manifest with its chain.
+
+        Args:
+            manifest: the version's.
+            aside: its directory.
+            parts: reports of the ranks that have written it.
+
+        Raises:
+            OSError: the description cannot be written.
+        """
+        base, nbytes = self._base, sum(manifest.buckets)
+        if base is not None or self._apart:
+            nbytes = sum(part.nbytes for part in parts)
+            changes = [change for part in parts for change in part.changes]
+            delta = Delta(
+                base=base.digest if base is not None else NOTHING.digest,
+                digest=manifest.digest,
+                changes=tuple(sorted(changes, key=lambda change: (change.tensor, change.box))),
+                sizes=tuple(part.nbytes for part in parts),
+            )
             (aside / INDEX).write_bytes(msgspec.msgpack.encode(delta))
-            nbytes = (aside / BYTES).stat().st_size
-        links = base.chain if base else ()
-        return replace(manifest, chain=(*links, WeightLink(name, manifest.digest, nbytes)))
+        name, apart = Path(manifest.location).name, base is None and self._apart
+        links = base.chain if base is not None else ()
+        return replace(manifest, chain=(*links, WeightLink(name, manifest.digest, nbytes, apart)))
 
     def published(self, manifest: WeightManifest) -> None:
         """Compare the next version with this one."""
         self._newest = manifest
-
-    def _ends_chain(self, base: WeightManifest, version: int, name: str) -> bool:
-        """Return whether a version must not be written as changes of this one."""
-        replaced = any(link.directory == name for link in base.chain)
-        return len(base.chain) >= self._anchor_every or version < base.version or replaced
-
-    def _allocate(self, index: int, size: int) -> torch.Tensor:
-        self._buckets.append(torch.empty(size, dtype=torch.uint8))
-        return self._buckets[index]
-
-    def _coded(
-        self, tensors: Named, base: WeightManifest, file: BinaryIO
-    ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Write the changes of each tensor, and yield it to be copied over its bytes in the base."""
-        for number, (name, tensor) in enumerate(tensors):
-            entry = base.tensors[min(number, len(base.tensors) - 1)]
-            facts = (name, checked_dtype(name, tensor), tuple(tensor.shape))
-            if facts != (entry.name, entry.dtype, entry.shape):
-                raise WeightError(f"tensor {name} was not published so in version {base.version}")
-            new = tensor.detach().cpu().contiguous()
-            found = coded(bits(self._old(entry), new.element_size()), _bits_of(new))
-            if found is not None:
-                self._changes.append(TensorChange(number, found.width, found.elements, file.tell()))
-                for part in found.parts:
-                    file.write(part.data)
-            yield name, new
-
-    def _old(self, entry: TensorEntry) -> NDArray[np.uint8]:
-        return self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes].numpy()
-
-
-def _bits_of(tensor: torch.Tensor) -> Bits:
-    """Return the elements of a dense tensor in host memory."""
-    return bits(tensor.reshape(-1).view(torch.uint8).numpy(), tensor.element_size())

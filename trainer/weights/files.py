@@ -22,7 +22,6 @@ from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named, drain, make_manifest
-from trainer.weights.deltas import DeltaWriter
 from trainer.weights.version_directories import (
     VersionDirectories,
     VersionRoot,
@@ -39,21 +38,30 @@ REMEDIES = {
 """Transport -> what to do where its directory is full."""
 
 
-def disk_sender(config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None) -> "FileSender":
+def disk_sender(
+    config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None, *, apart: bool = False
+) -> "FileSender":
     """Make the directory, and take over the versions that an earlier trainer of the run published there.
 
     Args:
         config: section `[weights]`.
         run_dir: directory of the run.
         blank: as for `FileSender`.
+        apart: as for `FileSender`.
 
     Raises:
         WeightError: the directory cannot be made or read.
     """
-    return _lasting("disk", config, run_dir, blank, lambda config, directory: VersionRoot(str(directory)))
+
+    def root(_: WeightConfig, directory: Path) -> VersionRoot:
+        return VersionRoot(str(directory))
+
+    return _lasting("disk", config, run_dir, blank, root, apart=apart)
 
 
-def http_sender(config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None) -> "FileSender":
+def http_sender(
+    config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None, *, apart: bool = False
+) -> "FileSender":
     """As `disk_sender`, for engines that read the directory, or a copy of it, by URL.
 
     Raises:
@@ -62,7 +70,7 @@ def http_sender(config: WeightConfig, run_dir: Path, blank: WeightManifest | Non
     """
     from trainer.weights.version_roots import url_root  # imports a web server
 
-    return _lasting("http", config, run_dir, blank, url_root)
+    return _lasting("http", config, run_dir, blank, url_root, apart=apart)
 
 
 def _lasting(
@@ -71,13 +79,15 @@ def _lasting(
     run_dir: Path,
     blank: WeightManifest | None,
     make_root: Callable[[WeightConfig, Path], VersionRoot],
+    *,
+    apart: bool,
 ) -> "FileSender":
     directory = Path(config.directory) if config.directory else run_dir / "weights"
     try:
         directory.mkdir(parents=True, exist_ok=True)
         root = make_root(config, directory)
         try:
-            return FileSender(transport, directory, config, root, blank)
+            return FileSender(transport, directory, config, root, blank, apart=apart)
         except BaseException:
             root.close()
             raise
@@ -121,6 +131,8 @@ class FileSender(WeightSender):
         root: VersionRoot,
         blank: WeightManifest | None,
         release: Callable[[], None] | None = None,
+        *,
+        apart: bool = False,
     ) -> None:
         """Take over the versions in a directory.
 
@@ -129,24 +141,26 @@ class FileSender(WeightSender):
             directory: an existing directory, which holds the versions.
             config: section `[weights]`.
             root: where engines find them.
-            blank: `blank_manifest` of versions that all ranks write; None: rank 0 alone writes.
+            blank: `blank_manifest` of versions that all ranks write, or of changes alone; None: rank 0
+                writes all bytes.
             release: called by `close`, once all versions are removed. None: versions outlive the sender, and
                 each is synced to the disk.
+            apart: the ranks are on several hosts, so each writes to files of its own.
 
         Raises:
             OSError: the directory cannot be read.
         """
         self.directory = directory
-        self.in_parts = blank is not None
+        self.in_parts = blank is not None and len(blank.parts) > 1
         self._root = root
         self.versions = VersionDirectories(directory, root, config.keep, durable=release is None)
         self.versions.adopt()
         self._transport = transport
         self._release = release
+        assert blank is not None or not config.delta
+        self._writer = VersionWriter(config, self._require_space)
         if blank is not None:
-            self._writer: VersionWriter = PartWriter(config, self._require_space, blank)
-        else:
-            self._writer = (DeltaWriter if config.delta else VersionWriter)(config, self._require_space)
+            self._writer = PartWriter(config, self._require_space, blank, apart=apart)
 
     def publish(
         self,

@@ -55,8 +55,8 @@ def make_sender(
 ) -> WeightSender | None:
     """Return a rank's sender; None for a rank other than 0 if rank 0 publishes all that the ranks gather.
 
-    With a trainer of several hosts the ranks gather, but for `nccl`: engines map the memory of one host only,
-    and ranks of several hosts do not write into the same files. With `weights.delta` they gather, too.
+    With a trainer of several hosts the ranks gather for `ipc` and `shm`: engines map the memory of one host
+    only. With `disk` and `http` each rank writes to files of its own in the directory that the hosts share.
 
     Args:
         config: section `[weights]`.
@@ -87,12 +87,18 @@ def make_sender(
     if not entry.files:
         keys = SenderKeys(curve_dir) if curve_dir else None
         return sender(config, rank, blank, keys) if rank < len(blank.parts) else None
-    if rank and len(blank.parts) > 1:
-        from trainer.weights.version_writer import PartFollower
+    if rank:
+        return _follower(config, rank, blank)
+    layout = blank if len(blank.parts) > 1 or config.delta else None
+    if config.transport == "shm":
+        return sender(config, run, layout)
+    return sender(config, run_dir, layout, apart=len(blank.parts) > 1 and not _on_one_host())
 
-        return PartFollower(rank, blank)
-    in_parts = blank if len(blank.parts) > 1 else None
-    return None if rank else sender(config, run if config.transport == "shm" else run_dir, in_parts)
+
+def _follower(config: WeightConfig, rank: int, blank: WeightManifest) -> WeightSender | None:
+    from trainer.weights.version_writer import PartFollower  # imports torch
+
+    return PartFollower(config, rank, blank) if len(blank.parts) > 1 else None
 
 
 def _shared_part(run_dir: Path, rank: int, blank: WeightManifest, backend: Backend) -> WeightSender:
@@ -118,9 +124,7 @@ def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> Wei
 
 def _why_gathered(config: WeightConfig) -> str:
     """Return why rank 0 has to publish what several ranks have; empty if each can publish its part."""
-    if config.delta:
-        return "delta"
-    return "" if config.transport == "nccl" or _on_one_host() else "several_hosts"
+    return "" if config.transport in ("disk", "http", "nccl") or _on_one_host() else "several_hosts"
 
 
 def _on_one_host() -> bool:

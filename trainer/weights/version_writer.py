@@ -1,6 +1,5 @@
-"""Writes the files of a version: its buckets, from one process or from all ranks of one host at once."""
+"""Writes the files of a version, from one process or from all ranks of one host at once."""
 
-import mmap
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -9,22 +8,21 @@ import msgspec
 import numpy as np
 import torch
 
-from protocol.device.slice_digests import SliceSums
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.boxes import Box, relative, whole
 from protocol.weights.provisional import with_digests
 from trainer.config import WeightConfig
 from trainer.ranks.collectives import broadcast_message, gather_bytes, next_message
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import BucketContents, Named, drain, fill_buckets
-from trainer.weights.served.layout import PartReport, PieceRows, checked_pieces
+from trainer.weights.deltas import VersionChain
+from trainer.weights.part_files import PartFiles, PartOrder, mapped
+from trainer.weights.served.layout import PartReport
 from trainer.weights.version_directories import bucket_path
 
 RequireSpace = Callable[[int], None]
 """Takes a number of bytes; raises WeightError if there is no room for them."""
-NO_VERSION = ""
-"""In place of a directory: rank 0 publishes no version after all."""
+NO_VERSION = PartOrder("")
 
 
 class VersionWriter:
@@ -52,7 +50,7 @@ class VersionWriter:
         self._require_space(self._last_bytes)
 
         def allocate(index: int, size: int) -> torch.Tensor:
-            return _mapped(_created(bucket_path(aside, index), size))
+            return mapped(_created(bucket_path(aside, index), size))
 
         def reserve(index: int, offset: int, nbytes: int) -> None:
             self._reserve(bucket_path(aside, index), offset, nbytes)
@@ -81,45 +79,75 @@ class VersionWriter:
 
 
 class PartWriter(VersionWriter):
-    """Rank 0's writer of versions to which each rank of the host writes its own pieces.
+    """Rank 0's writer of versions to which each rank of the host writes its own pieces, or rank 0 all.
 
-    Rank 0 makes the files and names their directory to the others; each copies its pieces to their places in
-    the mapped files, and sends rank 0 their sums.
+    Rank 0 makes the buckets and names their directory to the others. Each copies its pieces to their places
+    in the mapped files, or writes what changed to a file of its own, and sends rank 0 their sums.
     """
 
-    def __init__(self, config: WeightConfig, require_space: RequireSpace, blank: WeightManifest) -> None:
-        """Write versions with the layout of `blank_manifest`."""
+    def __init__(
+        self, config: WeightConfig, require_space: RequireSpace, blank: WeightManifest, *, apart: bool
+    ) -> None:
+        """Write versions.
+
+        Args:
+            config: section `[weights]`.
+            require_space: refuses a number of bytes for which there is no room.
+            blank: `blank_manifest` of the versions.
+            apart: no file is written by two ranks.
+        """
         super().__init__(config, require_space)
-        self._blank = blank
-        self._rows = PieceRows(blank)
+        self._blank, self._apart = blank, apart
+        self._files = PartFiles(blank, 0, keeps=config.delta)
+        self._chain: VersionChain | None = None
+        if config.delta or apart:
+            self._chain = VersionChain(config.anchor_every if config.delta else 1, apart=apart)
+        self._reports: list[PartReport] = []
+        """Reports of the ranks about the version that was written last."""
         self._told = False
         """Whether the other ranks know what becomes of the version."""
 
     def write(self, tensors: Named, version: int, aside: Path, name: str) -> BucketContents:
-        self._require_space(sum(self._blank.buckets))
-        for index, nbytes in enumerate(self._blank.buckets):
-            bucket = _created(bucket_path(aside, index), nbytes)
-            if nbytes:
-                self._reserve(bucket, 0, nbytes)
-        self._tell(str(aside))
-        report = write_part(self._blank, self._rows, 0, tensors, aside)
-        reports = [msgspec.msgpack.decode(data, type=PartReport) for data in gather_bytes(_encoded(report))]
-        if problem := next((report.error for report in reports if report.error), ""):
+        changes = self._chain is not None and self._chain.begin(version, name)
+        order = PartOrder(str(aside), changes or self._apart, changes)
+        if not changes:
+            self._require_space(sum(self._blank.buckets))
+        if not order.own_files:
+            for index, nbytes in enumerate(self._blank.buckets):
+                bucket = _created(bucket_path(aside, index), nbytes)
+                if nbytes:
+                    self._reserve(bucket, 0, nbytes)
+        self._tell(order)
+        self._reports = self._gathered(self._files.write(tensors, order))
+        if problem := next((report.error for report in self._reports if report.error), ""):
             raise WeightError(f"version {version}: {problem}")
-        digests = self._rows.digests([np.frombuffer(report.sums, np.int64) for report in reports])
+        sums = [np.frombuffer(report.sums, np.int64) for report in self._reports]
+        digests = self._files.rows.digests(sums)
         return BucketContents(with_digests(self._blank, digests).tensors, self._blank.buckets)
+
+    def completed(self, manifest: WeightManifest, aside: Path) -> WeightManifest:
+        return manifest if self._chain is None else self._chain.completed(manifest, aside, self._reports)
 
     def published(self, manifest: WeightManifest) -> None:
         self._told = False
+        if self._chain is not None:
+            self._chain.published(manifest)
 
     def failed(self) -> None:
         if not self._told:
             self._tell(NO_VERSION)
         self._told = False
 
-    def _tell(self, directory: str) -> None:
+    def _tell(self, order: PartOrder) -> None:
         self._told = True
-        broadcast_message(msgspec.msgpack.encode(directory))
+        if len(self._blank.parts) > 1:
+            broadcast_message(msgspec.msgpack.encode(order))
+
+    def _gathered(self, report: PartReport) -> list[PartReport]:
+        """Return the reports of all ranks."""
+        if len(self._blank.parts) == 1:
+            return [report]
+        return [msgspec.msgpack.decode(data, type=PartReport) for data in gather_bytes(_encoded(report))]
 
 
 class PartFollower(WeightSender):
@@ -127,9 +155,9 @@ class PartFollower(WeightSender):
 
     in_parts = True
 
-    def __init__(self, rank: int, blank: WeightManifest) -> None:
+    def __init__(self, config: WeightConfig, rank: int, blank: WeightManifest) -> None:
         """Write this rank's pieces of versions with the layout of `blank_manifest`."""
-        self._rank, self._blank, self._rows = rank, blank, PieceRows(blank)
+        self._blank, self._files = blank, PartFiles(blank, rank, keeps=config.delta)
 
     def publish(
         self,
@@ -140,12 +168,11 @@ class PartFollower(WeightSender):
         base_model: str = "",
         tied: tuple[tuple[str, str], ...] = (),
     ) -> WeightManifest:
-        directory = msgspec.msgpack.decode(next_message(), type=str)
-        if directory == NO_VERSION:
+        order = msgspec.msgpack.decode(next_message(), type=PartOrder)
+        if order == NO_VERSION:
             drain(tensors)
         else:
-            report = write_part(self._blank, self._rows, self._rank, tensors, Path(directory))
-            gather_bytes(_encoded(report))
+            gather_bytes(_encoded(self._files.write(tensors, order)))
         return self._blank
 
     def retire(self, in_use: frozenset[int]) -> None:
@@ -155,64 +182,11 @@ class PartFollower(WeightSender):
         """Return at once: versions are rank 0's."""
 
 
-def write_part(
-    blank: WeightManifest, rows: PieceRows, rank: int, tensors: Named, directory: Path
-) -> PartReport:
-    """Copy a rank's pieces to their places in the files of a version, and digest them.
-
-    Args:
-        blank: layout of the version.
-        rows: places of the sums.
-        rank: this rank's number.
-        tensors: its pieces.
-        directory: has the files, in their sizes.
-
-    Returns:
-        The sums, or why the part could not be written.
-    """
-    buckets: dict[int, torch.Tensor] = {}
-    sums: SliceSums | None = None
-    position = 0
-    spans = rows.pieces[rank]
-    try:
-        for number, (piece, tensor) in enumerate(checked_pieces(blank, rank, tensors)):
-            entry, (first, end) = blank.tensors[piece.tensor], spans[number]
-            sums = sums or SliceSums(sum(last - begin for begin, last in spans), tensor.device)
-            sums.add(tensor.detach(), entry.shape, piece.box, position - first)
-            position += end - first
-            if tensor.numel():
-                if entry.bucket not in buckets:
-                    buckets = {entry.bucket: _mapped(bucket_path(directory, entry.bucket))}
-                _place(buckets[entry.bucket], blank, piece.tensor, piece.box).copy_(tensor.detach())
-    except (WeightError, OSError) as error:
-        drain(tensors)
-        return PartReport("", f"rank {rank}: {error}", b"")
-    if sums is None:
-        return PartReport("", "", b"")
-    sums.launch()
-    return PartReport("", "", sums.total.cpu().numpy().tobytes())
-
-
-def _place(bucket: torch.Tensor, blank: WeightManifest, tensor: int, box: Box) -> torch.Tensor:
-    """Return a box of a tensor in its bucket."""
-    entry = blank.tensors[tensor]
-    raw = bucket[entry.offset : entry.offset + entry.nbytes]
-    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)[relative(box, whole(entry.shape))]
-
-
 def _created(bucket: Path, size: int) -> Path:
     """Create a sparse file of `size` bytes and return its path."""
     with bucket.open("xb+") as file:
         os.truncate(file.fileno(), size)
     return bucket
-
-
-def _mapped(bucket: Path) -> torch.Tensor:
-    """Return a file as a uint8 tensor, which writes to it."""
-    with bucket.open("rb+") as file:
-        size = file.seek(0, 2)
-        memory = mmap.mmap(file.fileno(), size) if size else bytearray()
-    return torch.frombuffer(memory, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
 
 
 def _encoded(report: PartReport) -> bytes:

@@ -1,14 +1,18 @@
 """Every receiver: what it delivers, what it refuses, and its deadline."""
 
+import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
+from protocol.device.bucket_handles import machine
 from protocol.device.pair_group import BACKENDS
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
@@ -187,9 +191,35 @@ def test_nccl_refuses_a_malformed_answer(sender: PartSender, tensors: Tensors, a
             "version": 1,
             "epoch": "e1",
             "layout": layout_digest(manifest),
-            "slices": len(encode_wanted(all_of(manifest))),
+            "slices": len(encode_wanted(all_of(manifest), all_of(manifest))),
         }
     ]
+
+
+@pytest.mark.parametrize("own", [True, False])
+def test_ipc_refuses_the_memory_of_another_host(tensors: Tensors, own: bool) -> None:
+    config = WeightConfig(transport="ipc", backend="gloo", timeout_s=DEADLINE_S)
+    boot, name = machine()
+    answer = {
+        "machine": [boot if own else "other", "host-7"],
+        "gpu": "host",
+        "buckets": [],
+        "sizes": [64, 64],
+    }
+    with (
+        closing(part_sender(config, tensors.items())) as sender,
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        ThreadPoolExecutor() as pool,
+    ):
+        manifest = at(sender.publish("e1", 1, tensors.items()), f"127.0.0.1:{listener.getsockname()[1]}/cpu")
+        fetching = pool.submit(receive, manifest)
+        connection, _ = listener.accept()
+        with connection:
+            read_request(connection.makefile("rb"))
+            connection.sendall(json.dumps(answer).encode() + b"\n")
+            words = "0 buckets" if own else f"memory of host host-7, and this engine is on {name}; use nccl"
+            with pytest.raises(WeightError, match=words):
+                fetching.result(DEADLINE_S)
 
 
 def test_closing_nccl_wakes_who_waits_for_an_answer(sender: PartSender, tensors: Tensors) -> None:

@@ -58,12 +58,13 @@ def sender_of(
     config: WeightConfig, tensors: Named, directory: Path, run: str = "sender-test"
 ) -> WeightSender:
     """The sender of a trainer of one rank, over any transport of copies."""
+    blank = layout_of(tensors, config) if config.delta else None
     if config.transport == "shm":
-        return shm_sender(config, run)
+        return shm_sender(config, run, blank)
     if config.transport == "disk":
-        return disk_sender(config, directory)
+        return disk_sender(config, directory, blank)
     if config.transport == "http":
-        return http_sender(config, directory)
+        return http_sender(config, directory, blank)
     return part_sender(config, tensors)
 
 

@@ -12,14 +12,16 @@ from msgspec.structs import replace
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import manifest_digest
-from protocol.weights.deltas import BYTES, INDEX, Delta
+from protocol.weights.deltas import INDEX, Delta, changes_name
 from rollout.staging.layers import LayeredStaging
 from rollout.staging.staging import LiveAndStaged, Staging, digest_of, whole_source
 from rollout.weights.registry import make_receiver
-from tests.trainer.weights.senders import received, sender_of
+from tests.trainer.megatron.launch import launch
+from tests.trainer.weights.senders import layout_of, received, sender_of
 from trainer.config import WeightConfig
 from trainer.weights.files import FileSender, disk_sender
 
+BYTES = changes_name(0)
 SHAPES = {"a": (300, 40), "b": (64,), "c": (40, 30)}
 DTYPES = {"a": torch.bfloat16, "b": torch.float32, "c": torch.bfloat16}
 
@@ -54,9 +56,13 @@ def sender(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[FileSende
         delta=True,
         anchor_every=4,
     )
-    with closing(sender_of(config, (), tmp_path)) as made:
+    with closing(sender_of(config, first().items(), tmp_path)) as made:
         assert isinstance(made, FileSender)
         yield made
+
+
+def on_disk(config: WeightConfig, directory: Path) -> FileSender:
+    return disk_sender(config, directory, layout_of(first().items(), config))
 
 
 class Engine:
@@ -102,7 +108,7 @@ def test_changes_take_few_bytes_and_no_buckets(sender: FileSender) -> None:
     anchor = sender.publish("e1", 0, tensors.items())
     manifest = sender.publish("e1", 1, changed(tensors, 0).items())
     directory = sender.directory / Path(manifest.location).name
-    assert sorted(path.name for path in directory.iterdir()) == [BYTES, INDEX, "manifest.json"]
+    assert sorted(path.name for path in directory.iterdir()) == [INDEX, BYTES, "manifest.json"]
     elements = sum(len(range(0, tensors[name].numel(), 97)) for name in "ac")
     assert (directory / BYTES).stat().st_size == manifest.chain[-1].nbytes == elements * 3
     assert manifest.chain[-1].nbytes < sum(anchor.buckets) / 50
@@ -122,10 +128,10 @@ def test_tensor_that_changed_everywhere_comes_whole(sender: FileSender) -> None:
 def test_a_sender_that_starts_again_begins_with_an_anchor(tmp_path: Path) -> None:
     config = WeightConfig(bucket_mb=1, keep=1, delta=True, anchor_every=9)
     made, engine = list(versions(4)), Engine()
-    before = disk_sender(config, tmp_path)
+    before = on_disk(config, tmp_path)
     for version in range(3):
         engine.serve(before.publish("e1", version, made[version].items()))
-    after = disk_sender(config, tmp_path)
+    after = on_disk(config, tmp_path)
     after.retire(frozenset())  # the newest needs all three
     assert len(list((tmp_path / "weights").iterdir())) == 3
     manifest = after.publish("e2", 3, made[3].items())
@@ -136,7 +142,7 @@ def test_a_sender_that_starts_again_begins_with_an_anchor(tmp_path: Path) -> Non
 
 
 def test_versions_that_are_reached_again_after_a_rewind_can_be_read(tmp_path: Path) -> None:
-    sender = disk_sender(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=20), tmp_path)
+    sender = on_disk(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=20), tmp_path)
     made, following = list(versions(17)), Engine()
     chains: list[int] = []
     for version in (15, 15, 10, *range(11, 17)):
@@ -171,7 +177,7 @@ def test_version_that_cannot_be_published_is_followed_by_an_anchor(sender: FileS
     with pytest.raises(WeightError, match="cannot be exported"):
         sender.publish("e1", 1, fails())
     assert len(sender.publish("e1", 1, made[1].items()).chain) == 1
-    with pytest.raises(WeightError, match="fewer tensors were published than in version 1"):
+    with pytest.raises(WeightError, match="the export has None where the version has c"):
         sender.publish("e1", 2, list(made[2].items())[:2])
     manifest = sender.publish("e1", 2, made[2].items())
     assert len(manifest.chain) == 1
@@ -196,11 +202,16 @@ def test_version_that_could_not_be_renamed_is_no_base(
     Engine().serve(manifest)
 
 
-@pytest.mark.parametrize("name", ["a", "d"])
-def test_tensor_that_was_not_published_so_before_is_refused(sender: FileSender, name: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("a", r"a: a piece of \[3\], not \[300, 40\]"), ("d", "the export has d where the version has None")],
+)
+def test_tensor_that_was_not_published_so_before_is_refused(
+    sender: FileSender, name: str, words: str
+) -> None:
     tensors = first()
     sender.publish("e1", 0, tensors.items())
-    with pytest.raises(WeightError, match=f"tensor {name} was not published so in version 0"):
+    with pytest.raises(WeightError, match=words):
         sender.publish("e1", 1, {**tensors, name: torch.zeros(3)}.items())
     assert len(sender.publish("e1", 1, tensors.items()).chain) == 1
 
@@ -252,7 +263,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 def test_faulty_chain_is_refused_and_the_engine_keeps_its_version(
     tmp_path: Path, fault: str, late: bool, link: int
 ) -> None:
-    sender = disk_sender(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=9), tmp_path)
+    sender = on_disk(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=9), tmp_path)
     made, engine = list(versions(4)), Engine()
     served = sender.publish("e1", 0, made[0].items())
     engine.serve(served)
@@ -275,7 +286,7 @@ def test_faulty_chain_is_refused_and_the_engine_keeps_its_version(
 
 @pytest.mark.parametrize("fault", ["missing", "truncated", "flipped"])
 def test_faulty_anchor_is_refused_for_the_late_alone(tmp_path: Path, fault: str) -> None:
-    sender = disk_sender(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=9), tmp_path)
+    sender = on_disk(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=9), tmp_path)
     made, current, late = list(versions(2)), Engine(), Engine()
     anchor = sender.publish("e1", 0, made[0].items())
     current.serve(anchor)
@@ -293,7 +304,7 @@ def test_faulty_anchor_is_refused_for_the_late_alone(tmp_path: Path, fault: str)
 
 
 def test_chain_that_ends_with_another_version_is_refused(tmp_path: Path) -> None:
-    sender = disk_sender(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=9), tmp_path)
+    sender = on_disk(WeightConfig(bucket_mb=1, keep=9, delta=True, anchor_every=9), tmp_path)
     made = list(versions(3))
     manifests = [sender.publish("e1", version, made[version].items()) for version in range(3)]
     wrong = replace(manifests[2], chain=manifests[1].chain)
@@ -303,3 +314,13 @@ def test_chain_that_ends_with_another_version_is_refused(tmp_path: Path) -> None
     forged = replace(manifests[2], tensors=entries, digest=manifest_digest(entries))
     with pytest.raises(WeightError, match="its chain ends"):
         list(received(make_receiver("disk"), forged, 30))
+
+
+@pytest.mark.parametrize(
+    ("ranks", "words"), [(2, ["delta"]), (3, ["delta", "apart"]), (2, ["apart"])], ids=str
+)
+def test_ranks_write_their_own_pieces(tmp_path: Path, ranks: int, words: list[str]) -> None:
+    (tmp_path / "versions").mkdir()
+    launch(
+        ranks, "tests.trainer.weights.file_ranks", str(tmp_path / "versions"), *words, logs=tmp_path / "logs"
+    )

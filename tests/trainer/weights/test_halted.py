@@ -98,9 +98,13 @@ def test_a_sender_that_times_out_drops_the_group_though_its_error_is_logged(
     broadcast = PairChannel._send_version
 
     def too_late(
-        channel: PairChannel, connection: ReceiverConnection, served: ServedVersion, end: float
+        channel: PairChannel,
+        connection: ReceiverConnection,
+        served: ServedVersion,
+        base: ServedVersion | None,
+        end: float,
     ) -> None:
-        broadcast(channel, connection, served, 0.0)
+        broadcast(channel, connection, served, base, 0.0)
 
     monkeypatch.setattr(PairChannel, "_send_version", too_late)
     with sending("gloo", 60) as (_, manifest), pytest.raises(WeightError, match=r"disconnected|was closed"):

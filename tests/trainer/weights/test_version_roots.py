@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 from msgspec.structs import replace
 
 from protocol.errors import SettingsError, WeightError
-from tests.trainer.weights.senders import receive
+from tests.trainer.weights.senders import layout_of, receive
 from trainer.config import WeightConfig
 from trainer.weights.files import http_sender
 from trainer.weights.version_roots import ServedRoot
@@ -39,7 +39,8 @@ def names(url: str) -> list[str]:
 
 
 def test_versions_are_copied_to_a_store_and_removed_there(url: str, tmp_path: Path) -> None:
-    sender = http_sender(WeightConfig(bucket_mb=1, keep=1, delta=True, anchor_every=2, url=url), tmp_path)
+    config = WeightConfig(bucket_mb=1, keep=1, delta=True, anchor_every=2, url=url)
+    sender = http_sender(config, tmp_path, layout_of(weights(0), config))
     for version in range(4):
         manifest = sender.publish("e1", version, weights(version))
         assert manifest.location == f"{url}/v{version:08d}-e1"

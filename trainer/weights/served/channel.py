@@ -25,6 +25,8 @@ class PartChannel:
         self.device = device
         self.part = part
         self.sizes = sizes
+        self.forgotten: frozenset[str] = frozenset()
+        """Tensors that the receiver does not have any more at the next version."""
         self._wanted: bytes | None = None
         self._plan: Transfer | None = None
         self._stream: torch.cuda.Stream | None = None
@@ -36,8 +38,8 @@ class PartChannel:
             WeightError: it wants a slice that does not exist.
         """
         if self._plan is None or connection.wanted != self._wanted:
-            wanted = decode_wanted(connection.wanted, manifest)
-            self._plan = transfer_of(manifest, self.part, wanted, self.sizes)
+            wanted, self.forgotten = decode_wanted(connection.wanted, manifest)
+            self._plan = transfer_of(manifest, self.part, wanted, self.sizes, self.forgotten)
             self._wanted = connection.wanted
         return self._plan
 

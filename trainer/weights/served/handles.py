@@ -3,7 +3,8 @@
 The dialogue, on the connection of `trainer/weights/served/version_server.py`, with the slices that the
 receiver wants in its request:
 
-    sender -> receiver   {"gpu": UUID, "buckets": [{"memory": k, "handle": [...]}, ...], "sizes": [n, m]}
+    sender -> receiver   {"gpu": UUID, "buckets": [{"memory": k, "handle": [...]}, ...], "sizes": [n, m],
+                          "machine": [boot, name]}
                              a handle where `k` is new on this connection. The buckets hold the rank's pieces,
                              at their `protocol.weights.slices.piece_places`
     receiver -> sender   {"sums": n}: it has queued its copies and wants n sums, if there are any
@@ -21,7 +22,7 @@ from typing import Any
 
 import torch
 
-from protocol.device.bucket_handles import SharedBuckets
+from protocol.device.bucket_handles import SharedBuckets, machine
 from protocol.weights.slices import BucketSizes
 from trainer.weights.served.channel import PartChannel
 from trainer.weights.served.receiver_connection import ReceiverConnection, remaining_s
@@ -42,7 +43,8 @@ class HandleChannel(PartChannel):
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         plan = self.plan(connection, served.manifest)
         buckets = [self._bucket(bucket) for bucket in served.buckets]
-        connection.answer({"gpu": self._memory.place, "buckets": buckets, "sizes": self.sizes}, end)
+        where = {"machine": machine(), "gpu": self._memory.place}
+        connection.answer({**where, "buckets": buckets, "sizes": self.sizes}, end)
         if plan.rows:
             with self.on_stream():
                 sums = self.sums(connection, served, plan, end).cpu()

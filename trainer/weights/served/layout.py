@@ -13,6 +13,7 @@ from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest, WeightPart, WeightPiece
 from protocol.weights.boxes import shape_of, size_of, whole
 from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest
+from protocol.weights.deltas import TensorChange
 from protocol.weights.digests import digests_of_sums, rows_of
 from protocol.weights.provisional import UNKNOWN, with_digests
 from protocol.weights.slices import sum_span
@@ -56,6 +57,10 @@ class PartReport(msgspec.Struct, frozen=True):
     """Why the part could not be made; empty if it was."""
     sums: bytes
     """Sums of its pieces, one after the other, int64."""
+    changes: tuple[TensorChange, ...] = ()
+    """Where its changes are in its file, if it has written these."""
+    nbytes: int = 0
+    """Bytes of that file."""
 
 
 def checked_pieces(

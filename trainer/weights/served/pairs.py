@@ -9,30 +9,39 @@ receiver wants in its request:
                          {"ready": true}     later requests. Either answer also has {"sizes": [n, m]}, see
                                              `protocol.weights.slices.BucketSizes`
     both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
-    both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each
+    both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each. With
+                         {"changes": true} in the answer, each is what changed since the version that the
+                         receiver confirmed last on this connection, and is announced:
+    sender -> receiver   {"bucket": [w, n]}  as in `protocol.device.changes.Changes`; nothing is
+                                             broadcast if n is 0
     both                 the sums of the unsent parts of cut pieces; from rank 0 also the sums of pieces
                          that no rank has sent. int64, in one broadcast
     receiver -> sender   {"done": v}
 
 With a group per receiver, one that hangs or dies delays no other, and the default process group is not
 touched. The version is kept in memory of its own on the trainer's device, so the next training step does not
-wait for transfers.
+wait for transfers. With `weights.delta` so is the version before it; a receiver that has another one gets
+all bytes.
 """
 
 import threading
+import weakref
 from collections import deque
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from protocol.device.cut_memory import cuts_in
+from protocol.device.changes import Changes, coded
+from protocol.device.cut_memory import cuts_in, words_in
 from protocol.device.pair_group import SENDER, abort, join_pair
 from protocol.weights.boxes import relative
 from protocol.weights.slices import BucketSizes, Cut, Transfer
 from trainer.weights.served.channel import PartChannel
 from trainer.weights.served.receiver_connection import ReceiverConnection, remaining_s
+from trainer.weights.served.streamed_buckets import StreamedBuckets
 from trainer.weights.served.version_server import CLOSE_S, ServedVersion
 
 POLL_S = 0.0005
@@ -47,19 +56,25 @@ class PairChannel(PartChannel):
     def __init__(self, device: torch.device, part: int, sizes: BucketSizes) -> None:
         super().__init__(device, part, sizes)
         self._group: Any = None
+        self._confirmed: weakref.ref[StreamedBuckets] | None = None
+        """The version that the receiver confirmed last."""
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+        base = self._base(connection, served)
         if self._group is None:
             self._group = self._join(connection, end)
         else:
-            connection.answer({"ready": True, "sizes": self.sizes}, end)
+            changes = {} if base is None else {"changes": True}
+            connection.answer({"ready": True, "sizes": self.sizes, **changes}, end)
+        self._confirmed = None
         # Aborting the group ends what blocks in a library or on the GPU.
         watchdog = threading.Timer(remaining_s(end), abort, args=(self._group,))
         watchdog.daemon = True
         watchdog.start()
         try:
-            self._send_version(connection, served, end)
+            self._send_version(connection, served, base, end)
             connection.wait_done(served.manifest.version, end)
+            self._confirmed = weakref.ref(served.streamed)
         except BaseException:
             self.close()
             raise
@@ -81,17 +96,35 @@ class PairChannel(PartChannel):
             raise ValueError("a receiver disconnected before it had joined the group")
         return join_pair(connection.line(end), SENDER, self.device, remaining_s(end))
 
-    def _send_version(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
+    def _base(self, connection: ReceiverConnection, served: ServedVersion) -> ServedVersion | None:
+        """Return the version whose changes the receiver can be sent; None: it has to have all bytes."""
+        confirmed = self._confirmed() if self._confirmed is not None else None
+        base = served.base if connection.keeps else None
+        return base if base is not None and base.streamed is confirmed else None
+
+    def _send_version(
+        self,
+        connection: ReceiverConnection,
+        served: ServedVersion,
+        base: ServedVersion | None,
+        end: float,
+    ) -> None:
         """Send all buckets, each while the next one is packed, and the sums.
 
-        On a GPU all of it is queued, and the host waits at the end alone: until it is sent, the receiver
-        disconnects, or time is up.
+        On a GPU all of it is queued, and the host waits at the end alone, for changes also before each
+        bucket: until it is sent, the receiver disconnects, or time is up.
         """
         plan = self.plan(connection, served.manifest)
         sending: deque[tuple[Any, torch.Tensor]] = deque()
         with self.on_stream():
             for bucket in plan.buckets:
-                sending.append(self._broadcast(self._packed(bucket, connection, served, end), end))
+                if base is None:
+                    memory = self._packed(bucket, connection, served, end)
+                else:
+                    memory = self._changes(bucket, connection, served, base, end)
+                if not len(memory):
+                    continue
+                sending.append(self._broadcast(memory, end))
                 if len(sending) == PACKED:
                     sending.popleft()[0].wait()  # nccl: the stream waits, and then uses its memory again
             if plan.rows:
@@ -99,14 +132,28 @@ class PairChannel(PartChannel):
                 sending.append(self._broadcast(sums.view(torch.uint8), end))
             for work, _ in sending:
                 work.wait()
-            sent = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
-        while sent is not None and not sent.query():
+            self._await_stream(connection, end)
+
+    def _await_stream(self, connection: ReceiverConnection, end: float) -> None:
+        """Wait until the work queued on the current stream of a GPU is done.
+
+        Raises:
+            ValueError: the receiver has disconnected, for which what is sent to it would wait.
+            TimeoutError: it is not done by `end`.
+        """
+        queued = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
+        while queued is not None and not queued.query():
             if connection.disconnected(POLL_S):
                 raise ValueError("a receiver disconnected in the middle of a version")
             remaining_s(end)
 
     def _packed(
-        self, bucket: tuple[Cut, ...], connection: ReceiverConnection, served: ServedVersion, end: float
+        self,
+        bucket: tuple[Cut, ...],
+        connection: ReceiverConnection,
+        served: ServedVersion,
+        end: float,
+        make: Callable[..., torch.Tensor] = torch.empty,
     ) -> torch.Tensor:
         """Return a bucket's bytes, uint8, once their pieces are full: in place where it is one dense cut."""
         manifest, pieces = served.manifest, served.manifest.parts[self.part].pieces
@@ -116,9 +163,30 @@ class PairChannel(PartChannel):
         ]
         if len(cuts) == 1 and cuts[0].is_contiguous():
             return cuts[0].view(-1).view(torch.uint8)
-        memory = torch.empty(Transfer.nbytes(bucket), dtype=torch.uint8, device=self.device)
+        memory = make(Transfer.nbytes(bucket), dtype=torch.uint8, device=self.device)
         torch._foreach_copy_(cuts_in(memory, bucket, manifest), cuts)
         return memory
+
+    def _changes(
+        self,
+        bucket: tuple[Cut, ...],
+        connection: ReceiverConnection,
+        served: ServedVersion,
+        base: ServedVersion,
+        end: float,
+    ) -> torch.Tensor:
+        """Return what changed in a bucket since the base, or all of it, and announce it to the receiver."""
+        manifest = served.manifest
+        # zeros between the cuts: what is there must not look like changes
+        new = words_in(self._packed(bucket, connection, served, end, torch.zeros), bucket, manifest)
+        if manifest.tensors[bucket[0].tensor].name in self.forgotten:  # so are the bucket's others
+            changes = Changes.all_of(new)
+        else:
+            old = words_in(self._packed(bucket, connection, base, end, torch.zeros), bucket, manifest)
+            self._await_stream(connection, end)  # `coded` waits in the driver, for itself alone then
+            changes = coded(old, new)
+        connection.answer({"bucket": [changes.width, changes.elements]}, end)
+        return changes.data
 
     def _broadcast(self, memory: torch.Tensor, end: float) -> tuple[Any, torch.Tensor]:
         """Begin to send uint8 [n]; return what to wait for, and the memory, which must live until then."""

@@ -25,6 +25,8 @@ class ReceiverConnection(LineConnection):
         super().__init__(connection, "a receiver", MAX_LINE)
         self.wanted = b""
         """The slices that the receiver asked for last, see `protocol.weights.slices.encode_wanted`."""
+        self.keeps = False
+        """Whether the receiver still has the version that it confirmed last, but for what it forgets."""
 
     def request(self, end: float, *, slices: bool = True) -> dict[str, Any] | None:
         """Read the next line; None if the receiver disconnected before it began one.

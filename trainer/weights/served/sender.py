@@ -4,6 +4,7 @@ A version is copied and digested where its pieces are, and rank 0 collects the s
 for each 64 KiB, and makes the manifest of them. A trainer of one rank publishes one part.
 """
 
+import dataclasses
 from collections.abc import Sequence
 
 import msgspec
@@ -48,6 +49,7 @@ class PartSender:
         """This process's rank."""
         self.in_parts = len(blank.parts) > 1
         self._blank = blank
+        self._sends_changes = config.delta
         self._rows = PieceRows(blank)
         self._memory = MEMORIES[config.transport](config, self._blank, rank)
         self._asked = self._blank
@@ -98,7 +100,7 @@ class PartSender:
         if not self._memory.can_draft or before is None or before.manifest.epoch != epoch:
             return None
         self._cancel()
-        self._server.provisional = self._memory.new(replace(self._blank, epoch=epoch, version=version))
+        self._server.provisional = self._new(replace(self._blank, epoch=epoch, version=version))
         return WeightDraft(epoch=epoch, version=version, like=before.manifest.version)
 
     def fill(self, epoch: str, version: int, tensors: Named) -> PartReport:
@@ -162,9 +164,18 @@ class PartSender:
         served = self._server.provisional
         if served is None or (served.manifest.epoch, served.manifest.version) != (epoch, version):
             self._cancel()
-            served = self._memory.new(self._asked)
+            served = self._new(self._asked)
         self._filled = served
         return served
+
+    def _new(self, manifest: WeightManifest) -> ServedVersion:
+        """Return a version without pieces; with `weights.delta` it has the current one as its base."""
+        current = self._server.current
+        if not self._sends_changes or current is None:
+            return self._memory.new(manifest)
+        # Releases the version before the current one: without changes there are as many at this time.
+        current = self._server.current = dataclasses.replace(current, base=None)
+        return dataclasses.replace(self._memory.new(manifest), base=current)
 
     def _copied(self, served: ServedVersion, tensors: Named) -> bytes:
         """Copy and digest all pieces in one pass; return their sums."""

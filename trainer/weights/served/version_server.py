@@ -2,7 +2,8 @@
 
     both                 with keys of the bus: proofs that both ends have one (`protocol/host/key_proof.py`)
     receiver -> sender   {"version": v, "epoch": e, "layout": d}   one line of JSON; with "slices": n where
-                         parts of it are wanted, and n bytes behind it that say which, if they have changed
+                         parts of it are wanted, and n bytes behind it that say which, if they have changed;
+                         with "keeps": true if it still has the version that it confirmed last
     sender -> receiver   {"error": text}, or the transport's answer
     ...                  the transport moves the bytes
     receiver -> sender   {"done": v}                               the connection is kept for the next version
@@ -66,6 +67,8 @@ class ServedVersion:
     """This rank's pieces, while the version is made and after it."""
     collected: StreamedBuckets = field(default_factory=StreamedBuckets)
     """On rank 0: each part's sums, one piece after the other."""
+    base: "ServedVersion | None" = None
+    """The complete version before it, for receivers that are sent changes; it has no base itself."""
 
 
 class SenderChannel(Protocol):
@@ -180,6 +183,7 @@ class VersionServer:
                 request = connection.request(end)
                 if request is None:
                     return
+                connection.keeps = request.get("keeps") is True
                 served += self._answer(connection, channel, request, end)
         except (OSError, RuntimeError, ValueError, WeightError) as error:
             if not self._closed.is_set():

@@ -10,11 +10,13 @@ from transformers import AutoModelForCausalLM
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.errors import WeightError
-from protocol.weights.deltas import BYTES
+from protocol.weights.deltas import changes_name
 from rollout.engines.base import EngineConfig, Request, Sampling
 from rollout.engines.contract.models import follows, tiny_model, weights, write_shm
 from rollout.engines.hf.engine import HFEngine
+from rollout.staging.staging import digest_of
 from tests.trainer.megatron.models import make_model
+from tests.trainer.weights.senders import layout_of, part_sender
 from trainer.config import WeightConfig
 from trainer.weights.files import disk_sender
 
@@ -98,7 +100,8 @@ async def test_engine_follows_changes_and_serves_on_where_a_link_is_wrong(
     model = tiny_model(1)
     model.save_pretrained(tmp_path / "model")
     tensors = {name: tensor.clone() for name, tensor in weights(model).items()}
-    sender = disk_sender(WeightConfig(delta=True, keep=9), tmp_path)
+    deltas = WeightConfig(delta=True, keep=9)
+    sender = disk_sender(deltas, tmp_path, layout_of(tensors.items(), deltas))
     config = EngineConfig(name="hf", max_model_len=64, staging=staging)
     engine = HFEngine(config, tmp_path / "model", "engine.0")
     request = Request("a/0", PROMPT, Sampling(max_tokens=12, temperature=0))
@@ -109,7 +112,7 @@ async def test_engine_follows_changes_and_serves_on_where_a_link_is_wrong(
                 tensor.view(-1)[version::50] *= 1.5
             manifest = sender.publish("e1", version, tensors.items())
             assert len(manifest.chain) == 1 + version
-            delta = Path(manifest.location) / BYTES
+            delta = Path(manifest.location) / changes_name(0)
             if version == 2:
                 delta.write_bytes(delta.read_bytes()[:-1] + b"\xff")
             if version < 2:
@@ -124,10 +127,38 @@ async def test_engine_follows_changes_and_serves_on_where_a_link_is_wrong(
                 await engine.commit(manifest)
             assert (engine.served.version, await engine.live_digest()) == (1, live)
             assert (await engine.generate(request)).spans == ((12, 1),)
-        late = disk_sender(WeightConfig(delta=True, keep=9), tmp_path)  # a trainer that starts again
+        late = disk_sender(deltas, tmp_path, layout_of(tensors.items(), deltas))  # starts again
         manifest = late.publish("e2", 4, tensors.items())
         await engine.stage(manifest)
         await engine.commit(manifest)
         assert await engine.live_digest() == manifest.digest
     finally:
         await engine.close()
+
+
+async def test_engine_takes_changes_over_nccl_also_after_it_has_slept(tmp_path: Path) -> None:
+    model = tiny_model(1)
+    model.save_pretrained(tmp_path / "model")
+    tensors = {name: tensor.clone() for name, tensor in weights(model).items()}
+    engine = HFEngine(EngineConfig(name="hf", max_model_len=64), tmp_path / "model", "engine.0")
+    sender = part_sender(WeightConfig(transport="nccl", backend="gloo", delta=True), tensors.items())
+    read, whole = list[int](), sum(tensor.nbytes for tensor in tensors.values())
+    try:
+        await engine.start()
+        for version in range(5):
+            for tensor in tensors.values():
+                tensor.view(-1)[version::50] *= 1.5
+            manifest = sender.publish("e1", version, tensors.items())
+            await engine.stage(manifest)
+            await engine.commit(manifest)
+            assert await engine.live_digest() == manifest.digest == digest_of(tensors)
+            receiver = engine._staging.staging._receiver._receiver  # type: ignore[union-attr]
+            read.append(sum(channel.read for channel, _ in receiver._connections.values()))
+            if version == 2:
+                await engine.sleep()
+                await engine.wake()
+    finally:
+        await engine.close()
+        sender.close()
+    assert [n >= whole for n in read] == [True, False, False, True, False]
+    assert all(0 < n < whole / 10 for n in (read[1], read[2], read[4]))

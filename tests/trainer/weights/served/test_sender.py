@@ -325,7 +325,7 @@ def test_versions_sent_to_one_receiver_take_the_memory_of_the_first_one_again() 
         connection.wanted = encode_wanted({"w": (whole(shapes["w"]),)})
         reserved = []
         for _ in range(40):
-            channel._send_version(connection, served, time.monotonic() + DEADLINE_S)
+            channel._send_version(connection, served, None, time.monotonic() + DEADLINE_S)
             reserved.append(torch.cuda.memory_reserved())
         assert reserved[-1] == reserved[0]
 

@@ -9,7 +9,7 @@ import torch
 from protocol.messages import WeightDraft, WeightManifest, WeightPiece
 from protocol.weights.boxes import Box, whole
 from rollout.staging.placement import ExpectedTensor, Slice
-from rollout.staging.staging import Staging, contiguous_stride
+from rollout.staging.staging import Staging, contiguous_stride, dtype_name
 from trainer.config import WeightConfig
 from trainer.ranks.publication import Publication
 from trainer.weights.served.layout import PartReport, blank_manifest
@@ -52,6 +52,8 @@ class TrainerRanks:
         shapes: Mapping[str, tuple[int, ...]],
         ranks: int,
         transport: str = "nccl",
+        dtype: str = "float32",
+        delta: bool = False,
     ) -> None:
         """Make the senders.
 
@@ -67,8 +69,10 @@ class TrainerRanks:
         )
         transport, _, gpu = transport.partition(":")
         backend = "" if gpu else "gloo"
-        config = WeightConfig(transport=transport, backend=backend, bucket_mb=1, timeout_s=DEADLINE_S)
-        blank = blank_manifest(self.publication, "float32", config.bucket_mb << 20, transport)
+        config = WeightConfig(
+            transport=transport, backend=backend, bucket_mb=1, timeout_s=DEADLINE_S, delta=delta
+        )
+        blank = blank_manifest(self.publication, dtype, config.bucket_mb << 20, transport)
         self.senders = [PartSender(config, rank, blank) for rank in range(ranks)]
 
     def pieces(self, rank: int, tensors: Tensors) -> Iterator[tuple[str, torch.Tensor]]:
@@ -106,8 +110,10 @@ def trainer_ranks(
     shapes: Mapping[str, tuple[int, ...]],
     ranks: int,
     transport: str = "nccl",
+    dtype: str = "float32",
+    delta: bool = False,
 ) -> Iterator[TrainerRanks]:
-    made = TrainerRanks(boxes, shapes, ranks, transport)
+    made = TrainerRanks(boxes, shapes, ranks, transport, dtype, delta)
     try:
         yield made
     finally:
@@ -117,16 +123,23 @@ def trainer_ranks(
 class EngineRank:
     """A staging copy of boxes of tensors."""
 
-    def __init__(self, boxes: Mapping[str, Sequence[Box]], shapes: Mapping[str, tuple[int, ...]]) -> None:
+    def __init__(
+        self,
+        boxes: Mapping[str, Sequence[Box]],
+        shapes: Mapping[str, tuple[int, ...]],
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         self.copy = {
-            (name, box): torch.full([stop - start for start, stop in box], torch.nan)
+            (name, box): torch.full([stop - start for start, stop in box], torch.nan, dtype=dtype)
             for name, found in boxes.items()
             for box in found
         }
         self.staging = Staging(
             {
                 name: ExpectedTensor(
-                    "float32", shapes[name], tuple(self._slice(name, box, shapes[name]) for box in found)
+                    dtype_name(dtype),
+                    shapes[name],
+                    tuple(self._slice(name, box, shapes[name]) for box in found),
                 )
                 for name, found in boxes.items()
             }

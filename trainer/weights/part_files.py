@@ -1,0 +1,128 @@
+"""Writes one rank's pieces of each version to files: all bytes to the buckets, or what changed to its own."""
+
+import mmap
+import os
+from contextlib import ExitStack
+from pathlib import Path
+from typing import BinaryIO
+
+import msgspec
+import torch
+
+from protocol.device.changes import Changes, coded
+from protocol.device.slice_digests import SliceSums, bits_of
+from protocol.errors import WeightError
+from protocol.messages import WeightManifest, WeightPiece
+from protocol.weights.boxes import relative, whole
+from protocol.weights.deltas import TensorChange, changes_name
+from trainer.weights.bucket_writer import Named, drain
+from trainer.weights.served.layout import PartReport, PieceRows, checked_pieces
+from trainer.weights.version_directories import bucket_path
+
+
+class PartOrder(msgspec.Struct, frozen=True):
+    """Order of rank 0 to the other ranks about a version."""
+
+    directory: str
+    """Where they write it; empty: no version is published after all."""
+    own_files: bool = False
+    """Whether each rank writes to a file of its own; otherwise all write to the buckets."""
+    changes: bool = False
+    """Whether they write to these only what changed since the version before."""
+
+
+class PartFiles:
+    """One rank's pieces in the files of versions."""
+
+    def __init__(self, blank: WeightManifest, rank: int, *, keeps: bool) -> None:
+        """Write pieces of versions with the layout of `blank_manifest`.
+
+        Args:
+            blank: the layout.
+            rank: this process's.
+            keeps: hold the pieces of the newest version in host memory, to compare the next with them.
+        """
+        self.rows = PieceRows(blank)
+        """Places of the sums."""
+        self._blank, self._rank, self._keeps = blank, rank, keeps
+        self._held: dict[int, torch.Tensor] = {}
+        """Number of a piece -> its elements in the version that was written last."""
+
+    def write(self, tensors: Named, order: PartOrder) -> PartReport:
+        """Write and digest the pieces of a version; buckets are there in their sizes.
+
+        Changes must be of the version that was written last.
+
+        Returns:
+            The sums and the changes, or why the part could not be written.
+        """
+        directory, changes = Path(order.directory), list[TensorChange]()
+        spans, sums, position = self.rows.pieces[self._rank], None, 0
+        bucket, memory = -1, torch.empty(0, dtype=torch.uint8)
+        try:
+            with ExitStack() as stack:
+                name = changes_name(self._rank)
+                file = stack.enter_context((directory / name).open("wb")) if order.own_files else None
+                for number, (piece, tensor) in enumerate(checked_pieces(self._blank, self._rank, tensors)):
+                    entry, (first, end) = self._blank.tensors[piece.tensor], spans[number]
+                    sums = sums or SliceSums(sum(last - begin for begin, last in spans), tensor.device)
+                    sums.add(tensor.detach(), entry.shape, piece.box, position - first)
+                    position += end - first
+                    if file is None and tensor.numel():
+                        if entry.bucket != bucket:
+                            bucket, memory = entry.bucket, mapped(bucket_path(directory, entry.bucket))
+                        _place(memory, self._blank, piece).copy_(tensor.detach())
+                    if not self._keeps and file is None:
+                        continue
+                    elements = tensor.detach().cpu().contiguous()
+                    if file is not None:
+                        old = self._held[number] if order.changes else None
+                        changes += self._written(file, piece, elements, old)
+                    if self._keeps:
+                        self._hold(number, elements)
+                nbytes = 0
+                if file is not None:
+                    nbytes = file.tell()
+                    file.flush()
+                    os.fsync(file.fileno())  # rank 0 may be on another host, and syncs its own files only
+        except (WeightError, OSError) as error:
+            drain(tensors)
+            return PartReport("", f"rank {self._rank}: {error}", b"")
+        if sums is not None:
+            sums.launch()
+        found = b"" if sums is None else sums.total.cpu().numpy().tobytes()
+        return PartReport("", "", found, tuple(changes), nbytes)
+
+    def _written(
+        self, file: BinaryIO, piece: WeightPiece, elements: torch.Tensor, old: torch.Tensor | None
+    ) -> list[TensorChange]:
+        """Write what changed of a piece, or all of it without an `old` one; return where that is, if any."""
+        new = bits_of(elements).view(-1)
+        found = Changes.all_of(new) if old is None else coded(bits_of(old).view(-1), new)
+        if not found.elements:
+            return []
+        offset = file.tell()
+        file.write(found.data.numpy().data)
+        box = () if piece.box == whole(self._blank.tensors[piece.tensor].shape) else piece.box
+        return [TensorChange(piece.tensor, found.width, found.elements, offset, self._rank, box)]
+
+    def _hold(self, number: int, elements: torch.Tensor) -> None:
+        if number in self._held:
+            self._held[number].copy_(elements)
+        else:
+            self._held[number] = elements.clone()  # they may be the model's own
+
+
+def mapped(bucket: Path) -> torch.Tensor:
+    """Return a file as a uint8 tensor, which writes to it."""
+    with bucket.open("rb+") as file:
+        size = file.seek(0, 2)
+        memory = mmap.mmap(file.fileno(), size) if size else bytearray()
+    return torch.frombuffer(memory, dtype=torch.uint8) if size else torch.empty(0, dtype=torch.uint8)
+
+
+def _place(bucket: torch.Tensor, blank: WeightManifest, piece: WeightPiece) -> torch.Tensor:
+    """Return the place of a piece in its bucket."""
+    entry = blank.tensors[piece.tensor]
+    raw = bucket[entry.offset : entry.offset + entry.nbytes]
+    return raw.view(getattr(torch, entry.dtype)).view(entry.shape)[relative(piece.box, whole(entry.shape))]
