@@ -21,7 +21,6 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
-from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.adapters import DividedLowRank
@@ -39,12 +38,11 @@ from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
 from trainer.reference.shards import DATA, TENSOR, gathered, local_tensor
-from trainer.reference.state import copy_state, load_state
+from trainer.reference.state import SavedStepper
 from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
-from trainer.storage.host_state import HostCopies, HostState
 
 
-class FsdpBackend(Offloadable, Backend):
+class FsdpBackend(SavedStepper, Backend):
     """AdamW on sharded float32 parameters; a pass gathers a layer at a time, in the dtype of training.
 
     Samples are packed without padding where the model allows it. Results do not depend on the number of
@@ -99,7 +97,7 @@ class FsdpBackend(Offloadable, Backend):
         self._reference: ShardedModel | None = None
         self._models = [self._model]
         self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
-        self._host, self._copies = HostOffload(self.device), HostCopies()
+        super().__init__(self.device, self._rank)
 
     def _attach(self, adapters: LoraConfig, model: Any) -> None:
         if adapters.rank:
@@ -227,12 +225,6 @@ class FsdpBackend(Offloadable, Backend):
         own = (piece for _, piece in self._plan.published(self._rank))
         for name, piece in self._plan.cut(self._published[1], self.mesh.get_local_rank(DATA), own):
             yield name, piece.to(self.device, DTYPES[self._trainer.dtype])
-
-    def copy_state(self) -> HostState:
-        return copy_state(self._copies, self._stepper, self._identity(), self.device, self._rank)
-
-    def restore(self, directory: Path) -> None:
-        load_state(directory, self._stepper, self._identity(), self.device, self._rank)
 
     def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()
