@@ -1,7 +1,6 @@
 """Trains any causal language model of transformers, sharded over the ranks by torch's FSDP2."""
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -32,7 +31,7 @@ from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
 from trainer.fsdp.stepper import make_stepper
 from trainer.lora import merged, with_dropout, without_adapters
 from trainer.memory.plan import MemoryPlan
-from trainer.ranks.process_group import join_ranks
+from trainer.ranks.process_group import check_world, join_ranks, own_gpu
 from trainer.ranks.publication import Publication, shared_out
 from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import frozen
@@ -287,16 +286,9 @@ class FsdpBackend(SavedStepper, Backend):
 
 def join_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh, bool]:
     """Return the mesh of the ranks, and whether the backend is to leave their group."""
-    device = choose_device(trainer.device)
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world != parallel.world_size:
-        raise SettingsError(
-            f"[parallel] asks for {parallel.world_size} processes, but {world} are running: start "
-            f"the trainer with torchrun --nproc-per-node {parallel.world_size}, or change the sizes"
-        )
+    device, world = choose_device(trainer.device), check_world(parallel)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+        device = own_gpu()
     owns = not dist.is_initialized() and join_ranks(device, world, trainer.process_group_timeout_s)
     sizes = parallel.data_parallel_size, parallel.tensor_model_parallel_size
     return init_device_mesh(device.type, sizes, mesh_dim_names=(DATA, TENSOR)), owns
