@@ -48,8 +48,8 @@ def checkpoint_views(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[st
     if computed or counts[0] != counts[1]:
         names = computed or sorted(views.keys() - tensors.keys()) or ["?"]
         raise SettingsError(
-            f"a {type(model).__name__} can be neither published nor updated: its checkpoint's tensor "
-            f"{names[0]} is no part of a parameter in transformers"
+            f"a model of type {model.config.model_type!r} can be neither published nor updated: its "
+            f"checkpoint's tensor {names[0]} is no part of a parameter in transformers"
         )
     return {name: views[name] for name in tensors} if views.keys() == tensors.keys() else views
 

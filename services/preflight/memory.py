@@ -24,7 +24,7 @@ from trainer.megatron.memory.expected import (
 )
 from trainer.megatron.memory.host_memory import HostWorkload
 from trainer.memory.expected import GIB, ITEM_BYTES, TOKENS_MOST, TOKENS_STEP, Planned
-from trainer.memory.host import HostPlanned, host_refusal
+from trainer.memory.host import HostRun, host_refusal
 from trainer.roles.config import FROZEN_ROLES, REWARD_MODEL
 
 
@@ -148,7 +148,7 @@ def _sharded_workload(settings: Settings, model: ModelFacts) -> ShardedWorkload:
 
 def host_workload_of(
     settings: Settings, model: ModelFacts, *, hosts: int = 1, environ: Mapping[str, str] = os.environ
-) -> HostPlanned | None:
+) -> HostRun[Any] | None:
     """Return the facts that the memory of a host with the trainer's ranks depends on.
 
     None for backends without memory arithmetic, or if weights are yet to be made.

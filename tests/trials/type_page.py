@@ -9,20 +9,21 @@ from rollout.engines.listed_models import listed_architectures
 HEAD = """# Model types of transformers: trainers and engines
 
 `python -m tests.trials.model_types` made a tiny random model of each causal type of transformers
-{version}, on a CPU in float32. {trained} of the {made} types that were made train, and {served} of
-these are served by `hf` and listed by vLLM and SGLang.
+{version}, on a CPU in float32. {trained} of the {made} types that were made train; {served} of these
+are on `hf`, vLLM and SGLang.
 
 - works: with `fsdp` log-probabilities equal transformers' within 1e-4, the export equals the
   checkpoint bit for bit, and a step gives the norm of the gradient and the log-probabilities of
   `reference`; `hf`, vLLM and SGLang serve it.
 - works only on ...: it trains as said, and these engines alone serve it.
 - refused: ...: what `tether check-model DIR --backend fsdp` says, or why a training step fails.
-- not made: ...: transformers makes no model of the type from these sizes; it says nothing of real ones.
+- not made: ...: transformers makes no model of the type from these sizes, or another library is
+  missing.
 
-An engine serves a type: `hf`, if tokens that it decoded with its cache have transformers'
-log-probabilities; vLLM and SGLang, if the installed ones list the architecture ({engines});
-`megatron`, by its families. [families.md](families.md) has which families vLLM and SGLang were run
-with. Besides `fsdp` and `reference`, the trainer `megatron` takes the types with a mark.
+`hf` serves a type if the tokens that it decoded have the log-probabilities of transformers' pass
+over all of them; vLLM and SGLang, if they list the architecture ({engines}).
+[families.md](families.md) has the families that these two were run with. Besides `fsdp` and
+`reference` the trainer `megatron` takes the types with a mark.
 
 "padded" says why samples are rows instead of packed. "equal" in the last column: two
 tensor-parallel ranks give one rank's log-probabilities within 1e-4, the same norm of the gradient

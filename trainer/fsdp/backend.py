@@ -1,7 +1,6 @@
 """Trains any causal language model of transformers, sharded over the ranks by torch's FSDP2."""
 
 import math
-import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -21,7 +20,6 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
-from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.adapters import DividedLowRank
@@ -33,19 +31,18 @@ from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
 from trainer.fsdp.stepper import make_stepper
 from trainer.lora import merged, with_dropout, without_adapters
 from trainer.memory.plan import MemoryPlan
-from trainer.ranks.process_group import join_ranks
+from trainer.ranks.process_group import check_world, join_ranks, own_gpu
 from trainer.ranks.publication import Publication, shared_out
 from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
 from trainer.reference.shards import DATA, TENSOR, gathered, local_tensor
-from trainer.reference.state import copy_state, load_state
+from trainer.reference.state import SavedStepper
 from trainer.roles.row_scores import numbers_of
 from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
-from trainer.storage.host_state import HostCopies, HostState
 
 
-class FsdpBackend(Offloadable, Backend):
+class FsdpBackend(SavedStepper, Backend):
     """AdamW on sharded float32 parameters; a pass gathers a layer at a time, in the dtype of training.
 
     Samples are packed without padding where the model allows it. Results do not depend on the number of
@@ -100,7 +97,7 @@ class FsdpBackend(Offloadable, Backend):
         self._reference: ShardedModel | None = None
         self._models: list[ShardedModel | ShardedValues] = [self._model]
         self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
-        self._host, self._copies = HostOffload(self.device), HostCopies()
+        super().__init__(self.device, self._rank)
 
     def _attach(self, adapters: LoraConfig, model: Any) -> None:
         if adapters.rank:
@@ -230,12 +227,6 @@ class FsdpBackend(Offloadable, Backend):
         for name, piece in self._plan.cut(self._published[1], self.mesh.get_local_rank(DATA), own):
             yield name, piece.to(self.device, DTYPES[self._trainer.dtype])
 
-    def copy_state(self) -> HostState:
-        return copy_state(self._copies, self._stepper, self._identity(), self.device, self._rank)
-
-    def restore(self, directory: Path) -> None:
-        load_state(directory, self._stepper, self._identity(), self.device, self._rank)
-
     def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()
         models = [model.module for model in (self._model, self._reference) if model is not None]
@@ -298,16 +289,9 @@ class FsdpBackend(Offloadable, Backend):
 
 def join_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh, bool]:
     """Return the mesh of the ranks, and whether the backend is to leave their group."""
-    device = choose_device(trainer.device)
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
-    if world != parallel.world_size:
-        raise SettingsError(
-            f"[parallel] asks for {parallel.world_size} processes, but {world} are running: start "
-            f"the trainer with torchrun --nproc-per-node {parallel.world_size}, or change the sizes"
-        )
+    device, world = choose_device(trainer.device), check_world(parallel)
     if device.type == "cuda":
-        device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-        torch.cuda.set_device(device)
+        device = own_gpu()
     owns = not dist.is_initialized() and join_ranks(device, world, trainer.process_group_timeout_s)
     sizes = parallel.data_parallel_size, parallel.tensor_model_parallel_size
     return init_device_mesh(device.type, sizes, mesh_dim_names=(DATA, TENSOR)), owns

@@ -11,7 +11,6 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.backends.base import StepStats
-from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
@@ -20,14 +19,13 @@ from trainer.fsdp.passes import Pass, forget_pass, make_retry
 from trainer.fsdp.stepper import make_stepper
 from trainer.reference.critic import CRITIC
 from trainer.reference.shards import DATA, gathered, local_tensor
-from trainer.reference.state import copy_state, load_state
+from trainer.reference.state import SavedStepper
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic
 from trainer.roles.value_measures import ValueMeasures
-from trainer.storage.host_state import HostCopies, HostState
 
 
-class FsdpCritic(Offloadable, Critic):
+class FsdpCritic(SavedStepper, Critic):
     """AdamW on sharded float32 parameters, on the ranks of the policy or on ranks of its own."""
 
     def __init__(
@@ -60,7 +58,7 @@ class FsdpCritic(Offloadable, Critic):
         self._trained = dict(self._model.named_parameters())
         self._stepper = make_stepper(self._trained, config.optimizer(optimizer), trainer, mesh)
         self._retry = make_retry(self._passes, self._mesh, self._forget_passes)
-        self._host, self._copies = HostOffload(self._passes.device), HostCopies()
+        super().__init__(self._passes.device, mesh.get_rank())
 
     @classmethod
     def beside(cls, policy: FsdpBackend, model_dir: Path, **settings: Any) -> "FsdpCritic":
@@ -95,14 +93,6 @@ class FsdpCritic(Offloadable, Critic):
         norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
         stats = measures.stats(torch.cat([sums, maxima]), grad_norm=norm, skipped=skipped)
         return msgspec.structs.replace(stats, warnings=stats.warnings + warnings)
-
-    def copy_state(self) -> HostState:
-        place = self._passes.device, self._mesh.get_rank()
-        return copy_state(self._copies, self._stepper, self._identity(), *place)
-
-    def restore(self, directory: Path) -> None:
-        place = self._passes.device, self._mesh.get_rank()
-        load_state(directory, self._stepper, self._identity(), *place)
 
     def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()

@@ -30,14 +30,13 @@ from trainer.layers.attention.visible import (
     to_device,
     visible_keys,
 )
+from trainer.memory.expected import FIRST_TOKENS
 from trainer.memory.oom_retry import OomRetry
 from trainer.reference.logprobs import padded
 from trainer.reference.shards import DATA
 
 log = logging.getLogger("tether.trainer")
 
-AUTO_TOKENS = {"cpu": 4096, "cuda": 16384}
-"""Tokens of a pass where `trainer.micro_batch_tokens` is 0, by the kind of device."""
 BY_LENGTH = ("dynamic", "longrope")
 """Rotary embeddings whose angles depend on the longest sample of a pass: each sample is a pass of its own."""
 
@@ -109,7 +108,7 @@ class Passes:
     def __init__(self, model: Any, mesh: DeviceMesh, trainer: TrainerConfig, why_rows: str) -> None:
         """Pack samples, unless there is a reason for rows."""
         self.device, self._mesh, self._trainer = torch.device(mesh.device_type), mesh, trainer
-        self.micro_batch_tokens = trainer.micro_batch_tokens or AUTO_TOKENS[mesh.device_type]
+        self.micro_batch_tokens = trainer.micro_batch_tokens or FIRST_TOKENS[mesh.device_type]
         """The budget of a pass; one that ran out of memory makes it smaller."""
         self._most = 1 if _rope_types(model) & set(BY_LENGTH) else trainer.micro_batch_size
         self.why_rows = why_rows

@@ -45,14 +45,11 @@ from trainer.megatron.model import (
 from trainer.megatron.optimizer_step import retry_of
 from trainer.megatron.part import ModelPart
 from trainer.megatron.roles.frozen import load_part, shapes_of
-from trainer.memory.expected import TOKENS_ON_CPU
+from trainer.memory.expected import FIRST_TOKENS
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.publication import Publication, shared_out
 from trainer.step.measures import MadePasses, StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
-
-TOKENS_ON_GPU = 16384
-"""Tokens of a pass on a GPU, at first, where `trainer.micro_batch_tokens` is 0."""
 
 
 class MegatronBackend(Offloadable, Backend):
@@ -358,8 +355,8 @@ def load_frozen_apart(
         SettingsError: the model is not supported, or does not fit the layout; names the setting.
     """
     position = initialize(parallel, trainer)
-    least = TOKENS_ON_GPU if position.device.type == "cuda" else TOKENS_ON_CPU
-    passes = retry_of(position, trainer.micro_batch_tokens or least, lambda: None)
+    tokens = trainer.micro_batch_tokens or FIRST_TOKENS[position.device.type]
+    passes = retry_of(position, tokens, lambda: None)
 
     def evaluate(runner: Runner, batch: Batch) -> torch.Tensor:
         return passes.alone(runner, batch, lambda: runner.logprobs(batch))

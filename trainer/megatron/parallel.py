@@ -3,7 +3,6 @@
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-import os
 import threading
 from dataclasses import dataclass
 
@@ -15,7 +14,7 @@ from megatron.core import tensor_parallel
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
 from trainer.megatron.layout import Layout, Place
-from trainer.ranks.process_group import TIMEOUT_S, join_ranks
+from trainer.ranks.process_group import TIMEOUT_S, check_world, join_ranks, own_gpu
 
 _initializing = threading.Lock()
 """Held while groups are made or left: a process may start a trainer and an engine in two threads."""
@@ -88,26 +87,18 @@ def initialize(config: ParallelConfig, device: str, seed: int, timeout_s: float 
         SettingsError: the layout does not fit the number of processes, or CUDA is asked for and missing.
     """
     global _users, _owns_torch
-    place = _device(device)
-    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    place, world = _device(device), check_world(config)
     sizes = (
         config.tensor_model_parallel_size,
         config.pipeline_model_parallel_size,
         config.context_parallel_size,
-        config.data_parallel_size,
     )
-    if min(sizes) < 1 or world != config.world_size:
-        raise SettingsError(
-            f"[parallel] asks for {config.world_size} processes (tensor {sizes[0]} x pipeline {sizes[1]} x "
-            f"context {sizes[2]} x data {sizes[3]}), but {world} are running: start the trainer with "
-            f"torchrun --nproc-per-node {config.world_size}, or change the sizes"
-        )
     experts = (config.expert_model_parallel_size, config.expert_tensor_parallel_size)
     with _initializing:
         if not dist.is_initialized():
             _owns_torch = join_ranks(place, world, timeout_s)
         if mpu.model_parallel_is_initialized():
-            _check_layout((*sizes[:3], *experts))
+            _check_layout((*sizes, *experts))
         else:
             mpu.initialize_model_parallel(
                 *sizes[:2],
@@ -192,8 +183,4 @@ def _device(name: str) -> torch.device:
             "[trainer] device is cpu, but megatron-core uses CUDA where there is one: hide it with "
             "CUDA_VISIBLE_DEVICES=''"
         )
-    if not available:
-        return torch.device("cpu")
-    place = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
-    torch.cuda.set_device(place)
-    return place
+    return own_gpu() if available else torch.device("cpu")

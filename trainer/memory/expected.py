@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from protocol.errors import SettingsError
-from trainer.config import OptimizerConfig, TrainerConfig
+from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -50,6 +50,10 @@ class Planned(Protocol):
     """A run whose memory a backend computes from its settings."""
 
     @property
+    def parallel(self) -> ParallelConfig:
+        """Section `[parallel]`."""
+
+    @property
     def trainer(self) -> TrainerConfig:
         """Section `[trainer]`."""
 
@@ -67,7 +71,8 @@ class Planned(Protocol):
 TOKENS_STEP = 1024
 """A chosen budget is a multiple of it."""
 TOKENS_MOST = 32768
-TOKENS_ON_CPU = 8192
+FIRST_TOKENS = {"cpu": 8192, "cuda": 16384}
+"""Tokens of a micro-batch by the kind of device, where neither a setting nor a plan says them."""
 USED_SHARE = 0.9
 """Share of the free memory that the expected peak may take: the rest is for fragments and errors of it."""
 

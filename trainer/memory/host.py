@@ -1,12 +1,14 @@
 """Describes the memory of a host with the trainer's ranks, and says what would fit. No torch here."""
 
 import dataclasses
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Generic, Self, TypeVar
 
 from trainer.memory.expected import GIB, Planned
 
+Work = TypeVar("Work", bound=Planned)
 STATE_BYTES = 12
 """Master and moments of a parameter, float32."""
 CHUNK_ELEMENTS = 1 << 26
@@ -41,36 +43,34 @@ class ExpectedHostMemory:
         return f"{self.total / GIB:.1f} GiB ({parts})"
 
 
-class HostPlanned(Protocol):
-    """A run whose host memory a backend computes from its settings."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostRun(ABC, Generic[Work]):
+    """Facts that the memory of a host depends on; a backend computes it from them."""
 
-    @property
-    def work(self) -> Planned:
-        """The run."""
-
-    @property
-    def hosts(self) -> int:
-        """Hosts of the trainer; each has as many ranks."""
-
-    @property
-    def on_gpu(self) -> bool:
-        """Whether ranks compute on GPUs."""
+    work: Work
+    """The run."""
+    hosts: int = 1
+    """Hosts of the trainer; each has as many ranks."""
+    on_gpu: bool = True
+    """Whether ranks compute on GPUs; if not, all that they have is in host memory."""
+    turns: bool = False
+    """Whether the GPU's state moves to the host while engines have the GPU."""
 
     @property
     def ranks(self) -> int:
         """Ranks of one host."""
+        return self.work.parallel.world_size // self.hosts
 
+    @abstractmethod
     def expected(self) -> ExpectedHostMemory:
         """Return the memory of the host that takes the most."""
 
-    def alternatives(self) -> "Iterator[tuple[str, HostPlanned]]":
+    @abstractmethod
+    def alternatives(self) -> Iterator[tuple[str, Self]]:
         """Yield settings that may take less memory and the run with them, the cheapest first."""
 
-    def on(self, hosts: int) -> "HostPlanned":
-        """Return the run on another number of hosts."""
 
-
-def host_refusal(given: HostPlanned, room: int, setting: str) -> str:
+def host_refusal(given: HostRun[Any], room: int, setting: str) -> str:
     """Return why a run does not fit the memory of a host, in one sentence with settings that would.
 
     Args:
@@ -90,14 +90,14 @@ def host_refusal(given: HostPlanned, room: int, setting: str) -> str:
     )
 
 
-def host_alternatives(given: HostPlanned, room: int) -> Iterator[tuple[str, HostPlanned]]:
+def host_alternatives(given: HostRun[Any], room: int) -> Iterator[tuple[str, HostRun[Any]]]:
     """Yield settings that fit, the cheapest first, and at last the fewest hosts that do."""
     for name, changed in given.alternatives():
         if changed != given and changed.expected().total <= room:
             yield name, changed
     ranks = given.ranks * given.hosts
     for hosts in range(given.hosts + 1, ranks + 1):
-        more = given.on(hosts)
+        more = dataclasses.replace(given, hosts=hosts)
         if ranks % hosts == 0 and more.expected().total <= room:
             yield f"cluster.nodes = {hosts}", more
             return
@@ -114,7 +114,7 @@ def transfer_bytes(stepped: int, largest: int, item: int) -> int:
     return ROOMS * min(stepped, max(CHUNK_ELEMENTS, largest)) * item
 
 
-def _remedy(given: HostPlanned, room: int) -> str:
+def _remedy(given: HostRun[Any], room: int) -> str:
     remedies = [_described(given, name, changed) for name, changed in host_alternatives(given, room)]
     if not remedies:
         return (
@@ -124,7 +124,7 @@ def _remedy(given: HostPlanned, room: int) -> str:
     return f"it would fit with {', or with '.join(remedies)}"
 
 
-def _described(given: HostPlanned, name: str, changed: HostPlanned) -> str:
+def _described(given: HostRun[Any], name: str, changed: HostRun[Any]) -> str:
     size = f"{changed.expected().total / GIB:.1f} GiB"
     if changed.work.optimizer == given.work.optimizer:
         return f"{name} ({size})"

@@ -8,8 +8,8 @@ import torch.distributed as dist
 from protocol.errors import SettingsError
 from trainer.config import TrainerConfig
 from trainer.memory.expected import (
+    FIRST_TOKENS,
     GIB,
-    TOKENS_ON_CPU,
     TOKENS_STEP,
     USED_SHARE,
     Planned,
@@ -31,7 +31,7 @@ class MemoryPlan:
         """
         self._work, self._device = work, device
         self._measured = device.type == "cuda"
-        self.tokens = work.trainer.micro_batch_tokens or TOKENS_ON_CPU
+        self.tokens = work.trainer.micro_batch_tokens or FIRST_TOKENS[device.type]
         """Tokens of a micro-batch, until a step runs out of memory."""
         if self._measured:
             self.tokens = planned_tokens(work, _room_of_ranks(work.trainer, device))

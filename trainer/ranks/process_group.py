@@ -16,10 +16,41 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import PrefixStore
 from torch.distributed.rendezvous import rendezvous
 
+from protocol.errors import SettingsError
+from trainer.config import ParallelConfig
 from trainer.ranks.wire import BetweenModels
 
 TIMEOUT_S = 600.0
 """Seconds that a rank waits for the others in a collective, unless the caller says otherwise."""
+
+
+def check_world(parallel: ParallelConfig) -> int:
+    """Return the number of processes, which is the layout's.
+
+    Raises:
+        SettingsError: it is another one.
+    """
+    world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
+    sizes = (
+        parallel.tensor_model_parallel_size,
+        parallel.pipeline_model_parallel_size,
+        parallel.context_parallel_size,
+        parallel.data_parallel_size,
+    )
+    if min(sizes) < 1 or world != parallel.world_size:
+        raise SettingsError(
+            f"[parallel] asks for {parallel.world_size} processes (tensor {sizes[0]} x pipeline {sizes[1]} x "
+            f"context {sizes[2]} x data {sizes[3]}), but {world} are running: start the trainer with "
+            f"torchrun --nproc-per-node {parallel.world_size}, or change the sizes"
+        )
+    return world
+
+
+def own_gpu() -> torch.device:
+    """Return the GPU with the local number of this process, which is torch's current one from now on."""
+    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    torch.cuda.set_device(device)
+    return device
 
 
 def join_ranks(
@@ -115,10 +146,7 @@ def take_seat(
     timeout = timedelta(seconds=timeout_s)
     store, process, _ = next(rendezvous("env://", timeout=timeout))
     seat = seat_of(process, policy, apart)
-    device = torch.device("cpu")
-    if on_gpu:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
+    device = own_gpu() if on_gpu else torch.device("cpu")
     own = PrefixStore(f"tether/ranks/{seat.role or 'policy'}", store)
     join_ranks(device, seat.ranks, timeout_s, rank=seat.rank, store=own)
     links = {}

@@ -18,7 +18,6 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, Replicas, StepStats
 from trainer.backends.engine_attach import check_model_buffers, check_parameters, take_parameters
-from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, with_dropout, without_adapters
@@ -26,16 +25,15 @@ from trainer.reference.frozen import frozen, in_dtype, load_model
 from trainer.reference.logprobs import evaluate, forward, passes
 from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.state import copy_state, load_state
+from trainer.reference.state import SavedStepper
 from trainer.reference.values import ValueModel, evaluate_values
 from trainer.roles.row_scores import numbers_of
 from trainer.step.measures import StepMeasures, micro_batch_loss
-from trainer.storage.host_state import HostCopies, HostState
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class ReferenceBackend(Offloadable, Backend):
+class ReferenceBackend(SavedStepper, Backend):
     """AdamW or another optimizer on fp32 masters, on one rank.
 
     Deterministic on the CPU: the same batches from the same checkpoint give the same bits. The model's
@@ -84,7 +82,7 @@ class ReferenceBackend(Offloadable, Backend):
         self._stepper = MasterStepper(self._trained, self._masters, optimizer, self._embeddings())
         self._optimizer = self._stepper.optimizer
         self._reference: torch.nn.Module | None = None
-        self._host, self._copies = HostOffload(self._device), HostCopies()
+        super().__init__(self._device)
 
     @property
     def model(self) -> torch.nn.Module:
@@ -161,12 +159,6 @@ class ReferenceBackend(Offloadable, Backend):
         for target in self.targets:
             tensors[target.weight] = merged(target, tensors[target.weight], self._trained, self.lora)
         yield from checkpoint_views(self._model, tensors).items()
-
-    def copy_state(self) -> HostState:
-        return copy_state(self._copies, self._stepper, self._identity(), self._device)
-
-    def restore(self, directory: Path) -> None:
-        load_state(directory, self._stepper, self._identity(), self._device)
 
     def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         if self._shared:

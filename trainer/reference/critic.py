@@ -7,25 +7,23 @@ from typing import Any
 import torch
 
 from trainer.backends.base import Replicas, StepStats
-from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.reference.backend import DTYPES, ReferenceBackend, choose_device, require_one_rank
 from trainer.reference.frozen import architecture_of, in_dtype
 from trainer.reference.logprobs import passes
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.state import copy_state, load_state
+from trainer.reference.state import SavedStepper
 from trainer.reference.values import HEAD, ValueModel, evaluate_values, values_at
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.value_measures import ValueMeasures
-from trainer.storage.host_state import HostCopies, HostState
 
 CRITIC = "setting critic.path:"
 """Begins errors about its directory."""
 
 
-class ReferenceCritic(Offloadable, Critic):
+class ReferenceCritic(SavedStepper, Critic):
     """AdamW on fp32 masters, on one rank; deterministic on the CPU."""
 
     def __init__(
@@ -69,7 +67,7 @@ class ReferenceCritic(Offloadable, Critic):
             self._optimizer,
             [self._masters[name] for name in ends if name in self._masters],
         )
-        self._host, self._copies = HostOffload(self._device), HostCopies()
+        super().__init__(self._device)
 
     @classmethod
     def beside(cls, policy: ReferenceBackend, model_dir: Path, **settings: Any) -> "ReferenceCritic":
@@ -85,12 +83,6 @@ class ReferenceCritic(Offloadable, Critic):
         vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in packed]
         norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
         return measures.stats(measures.join(vectors, self._device), grad_norm=norm, skipped=skipped)
-
-    def copy_state(self) -> HostState:
-        return copy_state(self._copies, self._stepper, self._identity(), self._device)
-
-    def restore(self, directory: Path) -> None:
-        load_state(directory, self._stepper, self._identity(), self._device)
 
     def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()

@@ -15,6 +15,7 @@ from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from protocol.errors import SettingsError
+from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.shards import DATA, TENSOR, Cut, joined, local_tensor, part_of, part_shape, tensor_cut
 from trainer.storage.host_state import HostCopies, HostState
@@ -99,6 +100,29 @@ def load_state(
             torch.cuda.set_rng_state(random[RNG + "cuda"], device)
         stepper.steps = int(saved.whole(STEPS))
     stepper.loaded()
+
+
+class SavedStepper(Offloadable):
+    """A rank's part of a model of transformers, whose state is the one of its `MasterStepper`."""
+
+    _stepper: MasterStepper
+
+    def __init__(self, device: torch.device, rank: int = 0) -> None:
+        """Save and move the state of a rank from and to its device."""
+        self._host, self._copies = HostOffload(device), HostCopies()
+        self._place = device, rank
+
+    def copy_state(self) -> HostState:
+        """See `Backend`."""
+        return copy_state(self._copies, self._stepper, self._identity(), *self._place)
+
+    def restore(self, directory: Path) -> None:
+        """See `Backend`."""
+        load_state(directory, self._stepper, self._identity(), *self._place)
+
+    def _identity(self) -> dict[str, str]:
+        """Return what a checkpoint has to be of."""
+        raise NotImplementedError
 
 
 class _Saved:

@@ -11,7 +11,7 @@ import torch
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from rollout.engines.base import EngineConfig, Request
-from rollout.engines.hf.decoder import RowDecoder
+from rollout.engines.hf.decoder import decoder_of
 from rollout.engines.hf.engine import load_model
 from rollout.engines.in_process.running_request import RunningRequest
 
@@ -34,7 +34,8 @@ class RecordedEngine:
         """
         model = load_model(model_dir, config)
         self._views = checkpoint_views(model, model_tensors(model))
-        self._decoder, self._device = RowDecoder(model), next(model.parameters()).device
+        self._decoder = decoder_of(model, alone=True)(model)
+        self._device = next(model.parameters()).device
         self._tensors, self._version, self._threads = tensors, -1, config.threads
 
     def generate(self, request: Request, versions: Iterable[int]) -> RunningRequest:

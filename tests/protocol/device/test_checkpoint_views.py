@@ -51,5 +51,5 @@ def test_a_checkpoint_that_is_computed_from_the_model_is_refused() -> None:
     model = tiny_model(1)
     conversion = WeightConverter("self_attn.q_proj.weight", "self_attn.q_proj.weight", [Interleave(0)])
     model._weight_conversions = [conversion]
-    with pytest.raises(SettingsError, match=r"Qwen2ForCausalLM can be .*layers\.0\.self_attn\.q_proj"):
+    with pytest.raises(SettingsError, match=r"type 'qwen2' can be .*layers\.0\.self_attn\.q_proj"):
         checkpoint_views(model, model_tensors(model))

@@ -7,6 +7,7 @@ import torch
 
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
 from services.preflight.model import (
+    adapter_problems,
     describe_adapters,
     model_problems,
     read_facts,
@@ -137,7 +138,7 @@ def test_layouts_and_engines_that_a_state_rules_out_are_found(
     [
         ("qwen2", (), ""),
         ("qwen2", ("trainer.compile=true",), "ranks of trainer.backend 'fsdp' are not compiled"),
-        ("qwen2", ("lora.rank=2",), "ranks of trainer.backend 'fsdp' have no adapters"),
+        ("qwen2", ("lora.rank=2",), ""),
         (
             "qwen2",
             ("parallel.pipeline_model_parallel_size=2",),
@@ -155,3 +156,15 @@ def test_layers_that_tensor_parallel_ranks_cannot_divide_are_found(
     settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *given)
     problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
     assert [words in problem for problem in problems if "parallel" in problem] == [True] * bool(words)
+
+
+@pytest.mark.parametrize("layer", ["kv_a_proj_with_mqa", "kv_b_proj"])
+def test_an_adapter_that_tensor_parallel_ranks_do_not_have_is_found(layer: str, tmp_path: Path) -> None:
+    model = save_model("deepseek-v2", tmp_path)
+    given = ("trainer.backend=fsdp", "engine.name=hf", "lora.rank=2", f'lora.target_modules=["{layer}"]')
+    for ranks in (1, 2):
+        sizes = f"parallel.tensor_model_parallel_size={ranks}"
+        settings = with_model(tmp_path / f"run-{ranks}", f'model={{path="{model}"}}', sizes, *given)
+        problems = [str(problem) for problem in adapter_problems(settings, read_facts(model))]
+        wrong = [f"have no adapter on model.layers.0.self_attn.{layer}" in problem for problem in problems]
+        assert wrong == [True] * (ranks == 2 and layer == "kv_a_proj_with_mqa"), problems

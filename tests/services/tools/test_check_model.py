@@ -203,6 +203,7 @@ def test_check_memory_refuses_a_model_that_does_not_fit(tmp_path: Path) -> None:
         # the plain scan fills chunks, of 256 tokens by default
         ("granitemoehybrid", {"mamba_chunk_size": 16}, "8 padded (layers of the types linear_attention)"),
         ("granite", {}, "8 packed"),
+        ("gemma3", {}, "layers 2, hidden 64, vocabulary 96"),  # in the configuration of its text model
     ],
 )
 def test_check_model_compares_what_only_transformers_has(
@@ -215,6 +216,17 @@ def test_check_model_compares_what_only_transformers_has(
     found = check_model(model_dir, backend="fsdp")
     assert (found.verdict, found.problem) == (ModelVerdict.WORKS, "")
     assert laid_out in render_checked_model(found)
+
+
+def test_check_model_refuses_what_generates_no_text_and_what_transformers_cannot_run(tmp_path: Path) -> None:
+    reasons = {
+        "bert": "a token of model_type 'bert' sees those after it",
+        "xlm": "transformers cannot make a pass of it: 'bool' object has no attribute",
+    }
+    for model_type, reason in reasons.items():
+        found = check_model(save_tiny(model_type, tmp_path), backend="fsdp")
+        assert found.verdict == ModelVerdict.UNSUPPORTED
+        assert reason in found.problem
 
 
 def test_check_model_names_a_tensor_that_transformers_does_not_read(tmp_path: Path) -> None:

@@ -7,25 +7,12 @@ from math import ceil
 
 from trainer.fsdp.memory.expected import FLOAT32, ShardedWorkload
 from trainer.memory.expected import ITEM_BYTES
-from trainer.memory.host import STATE_BYTES, ExpectedHostMemory, transfer_bytes
+from trainer.memory.host import STATE_BYTES, ExpectedHostMemory, HostRun, transfer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class ShardedHost:
-    """Facts that the memory of a host depends on."""
-
-    work: ShardedWorkload
-    hosts: int = 1
-    """Hosts of the trainer; each has as many ranks."""
-    on_gpu: bool = True
-    """Whether ranks compute on GPUs; if not, all that they have is in host memory."""
-    turns: bool = False
-    """Whether the GPU's state moves to the host while engines have the GPU."""
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of one host."""
-        return self.work.parallel.world_size // self.hosts
+class ShardedHost(HostRun[ShardedWorkload]):
+    """Run of `fsdp` ranks, of which each host has as many."""
 
     def expected(self) -> ExpectedHostMemory:
         """Return the memory of a host, of which all have as many ranks."""
@@ -56,10 +43,6 @@ class ShardedHost:
                 names.append("trainer.offload_parameters")
             settings = " and ".join(f"{name} = false" for name in names)
             yield settings, dataclasses.replace(self, work=on_device)
-
-    def on(self, hosts: int) -> "ShardedHost":
-        """Return the run on another number of hosts."""
-        return dataclasses.replace(self, hosts=hosts)
 
     def _device_bytes(self) -> int:
         """Return the bytes of a rank that are on the host because it has no device, or not always."""

@@ -14,25 +14,12 @@ from trainer.megatron.memory.expected import (
     parameters_of_stage,
     stepped_of_stage,
 )
-from trainer.memory.host import STATE_BYTES, ExpectedHostMemory, transfer_bytes
+from trainer.memory.host import STATE_BYTES, ExpectedHostMemory, HostRun, transfer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class HostWorkload:
-    """Facts that the memory of a host depends on."""
-
-    work: Workload
-    hosts: int = 1
-    """Hosts of the trainer; each has as many ranks."""
-    on_gpu: bool = True
-    """Whether ranks compute on GPUs; if not, all that they have is in host memory."""
-    turns: bool = False
-    """Whether the GPU's state moves to the host while engines have the GPU."""
-
-    @property
-    def ranks(self) -> int:
-        """Ranks of one host."""
-        return self.work.layout.ranks // self.hosts
+class HostWorkload(HostRun[Workload]):
+    """Run of `megatron` ranks."""
 
     def expected(self) -> ExpectedHostMemory:
         """Return the memory of the host that takes the most."""
@@ -47,10 +34,6 @@ class HostWorkload:
         if self.on_gpu:
             on_device = work.changed(cpu_offload=False)
             yield "optimizer.cpu_offload = false", replace(self, work=on_device)
-
-    def on(self, hosts: int) -> "HostWorkload":
-        """Return the run on another number of hosts."""
-        return replace(self, hosts=hosts)
 
 
 def _host_bytes(given: HostWorkload, host: int) -> ExpectedHostMemory:
