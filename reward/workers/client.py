@@ -176,10 +176,10 @@ class WorkerClient(asyncio.SubprocessProtocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         """Keep the transport (called by asyncio)."""
-        self._transport = cast(asyncio.SubprocessTransport, transport)  # uvloop's derives from nothing
+        self._transport = cast(asyncio.SubprocessTransport, transport)  # uvloop's has no base class
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Take what the process wrote (called by asyncio)."""
+        """Take the output of the process (called by asyncio)."""
         self._buffer += data
         self._heard_s = self._loop.time()
         while len(self._buffer) >= LENGTH.size:
