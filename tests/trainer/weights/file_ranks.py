@@ -1,8 +1,8 @@
 """Ranks of a trainer that write versions to files together; run by `launch`, with a directory.
 
 Each has rows or columns of tensors. With "delta" every third version is an anchor; with "apart" no file is
-written by two ranks. One version cannot be exported by a rank, and one cannot be renamed by rank 0. Engines
-that are current, late or new read them on rank 0.
+written by two ranks. One version cannot be exported by a rank, and two cannot be made by rank 0. Engines that
+are current, late or new read them on rank 0.
 """
 
 import sys
@@ -29,9 +29,13 @@ from trainer.weights.version_writer import PartFollower
 
 SHAPES = {"rows": (60, 41), "columns": (31, 60), "norm": (41,), "scale": (), "none": (0, 3)}
 DTYPE = torch.bfloat16
-LEAVES_OUT, IS_A_FILE = 4, 7
-FAILING = {LEAVES_OUT: "version 4: rank 1: the export has", IS_A_FILE: "Not a directory"}
-"""Version -> why it cannot be published; the next one is an anchor."""
+LEAVES_OUT, IS_A_FILE, NOT_BEGUN = 4, 7, 10
+FAILING = {
+    LEAVES_OUT: "version 4: rank 1: the export has",
+    IS_A_FILE: "Not a directory",
+    NOT_BEGUN: "File exists",
+}
+"""Version -> why it cannot be published; the next one is an anchor if the ranks had begun to write."""
 
 
 def tensors(version: int) -> dict[str, torch.Tensor]:
@@ -101,9 +105,10 @@ def main(directory: Path, *, apart: bool, delta: bool) -> None:
     assert sender.in_parts
     whole_bytes = sum(entry.nbytes for entry in layout.tensors)
     current, late, chains = Engine(), Engine(), []
-    for version in range(10):
-        if version == IS_A_FILE and rank == 0:
-            (directory / f"v{version:08d}-e1").touch()
+    for version in range(12):
+        name = f"v{version:08d}-e1"
+        if version in (IS_A_FILE, NOT_BEGUN) and rank == 0:
+            (directory / (name if version == IS_A_FILE else f"{name}.tmp")).touch()
         manifest = publish(sender, version, rank, ranks)
         if manifest is None:
             continue
@@ -119,7 +124,7 @@ def main(directory: Path, *, apart: bool, delta: bool) -> None:
         own = [INDEX, *map(changes_name, range(ranks)), "manifest.json"]
         assert names == (own if apart or not is_anchor else ["bucket_00000.bin", "manifest.json"])
     if rank == 0:
-        assert chains == ([1, 2, 3, 1, 1, 2, 1, 2] if delta else [1] * 8), chains
+        assert chains == ([1, 2, 3, 1, 1, 2, 1, 2, 3] if delta else [1] * 9), chains
     with closing(sender):
         dist.barrier()
     dist.destroy_process_group()

@@ -302,6 +302,7 @@ def test_export_that_fails_leaves_the_version_that_is_served(engine: EngineRank)
         tensors = changed(tensors, 0.01, 2)
         engine.fetch(ranks.publish("e1", 2, tensors))
         assert engine.holds(tensors)
+        assert 0 < read(engine) < WHOLE / 10  # since version 1
 
 
 @pytest.mark.parametrize(
