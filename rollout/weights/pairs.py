@@ -100,7 +100,7 @@ class PairSlices:
             self.group = join_pair(transfer.line, RECEIVER, self._device, seconds)
 
     def _buckets(self, transfer: PartTransfer) -> Iterator[tuple[Expected, torch.Tensor]]:
-        """Yield each bucket, where it goes and its changes, with the memory of what is sent."""
+        """Yield each bucket, where it goes and its changes, with the memory that is received into."""
         for bucket in transfer.plan.buckets:
             memory, changes = memory_of(bucket, transfer, self._device), None
             if "changes" in transfer.answer:
