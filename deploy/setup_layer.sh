@@ -5,7 +5,7 @@
 #   locks/bridge.txt      megatron-bridge for a slow test: it needs another megatron-core
 #   locks/verifiers.txt   verifiers for a slow test: it needs older versions of openai and mcp
 #   locks/openenv.txt     openenv-core for a slow test: its server needs fastmcp and gradio
-#   locks/remote-sandboxes.txt  e2b and daytona for slow tests
+#   locks/remote-sandboxes.txt  e2b, daytona and modal for slow tests
 # usage: deploy/setup_layer.sh BASE_VENV VENV LOCK
 set -euo pipefail
 usage="usage: deploy/setup_layer.sh BASE_VENV VENV LOCK"

@@ -43,7 +43,7 @@ class SandboxConfig:
     """Section `[environment.sandbox]`: where the commands of an episode run."""
 
     name: str = "process"
-    """process, bubblewrap, container, e2b or daytona (`rollout/sandboxes/`), or one of your own as
+    """process, bubblewrap, container, e2b, daytona or modal (`rollout/sandboxes/`), or one of your own as
     `MODULE:CLASS`. With `process` the tools run each call for itself, and programs of `command` run without a
     sandbox."""
     memory_mb: Annotated[int, Interval(ge=16, le=2**22)] = 1024
@@ -63,12 +63,13 @@ class SandboxConfig:
     """The environment `tools` keeps a snapshot of the files after every so many calls, from which the episode
     continues if its worker is lost; later commands run again. 0: none, all commands run again."""
     read_only: tuple[str, ...] = ()
-    """Directories of this machine that can be read in the sandbox, under their own names; e2b and daytona get
-    a copy. bubblewrap has /usr and the worker's Python, too."""
+    """Directories of this machine that can be read in the sandbox, under their own names; machines of
+    companies get a copy. bubblewrap has /usr and the worker's Python, too."""
     directories: tuple[str, ...] = ()
     """More directories that commands may write, such as /logs, in memory with bubblewrap and container."""
     image: str = ""
-    """container: the image; e2b: the template; daytona: the snapshot; each has Python as `python3`."""
+    """container: the image; e2b: the template; daytona: the snapshot; modal: the image of a registry; each
+    has Python as `python3`."""
     service: str = ""
     """container: URL of Docker or of Podman's service, such as "unix:///run/podman/podman.sock". Empty: as
     DOCKER_HOST says. e2b, daytona: URL of another API than the company's."""

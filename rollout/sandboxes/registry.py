@@ -27,6 +27,7 @@ PROVIDERS = Registry(
         "bubblewrap": ProviderEntry("rollout.sandboxes.bubblewrap:BubblewrapProvider"),
         "container": ProviderEntry("rollout.sandboxes.container:ContainerProvider"),
         "daytona": ProviderEntry("rollout.sandboxes.remote.daytona:DaytonaProvider", is_elsewhere=True),
+        "modal": ProviderEntry("rollout.sandboxes.remote.modal:ModalProvider", is_elsewhere=True),
         "e2b": ProviderEntry("rollout.sandboxes.remote.e2b:E2BProvider", is_elsewhere=True),
     },
     own=ProviderEntry,

@@ -182,7 +182,7 @@ def test_a_sandbox_that_cannot_be_is_refused(name: str, options: dict[str, objec
         make_environment(EnvironmentConfig(name, options, sandbox=SandboxConfig("bubblewrap")))
 
 
-@pytest.mark.parametrize("name", ["e2b", "daytona"])
+@pytest.mark.parametrize("name", ["e2b", "daytona", "modal"])
 def test_a_sandbox_elsewhere_needs_an_address_of_the_endpoint_and_its_package(name: str) -> None:
     config = EnvironmentConfig("command", {"command": ["true"]}, sandbox=SandboxConfig(name))
     with pytest.raises(SettingsError, match=rf"advertise: it is empty, and a sandbox of '{name}' does not"):

@@ -18,7 +18,7 @@ from typing import Any
 Messages = list[dict[str, str]]
 
 TURNS = int(os.environ.get("REPAIR_TURNS", "100"))
-COMMAND_S = 60
+COMMAND_S = int(os.environ.get("REPAIR_COMMAND_S", "60"))
 MOST = 1000
 """Characters of an output that the model gets."""
 BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)

@@ -29,7 +29,7 @@ class Machines:
 
     async def create(self, asked: dict[str, Any]) -> str:
         config = replace(CONFIG, memory_mb=2048, disk_mb=64, processes=512, cpu_s=10_000)
-        name = f"machine{next(self.numbers)}"
+        name = f"sb-{next(self.numbers)}"
         self.asked[name] = asked
         self.running[name] = await RootProvider(config).start(Start(300))
         return name

@@ -1,0 +1,138 @@
+"""Runs an episode's commands in a sandbox of Modal, by its package `modal`.
+
+The package reads the key MODAL_TOKEN_ID and MODAL_TOKEN_SECRET. Setting `image` is an image of a registry,
+which has Python as `python3` (Modal's own one does); sandboxes belong to its app `tether`.
+"""
+
+import ipaddress
+import math
+import shlex
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import modal
+from modal.stream_type import StreamType
+
+from protocol.errors import SettingsError
+from rollout.config import SandboxConfig
+from rollout.sandboxes.base import SandboxDied, Start
+from rollout.sandboxes.pool import CREATE_S
+from rollout.sandboxes.remote.machine import RemoteMachine
+from rollout.sandboxes.remote.provider import RemoteProvider
+
+APP = "tether"
+KEY = "setting environment.sandbox.name: 'modal'"
+CHUNK = 1 << 20
+"""Bytes of a file that are sent at once."""
+
+
+class ModalMachine:
+    """A sandbox of Modal."""
+
+    def __init__(self, sandbox: modal.Sandbox) -> None:
+        self._sandbox = sandbox
+
+    async def run(self, line: str, wall_s: float) -> str:
+        with _failing():
+            return await _ended(await self._began(line, wall_s, StreamType.DEVNULL))
+
+    async def put(self, path: str, data: bytes) -> None:
+        with _failing():
+            process = await self._began(f"cat > {shlex.quote(path)}", CREATE_S, StreamType.DEVNULL)
+            for first in range(0, len(data), CHUNK):
+                process.stdin.write(data[first : first + CHUNK])
+                await process.stdin.drain.aio()
+            process.stdin.write_eof()
+            await process.stdin.drain.aio()
+            if said := await _ended(process):
+                raise SandboxDied(f"Modal: {path} was not written: {said}")
+
+    async def get(self, path: str) -> bytes:
+        with _failing():
+            process = await self._began(f"cat {shlex.quote(path)}", CREATE_S, StreamType.PIPE)
+            data = bytes(await process.stdout.read.aio())
+            if said := await _ended(process):
+                raise SandboxDied(f"Modal: {path} was not read: {said}")
+            return data
+
+    async def remove(self) -> None:
+        with _failing():
+            await self._sandbox.terminate.aio()
+            await self._sandbox.detach.aio()
+
+    async def _began(self, line: str, wall_s: float, output: StreamType) -> Any:
+        """Start a shell line, and return its process."""
+        words = ("sh", "-c", line)
+        return await self._sandbox.exec.aio(*words, stdout=output, timeout=math.ceil(wall_s), text=False)
+
+
+class ModalProvider(RemoteProvider):
+    """Provider `modal`."""
+
+    def __init__(self, config: SandboxConfig) -> None:
+        """Take the settings.
+
+        Raises:
+            SettingsError: another service is named.
+        """
+        super().__init__(config)
+        if config.service:
+            raise SettingsError(
+                f"setting environment.sandbox.service: {config.service!r}, but the package modal takes "
+                "another service from MODAL_SERVER_URL; leave it out"
+            )
+
+    async def close(self) -> None:
+        pass  # the package has one client for the process
+
+    async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
+        image = start.image or self._config.image
+        with _failing():
+            return ModalMachine(
+                await modal.Sandbox.create.aio(
+                    app=await _app(),
+                    image=modal.Image.from_registry(image) if image else None,
+                    tags=dict(labels),
+                    timeout=math.ceil(start.lease_s),
+                    **(_reached(host) if host else {"block_network": True}),
+                )
+            )
+
+    async def _listed(
+        self, labels: Mapping[str, str]
+    ) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
+        with _failing():
+            app = await _app()
+            async for sandbox in modal.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels)):
+                yield ModalMachine(sandbox), await sandbox.get_tags.aio()
+
+
+async def _app() -> modal.App:
+    return await modal.App.lookup.aio(APP, create_if_missing=True)
+
+
+def _reached(host: str) -> dict[str, list[str]]:
+    """Return the parameter that lets a machine reach a host alone, an address or a name."""
+    try:
+        return {"outbound_cidr_allowlist": [str(ipaddress.ip_network(host))]}
+    except ValueError:
+        return {"outbound_domain_allowlist": [host]}
+
+
+async def _ended(process: Any) -> str:
+    """Wait for a process; return what went wrong, empty if its status is 0."""
+    said = bytes(await process.stderr.read.aio())
+    status = await process.wait.aio()
+    return f"status {status}: {said[-300:].decode(errors='replace')}" if status else ""
+
+
+@contextmanager
+def _failing() -> Iterator[None]:
+    """Turn the package's errors into ours."""
+    try:
+        yield
+    except modal.exception.AuthError as error:
+        raise SettingsError(f"{KEY}: {str(error)[:300]}") from None
+    except (modal.exception.Error, OSError) as error:
+        raise SandboxDied(f"Modal: {type(error).__name__}: {str(error)[:300]}") from None
