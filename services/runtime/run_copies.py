@@ -54,7 +54,7 @@ def describe_copies(settings: Settings) -> Iterator[str]:
         if not state.problem:
             yield f"version {state.version} is at {place}"
             continue
-        remedy = f"`tether push {run} {place}`" if name == "hub" else f"start the run again, or copy {run}"
+        remedy = f"`tether push {run} {place}` sends it" if name == "hub" else f"copy {run} by hand"
         yield f"warning: version {state.version} is not at {place}: {state.problem}; {remedy}"
 
 

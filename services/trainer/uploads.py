@@ -124,7 +124,10 @@ class HubModel:
         """Link the export's files, since the export is removed once there are newer ones."""
         files = {path.name: path for path in export.iterdir() if path.is_file()}
         for name, path in files.items():
-            os.link(path, stage / name)
+            try:
+                os.link(path, stage / name)
+            except OSError:  # a file system without links
+                shutil.copyfile(path, stage / name)
         return files
 
     def copy(self, job: Job) -> None:

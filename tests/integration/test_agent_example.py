@@ -17,8 +17,9 @@ from rollout.prompts.base import Prompt
 from rollout.render import ChatTemplate, RenderConfig, Renderer
 from services.settings.load import load_settings
 from services.tools.check import check_configuration
+from tests.changes import slow_unless_changed
 from tests.data_sets import write_model
-from tests.integration.command import environment
+from tests.integration.command import environment, tether
 from tests.integration.loop import ROOT
 from tests.rollout.tokenizers import write_tokenizer
 
@@ -68,6 +69,30 @@ async def test_the_game_is_won_by_either_guess(
     (row,) = decode_rollout(rollout).rows
     assert (renderer.text(tuple(row.tokens.tolist())), row.environment_reward) == (sampled, reward)
     assert row.sampled.tolist() == [place in (0, 4) for place in range(len(sampled))]
+
+
+@slow_unless_changed("rollout/sessions/", "protocol/network/", "tests/integration/test_agent_example.py")
+def test_an_endpoint_off_loopback_serves_a_run_to_its_end(tmp_path: Path) -> None:
+    keys, run_dir = tmp_path / "keys", str(tmp_path / "run")
+    assert tether("keys", str(keys), "--endpoint", "127.0.0.2").returncode == 0
+    trusted = f'variables={{SSL_CERT_FILE="{keys / "endpoint.crt"}"}}'
+    sets = (
+        f'environment.options={{command=["python", "-m", "hidden_digit"], processes=1, {trusted}}}',
+        'environment.host="0.0.0.0"',
+        f'environment.cert_file="{keys / "endpoint.crt"}"',
+        f'environment.key_file="{keys / "endpoint.pem"}"',
+        'environment.advertise="https://127.0.0.2:{port}"',
+        "services.rollouts=1",
+        "bound.groups_per_step=4",
+        "monitor.enabled=false",
+    )
+    words = [word for override in sets for word in ("--set", override)]
+    done = tether("up", str(EXAMPLE / "config.toml"), "--run-dir", run_dir, "--steps", "2", *words)
+    assert done.returncode == 0, done.stdout + done.stderr
+    verified = tether("verify", run_dir)
+    assert "steps 2  violations 0" in verified.stdout, verified.stdout
+    calls = int(verified.stdout.split("  calls ")[1].split()[0])
+    assert calls >= 2 * 4 * 8
 
 
 @pytest.mark.slow

@@ -165,7 +165,7 @@ def test_a_hub_that_refuses_costs_the_run_nothing_but_the_upload(
     assert says in warning
     assert f"step_00000001 was not uploaded to {hub.url}/some-org/mine" in warning
     (line,) = run.end("run.hub=some-org/mine")
-    assert line.endswith(f"`tether push {run.directory} some-org/mine`")
+    assert line.endswith(f"`tether push {run.directory} some-org/mine` sends it")
     assert len(files_of(export)) == 2
     latest = run.checkpoints.latest()
     assert latest is not None
