@@ -1,19 +1,21 @@
-"""Stages a version where its files have it, and applies it tensor by tensor through a bounded buffer.
+"""Stages a version where its files have it, and applies it in batches of tensors through a bounded buffer.
 
 Beside the live parameters there is memory for the largest tensor alone. Every digest is checked when the
 version is staged, before a live byte changes. In the commit each tensor is copied into the buffer, digested
-there once more, and copied to its places. A failure in the middle of a commit poisons the engine, as any
-other; until the first tensor was copied nothing has changed.
+there once more, and copied to its places, with what fits in the buffer beside it: a model of experts has
+thousands of small ones. A failure in the middle of a commit poisons the engine, as any other; until the first
+tensor was copied nothing has changed.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
 from protocol.device.slice_digests import Digests
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
+from protocol.weights.buckets import ALIGNMENT
 from rollout.staging.loader_trace import LoaderTrace, Recorder
 from rollout.staging.placement import ExpectedTensor, SlicePlacement
 from rollout.staging.places import BUFFERS
@@ -23,7 +25,7 @@ from rollout.weights.base import ReceivedSlice, WeightReceiver
 
 
 class PieceBuffer:
-    """Memory through which one tensor after the other goes from the host to the parameters' device."""
+    """Memory through which tensors go from the host to the parameters' device, as many at a time as fit."""
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         """Allocate it.
@@ -42,20 +44,44 @@ class PieceBuffer:
         """For each of them, when the device has read it."""
         self._next = 0
 
-    def through(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return a copy of a dense tensor of the host on the device, valid until the next call."""
-        raw = tensor.reshape(-1).view(torch.uint8)
-        copy = self.memory[: raw.numel()]
+    def batches(self, pieces: Iterable[ReceivedSlice]) -> Iterator[list[ReceivedSlice]]:
+        """Yield the pieces in batches, with copies on the device that are valid until the next batch.
+
+        Args:
+            pieces: dense tensors of the host; as many follow each other in a batch as fit.
+        """
+        batch, end = list[tuple[ReceivedSlice, int]](), 0
+        for piece in pieces:
+            start = -(-end // ALIGNMENT) * ALIGNMENT
+            if batch and start + piece.tensor.nbytes > self.memory.numel():
+                yield self._through(batch, end)
+                batch, start = [], 0
+            batch.append((piece, start))
+            end = start + piece.tensor.nbytes
+        if batch:
+            yield self._through(batch, end)
+
+    def _through(self, batch: Sequence[tuple[ReceivedSlice, int]], end: int) -> list[ReceivedSlice]:
+        """Return copies of pieces on the device, each at its offset; `end` is the last one's end."""
+        turn, self._next = self._next, (self._next + 1) % BUFFERS
         if self._pinned:
-            turn, self._next = self._next, (self._next + 1) % len(self._pinned)
             self._read[turn].synchronize()
-            pinned = self._pinned[turn][: raw.numel()]
-            pinned.copy_(raw)
-            copy.copy_(pinned, non_blocking=True)
+        memory = self._pinned[turn] if self._pinned else self.memory
+        for piece, start in batch:
+            memory[start : start + piece.tensor.nbytes].copy_(piece.tensor.reshape(-1).view(torch.uint8))
+        if self._pinned:
+            self.memory[:end].copy_(memory[:end], non_blocking=True)
             self._read[turn].record()
-        else:
-            copy.copy_(raw)
-        return copy.view(tensor.dtype).view(tensor.shape)
+        return [
+            ReceivedSlice(
+                piece.entry,
+                piece.box,
+                self.memory[start : start + piece.tensor.nbytes]
+                .view(piece.tensor.dtype)
+                .view(piece.tensor.shape),
+            )
+            for piece, start in batch
+        ]
 
 
 class LayeredStaging(Staging):
@@ -98,13 +124,13 @@ class LayeredStaging(Staging):
         manifest, digests = self._manifest, Digests()
         assert manifest is not None
         with torch.no_grad():
-            for piece in self._pieces:
-                tensor = self.buffer.through(piece.tensor)
-                digests.add(tensor)
-                digests.launch()  # before the next tensor overwrites this one
-                if not tensor.is_cuda:
-                    _compare(manifest, [piece], digests.numbers()[-1:])
-                self._into.place([(piece.entry.name, piece.box, tensor)])
+            for batch in self.buffer.batches(self._pieces):
+                for piece in batch:
+                    digests.add(piece.tensor)
+                digests.launch()  # before the next batch overwrites this one
+                if not self.buffer.memory.is_cuda:
+                    _compare(manifest, batch, digests.numbers()[-len(batch) :])
+                self._into.place((piece.entry.name, piece.box, piece.tensor) for piece in batch)
             self._into.finish()
         _compare(manifest, self._pieces, digests.numbers())
         self.discard()

@@ -11,14 +11,15 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from protocol.errors import WeightError
-from protocol.messages import WeightManifest
+from protocol.messages import TensorEntry, WeightManifest
 from rollout.engines.contract.models import write_shm
-from rollout.staging.layers import LayeredStaging
+from rollout.staging.layers import LayeredStaging, PieceBuffer
 from rollout.staging.places import StagingPlace, StagingRoom, empty_in
 from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankState
 from rollout.staging.staging import digest_of, whole_source
 from rollout.staging.staging_plan import trace
+from rollout.weights.base import ReceivedSlice
 from rollout.weights.registry import RECEIVERS
 from tests.rollout.staging.models import SHAPES, Fused, traced
 
@@ -119,6 +120,24 @@ def test_layers_stage_and_commit_within_the_largest_tensor(tmp_path: Path) -> No
     assert found.nbytes.get("cpu", 0) == 0
     assert layers.buffer.memory.nbytes == 64 * 64 * 4
     assert digest_of(target) == manifest.digest
+
+
+def test_small_tensors_share_the_buffer() -> None:
+    sizes = [64, 10, 7, 30, 64, 1, 0, 3]
+    pieces = [
+        ReceivedSlice(
+            TensorEntry(str(n), "float32", (size,), 0, 0, 4 * size, 0), ((0, size),), torch.rand(size)
+        )
+        for n, size in enumerate(sizes)
+    ]
+    buffer, lengths = PieceBuffer(4 * 64, torch.device("cpu")), []
+    found: list[ReceivedSlice] = []
+    for batch in buffer.batches(pieces):
+        lengths.append(len(batch))
+        found += [piece._replace(tensor=piece.tensor.clone()) for piece in batch]
+    assert lengths == [1, 3, 1, 3]
+    assert [piece.entry for piece in found] == [piece.entry for piece in pieces]
+    assert all(torch.equal(one.tensor, other.tensor) for one, other in zip(found, pieces, strict=True))
 
 
 def test_staged_layers_outlive_their_files(tmp_path: Path) -> None:
