@@ -55,10 +55,8 @@ def test_page_of_refusals_has_rows_of_every_module_and_of_both_forms() -> None:
         for module in modules:
             assert list(refusals._rows([module])), module
     page = refusals.render()
-    assert (
-        "| `colocated.enabled` | engine *engine* cannot sleep | use hf or megatron or sglang or vllm |"
-        in page
-    )
+    engines = "hf or megatron or sglang or sglang_jax or vllm"
+    assert f"| `colocated.enabled` | engine *engine* cannot sleep | use {engines} |" in page
     assert "| `sampling.top_p` | the engine would sample from the tokens that it keeps" in page
     assert all(f"`{name}`" in page for name in refusals.UNCHANGED)
 
