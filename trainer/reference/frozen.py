@@ -53,8 +53,9 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: 
         ) from error
     finally:
         transformers_logging.set_verbosity(before)
-    for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
+    table = model.get_input_embeddings()
+    for module in model.modules():  # positions of some models count by it
+        if module is table or type(module) is torch.nn.Embedding:
             module.padding_idx = None  # torch would not train that row, and other backends do
     use_whole_attention(model)
     return model.eval()
