@@ -53,9 +53,9 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: 
         ) from error
     finally:
         transformers_logging.set_verbosity(before)
-    table = model.get_input_embeddings()
-    for module in model.modules():  # positions of some models count by it
-        if module is table or type(module) is torch.nn.Embedding:
+    for module in model.modules():
+        # embeddings of positions, whose classes are named so, may count by it
+        if isinstance(module, torch.nn.Embedding) and "Position" not in type(module).__name__:
             module.padding_idx = None  # torch would not train that row, and other backends do
     use_whole_attention(model)
     return model.eval()
