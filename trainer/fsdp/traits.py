@@ -85,7 +85,7 @@ def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor) -> str:
         with attention.packed(lengths, ids.device, keys):
             positions = token_positions(lengths, keys)[None].to(ids.device)
             together = _outputs(model, ids[None], position_ids=positions)
-    except (ValueError, RuntimeError, TypeError, KeyError) as error:
+    except (ValueError, RuntimeError, TypeError, LookupError) as error:
         return f"its attention cannot be replaced: {error}"
     difference = _difference(together, apart)
     return (

@@ -54,7 +54,8 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: 
     finally:
         transformers_logging.set_verbosity(before)
     for module in model.modules():
-        if isinstance(module, torch.nn.Embedding):
+        # embeddings of positions, whose classes are named so, may count by it
+        if isinstance(module, torch.nn.Embedding) and "Position" not in type(module).__name__:
             module.padding_idx = None  # torch would not train that row, and other backends do
     use_whole_attention(model)
     return model.eval()
