@@ -14,7 +14,7 @@ from services.settings.engine_pool import check_pool, check_staging, engine_name
 from services.settings.evaluation import check_evaluation
 from services.settings.placement import check_gpus, check_roles_apart, reward_ranks
 from services.settings.sections import Settings
-from services.settings.shared_weights import check_shared
+from services.settings.shared_weights import are_apart, check_shared
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.hosts.place import check_cluster
@@ -207,11 +207,16 @@ def check_workers(settings: Settings, rollouts: int) -> None:
     """Check a new number of rollout workers of a running `tether up`.
 
     Raises:
-        SettingsError: the transport allows only one.
+        SettingsError: the transport allows only one, or only some on the trainer's GPUs.
     """
     if settings.shares_masters and rollouts > 1:
         raise SettingsError(
             f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} there can be one rollout worker"
+        )
+    if settings.weights.transport == TRANSPORT and are_apart(settings, rollouts):
+        raise SettingsError(
+            f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} several have to be on the GPUs of the "
+            f"trainer's ranks alone, and services.rollout_gpus is {settings.services.rollout_gpus!r}"
         )
 
 

@@ -20,12 +20,16 @@ def check_shared(settings: Settings) -> None:
             raise SettingsError(f"setting weights.transport: with {TRANSPORT!r}, {problem}")
 
 
+def are_apart(settings: Settings, rollouts: int) -> bool:
+    """Return whether one of so many rollout workers would not be on the GPUs of the trainer's ranks."""
+    return rollouts > 1 and len(gpu_list(settings.services.rollout_gpus)) > _ranks(settings)
+
+
 def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
     trainer, engine, services = settings.trainer, settings.engine, settings.services
     sharing = ENGINES.having("shares_with")
     backend = ENGINES[engine.name].shares_with if engine.name in sharing else None
-    # one rank of each on a GPU
-    ranks = engine.tensor_parallel_size if backend == "megatron" else 1
+    ranks = _ranks(settings)
     trainer_gpus, rollout_gpus = gpu_list(services.trainer_gpus), gpu_list(services.rollout_gpus)
     return (
         (backend is None, f"engine.name is {engine.name!r}; it has to be {' or '.join(sharing)}"),
@@ -50,9 +54,9 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
         ),
         *(_problems_of_masters(settings) if settings.shares_masters else ()),
         (
-            services.rollouts > 1 and trainer_gpus != rollout_gpus,
+            are_apart(settings, services.rollouts),
             f"services.rollouts is {services.rollouts} on services.rollout_gpus {services.rollout_gpus!r}; "
-            "several have to be on the trainer's GPUs alone, as any may be the one that shares",
+            "several have to be on the GPUs of the trainer's ranks alone, as any may be the one that shares",
         ),
         (
             settings.colocated.enabled,
@@ -94,6 +98,11 @@ def _problems_of_masters(settings: Settings) -> tuple[tuple[bool, str], ...]:
             "optimizer.cpu_offload is true; the engine reads the masters on the device",
         ),
     )
+
+
+def _ranks(settings: Settings) -> int:
+    """Return the ranks of the trainer, and of the engine that shares with it: one of each on a GPU."""
+    return settings.engine.tensor_parallel_size if settings.engine.name == "megatron" else 1
 
 
 def _ranks_of_shared(settings: Settings, ranks: int) -> tuple[tuple[bool, str], ...]:

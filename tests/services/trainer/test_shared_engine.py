@@ -263,6 +263,22 @@ def test_adapters_go_with_what_masters_forbid(tmp_path: Path) -> None:
         assert said in str(error.value)
 
 
+@pytest.mark.parametrize("trainer_gpus", ["0", "0,1"])
+def test_a_second_worker_has_to_be_on_the_gpus_of_the_trainers_ranks(
+    tmp_path: Path, trainer_gpus: str
+) -> None:
+    """Trainer and one worker are on GPU 0; the second would be on the next GPU of the list."""
+    gpus = (f"services.trainer_gpus='{trainer_gpus}'", "services.rollout_gpus='0,1'")
+    with pytest.raises(SettingsError, match=r"services\.rollouts is 2 on .*'0,1'; several have to be on"):
+        settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *gpus, "services.rollouts=2")
+    settings = settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *gpus)
+    check_workers(settings, 1)
+    with pytest.raises(SettingsError, match=r"rollouts=2: .* services\.rollout_gpus is '0,1'"):
+        check_workers(settings, 2)
+    one = ("services.trainer_gpus='0,1'", "services.rollout_gpus='0'", "services.rollouts=2")
+    check_workers(settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *one), 5)
+
+
 def test_a_second_worker_is_refused() -> None:
     check_workers(Settings(), 5)
     masters = dataclasses.replace(Settings(), weights=WeightConfig(transport="shared"))
