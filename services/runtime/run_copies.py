@@ -6,6 +6,7 @@ settings are composed again once there is something in it.
 
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -36,21 +37,30 @@ class CopyState(msgspec.Struct, frozen=True):
     version: int
     problem: str = ""
     """Why it is not there; empty: it is."""
+    place: str = ""
+    """The destination: `run.remote` or `run.hub`."""
 
 
 def note_copy(run_dir: Path, name: str, state: CopyState) -> None:
     """Write what became of the newest copy to the destination `name`. Raises OSError."""
+    (run_dir / COPIES).mkdir(exist_ok=True)
     write_atomically(run_dir / COPIES / f"{name}.json", msgspec.json.encode(state))
+
+
+def noted_copy(run_dir: Path, name: str) -> CopyState | None:
+    """Return what `note_copy` has written; None if there is nothing that can be read."""
+    with suppress(OSError, msgspec.MsgspecError):
+        return msgspec.json.decode((run_dir / COPIES / f"{name}.json").read_bytes(), type=CopyState)
+    return None
 
 
 def describe_copies(settings: Settings) -> Iterator[str]:
     """Yield for each destination of copies which version is there, or why the newest one is not."""
     run, places = settings.run_dir, {"remote": settings.run.remote, "hub": settings.run.hub}
     for name, place in places.items():
-        path = run / COPIES / f"{name}.json"
-        if not place or not path.is_file():
+        state = noted_copy(run, name)
+        if state is None or state.place != place:
             continue
-        state = msgspec.json.decode(path.read_bytes(), type=CopyState)
         if not state.problem:
             yield f"version {state.version} is at {place}"
             continue
@@ -108,5 +118,6 @@ def fetch_run(settings: Settings) -> str:
     checkpoints.mkdir(parents=True, exist_ok=True)
     marker.touch()
     remote.download(version, {CHECKPOINT: checkpoints / f"step_{version:08d}", RUN: run_dir})
+    note_copy(run_dir, "remote", CopyState(version, place=remote.url))
     marker.unlink()
     return f"fetched version {version} of the run from {settings.run.remote}"

@@ -215,8 +215,8 @@ def check_workers(settings: Settings, rollouts: int) -> None:
         )
     if settings.weights.transport == TRANSPORT and are_apart(settings, rollouts):
         raise SettingsError(
-            f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} several have to be on the GPUs of the "
-            f"trainer's ranks alone, and services.rollout_gpus is {settings.services.rollout_gpus!r}"
+            f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} several have to be on the GPUs of "
+            f"the trainer's ranks alone, and services.rollout_gpus is {settings.services.rollout_gpus!r}"
         )
 
 

@@ -130,6 +130,11 @@ class Checkpointer:
         await self.finish()
         await self._until_written(begin)
 
+    async def copy_again(self, version: int) -> None:
+        """Have a complete checkpoint copied, unless an earlier trainer has done so."""
+        for uploader in self._uploaders:
+            await self._in_thread(uploader.resume, version, self._run.spool, self._export_of(version))
+
     async def finish(self) -> None:
         """Wait until no write is in progress.
 

@@ -59,6 +59,8 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
         model = await _rewind(run, runner, status, checkpoint, initial)
     if checkpoint is None and model.version == 0:  # so that there is always one to go back to
         await checkpointer.save(0, model.digest, status.sequence)
+    elif checkpoint is not None and checkpoint.version:
+        await checkpointer.copy_again(checkpoint.version)
     await announce(run, model.published)
     return model
 

@@ -28,6 +28,7 @@ from services.runtime.run_copies import (
     CopyState,
     copy_lines,
     note_copy,
+    noted_copy,
 )
 from trainer.storage.remote import RemoteDirectory
 from trainer.storage.spool import Spool
@@ -38,6 +39,8 @@ TRIES = 4
 """Attempts of one copy."""
 PAUSE_S = 1.0
 """Seconds before the second attempt; twice as many before each one after it."""
+QUEUED = "not copied yet"
+"""Problem of a copy that waits or is being made, as a start reads it after a trainer that was killed."""
 FINISH_S = 600.0
 """Seconds for which the end of a run waits for copies."""
 
@@ -59,6 +62,13 @@ class Destination(Protocol):
 
     name: ClassVar[str]
     """First word of its events, and of its directory in `COPIES`."""
+    needs_export: ClassVar[bool]
+    """Whether a version without an export is left out."""
+
+    @property
+    def place(self) -> str:
+        """URL or name, as the user gave it."""
+        ...
 
     def stage(self, stage: Path, version: int, spool: Spool, export: Path) -> Mapping[str, Path]:
         """Return path in the copy -> local file, with what changes or may be removed kept in `stage`.
@@ -82,11 +92,16 @@ class RemoteRun:
     """The directory elsewhere that the run can be resumed from."""
 
     name: ClassVar[str] = "remote"
+    needs_export: ClassVar[bool] = False
     directory: RemoteDirectory
     """The one of `run.remote`."""
     run_dir: Path
     keep: int
     """Complete copies that are kept."""
+
+    @property
+    def place(self) -> str:
+        return self.directory.url
 
     def stage(self, stage: Path, version: int, spool: Spool, export: Path) -> Mapping[str, Path]:
         """Copy the event log first, then the spool, whose journal has the later steps."""
@@ -115,10 +130,15 @@ class HubModel:
     """A model on the Hugging Face hub; each export is a commit of it."""
 
     name: ClassVar[str] = "hub"
+    needs_export: ClassVar[bool] = True
     model: str
     """OWNER/NAME: `run.hub`."""
     run: str
     """Name of the run, for messages of commits."""
+
+    @property
+    def place(self) -> str:
+        return self.model
 
     def stage(self, stage: Path, version: int, spool: Spool, export: Path) -> Mapping[str, Path]:
         """Link the export's files, since the export is removed once there are newer ones."""
@@ -159,13 +179,21 @@ class Uploader:
         self._thread = threading.Thread(target=self._run, name=f"uploads.{destination.name}", daemon=True)
         self._thread.start()
 
+    def resume(self, version: int, spool: Spool, export: Path) -> None:
+        """Have the checkpoint that the run continues from copied, unless an earlier trainer has done so."""
+        is_there = noted_copy(self._run_dir, self._to.name) == CopyState(version, place=self._to.place)
+        if not is_there and (export.is_dir() or not self._to.needs_export):
+            self.put(version, spool, export)
+
     def put(self, version: int, spool: Spool, export: Path) -> None:
         """Have a complete checkpoint copied, and the export of its version.
 
         Called before records that the checkpoint covers are forgotten.
         """
         stage = self._staged / f"step_{version:08d}"
-        self._newest = version
+        with self._changed:
+            self._newest = version
+        self._note(version, QUEUED)
         try:
             shutil.rmtree(stage, ignore_errors=True)
             stage.mkdir(parents=True)
@@ -255,9 +283,13 @@ class Uploader:
             self._told.append(f"the checkpoint of version {version} was not copied: {text}")
 
     def _note(self, version: int, problem: str = "") -> None:
-        """Write it for the end of the run; a disk that is full has worse to say."""
-        with suppress(OSError):
-            note_copy(self._run_dir, self._to.name, CopyState(version, problem))
+        """Write it for the end of the run and the next start, if it is of the version that was put last.
+
+        A disk that is full has worse to say.
+        """
+        with self._changed, suppress(OSError):
+            if version == self._newest:
+                note_copy(self._run_dir, self._to.name, CopyState(version, problem, self._to.place))
 
     def _release(self, job: Job) -> None:
         self._held.discard(job.version)

@@ -1,9 +1,11 @@
 """Tests that a run whose host is lost is resumed elsewhere from its copy."""
 
+import dataclasses
+import shutil
 from pathlib import Path
 
 from services.run_record.steps import read_steps
-from services.runtime.run_copies import fetch_run
+from services.runtime.run_copies import CopyState, fetch_run, note_copy
 from tests.integration.loop import run_to_end, settings_for
 from trainer.storage.remote import RemoteDirectory
 
@@ -29,3 +31,8 @@ async def test_a_run_goes_on_from_its_copy_on_an_empty_host(tmp_path: Path) -> N
     (rebuilt,) = (event for event in after.events if event["event"] == "rebuild")
     assert rebuilt["version"] == 4
     assert RemoteDirectory(url).versions() == [4, 6]
+
+    shutil.rmtree(tmp_path / "remote")
+    note_copy(tmp_path / "new", "remote", CopyState(6, "not copied yet", url))  # of a trainer that was killed
+    await run_to_end(dataclasses.replace(second, run=dataclasses.replace(second.run, steps=8)))
+    assert RemoteDirectory(url).versions() == [6, 8]

@@ -1,6 +1,7 @@
 """Tests what the trainer copies elsewhere, also while the remote directory fails, and what is held for it."""
 
 import socket
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -87,6 +88,7 @@ def test_a_copy_is_a_whole_run(run: Run, tmp_path: Path) -> None:
     assert fetch_run(settings) == ""  # there is a run now
     (again / "fetching").touch()  # as if it had been cut off
     assert fetch_run(settings).startswith("fetched version 1")
+    assert list(describe_copies(settings)) == [f"version 1 is at {run.url}"]
 
 
 def test_a_run_goes_on_while_its_remote_directory_fails(run: Run, tmp_path: Path) -> None:
@@ -176,6 +178,60 @@ def test_a_hub_that_refuses_costs_the_run_nothing_but_the_upload(
     run.save(2)
     run.uploader.finish()
     assert run.end("run.hub=some-org/mine") == ["version 2 is at some-org/mine"]
+
+
+def test_an_upload_that_a_stop_cut_off_is_made_by_the_next_start(run: Run, hub: HubServer) -> None:
+    run.send_to("some-org/mine")
+    run.export(1)
+    run.save(1)
+    run.uploader.finish()
+    hub.refusal = 500
+    export = run.export(2)
+    with run.uploader._changed:  # as if the process ended before the copy began
+        run.save(2)
+        run.uploader._ended = True
+        run.uploader._changed.notify_all()
+    run.uploader._thread.join(60)
+    (line,) = run.end("run.hub=some-org/mine")
+    assert line.startswith("warning: version 2 is not at some-org/mine: not copied yet; ")
+    hub.refusal = 0
+    run.send_to("some-org/mine")
+    run.uploader.resume(2, run.spool, export)
+    run.uploader.finish()
+    repository = hub.repository("model", "some-org/mine")
+    assert repository.commits[repository.branches["main"]] == files_of(export)
+    assert run.end("run.hub=some-org/mine") == ["version 2 is at some-org/mine"]
+    run.uploader.resume(2, run.spool, export)  # it is there
+    run.uploader.resume(3, run.spool, export.with_name("step_00000003"))  # it has no export
+    run.uploader.finish()
+    assert run.counted("hub.copied") == 2
+    assert run.end("run.hub=some-org/other") == []
+    run.send_to("some-org/other")
+    run.uploader.resume(2, run.spool, export)
+    run.uploader.finish()
+    assert run.end("run.hub=some-org/other") == ["version 2 is at some-org/other"]
+
+
+def test_an_older_copy_that_is_complete_does_not_hide_that_a_newer_one_waits(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, may_copy = RemoteRun.copy, threading.Event()
+
+    def held(to: RemoteRun, job: uploads.Job) -> None:
+        assert may_copy.wait(60)
+        copy(to, job)
+
+    monkeypatch.setattr(RemoteRun, "copy", held)
+    run.save(1)
+    with run.uploader._changed:
+        assert run.uploader._changed.wait_for(lambda: run.uploader._copying, 60)
+        run.save(2)
+        run.uploader._ended = True  # the process ends when the first is copied
+    may_copy.set()
+    run.uploader._thread.join(60)
+    assert run.counted("remote.copied") == 1
+    (line,) = run.end(f"run.remote={run.url}")
+    assert line.startswith(f"warning: version 2 is not at {run.url}: not copied yet; ")
 
 
 def test_a_hub_that_does_not_answer_is_left_after_a_while(
