@@ -11,6 +11,14 @@ REFUSALS = frozenset(
 """Errors that another start would end with, too, unless they are about memory, which may be free by then."""
 RAISED = re.compile(r"^(?:\w+\.)*(\w+(?:Error|Exception)): ?(.*)$", re.MULTILINE)
 """The line of a traceback in a log that has the error."""
+IGNORED = re.compile(
+    r"^Exception ignored (?:in|while)\b.*\n(?:Traceback .*\n)?(?:[ \t].*\n)*(?:\S.*)?", re.MULTILINE
+)
+"""What Python says of an error that nothing can catch, as of a `__del__` while a process ends."""
+PASSING = re.compile(
+    r"out of memory|\bat \d+ is not available|used by a process already|port is already in use"
+)
+"""Want of memory or of a port, which may be free at another start, in lower case."""
 
 
 def is_refusal(kinds: Iterable[str], text: str) -> bool:
@@ -27,13 +35,17 @@ def is_refusal(kinds: Iterable[str], text: str) -> bool:
 
 
 def refusal_in(log: str) -> str:
-    """Return the error that ended an engine, as its log has it, if it is a refusal; otherwise "".
+    """Return the last error in the log of an engine that has ended, if it is a refusal; otherwise "".
+
+    It is none if any error is of want of memory or of a port.
 
     Args:
         log: of all of its processes; one may report the end of another.
     """
-    found = [(kind, text) for kind, text in RAISED.findall(log) if text]
-    if not found:
+    found = [(kind, text) for kind, text in RAISED.findall(IGNORED.sub("", log)) if text]
+    # other processes end with errors of their own after the first
+    is_passing = any(kind == "OutOfMemoryError" or PASSING.search(text.lower()) for kind, text in found)
+    if not found or is_passing:
         return ""
     kind, text = found[-1]
     return f"{kind}: {text}" if is_refusal((kind,), text) else ""

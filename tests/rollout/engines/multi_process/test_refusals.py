@@ -34,6 +34,38 @@ def test_the_refusal_in_a_log_is_its_last_error(error: str, said: str) -> None:
     assert refusal_in(log) == said
 
 
+IGNORED = """\
+Exception ignored in: <function Cache.__del__ at 0x7f2a>
+Traceback (most recent call last):
+  File "sglang/cache.py", line 7, in __del__
+    self.pool.close()
+    ^^^^^^^^^
+AttributeError: 'Cache' object has no attribute 'pool'
+"""
+REFUSED = "ValueError: no such format"
+
+
+@pytest.mark.parametrize(
+    ("log", "said"),
+    [
+        (SCHEDULER.format(error="ConnectionError: the hub did not answer") + IGNORED, ""),
+        (SCHEDULER.format(error="RuntimeError: CUDA error: out of memory") + IGNORED, ""),
+        (SCHEDULER.format(error=REFUSED) + IGNORED, REFUSED),
+        (IGNORED + REFUSED, REFUSED),
+        (IGNORED.replace("in:", "while calling deallocator"), ""),
+        # another rank ends for the end of the first
+        ("torch.OutOfMemoryError: CUDA out of memory.\nKeyError: 'no answer of rank 1'\n", ""),
+        ("RuntimeError: CUDA error: out of memory\nValueError: rank 1 has ended\n", ""),
+        ("ValueError: dist_init_port at 31000 is not available in 30 seconds. process.pid=7\n", ""),
+        ("ValueError: nccl_port at 31000 is used by a process already: psutil.Process(pid=7)\n", ""),
+        ("ValueError: Port is already in use. dist_init_port=31000\n", ""),
+        ("AssertionError: FlashInfer is not available\n", "AssertionError: FlashInfer is not available"),
+    ],
+)
+def test_want_that_may_pass_and_errors_that_python_ignores_are_no_refusals(log: str, said: str) -> None:
+    assert refusal_in(log) == said
+
+
 def test_a_log_without_an_error_has_no_refusal() -> None:
     assert refusal_in("Loading weights\nInfo: ValueError is a class\n") == ""
 
