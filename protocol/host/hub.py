@@ -9,6 +9,7 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from enum import StrEnum
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -147,10 +148,11 @@ def upload_model(directory: Path, name: str, revision: str, message: str, privat
     Raises:
         SettingsError: the hub refuses it, or was not reached.
     """
-    from huggingface_hub import CommitOperationAdd, HfApi, constants, get_session
+    from huggingface_hub import CommitOperationAdd, HfApi, constants
 
     _draw_progress_on_terminals()
-    hub, get_session().timeout = HfApi(), SILENT_S
+    _limit_silence()
+    hub = HfApi()
     try:
         hub.create_repo(name, private=private, exist_ok=True)
         if revision:
@@ -190,6 +192,20 @@ def check_upload(name: str, setting: str) -> None:
         raise SettingsError(f"setting {setting}: HF_HUB_OFFLINE is set, so nothing is uploaded; unset it")
     if not get_token():
         raise SettingsError(f"setting {setting}: there is no token; `hf auth login`, or set HF_TOKEN")
+
+
+@cache
+def _limit_silence() -> None:
+    """Give every session of the client a limit: it closes one after an error, and makes another."""
+    from huggingface_hub import set_client_factory
+    from huggingface_hub.utils._http import default_client_factory
+
+    def limited() -> Any:
+        session = default_client_factory()
+        session.timeout = SILENT_S  # type: ignore[assignment]  # the setter takes seconds
+        return session
+
+    set_client_factory(limited)
 
 
 def _draw_progress_on_terminals() -> None:

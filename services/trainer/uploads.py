@@ -6,6 +6,7 @@ and the next report warns.
 """
 
 import logging
+import math
 import os
 import shutil
 import threading
@@ -41,6 +42,8 @@ PAUSE_S = 1.0
 """Seconds before the second attempt; twice as many before each one after it."""
 QUEUED = "not copied yet"
 """Problem of a copy that waits or is being made, as a start reads it after a trainer that was killed."""
+LATE_S = 3600.0
+"""Seconds after which a copy that is still being made is reported as failed: its client may wait forever."""
 FINISH_S = 600.0
 """Seconds for which the end of a run waits for copies."""
 
@@ -173,8 +176,12 @@ class Uploader:
         self._newest = 0
         self._changed = threading.Condition()
         self._waiting: Job | None = None
-        self._copying = self._ended = False
+        self._copying: Job | None = None
+        self._late_at = math.inf
+        """When the copy that is being made is to be reported, by `time.monotonic`."""
+        self._ended = False
         self._told: list[str] = []
+        self._noting = threading.Lock()
         # a daemon: a file system that hangs must not keep the process
         self._thread = threading.Thread(target=self._run, name=f"uploads.{destination.name}", daemon=True)
         self._thread.start()
@@ -191,8 +198,7 @@ class Uploader:
         Called before records that the checkpoint covers are forgotten.
         """
         stage = self._staged / f"step_{version:08d}"
-        with self._changed:
-            self._newest = version
+        self._newest = version
         self._note(version, QUEUED)
         try:
             shutil.rmtree(stage, ignore_errors=True)
@@ -214,7 +220,12 @@ class Uploader:
             self._changed.notify_all()
 
     def warnings(self) -> tuple[str, ...]:
-        """Return a sentence for each copy that failed since the last call."""
+        """Return a sentence for each copy that failed, or is late, since the last call."""
+        with self._changed:
+            late = self._copying if time.monotonic() > self._late_at else None
+            self._late_at = math.inf if late else self._late_at
+        if late:
+            self._fail(late.version, f"it has taken {LATE_S:g} s and is not done")
         with self._changed:
             told, self._told = tuple(self._told), []
         return told
@@ -240,14 +251,14 @@ class Uploader:
                 job, self._waiting = self._waiting, None
                 if self._ended or job is None:
                     return
-                self._copying = True
+                self._copying, self._late_at = job, time.monotonic() + LATE_S
                 self._changed.notify_all()
             try:
                 self._copy(job)
             finally:
                 with self._changed:
                     self._release(job)
-                    self._copying = False
+                    self._copying, self._late_at = None, math.inf
                     self._changed.notify_all()
 
     def _copy(self, job: Job) -> None:
@@ -287,7 +298,7 @@ class Uploader:
 
         A disk that is full has worse to say.
         """
-        with self._changed, suppress(OSError):
+        with self._noting, suppress(OSError):
             if version == self._newest:
                 note_copy(self._run_dir, self._to.name, CopyState(version, problem, self._to.place))
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import close_session, get_session
 
 from protocol.host import hub as hub_client
 from services.observability.metrics import Metrics
@@ -212,6 +213,31 @@ def test_an_upload_that_a_stop_cut_off_is_made_by_the_next_start(run: Run, hub: 
     assert run.end("run.hub=some-org/other") == ["version 2 is at some-org/other"]
 
 
+def test_a_copy_that_takes_too_long_is_reported_once_and_goes_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy, may_copy = RemoteRun.copy, threading.Event()
+
+    def held(to: RemoteRun, job: uploads.Job) -> None:
+        assert may_copy.wait(60)
+        copy(to, job)
+
+    monkeypatch.setattr(RemoteRun, "copy", held)
+    monkeypatch.setattr(uploads, "LATE_S", -1.0)
+    run.save(1)
+    with run.uploader._changed:
+        assert run.uploader._changed.wait_for(lambda: run.uploader._copying, 60)
+    (warning,) = run.uploader.warnings()
+    assert warning.startswith("the checkpoint of version 1 was not copied: it has taken ")
+    assert run.uploader.warnings() == ()
+    assert run.end(f"run.remote={run.url}")[0].startswith("warning: version 1 is not at ")
+    may_copy.set()
+    run.uploader.finish()
+    assert run.uploader.warnings() == ()
+    assert (run.counted("remote.failed"), run.counted("remote.copied")) == (1, 1)
+    assert run.end(f"run.remote={run.url}") == [f"version 1 is at {run.url}"]
+
+
 def test_an_older_copy_that_is_complete_does_not_hide_that_a_newer_one_waits(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -241,9 +267,13 @@ def test_a_hub_that_does_not_answer_is_left_after_a_while(
         hub.url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         hub.use(monkeypatch, run.directory / "cache")
         monkeypatch.setattr(hub_client, "SILENT_S", 0.2)
+        close_session()  # it is made anew, as the client does after an error
         run.send_to("some-org/mine")
         run.export(1)
         run.save(1)
         run.uploader.finish()
     (warning,) = run.uploader.warnings()
     assert "ReadTimeout" in warning
+    monkeypatch.undo()
+    close_session()
+    assert get_session().timeout.read == hub_client.SILENT_S == 120
