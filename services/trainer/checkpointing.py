@@ -101,6 +101,8 @@ class Checkpointer:
             complete = await self._begin(status.version, digest, status.sequence)
             shards = shards_of(self._export_of(status.version))
             await self._in_thread(_remove_shards, shards.parent)
+            if complete is not None:  # other weights had this version, if there is an export of it
+                await self._in_thread(_remove_export, self._export_of(status.version))
             adapter = await self._runner.carry_out(ExportCommand(str(shards)))
             self._write_beside(self._write_all, status.version, complete, adapter)
 
@@ -310,8 +312,7 @@ class Checkpointer:
         except Exception as error:  # of safetensors, too, which has its own
             return f"export {target}: {error}"
         for old in sorted(target.parent.glob("step_*"))[: -settings.trainer.keep_checkpoints]:
-            for stale in (old, _adapter(old)):
-                shutil.rmtree(stale, ignore_errors=True)
+            _remove_export(old)
         return ""
 
     async def _in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
@@ -322,6 +323,11 @@ def _remove_shards(exports: Path) -> None:
     """Remove what exports that failed have left."""
     for left in exports.glob(shards_of(Path("step_*")).name):
         shutil.rmtree(left, ignore_errors=True)
+
+
+def _remove_export(export: Path) -> None:
+    for stale in (export, _adapter(export)):
+        shutil.rmtree(stale, ignore_errors=True)
 
 
 def _adapter(export: Path) -> Path:

@@ -188,15 +188,17 @@ class Uploader:
 
     def resume(self, version: int, spool: Spool, export: Path) -> None:
         """Have the checkpoint that the run continues from copied, unless an earlier trainer has done so."""
-        is_there = noted_copy(self._run_dir, self._to.name) == CopyState(version, place=self._to.place)
-        if not is_there and (export.is_dir() or not self._to.needs_export):
+        if noted_copy(self._run_dir, self._to.name) != CopyState(version, place=self._to.place):
             self.put(version, spool, export)
 
     def put(self, version: int, spool: Spool, export: Path) -> None:
         """Have a complete checkpoint copied, and the export of its version.
 
-        Called before records that the checkpoint covers are forgotten.
+        Called before records that the checkpoint covers are forgotten. A destination of exports alone gets
+        nothing if there is none.
         """
+        if self._to.needs_export and not export.is_dir():
+            return
         stage = self._staged / f"step_{version:08d}"
         self._newest = version
         self._note(version, QUEUED)

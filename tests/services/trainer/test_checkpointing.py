@@ -21,11 +21,13 @@ from protocol.topics import Role
 from services.ledger.interface import RunSpec
 from services.run_record.steps import StepLog
 from services.runtime.process import Process
+from services.runtime.run_copies import describe_copies
 from services.settings.load import load_settings
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
 from tests.contracts.memory_ledger.ledger import MemoryLedger
+from tests.hub_server import HubServer
 from trainer.backends.scripted import PART, TENSOR, ScriptedBackend
 from trainer.config import TrainerConfig, WeightConfig
 from trainer.roles.models import RankModels
@@ -170,6 +172,34 @@ async def test_export_that_cannot_be_written_is_reported_and_its_checkpoint_is_c
     assert rig.versions() == [0]
     part = load_file(rig.path("checkpoints", "step_00000000", PART))[TENSOR]
     assert part.tolist() == [0] * len(part)
+
+
+async def test_an_older_export_of_a_version_is_not_uploaded_when_the_new_one_fails(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.backend.may_write.set()
+    settings = rig.run.process.settings
+    rig.run.process.settings = replace(settings, run=replace(settings.run, hub="some-org/mine"))
+    monkeypatch.setenv("HF_TOKEN", "hf_token")
+
+    async def body() -> None:
+        async with Checkpointer(rig.run, rig.runner) as checkpointer:
+            await rig.checkpoint(checkpointer, 4)
+
+    with HubServer(writers={"hf_token"}).serving() as hub:
+        hub.use(monkeypatch, tmp_path / "cache")
+        async with Checkpointer(rig.run, rig.runner) as checkpointer:
+            await rig.checkpoint(checkpointer, 0)
+        rig.path("exports", "step_00000000").rename(rig.path("exports", "step_00000004"))
+        uploaded = hub.repository("model", "some-org/mine").branches["main"]
+        rig.path("exports", "step_00000004.tmp").touch()
+        with pytest.raises(TetherError, match="step_00000004"):
+            await body()
+        assert rig.versions() == [0, 4]
+        async with Checkpointer(rig.run, rig.runner) as checkpointer:
+            await checkpointer.copy_again(4)
+        assert hub.repository("model", "some-org/mine").branches["main"] == uploaded
+    assert list(describe_copies(rig.run.process.settings)) == ["version 0 is at some-org/mine"]
 
 
 async def test_trainer_that_fails_leaves_a_torn_checkpoint(rig: Rig) -> None:
