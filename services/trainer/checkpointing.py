@@ -24,7 +24,7 @@ from services.ledger.interface import LedgerStatus, StepRecord
 from services.runtime.writing import RETRY_S, waiting_for_room
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
-from services.trainer.uploads import Destination, HubModel, RemoteRun, Uploader
+from services.trainer.uploads import FINISH_S, Destination, HubModel, RemoteRun, Uploader
 from trainer.execution.commands import ExportCommand, SaveCommand
 from trainer.lora import save_adapter
 from trainer.storage.call_store import CallStore
@@ -74,10 +74,11 @@ class Checkpointer:
         finally:
             if self._writing is not None:
                 self._writing.cancel()
+            end = time.monotonic() + FINISH_S
             for uploader in self._uploaders:
                 if error is None:
                     with self._run.process.working("copies the last checkpoint"):
-                        await asyncio.to_thread(uploader.finish)
+                        await asyncio.to_thread(uploader.finish, end - time.monotonic())
                 uploader.close()
             await asyncio.to_thread(self._thread.shutdown)
             await self._tasks.__aexit__(kind, error, trace)

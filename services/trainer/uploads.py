@@ -232,13 +232,13 @@ class Uploader:
             told, self._told = tuple(self._told), []
         return told
 
-    def finish(self, timeout_s: float = FINISH_S) -> None:
-        """Wait until all copies are made, at most `timeout_s`."""
+    def finish(self, wait_s: float = FINISH_S) -> None:
+        """Wait until all copies are made, at most `wait_s`: what others leave of `FINISH_S`."""
         with self._changed:
-            idle = self._changed.wait_for(lambda: not (self._copying or self._waiting), timeout_s)
+            idle = self._changed.wait_for(lambda: not (self._copying or self._waiting), wait_s)
         if not idle:
-            log.error("%s.abandoned seconds=%g", self._to.name, timeout_s)
-            self._note(self._newest, f"not copied in {timeout_s:g} s")
+            log.error("%s.abandoned seconds=%g", self._to.name, FINISH_S)
+            self._note(self._newest, f"not copied in {FINISH_S:g} s")
 
     def close(self) -> None:
         """End the thread; a half made copy stays, which readers ignore."""

@@ -5,7 +5,7 @@ import errno
 import json
 import os
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from dataclasses import dataclass, field, replace
@@ -23,9 +23,11 @@ from services.run_record.steps import StepLog
 from services.runtime.process import Process
 from services.runtime.run_copies import describe_copies
 from services.settings.load import load_settings
+from services.trainer import checkpointing
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import OpenRun
+from services.trainer.uploads import HubModel, RemoteRun
 from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.hub_server import HubServer
 from trainer.backends.scripted import PART, TENSOR, ScriptedBackend
@@ -172,6 +174,37 @@ async def test_export_that_cannot_be_written_is_reported_and_its_checkpoint_is_c
     assert rig.versions() == [0]
     part = load_file(rig.path("checkpoints", "step_00000000", PART))[TENSOR]
     assert part.tolist() == [0] * len(part)
+
+
+async def test_all_destinations_have_one_time_to_finish(
+    rig: Rig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rig.backend.may_write.set()
+    settings, may_copy, waits = rig.run.process.settings, threading.Event(), []
+    copied_to = replace(settings.run, hub="some-org/mine", remote=f"file://{tmp_path}/remote")
+    rig.run.process.settings = replace(settings, run=copied_to)
+    for destination in (RemoteRun, HubModel):
+        monkeypatch.setattr(destination, "copy", lambda to, job: may_copy.wait(60))
+    monkeypatch.setattr(checkpointing, "FINISH_S", 0.2)
+
+    def recorded(changed: threading.Condition) -> Callable[..., bool]:
+        wait_for = changed.wait_for
+
+        def record(is_so: Callable[[], bool], seconds: float | None = None) -> bool:
+            waits.extend([] if seconds is None else [seconds])
+            return wait_for(is_so, seconds)
+
+        return record
+
+    async with Checkpointer(rig.run, rig.runner) as checkpointer:
+        for uploader in checkpointer._uploaders:
+            monkeypatch.setattr(uploader._changed, "wait_for", recorded(uploader._changed))
+        await rig.checkpoint(checkpointer, 0)
+    first, second = waits
+    assert second <= 0 < first  # the first has waited for all of it
+    problems = list(describe_copies(rig.run.process.settings))
+    assert ["not copied in" in problem for problem in problems] == [True, True]
+    may_copy.set()
 
 
 async def test_an_older_export_of_a_version_is_not_uploaded_when_the_new_one_fails(
