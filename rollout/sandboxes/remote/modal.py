@@ -4,6 +4,7 @@ The package reads the key MODAL_TOKEN_ID and MODAL_TOKEN_SECRET. Setting `image`
 which has Python as `python3` (Modal's own one does); sandboxes belong to its app `tether`.
 """
 
+import asyncio
 import ipaddress
 import math
 import shlex
@@ -89,23 +90,29 @@ class ModalProvider(RemoteProvider):
     async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
         image = start.image or self._config.image
         with _failing():
-            return ModalMachine(
-                await modal.Sandbox.create.aio(
-                    app=await _app(),
-                    image=modal.Image.from_registry(image) if image else None,
-                    tags=dict(labels),
-                    timeout=math.ceil(start.lease_s),
-                    **(_reached(host) if host else {"block_network": True}),
-                )
-            )
+            async with asyncio.timeout(CREATE_S):
+                app = await _app()
+                with _refusing(image):
+                    return ModalMachine(
+                        await modal.Sandbox.create.aio(
+                            app=app,
+                            image=modal.Image.from_registry(image) if image else None,
+                            tags=dict(labels),
+                            timeout=math.ceil(start.lease_s),
+                            **(_reached(host) if host else {"block_network": True}),
+                        )
+                    )
 
     async def _listed(
         self, labels: Mapping[str, str]
     ) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
         with _failing():
-            app = await _app()
-            async for sandbox in modal.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels)):
-                yield ModalMachine(sandbox), await sandbox.get_tags.aio()
+            async with asyncio.timeout(CREATE_S):
+                app = await _app()
+                listing = modal.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels))
+                found = [(ModalMachine(sandbox), await sandbox.get_tags.aio()) async for sandbox in listing]
+        for machine in found:
+            yield machine
 
 
 async def _app() -> modal.App:
@@ -128,11 +135,26 @@ async def _ended(process: Any) -> str:
 
 
 @contextmanager
+def _refusing(image: str) -> Iterator[None]:
+    """Turn what the package refuses of a new machine into an error of the setting."""
+    try:
+        yield
+    except modal.exception.ConflictError:
+        raise  # of its state at the moment
+    except (modal.exception.InvalidError, modal.exception.NotFoundError) as error:
+        raise SettingsError(
+            f"setting environment.sandbox.image: {image!r}: Modal: {str(error)[:300]}"
+        ) from None
+
+
+@contextmanager
 def _failing() -> Iterator[None]:
     """Turn the package's errors into ours."""
     try:
         yield
     except modal.exception.AuthError as error:
         raise SettingsError(f"{KEY}: {str(error)[:300]}") from None
+    except TimeoutError:
+        raise SandboxDied("Modal: it did not answer in time") from None
     except (modal.exception.Error, OSError) as error:
         raise SandboxDied(f"Modal: {type(error).__name__}: {str(error)[:300]}") from None

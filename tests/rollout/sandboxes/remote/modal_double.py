@@ -48,6 +48,14 @@ class Company(ModalClientBase):
     def __init__(self) -> None:
         self.machines = Machines()
         self.url = ""
+        self.silent = ""
+        """Name of a request that is not answered."""
+        self.refusal: Status | None = None
+        """Status with which a new machine is refused."""
+
+    async def _wait(self, request: str) -> None:
+        if self.silent == request:
+            await asyncio.Event().wait()
 
     async def AuthTokenGet(self, stream: Any) -> None:
         await stream.recv_message()
@@ -55,6 +63,7 @@ class Company(ModalClientBase):
 
     async def AppGetOrCreate(self, stream: Any) -> None:
         await stream.recv_message()
+        await self._wait("AppGetOrCreate")
         if KEY.items() - stream.metadata.items():
             raise grpclib.GRPCError(Status.UNAUTHENTICATED, "no such key")
         await stream.send_message(api_pb2.AppGetOrCreateResponse(app_id="ap-1"))
@@ -73,6 +82,9 @@ class Company(ModalClientBase):
 
     async def SandboxCreateV2(self, stream: Any) -> None:
         asked = await stream.recv_message()
+        await self._wait("SandboxCreateV2")
+        if self.refusal is not None:
+            raise grpclib.GRPCError(self.refusal, "no such image")
         name = await self.machines.create(
             {**MessageToDict(asked.definition), "tags": {tag.tag_name: tag.tag_value for tag in asked.tags}}
         )
@@ -87,6 +99,7 @@ class Company(ModalClientBase):
 
     async def SandboxListV2(self, stream: Any) -> None:
         asked = await stream.recv_message()
+        await self._wait("SandboxListV2")
         wanted = {tag.tag_name: tag.tag_value for tag in asked.tags}
         found = [
             api_pb2.SandboxInfo(id=name, created_at=CREATED)

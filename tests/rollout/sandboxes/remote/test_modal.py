@@ -14,10 +14,12 @@ import pytest
 pytest.importorskip("modal")
 
 import modal
+from grpclib.const import Status
 
 from protocol.errors import SettingsError
-from rollout.sandboxes.base import Start
+from rollout.sandboxes.base import SandboxDied, Start
 from rollout.sandboxes.pool import SandboxPool
+from rollout.sandboxes.remote import modal as provided
 from rollout.sandboxes.remote.modal import CHUNK, ModalProvider
 from tests.contracts.sandbox_suite import CONFIG, START, shell
 from tests.rollout.sandboxes.remote.modal_double import KEY, Company, served
@@ -80,3 +82,22 @@ async def test_a_setting_that_cannot_work_is_refused_by_name(
     with pytest.raises(SettingsError, match=r"'modal': .*no such key"):
         await ModalProvider(CONFIG).start(START)
     monkeypatch.setenv("MODAL_TOKEN_ID", "ak-0")
+
+
+@pytest.mark.parametrize("request_name", ["AppGetOrCreate", "SandboxCreateV2", "SandboxListV2"])
+async def test_a_service_that_does_not_answer_is_a_dead_sandbox(
+    double: Company, provider: ModalProvider, monkeypatch: pytest.MonkeyPatch, request_name: str
+) -> None:
+    monkeypatch.setattr(provided, "CREATE_S", 0.5)
+    double.silent = request_name
+    with pytest.raises(SandboxDied, match="Modal: it did not answer in time"):
+        await (provider.clear_left() if request_name == "SandboxListV2" else provider.start(START))
+
+
+@pytest.mark.parametrize("refusal", [Status.INVALID_ARGUMENT, Status.NOT_FOUND])
+async def test_an_image_that_is_refused_is_an_error_of_the_setting(double: Company, refusal: Status) -> None:
+    double.refusal = refusal
+    with pytest.raises(
+        SettingsError, match=r"environment\.sandbox\.image: 'nowhere': Modal: .*no such image"
+    ):
+        await ModalProvider(replace(CONFIG, image="nowhere")).start(START)
