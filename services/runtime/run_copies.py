@@ -48,7 +48,7 @@ def note_copy(run_dir: Path, name: str, state: CopyState) -> None:
 
 
 def noted_copy(run_dir: Path, name: str) -> CopyState | None:
-    """Return what `note_copy` has written; None if there is nothing that can be read."""
+    """Return what `note_copy` has written; None if it cannot be read."""
     with suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode((run_dir / COPIES / f"{name}.json").read_bytes(), type=CopyState)
     return None

@@ -194,8 +194,8 @@ class Uploader:
     def put(self, version: int, spool: Spool, export: Path) -> None:
         """Have a complete checkpoint copied, and the export of its version.
 
-        Called before records that the checkpoint covers are forgotten. A destination of exports alone gets
-        nothing if there is none.
+        Called before records that the checkpoint covers are forgotten. A destination of exports alone leaves
+        out a version without one.
         """
         if self._to.needs_export and not export.is_dir():
             return

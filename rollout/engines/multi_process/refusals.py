@@ -14,7 +14,7 @@ RAISED = re.compile(r"^(?:\w+\.)*(\w+(?:Error|Exception)): ?(.*)$", re.MULTILINE
 IGNORED = re.compile(
     r"^Exception ignored (?:in|while)\b.*\n(?:Traceback .*\n)?(?:[ \t].*\n)*(?:\S.*)?", re.MULTILINE
 )
-"""What Python says of an error that nothing can catch, as of a `__del__` while a process ends."""
+"""Python's words about an error that cannot be caught, as in a `__del__` while a process ends."""
 PASSING = re.compile(
     r"out of memory|\bat \d+ is not available|used by a process already|port is already in use"
 )

@@ -136,7 +136,7 @@ async def _ended(process: Any) -> str:
 
 @contextmanager
 def _refusing(image: str) -> Iterator[None]:
-    """Turn what the package refuses of a new machine into an error of the setting."""
+    """Turn the package's refusal of a new machine into an error of the setting."""
     try:
         yield
     except modal.exception.ConflictError:
