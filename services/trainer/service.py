@@ -79,7 +79,7 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
             loops = {"ranks.idle": runner.idle_loop(), "spool.watch": watch_spool_loop(process, run.spool)}
             async with running_loops(loops):
                 await _train(run, runner)
-            await runner.carry_out(ExitCommand())
+            await runner.lead(ExitCommand())
         finally:
             run.spool.close()
             await runner.close()
