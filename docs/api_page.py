@@ -123,7 +123,7 @@ def _signatures(path: str) -> list[str]:
 def _arguments() -> Iterator[str]:
     constants = {
         node.targets[0].id: ast.literal_eval(node.value)
-        for node in _tree("reward/user_code.py").body
+        for node in _tree("reward/function_arguments.py").body
         if isinstance(node, ast.Assign) and isinstance(node.targets[0], ast.Name)
     }
     yield "| scores | arguments |"

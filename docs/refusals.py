@@ -35,7 +35,7 @@ SECTIONS: dict[str, Sequence[str]] = {
         "trainer/megatron/families/windows.py", "trainer/megatron/families/rope.py",
     ),
     "Models beside the policy": (
-        "services/preflight/roles.py", "services/preflight/critic.py", "services/settings/placement.py",
+        "services/preflight/roles.py", "services/preflight/critic.py", "services/settings/processes.py",
     ),
     "Layouts and hosts": ("trainer/megatron/layout.py", "trainer/hosts/place.py"),
 }  # fmt: skip

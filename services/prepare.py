@@ -18,9 +18,9 @@ from services.preflight.check import check_run
 from services.preflight.problem import refuse
 from services.run_record.end import refuse_made_from_record
 from services.runtime.errors import configure_logging, exit_with
-from services.runtime.resume import start_or_resume
 from services.runtime.run_copies import settings_of_fetched
 from services.runtime.run_ledger import ledger_url, open_ledger
+from services.runtime.start_run import start_or_resume
 from services.settings.hub import pin_names, record_pins
 from services.settings.load import load_settings, run_settings
 from services.settings.resume import changes_since_last_start

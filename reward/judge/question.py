@@ -8,9 +8,9 @@ from typing import Any, Protocol
 import msgspec
 
 from protocol.errors import RewardError, SettingsError
+from reward.function_arguments import UserCode, load_user_code
 from reward.group import ResponseGroup
 from reward.judge.config import WHAT, Options
-from reward.user_code import UserCode, load_user_code
 from reward.verifiers.registry import required
 
 OF_GROUP = {"prompt", "response", "responses"}

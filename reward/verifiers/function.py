@@ -14,8 +14,8 @@ from typing import Any
 
 from protocol.errors import RewardError
 from protocol.user_code import returned_number
+from reward.function_arguments import UserCode, load_user_code
 from reward.group import ResponseGroup, Verdict
-from reward.user_code import UserCode, load_user_code
 from reward.verifiers.base import AwaitedVerifier, LoadedVerifier, Notes
 
 MOST_RUNNING = 10_000

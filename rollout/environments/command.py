@@ -6,8 +6,8 @@ the one that TETHER_OUTCOME names it may write {"reward": NUMBER}. Without an ou
 answer. A program that ends with another status than 0 has failed, which is no reward; one that a signal ended
 is run again on the record. What it started ends with it.
 
-Another `environment.sandbox` than `process` runs it in a sandbox (`sandboxed_program.py`). With the option
-`processes` a program stays: `rollout/programs/standing_programs.py`.
+Another `environment.sandbox` than `process` runs it in a sandbox (`rollout/sandboxes/program.py`). With the
+option `processes` a program stays: `rollout/programs/standing_programs.py`.
 """
 
 import asyncio

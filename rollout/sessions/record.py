@@ -39,7 +39,7 @@ _NO_IDS = Array.of([], "int32")
 
 
 class CallJournal(Protocol):
-    """Journal of the calls of a leased group."""
+    """Journal of the calls of a leased group; `CallSender` in `services/rollout/call_sender.py` is one."""
 
     async def recall(self, sample: int) -> Recalled:
         """Return the recorded calls of a sample; from then on earlier leases of the group cannot record."""

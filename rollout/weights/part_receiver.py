@@ -1,9 +1,9 @@
 """Receives slices of a version from the trainer's ranks, one rank after the other.
 
-The dialogue with each is in `trainer/weights/served/pairs.py` (nccl) and `handles.py` (ipc). One at a time,
-because a rank serves a limited number of receivers: none holds a place at one rank while it waits for one at
-another. Engine ranks begin at different trainer ranks. Rank 0 comes last: it also sends the sums of what none
-has sent, with which the digests of all whole tensors are complete.
+The dialogue with each is in `nccl_pairs.py` and `ipc_handles.py` of `trainer/weights/served/`. One at a
+time, because a rank serves a limited number of receivers: none holds a place at one rank while it waits for
+one at another. Engine ranks begin at different trainer ranks. Rank 0 comes last: it also sends the sums of
+what none has sent, with which the digests of all whole tensors are complete.
 """
 
 import os

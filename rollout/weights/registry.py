@@ -7,8 +7,8 @@ from protocol.errors import WeightError
 from rollout.weights.base import WeightReceiver
 from rollout.weights.checked import CheckedReceiver
 from rollout.weights.files import FileReceiver
-from rollout.weights.handles import HandleSlices
-from rollout.weights.pairs import PairSlices
+from rollout.weights.ipc_handles import HandleSlices
+from rollout.weights.nccl_pairs import PairSlices
 from rollout.weights.part_receiver import PartReceiver
 from rollout.weights.shared import SharedReceiver
 

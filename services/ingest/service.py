@@ -15,7 +15,7 @@ from collections.abc import Awaitable, Callable
 from protocol.topics import CALLS, SCORED, Role
 from services.bus.receiver import Receiver
 from services.ingest.admission import Admission
-from services.ingest.call_journal import CallAdmission
+from services.ingest.call_admission import CallAdmission
 from services.ledger_recovery.reconcile import LedgerReconciler
 from services.runtime.event_loop import running_loops
 from services.runtime.main import service_main

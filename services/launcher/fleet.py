@@ -12,7 +12,7 @@ from services.launcher.credentials import withheld_from
 from services.launcher.spare import Spares
 from services.settings.engine_pool import pool_variables
 from services.settings.load import FILE
-from services.settings.placement import (
+from services.settings.processes import (
     gpu_variables,
     rollout_variables,
 )

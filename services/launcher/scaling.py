@@ -23,7 +23,7 @@ from services.launcher.fleet import SCALABLE, Fleet
 from services.run_record.end import LOCK, is_up
 from services.settings.checks import check_workers
 from services.settings.load import run_settings
-from services.settings.placement import ServicesConfig
+from services.settings.processes import ServicesConfig
 
 log = logging.getLogger("tether.up")
 

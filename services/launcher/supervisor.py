@@ -39,9 +39,9 @@ from services.run_record.tail import EventTail
 from services.runtime.errors import innermost
 from services.runtime.event_loop import is_set_within, running_loops
 from services.runtime.process import pid_space
-from services.runtime.resume import start_or_resume
 from services.runtime.run_copies import describe_copies, settings_of_fetched
 from services.runtime.run_ledger import open_ledger
+from services.runtime.start_run import start_or_resume
 from services.settings.hub import pin_names, record_pins
 from services.settings.sections import Settings
 

@@ -1,1 +1,1 @@
-"""Archives ledger events and rebuilds a ledger that lost acknowledged writes."""
+"""Archives ledger events, finds out whether a ledger lost acknowledged writes, and rebuilds it."""

@@ -1,1 +1,1 @@
-"""Shows a running service's state: metrics, health, progress and plots."""
+"""Shows a running service's state: metrics, health, status."""

@@ -8,7 +8,7 @@ from pathlib import Path
 from protocol.errors import SettingsError
 from services.preflight.model import ModelFacts, engines_of
 from services.preflight.problem import Problem, refuse
-from services.settings.placement import gpu_list
+from services.settings.processes import gpu_list
 from services.settings.sections import Settings
 from trainer.layers.attention.terms import AttentionTerms, backend_refusals
 from trainer.megatron.families.reading import architecture_of

@@ -1,4 +1,7 @@
-"""Loads the code of the user that a run names, and tries it, before anything starts."""
+"""Tries the user's algorithm, group filter, schedule, optimizer and engine before a start.
+
+`rewards.py` tries reward functions.
+"""
 
 from collections.abc import Callable, Iterator, Sequence
 

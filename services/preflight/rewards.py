@@ -14,7 +14,7 @@ from reward.workers.group_scoring import check_fallbacks
 from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.preflight.problem import Problem
-from services.settings.placement import gpu_list
+from services.settings.processes import gpu_list
 from services.settings.sections import Settings
 from trainer.algorithms.registry import check_turn_scores
 

@@ -14,8 +14,8 @@ from protocol.lifecycle import NO_SIGNAL, GroupState
 from protocol.messages import ScoredRollout
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.trace import Moment
-from services.run_record.events import filtered_group, group_moments
 from services.run_record.group_facts import describe_group, group_overview
+from services.run_record.log_queries import filtered_group, group_moments
 from services.run_record.tail import EventTail
 from trainer.data.samples import check_scored
 from trainer.storage.archive import Archive

@@ -31,8 +31,8 @@ from services.ledger.event_log.events import (
     bound_of,
     decode_line,
 )
-from services.run_record.events import filtered_group
 from services.run_record.lines import LineFollower
+from services.run_record.log_queries import filtered_group
 from services.run_record.sentences import TOPICS, Sentence, sentence_of
 
 TAIL_BYTES = 32 << 20

@@ -1,7 +1,7 @@
 """Has Python import our own packages first, before the working directory and PYTHONPATH.
 
 `python -m services.X` searches the working directory first, and PYTHONPATH before installed packages: a
-user's `reward.py` or `trainer/` there would replace ours, and a `json.py` Python's own. It imports no module
+user's module `reward` or `trainer` there would replace ours, and a `json` Python's own. It imports no module
 of ours, because it runs before all other imports of ours.
 """
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from protocol.host.machine import has_bfloat16, usable_cores
 from rollout.environments.registry import is_light
-from services.settings.placement import VISIBLE, gpu_list
+from services.settings.processes import VISIBLE, gpu_list
 from services.settings.sections import Settings
 
 AUTO = "auto"

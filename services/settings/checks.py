@@ -12,7 +12,7 @@ from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
 from services.settings.engine_pool import check_pool, check_staging, engine_names
 from services.settings.evaluation import check_evaluation
-from services.settings.placement import check_gpus, check_roles_apart, reward_ranks
+from services.settings.processes import check_gpus, check_roles_apart, reward_ranks
 from services.settings.sections import Settings
 from services.settings.shared_weights import are_apart, check_shared
 from services.settings.tracking import check_kinds

@@ -10,7 +10,7 @@ from rollout.prompts.base import Prompt, PromptSource
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from services.settings.engine_pool import engine_with
-from services.settings.placement import gpu_list
+from services.settings.processes import gpu_list
 from services.settings.sections import EvalConfig, Settings
 
 HeldOutSets = Mapping[str, Sequence[Prompt]]

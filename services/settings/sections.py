@@ -1,8 +1,9 @@
 """Composes the sections of all components into the settings of a run.
 
-Each component's section is a frozen dataclass next to the component. The range of a number stands on its
-field (`protocol.validation`), its meaning in the string below. `docs/settings.md` is generated from them by
-`python docs/settings_pages.py`.
+Most sections are a frozen dataclass next to their component; those of no single component are here. The
+range of a number stands on its field (`protocol.validation`), its meaning in the string below.
+`docs/settings.md` is generated from them by `python docs/settings_pages.py`, and names the file of each
+section.
 """
 
 from dataclasses import dataclass, field, replace
@@ -27,7 +28,7 @@ from rollout.prompts.named_source import HeldOutConfig
 from rollout.render import RenderConfig
 from services.bus.config import BusConfig
 from services.ledger.limits import ARCHIVE_LIMIT
-from services.settings.placement import ServicesConfig
+from services.settings.processes import ServicesConfig
 from services.settings.tracking import TrackingConfig
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.plain_copy import quantization_of

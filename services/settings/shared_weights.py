@@ -3,7 +3,7 @@
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from rollout.engines.registry import ENGINES
-from services.settings.placement import gpu_list
+from services.settings.processes import gpu_list
 from services.settings.sections import Settings
 
 

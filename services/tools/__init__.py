@@ -1,1 +1,1 @@
-"""Holds the tools that work on a run from outside: replay and evaluation."""
+"""Holds what `tether` does on its own: init, check, size, replay, eval, samples, status."""

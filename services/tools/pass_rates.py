@@ -12,7 +12,7 @@ from protocol.host.atomic_file import write_atomically
 from rollout.prompts.base import Prompt, PromptConfig, PromptSource
 from rollout.prompts.registry import make_source
 from rollout.prompts.rows import encoded_prompt
-from services.run_record.events import observed_rates, prompt_fingerprint
+from services.run_record.log_queries import observed_rates, prompt_fingerprint
 from services.runtime.prompt_stream import check_fingerprint
 from services.runtime.user_modules import add_user_modules
 from services.settings.sections import Settings

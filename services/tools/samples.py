@@ -12,7 +12,7 @@ from protocol.lifecycle import NO_SIGNAL
 from services.ledger.event_log.trace import Moment, render_trace
 from services.observability.printable import printable
 from services.run_record.call_audit import call_facts, calls_of_group, render_calls
-from services.run_record.events import group_moments
+from services.run_record.log_queries import group_moments
 from services.run_record.samples import samples_of_group
 
 MAX_FILTERED = 20

@@ -104,7 +104,7 @@ class Checkpointer:
             await self._in_thread(_remove_shards, shards.parent)
             if complete is not None:  # other weights had this version, if there is an export of it
                 await self._in_thread(_remove_export, self._export_of(status.version))
-            adapter = await self._runner.carry_out(ExportCommand(str(shards)))
+            adapter = await self._runner.lead(ExportCommand(str(shards)))
             self._write_beside(self._write_all, status.version, complete, adapter)
 
         await self.finish()
@@ -203,7 +203,7 @@ class Checkpointer:
         checkpoints = self._run.checkpoints
         directory = await self._in_thread(checkpoints.begin, version)
         position = await self._in_thread(lambda: self._run.spool.position)
-        await self._runner.carry_out(SaveCommand(str(directory)))
+        await self._runner.lead(SaveCommand(str(directory)))
         return partial(
             checkpoints.finish,
             version,

@@ -96,7 +96,7 @@ class ModelRunner:
         """Run blocking work in the model's thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
-    async def carry_out(self, command: RankCommand[T]) -> T:
+    async def lead(self, command: RankCommand[T]) -> T:
         """Carry out a command on all ranks, in the model's thread."""
         return await self.run(self.executor.lead, command)
 
@@ -104,7 +104,7 @@ class ModelRunner:
         """Let the other ranks know that rank 0 lives, in all its waits, until cancelled."""
         while True:
             await asyncio.sleep(IDLE_S)
-            await self.carry_out(IdleCommand())
+            await self.lead(IdleCommand())
 
     async def take_device(self) -> None:
         """In a colocated run, have the engines sleep and move the trainer's state back to the GPU.
@@ -116,12 +116,12 @@ class ModelRunner:
         """
         if self._turn is not None and not self._turn.mine:
             await self._turn.acquire()
-            await self.carry_out(OnloadCommand())
+            await self.lead(OnloadCommand())
 
     async def leave_device(self) -> None:
         """In a colocated run, move the trainer's state to the host, and only then let the engines wake."""
         if self._turn is not None and self._turn.mine:
-            await self.carry_out(OffloadCommand())
+            await self.lead(OffloadCommand())
             await self._turn.release()
 
     async def engine_ready(self, manifest: WeightManifest) -> bool:
@@ -134,7 +134,7 @@ class ModelRunner:
             TetherError: the engine has ended, or does not serve the version in time.
         """
         return self.shared_engine is None or await self.shared_engine.ready(
-            manifest, lambda path: self.carry_out(AttachCommand(str(path)))
+            manifest, lambda path: self.lead(AttachCommand(str(path)))
         )
 
     async def train(
@@ -175,24 +175,24 @@ class ModelRunner:
         """
         if self._ahead is not None:
             return None
-        return await self.carry_out(DraftCommand(epoch, version))
+        return await self.lead(DraftCommand(epoch, version))
 
     async def publish(self, epoch: str, version: int) -> WeightManifest:
         """Export the weights and make the version available; complete when it returns."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             return await asyncio.wrap_future(ahead)
-        return await self.carry_out(PublishCommand(epoch, version, self._engine_dtype))
+        return await self.lead(PublishCommand(epoch, version, self._engine_dtype))
 
     async def digest(self) -> int:
         """Return the digest that the weights would be published under."""
-        return await self.carry_out(DigestWeightsCommand(self._engine_dtype))
+        return await self.lead(DigestWeightsCommand(self._engine_dtype))
 
     async def restore(self, directory: Path) -> None:
         """Load a checkpoint."""
         if self.shared_engine is not None:
             await self.run(self.shared_engine.invalidate)
-        await self.carry_out(RestoreCommand(str(directory)))
+        await self.lead(RestoreCommand(str(directory)))
 
     async def finish_save(self) -> str:
         """Wait until every rank's part of a checkpoint is on disk, during the steps if the backend can.
@@ -205,7 +205,7 @@ class ModelRunner:
         """
         await asyncio.to_thread(self.executor.await_part)
         if self.executor.has_followers:  # a command to the other ranks comes between two others
-            failure = await self.carry_out(FinishSaveCommand())
+            failure = await self.lead(FinishSaveCommand())
         else:
             failure = await asyncio.to_thread(self.executor.lead, FinishSaveCommand())
         if CHECKPOINT in failure:

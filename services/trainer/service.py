@@ -27,11 +27,11 @@ from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.gpu_turn import TrainerGpuTurn, first_turn
-from services.trainer.hosts import run_on_hosts
 from services.trainer.model_runner import ModelRunner, load_model
 from services.trainer.open_run import OpenRun, open_spool, watch_spool_loop
-from services.trainer.ranks import follow_rank_0, run_ranks
 from services.trainer.snapshots import Snapshots
+from services.trainer.start_hosts import run_on_hosts
+from services.trainer.start_ranks import follow_rank_0, run_ranks
 from services.trainer.takeover import take_over
 from services.trainer.train_loop import TrainLoop
 from trainer.execution.commands import ExitCommand
@@ -79,7 +79,7 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
             loops = {"ranks.idle": runner.idle_loop(), "spool.watch": watch_spool_loop(process, run.spool)}
             async with running_loops(loops):
                 await _train(run, runner)
-            await runner.carry_out(ExitCommand())
+            await runner.lead(ExitCommand())
         finally:
             run.spool.close()
             await runner.close()

@@ -88,7 +88,7 @@ class Snapshots:
             await self._writing
         self._taken = version
         dtype = self._process.settings.engine.dtype
-        tensors = await self._runner.carry_out(CopyWeightsCommand(dtype))
+        tensors = await self._runner.lead(CopyWeightsCommand(dtype))
         self._writing = asyncio.get_running_loop().run_in_executor(
             self._thread, self._write, self._run.epoch, version, digest, tensors
         )

@@ -49,7 +49,7 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
             "the right one, or start in a new run directory"
         )
     if run.process.settings.algorithm.kl_coef > 0:
-        await runner.carry_out(KeepReferenceCommand())
+        await runner.lead(KeepReferenceCommand())
     never = run.process.settings.trainer.publish_every == 0
     initial = await runner.publish(run.epoch, 0) if never else None
     if checkpoint:

@@ -30,7 +30,7 @@ import torch
 from protocol.messages import WeightManifest
 from rollout.staging.placement import SlicePlacement
 from rollout.staging.staging import digest_of, whole_source
-from rollout.weights.pairs import PairSlices
+from rollout.weights.nccl_pairs import PairSlices
 from rollout.weights.part_receiver import PartReceiver
 from tests.benchmarks.weights_over_links import SHAPES, masters
 from tests.gpus import visible_gpus

@@ -1,4 +1,7 @@
-"""Tests that every engine must pass with versions that are still being exported; see `engine_suite.py`."""
+"""Tests that every engine must pass with versions that are still being exported.
+
+The suite is `rollout/engines/contract/suite.py`.
+"""
 
 import asyncio
 from collections.abc import AsyncIterator

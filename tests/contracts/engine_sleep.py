@@ -1,4 +1,7 @@
-"""Tests that every engine must pass about sleep, whether it supports it or not; see `engine_suite.py`."""
+"""Tests that every engine must pass about sleep, whether it supports it or not.
+
+The suite is `rollout/engines/contract/suite.py`.
+"""
 
 import asyncio
 

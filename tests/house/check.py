@@ -32,6 +32,7 @@ RULES: tuple[Callable[[House], Iterator[Violation]], ...] = (
     wording.of_name,
     wording.class_clause,
     documents.document_path,
+    documents.docstring_path,
     documents.document_name,
     documents.document_number,
     documents.document_default,

@@ -1,4 +1,7 @@
-"""Rules of documents: the paths, names, settings and numbers they mention are those of the code."""
+"""Rules of documents: the paths, names, settings and numbers they mention are those of the code.
+
+The paths in docstrings of modules are, too.
+"""
 
 import ast
 import re
@@ -16,6 +19,7 @@ _FOLDERS = (*PACKAGES, "tests", "docs", "results", "deploy")
 _PATH = re.compile(rf"(?<![\w./-])(?:{'|'.join(_FOLDERS)})/[\w./*-]*(?![\w{{<])")
 _FILE = re.compile(r"(?<![\w./*-])\w+\.(?:py|lua)\b(?![./])")
 _LINK = re.compile(r"\]\(([^)#:\s]+)(?:#[^)]*)?\)")
+_QUOTED_FILE = re.compile(r"`([\w./-]+\.(?:py|lua))`")
 _CODE = re.compile(r"`([^`\n]+)`")
 _DOTTED = re.compile(rf"(?<![\w./])(?:{'|'.join((*PACKAGES, 'tests'))})(?:\.[A-Za-z_]\w*)+")
 _COMMANDS = "docs/commands.md"
@@ -42,6 +46,16 @@ def document_path(house: House) -> Iterator[Violation]:
         for match in _LINK.finditer(text):
             if not (house.root / document).parent.joinpath(match.group(1)).exists():
                 yield _at(document, text, match, "document-path", f"the link to {match.group(1)} is broken")
+
+
+def docstring_path(house: House) -> Iterator[Violation]:
+    """Find files in docstrings of modules that are neither below the module's folder nor below the root."""
+    for module in house.modules.values():
+        text = ast.get_docstring(module.tree, clean=False) or ""
+        for match in _QUOTED_FILE.finditer(text):
+            path = match.group(1)
+            if not any((house.root / start / path).is_file() for start in (module.folder, "")):
+                yield _at(module.path, text, match, "docstring-path", f"there is no {path}")
 
 
 def document_name(house: House, settings: Callable[[], Any] | None = None) -> Iterator[Violation]:

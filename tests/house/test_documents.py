@@ -39,6 +39,17 @@ See `reward/b.py`, `tests/x/`, `trainer/*.py`, `b.py` and [b](docs/b.md). Add `r
     ]
 
 
+def test_docstring_path_begins_at_the_folder_or_the_root(build: Build) -> None:
+    text = '"""Sends.\n\n`b.py`, `x/c.lua`, `reward/b.py`, `json.loads`; `c.lua`,\n`trainer/b.py`.\n"""\n'
+    house = build({"reward/a.py": text, "reward/b.py": "", "reward/x/c.lua": ""})
+    found = list(documents.docstring_path(house))
+    assert messages(found) == ["there is no c.lua", "there is no trainer/b.py"]
+    assert [(violation.path, violation.line) for violation in found] == [
+        ("reward/a.py", 3),
+        ("reward/a.py", 4),
+    ]
+
+
 def test_document_name_must_be_in_code_or_settings(build: Build) -> None:
     text = "`trainer.loop`, `trainer.loop.Loop.run`, `trainer.archive_mb`, `BigLoop`, `BigLoop.step()`\n"
     wrong = "`trainer.train`, `trainer.loop.Step`, `trainer.archive_gb`, `SmallLoop`, `BigLoop.stop`\n"

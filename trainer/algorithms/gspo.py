@@ -1,8 +1,8 @@
 """Implements GSPO (Zheng et al. 2025, arXiv 2507.18071, eq. 5) with the token loss of `surrogate.py`.
 
 The loss of a sample's token t is -min(s_t A, clip(s_t, 1 - clip_low, 1 + clip_high) A): A and the weights of
-tokens are `grpo.py`'s, clip and sum `surrogate.py`'s, s_t is below. The clips are narrow: the paper has
-clip_low 3e-4 and clip_high 4e-4.
+tokens are `grpo.py`'s, the clip is `surrogate.py`'s, the weighted sum `trainer/step/loss.py`'s, s_t is below.
+The clips are narrow: the paper has clip_low 3e-4 and clip_high 4e-4.
 """
 
 import torch

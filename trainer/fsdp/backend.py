@@ -39,7 +39,8 @@ from trainer.reference.lora import attach
 from trainer.reference.shards import DATA, TENSOR, gathered, local_tensor
 from trainer.reference.state import SavedStepper
 from trainer.roles.row_scores import numbers_of
-from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
+from trainer.step.loss import micro_batch_loss
+from trainer.step.measures import MadePasses, StepMeasures
 
 
 class FsdpBackend(SavedStepper, Backend):

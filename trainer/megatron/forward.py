@@ -36,7 +36,8 @@ from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
 from trainer.roles.value_measures import ValueMeasures
-from trainer.step.measures import MadePasses, StepMeasures, micro_batch_loss
+from trainer.step.loss import micro_batch_loss
+from trainer.step.measures import MadePasses, StepMeasures
 
 log = logging.getLogger("tether.trainer")
 

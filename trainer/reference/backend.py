@@ -28,7 +28,8 @@ from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.state import SavedStepper
 from trainer.reference.values import ValueModel, evaluate_values
 from trainer.roles.row_scores import numbers_of
-from trainer.step.measures import StepMeasures, micro_batch_loss
+from trainer.step.loss import micro_batch_loss
+from trainer.step.measures import StepMeasures
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 

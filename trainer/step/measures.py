@@ -1,4 +1,4 @@
-"""Computes the loss of a micro-batch and measures a step, the same way in every backend.
+"""Measures a step, the same way in every backend.
 
 A micro-batch becomes one vector: totals, totals by lag, and maxima. Vectors of micro-batches and of ranks are
 joined by sums and maxima alone, so no split of the batch changes a result. Everything is float64.
@@ -8,21 +8,20 @@ Shapes: k trained tokens of a micro-batch, K lags.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import msgspec
 import torch
 
 from protocol.messages import Mismatch
-from trainer.algorithms.base import Algorithm, TokenLoss
+from trainer.algorithms.base import TokenLoss
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import StepStats
 from trainer.batch import Batch, TrainedTokens
 from trainer.config import AlgorithmConfig
 from trainer.functional.losses import (
     MAX_LOG_RATIO,
-    interpolated_logprobs,
     k3_kl,
     kept_tokens,
     level_ratio,
@@ -262,41 +261,6 @@ def _sample_measures(log_ratio: torch.Tensor, tokens: TrainedTokens) -> dict[str
 def _ess(tokens: float, importance: float, squared: float) -> float:
     """Return (sum w)^2 / (tokens * sum w^2)."""
     return importance**2 / (tokens * squared) if squared else 0.0
-
-
-def micro_batch_loss(
-    algorithm: Algorithm,
-    measures: StepMeasures,
-    tokens: TrainedTokens,
-    logprobs: torch.Tensor,
-    entropy: torch.Tensor,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the micro-batch's part of the update's loss, and the vector of what was measured of it.
-
-    Args:
-        algorithm: the recipe.
-        measures: how the step is measured.
-        tokens: the k trained tokens, on the device.
-        logprobs: float32 [k]; gradients flow through it.
-        entropy: float32 [k], nats; gradients flow through it if the algorithm wants them.
-    """
-    if tokens.start_logprobs is None:  # the update is the step's first, or nothing compares with its start
-        tokens = replace(tokens, start_logprobs=logprobs.detach())
-    if tokens.decoupled:
-        tokens = replace(tokens, proximal_logprobs=_proximal(algorithm, tokens, logprobs))
-    if tokens.entropy_coef is None:
-        tokens = replace(tokens, entropy_coef=algorithm.config.entropy_coef)
-    terms = algorithm.token_loss(tokens, logprobs, entropy if tokens.entropy_coef else None)
-    loss = (terms.loss * tokens.weights).sum()
-    # the empty sum keeps a graph to the parameters where a micro-batch trains no token
-    loss = loss + 0.0 * logprobs.sum()
-    return loss, measures.measure(tokens, loss.detach(), terms, logprobs.detach(), entropy.detach())
-
-
-def _proximal(algorithm: Algorithm, tokens: TrainedTokens, logprobs: torch.Tensor) -> torch.Tensor | None:
-    if algorithm.config.proximal_policy == "interpolated":
-        return interpolated_logprobs(logprobs, tokens.behaviour_logprobs, tokens.lags)
-    return tokens.start_logprobs
 
 
 class MadePasses(NamedTuple):

@@ -14,7 +14,8 @@ from protocol.messages import Rollout, ScoredRollout
 from protocol.tensors import Array
 from trainer.algorithms.base import Algorithm
 from trainer.batch import TrainedTokens, trained_tokens
-from trainer.step.measures import StepMeasures, micro_batch_loss
+from trainer.step.loss import micro_batch_loss
+from trainer.step.measures import StepMeasures
 from trainer.step.plan import StepPlan, plan_step
 
 GROUPS = 3

@@ -11,7 +11,11 @@ from trainer.step.plan import StepPlan, plan_step
 
 
 class TrainCommand(msgspec.Struct, frozen=True):
-    """Groups to make a step of. Rank 0 alone reads it; the other ranks get an `UpdateSchedule`."""
+    """Groups to make a step of.
+
+    Not a command of ranks: `Executor.train`, on rank 0, makes a `StepCommand` of it, with an
+    `UpdateSchedule` for all ranks.
+    """
 
     step: int
     """Version that the step starts from."""

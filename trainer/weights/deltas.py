@@ -13,7 +13,7 @@ from msgspec.structs import replace
 
 from protocol.messages import WeightLink, WeightManifest
 from protocol.weights.deltas import INDEX, NOTHING, Delta
-from trainer.weights.served.layout import PartReport
+from trainer.weights.part_layout import PartReport
 
 
 class VersionChain:

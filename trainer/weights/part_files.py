@@ -16,7 +16,7 @@ from protocol.messages import WeightManifest, WeightPiece
 from protocol.weights.boxes import relative, whole
 from protocol.weights.deltas import TensorChange, changes_name
 from trainer.weights.bucket_writer import Named, drain
-from trainer.weights.served.layout import PartReport, PieceRows, checked_pieces
+from trainer.weights.part_layout import PartReport, PieceRows, checked_pieces
 from trainer.weights.version_directories import bucket_path
 
 

@@ -113,7 +113,7 @@ def _shared_part(run_dir: Path, rank: int, blank: WeightManifest, backend: Backe
 
 def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> WeightManifest:
     """Return the layout of versions, in the parts of the ranks or, where these gather, in one."""
-    from trainer.weights.served.layout import blank_manifest  # imports torch
+    from trainer.weights.part_layout import blank_manifest  # imports torch
 
     publication = backend.publication
     if len(publication.parts) > 1 and (reason := _why_gathered(config)):

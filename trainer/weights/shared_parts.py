@@ -29,7 +29,7 @@ from protocol.messages import WeightManifest
 from trainer.ranks.collectives import agreed, gather_bytes
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named, drain
-from trainer.weights.served.layout import PartReport, PieceRows, checked_pieces, complete_manifest
+from trainer.weights.part_layout import PartReport, PieceRows, checked_pieces, complete_manifest
 from trainer.weights.shared import NOT_HELD
 
 _decoder = msgspec.msgpack.Decoder(PartReport)

@@ -17,7 +17,7 @@ from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import BucketContents, Named, drain, fill_buckets
 from trainer.weights.deltas import VersionChain
 from trainer.weights.part_files import PartFiles, PartOrder, mapped
-from trainer.weights.served.layout import PartReport
+from trainer.weights.part_layout import PartReport
 from trainer.weights.version_directories import bucket_path
 
 RequireSpace = Callable[[int], None]

@@ -24,7 +24,7 @@ from rollout.staging.staging import Staging, dtype_name
 from rollout.weights.checked import ManifestCheck
 from rollout.weights.verification import Deadline, version_digest
 from trainer.megatron.inference.model import CachedModel
-from trainer.weights.served.layout import PieceRows
+from trainer.weights.part_layout import PieceRows
 
 
 class SharedRankStaging(Staging):

@@ -1,8 +1,8 @@
 """Serves a sandbox on a machine of another company, by any client.
 
-Each request is a file on the machine, which `inside.py` answers by another file, as root; commands run as a
-user without rights, who can read neither. So a command has the same limits as elsewhere; memory and disk as a
-whole are the machine's.
+Each request is a file on the machine, which `rollout/sandboxes/inside.py` answers by another file, as root;
+commands run as a user without rights, who can read neither. So a command has the same limits as elsewhere;
+memory and disk as a whole are the machine's.
 """
 
 import asyncio

@@ -1,1 +1,4 @@
-"""Reads and compares runs as their directories record them."""
+"""Makes recorded steps again, and compares two runs: `tether replay`, `rerun`, `bisect`.
+
+`services/run_record/` reads a run for people.
+"""

@@ -1,4 +1,7 @@
-"""Keeps the run's clock of the ledger in memory, as `now()` in `redis/lua/_shared.lua` keeps the server's."""
+"""Keeps the run's clock of the ledger in memory, as `now()` of the scripts keeps the server's.
+
+That one is in `services/ledger/redis/lua/_shared.lua`.
+"""
 
 import time
 from collections.abc import Callable

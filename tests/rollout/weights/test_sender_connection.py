@@ -10,7 +10,7 @@ from protocol.weights.slices import BucketSizes, encode_wanted
 from rollout.weights.sender_connection import SenderConnection
 from rollout.weights.verification import Deadline
 from trainer.config import WeightConfig
-from trainer.weights.served.handles import HandleChannel
+from trainer.weights.served.ipc_handles import HandleChannel
 from trainer.weights.served.version_server import ServedVersion, VersionServer
 
 BUCKETS = 10_000

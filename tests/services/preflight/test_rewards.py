@@ -7,7 +7,7 @@ import pytest
 
 from reward.config import RewardConfig, VerifierConfig
 from services.preflight.rewards import reward_gpu_problems
-from services.settings.placement import ServicesConfig
+from services.settings.processes import ServicesConfig
 from services.settings.sections import Settings
 
 

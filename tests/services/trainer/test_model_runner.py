@@ -34,7 +34,7 @@ from trainer.step.train_command import TrainCommand
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named
 from trainer.weights.files import disk_sender
-from trainer.weights.served.layout import blank_manifest
+from trainer.weights.part_layout import blank_manifest
 from trainer.weights.served.sender import PartSender
 
 SMALL = 5000

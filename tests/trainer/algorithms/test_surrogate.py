@@ -15,7 +15,8 @@ from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.batch import Batch, trained_tokens
 from trainer.functional.losses import leaves_region, log_ratio_limit
-from trainer.step.measures import StepMeasures, micro_batch_loss
+from trainer.step.loss import micro_batch_loss
+from trainer.step.measures import StepMeasures
 
 STEP, BOUND = 5, 2
 

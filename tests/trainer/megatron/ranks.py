@@ -52,9 +52,9 @@ from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.reference.shards import local_tensor
 from trainer.step.measures import StepMeasures
+from trainer.weights.part_layout import blank_manifest
 from trainer.weights.publish import publish, published
 from trainer.weights.registry import make_sender
-from trainer.weights.served.layout import blank_manifest
 from trainer.weights.served.sender import PartSender
 
 OVERFLOWS = 2.0**24

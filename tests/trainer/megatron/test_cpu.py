@@ -1,4 +1,7 @@
-"""Tests what the patches of `cpu.py` do not change, in a separate process, as they are made once."""
+"""Tests what the patches of `trainer/megatron/cpu.py` do not change.
+
+They are made once, so in a separate process.
+"""
 
 from pathlib import Path
 

@@ -17,7 +17,8 @@ from trainer.backends.base import Backend
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.registry import make_backend
-from trainer.step.measures import StepMeasures, micro_batch_loss
+from trainer.step.loss import micro_batch_loss
+from trainer.step.measures import StepMeasures
 from trainer.step.plan import is_measured
 
 STEP, BOUND, CAP = 4, 2, 1.1

@@ -19,7 +19,8 @@ from trainer.backends.base import NOTHING_TRAINED, StepStats
 from trainer.batch import StepTotals, trained_tokens
 from trainer.execution.executor import Executor
 from trainer.roles.entropy import EntropyBonus
-from trainer.step.measures import StepMeasures, micro_batch_loss
+from trainer.step.loss import micro_batch_loss
+from trainer.step.measures import StepMeasures
 from trainer.step.train_command import UpdateSchedule
 from trainer.step.update import merged_updates
 

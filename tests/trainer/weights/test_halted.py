@@ -21,7 +21,7 @@ from tests.trainer.weights.engines import ROOT, publish, started, version_tensor
 from tests.trainer.weights.receiver import COUNT
 from tests.trainer.weights.senders import at, part_sender, received
 from trainer.config import WeightConfig
-from trainer.weights.served.pairs import PairChannel
+from trainer.weights.served.nccl_pairs import PairChannel
 from trainer.weights.served.receiver_connection import ReceiverConnection
 from trainer.weights.served.sender import PartSender
 from trainer.weights.served.version_server import MAX_RECEIVERS, ServedVersion

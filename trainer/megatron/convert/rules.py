@@ -2,7 +2,7 @@
 
 A rule lists segments: stretches of rows (or columns) that are the same in a Hugging Face tensor and in a
 rank's part of the megatron parameter. Reading the list from left to right loads, from right to left exports,
-so a rule cannot disagree with its inverse.
+so a rule cannot disagree with its inverse. The names are in `trainer/megatron/families/`.
 """
 
 from abc import ABC, abstractmethod

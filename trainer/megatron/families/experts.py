@@ -87,7 +87,10 @@ def check_ranks(experts: Experts, parallel: ParallelConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of a family's experts below `model.layers.0.` in checkpoints, and defaults of their numbers."""
+    """Names of a family's experts below `model.layers.0.` in checkpoints, and defaults of their numbers.
+
+    The defaults are the names of Qwen3-MoE.
+    """
 
     block: str = "mlp"
     gate: str = "gate_proj"

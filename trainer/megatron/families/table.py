@@ -1,4 +1,8 @@
-"""Lists the supported families of models and their differences from Llama."""
+"""Lists the supported families of models and their differences from Llama.
+
+Llama's names are in `decoder.py`, with the defaults of `Family`; names of experts are the defaults of
+`ExpertNames` in `experts.py`.
+"""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field

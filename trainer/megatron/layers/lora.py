@@ -1,8 +1,8 @@
-"""Puts adapters on megatron's parallel layers, split as these are; `convert/adapters.py` has their rules.
+"""Puts adapters on megatron's parallel layers, split as these are.
 
-A column-parallel layer (qkv, gate and up) has A on every tensor rank and the rank's rows of B; a row-parallel
-one (output, down) the rank's columns of A and B on every rank. Fused layers have an adapter for each tensor
-that they hold, under megatron's layer:
+`trainer/megatron/convert/adapters.py` has their rules. A column-parallel layer (qkv, gate and up) has A on
+every tensor rank and the rank's rows of B; a row-parallel one (output, down) the rank's columns of A and B on
+every rank. Fused layers have an adapter for each tensor that they hold, under megatron's layer:
 
     decoder.layers.0.self_attention.linear_qkv.lora.q_proj.a
 """

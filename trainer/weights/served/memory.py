@@ -14,8 +14,8 @@ from protocol.weights.boxes import shape_of
 from protocol.weights.slices import BucketSizes, piece_places
 from trainer.config import WeightConfig
 from trainer.weights.served.double_buffer import DoubleBuffer
-from trainer.weights.served.handles import HandleChannel
-from trainer.weights.served.pairs import PairChannel
+from trainer.weights.served.ipc_handles import HandleChannel
+from trainer.weights.served.nccl_pairs import PairChannel
 from trainer.weights.served.version_server import SenderChannel, ServedVersion
 
 
@@ -90,7 +90,7 @@ class PieceMemory(NamedTuple):
     """Places of the pieces in these, in their shapes."""
 
 
-class SharedPieces(PartMemory):
+class MappedPieces(PartMemory):
     """Pieces of the current version and the one before it, in buckets that engines map.
 
     On a GPU these are mapped by CUDA IPC handles; without one they are anonymous files.
@@ -132,7 +132,7 @@ class SharedPieces(PartMemory):
 
 
 MEMORIES: dict[str, Callable[[WeightConfig, WeightManifest, int], PartMemory]] = {
-    "ipc": SharedPieces,
+    "ipc": MappedPieces,
     "nccl": SentPieces,
 }
 """Transport -> where a rank's pieces are."""

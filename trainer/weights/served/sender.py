@@ -20,7 +20,7 @@ from protocol.messages import WeightDraft, WeightManifest
 from trainer.config import WeightConfig
 from trainer.ranks.collectives import agreed, gather_bytes
 from trainer.weights.bucket_writer import Named, drain
-from trainer.weights.served.layout import PartReport, PieceRows, checked_pieces, complete_manifest
+from trainer.weights.part_layout import PartReport, PieceRows, checked_pieces, complete_manifest
 from trainer.weights.served.memory import MEMORIES
 from trainer.weights.served.version_server import ServedVersion, VersionServer
 

@@ -3,7 +3,7 @@
 -- Returns: JSON {group, token, epoch, version, deadline, max_staleness, attempt}; again the same for the same request while the group is
 -- LEASED by it
 -- Refuses no_run, halted, draining, archive_behind, stale_engine, pending, done, exhausted, bound, busier. Groups that have used up their
--- attempts are dropped on the way (at most 128), whatever the answer.
+-- attempts are dropped on the way (at most 128), whatever the answer. `holds` and `refuse` are in `_shared.lua`.
 local WAITS_MS, BUSIER = 5000, 1.2
 local absent = no_run()
 if absent then return absent end

@@ -15,7 +15,7 @@ from tests.trainer.megatron.models import save_model
 from trainer.megatron.inference.model import CachedModel
 from trainer.ranks.publication import Publication
 from trainer.weights.bucket_writer import in_dtype
-from trainer.weights.served.layout import blank_manifest
+from trainer.weights.part_layout import blank_manifest
 from trainer.weights.shared_parts import SharedPartSender
 
 

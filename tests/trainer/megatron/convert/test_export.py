@@ -26,7 +26,7 @@ from trainer.megatron.convert.rules import (
 )
 from trainer.megatron.layout import Grid, Layout
 from trainer.ranks.publication import Publication
-from trainer.weights.served.layout import blank_manifest
+from trainer.weights.part_layout import blank_manifest
 
 EXPERTS = 4
 WIDTH = 8

@@ -1,7 +1,7 @@
 """A trainer's rank as a process: `python -m tests.trainer.weights.served.rank_process TRANSPORT RANK RANKS`.
 
-It publishes two versions of the tensors of `receiver.py`, rows of each, prints a report in hex for each, and
-stays until it is killed.
+It publishes two versions of the tensors of `tests/trainer/weights/receiver.py`, rows of each, prints a report
+in hex for each, and stays until it is killed.
 """
 
 import sys

@@ -21,7 +21,7 @@ from protocol.messages import WeightManifest
 from protocol.weights.boxes import Box, whole
 from protocol.weights.provisional import provisional_manifest
 from rollout.staging.staging import LiveAndStaged, Staging, digest_of, whole_source
-from rollout.weights.pairs import PairSlices
+from rollout.weights.nccl_pairs import PairSlices
 from tests.gpus import TWO_GPUS
 from tests.trainer.weights.engines import ROOT, started
 from tests.trainer.weights.making import Making

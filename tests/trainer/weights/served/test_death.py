@@ -13,7 +13,7 @@ from tests.gpus import TWO_GPUS
 from tests.trainer.weights.engines import ROOT, started
 from tests.trainer.weights.receiver import COUNT
 from tests.trainer.weights.served.rank_process import made_of, tensors
-from trainer.weights.served.layout import PartReport
+from trainer.weights.part_layout import PartReport
 
 
 @contextmanager

@@ -33,8 +33,8 @@ from tests.trainer.weights.served.trainer_ranks import (
     tensor_ranks,
     trainer_ranks,
 )
-from trainer.weights.served.layout import PartReport
-from trainer.weights.served.pairs import PairChannel
+from trainer.weights.part_layout import PartReport
+from trainer.weights.served.nccl_pairs import PairChannel
 from trainer.weights.served.receiver_connection import ReceiverConnection
 
 SHAPES = {"embed": (131, 300), "q": (96, 400), "o": (400, 96), "norm": (400,), "scale": (), "none": (0, 3)}

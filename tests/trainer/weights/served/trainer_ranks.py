@@ -12,7 +12,7 @@ from rollout.staging.placement import ExpectedTensor, Slice
 from rollout.staging.staging import Staging, contiguous_stride, dtype_name
 from trainer.config import WeightConfig
 from trainer.ranks.publication import Publication
-from trainer.weights.served.layout import PartReport, blank_manifest
+from trainer.weights.part_layout import PartReport, blank_manifest
 from trainer.weights.served.sender import PartSender
 
 Tensors = Mapping[str, torch.Tensor]

@@ -11,7 +11,7 @@ import torch
 
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import TensorEntry, WeightManifest
-from rollout.weights.pairs import PairSlices
+from rollout.weights.nccl_pairs import PairSlices
 from rollout.weights.part_receiver import PartReceiver
 from rollout.weights.registry import make_receiver
 from tests.trainer.weights.senders import part_sender, received

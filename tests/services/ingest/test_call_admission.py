@@ -13,7 +13,7 @@ from protocol.codec import encode_payload
 from protocol.errors import ProtocolError
 from protocol.messages import Call
 from protocol.tensors import Array
-from services.ingest.call_journal import CallSweep, check_call
+from services.ingest.call_admission import CallSweep, check_call
 from services.ledger.interface import Lease
 from tests.contracts.ledger_rig import Driver, MemoryRig
 from tests.contracts.memory_ledger.ledger import MemoryLedger

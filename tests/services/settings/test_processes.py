@@ -4,7 +4,7 @@ import pytest
 
 from protocol.errors import SettingsError
 from reward.config import RewardConfig, VerifierConfig
-from services.settings.placement import (
+from services.settings.processes import (
     ServicesConfig,
     check_gpus,
     check_roles_apart,

@@ -8,7 +8,7 @@ import pytest
 from protocol.errors import SettingsError
 from protocol.staleness import Bound, Policy
 from services.ledger.interface import RunSpec
-from services.runtime.resume import start_or_resume
+from services.runtime.start_run import start_or_resume
 from services.settings.load import FILE, load_settings
 from services.settings.sections import Settings
 from tests.contracts.ledger_rig import Driver, MemoryRig

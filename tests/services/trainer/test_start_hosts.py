@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-import services.trainer.hosts as hosts
+import services.trainer.start_hosts as hosts
 from protocol.errors import SettingsError
 from services.settings.load import load_settings
 from services.settings.sections import Settings
-from services.trainer.hosts import check_host, host_settings, run_on_hosts
+from services.trainer.start_hosts import check_host, host_settings, run_on_hosts
 from tests.integration.loop import settings_for
 from trainer.hosts.meeting import HostFacts
 from trainer.hosts.place import HostPlace

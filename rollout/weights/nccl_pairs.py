@@ -1,6 +1,6 @@
-"""Transport `nccl`: receives slices through process groups of two; sender: `trainer/weights/served/pairs.py`.
+"""Transport `nccl`: receives slices through process groups of two.
 
-`location` is "HOST:PORT/BACKEND". The dialogue:
+The sender is `trainer/weights/served/nccl_pairs.py`. `location` is "HOST:PORT/BACKEND". The dialogue:
 
     receiver -> sender   {"version": v, "epoch": e, "layout": d, "slices": n} and n bytes: the wanted slices
     sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is

@@ -24,7 +24,7 @@ from protocol.errors import SettingsError, TetherError
 from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
-from services.trainer.ranks import launch
+from services.trainer.start_ranks import launch
 from trainer.hosts.meeting import Consequence, Ending, HostFacts, Meeting
 from trainer.hosts.place import HostPlace
 from trainer.ranks.launch import torchrun_on_hosts

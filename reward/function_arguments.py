@@ -1,4 +1,4 @@
-"""Finds functions of the user by `MODULE:FUNCTION`, and gives them the arguments that they name."""
+"""Gives a user's reward function the arguments that it names; `protocol/user_code.py` imports it."""
 
 import inspect
 from collections.abc import Callable, Sequence

@@ -1,4 +1,4 @@
-"""Transport `ipc`: reads slices in a trainer rank's memory; sender: `trainer/weights/served/handles.py`.
+"""Transport `ipc`: reads slices in a trainer rank's memory; sender: `trainer/weights/served/ipc_handles.py`.
 
 `location` is "HOST:PORT/cuda", or "HOST:PORT/cpu" where the trainer has no GPU and its pieces are in host
 memory. Memory of the engine's own GPU, and host memory, is read in place. Of memory of another GPU, which
