@@ -82,7 +82,7 @@ def _lasting(
     *,
     apart: bool,
 ) -> "FileSender":
-    directory = Path(config.directory) if config.directory else run_dir / "weights"
+    directory = config.versions_in(run_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         root = make_root(config, directory)

@@ -24,7 +24,7 @@ class PartOrder(msgspec.Struct, frozen=True):
     """Order of rank 0 to the other ranks about a version."""
 
     directory: str
-    """Where they write it; empty: no version is published after all."""
+    """Where they write it, in the versions' directory that each knows; empty: no version is published."""
     own_files: bool = False
     """Whether each rank writes to a file of its own; otherwise all write to the buckets."""
     changes: bool = False
@@ -48,15 +48,18 @@ class PartFiles:
         self._held: dict[int, torch.Tensor] = {}
         """Number of a piece -> its elements in the version that was written last."""
 
-    def write(self, tensors: Named, order: PartOrder) -> PartReport:
+    def write(self, tensors: Named, order: PartOrder, root: Path) -> PartReport:
         """Write and digest the pieces of a version; buckets are there in their sizes.
 
-        Changes must be of the version that was written last.
+        Args:
+            tensors: the rank's pieces.
+            order: rank 0's; changes must be of the version that was written last.
+            root: directory of the versions, by this host's path.
 
         Returns:
             The sums and the changes, or why the part could not be written.
         """
-        directory, changes = Path(order.directory), list[TensorChange]()
+        directory, changes = root / order.directory, list[TensorChange]()
         spans, sums, position = self.rows.pieces[self._rank], None, 0
         bucket, memory = -1, torch.empty(0, dtype=torch.uint8)
         try:

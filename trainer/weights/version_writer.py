@@ -109,7 +109,8 @@ class PartWriter(VersionWriter):
 
     def write(self, tensors: Named, version: int, aside: Path, name: str) -> BucketContents:
         changes = self._chain is not None and self._chain.begin(version, name)
-        order = PartOrder(str(aside), changes or self._apart, changes)
+        # another host may have another path to it; in shared memory only rank 0 knows the directory
+        order = PartOrder(aside.name if self._apart else str(aside), changes or self._apart, changes)
         if not changes:
             self._require_space(sum(self._blank.buckets))
         if not order.own_files:
@@ -118,7 +119,7 @@ class PartWriter(VersionWriter):
                 if nbytes:
                     self._reserve(bucket, 0, nbytes)
         self._tell(order)
-        self._reports = self._gathered(self._files.write(tensors, order))
+        self._reports = self._gathered(self._files.write(tensors, order, aside.parent))
         if problem := next((report.error for report in self._reports if report.error), ""):
             raise WeightError(f"version {version}: {problem}")
         sums = [np.frombuffer(report.sums, np.int64) for report in self._reports]
@@ -155,9 +156,10 @@ class PartFollower(WeightSender):
 
     in_parts = True
 
-    def __init__(self, config: WeightConfig, rank: int, blank: WeightManifest) -> None:
+    def __init__(self, config: WeightConfig, run_dir: Path, rank: int, blank: WeightManifest) -> None:
         """Write this rank's pieces of versions with the layout of `blank_manifest`."""
         self._blank, self._files = blank, PartFiles(blank, rank, keeps=config.delta)
+        self._root = config.versions_in(run_dir)
 
     def publish(
         self,
@@ -172,7 +174,7 @@ class PartFollower(WeightSender):
         if order == NO_VERSION:
             drain(tensors)
         else:
-            gather_bytes(_encoded(self._files.write(tensors, order)))
+            gather_bytes(_encoded(self._files.write(tensors, order, self._root)))
         return self._blank
 
     def retire(self, in_use: frozenset[int]) -> None:
