@@ -26,7 +26,7 @@ from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from services.trainer.ranks import launch
 from trainer.hosts.meeting import Consequence, Ending, HostFacts, Meeting
-from trainer.hosts.place import HostPlace
+from trainer.hosts.place import SEE_S, HostPlace
 from trainer.ranks.launch import torchrun_on_hosts
 
 log = logging.getLogger("tether.hosts")
@@ -53,8 +53,6 @@ MAY_DIFFER = frozenset(
     }
 )
 """Settings in them that a host may have of its own."""
-SEE_S = 30.0
-"""How long another host looks for the marker of host 0: a network file system may show it late, seconds."""
 EXIT_CODES = {Consequence.RESTART: EXIT_FAILED, Consequence.REFUSED: EXIT_SETTINGS, Consequence.STOPPED: 0}
 """What ended a generation -> exit code of its hosts."""
 

@@ -2,9 +2,11 @@
 
 import mmap
 import os
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import msgspec
 import torch
@@ -15,9 +17,13 @@ from protocol.errors import WeightError
 from protocol.messages import WeightManifest, WeightPiece
 from protocol.weights.boxes import relative, whole
 from protocol.weights.deltas import TensorChange, changes_name
+from trainer.hosts.place import SEE_S
 from trainer.weights.bucket_writer import Named, drain
 from trainer.weights.served.layout import PartReport, PieceRows, checked_pieces
 from trainer.weights.version_directories import bucket_path
+
+PAUSE_S = 0.1
+"""Interval at which a file is looked for."""
 
 
 class PartOrder(msgspec.Struct, frozen=True):
@@ -65,7 +71,7 @@ class PartFiles:
         try:
             with ExitStack() as stack:
                 name = changes_name(self._rank)
-                file = stack.enter_context((directory / name).open("wb")) if order.own_files else None
+                file = stack.enter_context(_opened(directory / name, "wb")) if order.own_files else None
                 for number, (piece, tensor) in enumerate(checked_pieces(self._blank, self._rank, tensors)):
                     entry, (first, end) = self._blank.tensors[piece.tensor], spans[number]
                     sums = sums or SliceSums(sum(last - begin for begin, last in spans), tensor.device)
@@ -114,6 +120,32 @@ class PartFiles:
             self._held[number].copy_(elements)
         else:
             self._held[number] = elements.clone()  # they may be the model's own
+
+
+def check_files(directory: Path, reports: Sequence[PartReport]) -> None:
+    """Check that rank 0's host sees what each rank has written to a file of its own.
+
+    Raises:
+        OSError: there is no such file.
+        WeightError: it has another size.
+    """
+    for rank, report in enumerate(reports):
+        name = changes_name(rank)
+        with _opened(directory / name, "rb") as file:
+            if (size := file.seek(0, 2)) != report.nbytes:
+                raise WeightError(f"rank {rank} wrote {report.nbytes} bytes to {name}, rank 0 sees {size}")
+
+
+def _opened(path: Path, mode: Literal["rb", "wb"]) -> BinaryIO:
+    """Open a file. On a network file system what another host has made may be seen late: wait for it."""
+    end = time.monotonic() + SEE_S
+    while True:
+        try:
+            return path.open(mode)
+        except FileNotFoundError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(PAUSE_S)
 
 
 def mapped(bucket: Path) -> torch.Tensor:

@@ -16,7 +16,7 @@ from trainer.ranks.collectives import broadcast_message, gather_bytes, next_mess
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import BucketContents, Named, drain, fill_buckets
 from trainer.weights.deltas import VersionChain
-from trainer.weights.part_files import PartFiles, PartOrder, mapped
+from trainer.weights.part_files import PartFiles, PartOrder, check_files, mapped
 from trainer.weights.served.layout import PartReport
 from trainer.weights.version_directories import bucket_path
 
@@ -122,6 +122,8 @@ class PartWriter(VersionWriter):
         self._reports = self._gathered(self._files.write(tensors, order, aside.parent))
         if problem := next((report.error for report in self._reports if report.error), ""):
             raise WeightError(f"version {version}: {problem}")
+        if order.own_files:
+            check_files(aside, self._reports)
         sums = [np.frombuffer(report.sums, np.int64) for report in self._reports]
         digests = self._files.rows.digests(sums)
         return BucketContents(with_digests(self._blank, digests).tensors, self._blank.buckets)
