@@ -4,7 +4,8 @@
     DIRECTORY/v00000012-EPOCH/bucket_00000.bin   the version, at the manifest's `location`
     DIRECTORY/v00000012-EPOCH/manifest.json      the manifest, written last
 
-With `weights.delta` most directories have changes instead of buckets, see `deltas.py`.
+With `weights.delta` most directories have changes instead of buckets, see `deltas.py`. Where the trainer has
+several hosts all have such files, one of each rank; an anchor's have all bytes.
 
 Versions on disk outlive the run, so engines that join late and restarted trainers find them. Versions in
 shared memory end with the trainer. They are plain files rather than `multiprocessing.shared_memory`, because
