@@ -1,7 +1,6 @@
 """The settings of the trainer, a section each. No torch here: every process reads settings."""
 
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from annotated_types import Interval, Predicate
@@ -343,10 +342,6 @@ class WeightConfig:
     """nccl: "gloo" (CPU) or "nccl" (GPU); empty: for the trainer's device. ipc: "gloo" shares host memory."""
     timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 60.0
     """Limit for one transfer, to `url` too, seconds; with shared also for the engine to serve a version."""
-
-    def versions_in(self, run_dir: Path) -> Path:
-        """Return where disk and http write the versions of a run, by this host's path."""
-        return Path(self.directory) if self.directory else run_dir / "weights"
 
 
 @dataclass(frozen=True, slots=True)

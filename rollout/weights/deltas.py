@@ -32,7 +32,7 @@ from rollout.weights.ranges import RangeReader, range_reader
 from rollout.weights.verification import Deadline
 
 RUN_BYTES = 256 << 20
-"""Most bytes of changes that are held beside the image, unless one tensor's are more."""
+"""Most bytes of changes that are held together with the image, unless one tensor's are more."""
 
 
 class VersionImage:

@@ -221,7 +221,7 @@ def describe_memory(
         lines.append(memory_text(work))
         if served := served_bytes(settings, model):
             lines.append(
-                f"versions that each rank serves by {settings.weights.transport}, beside that: "
+                f"versions that each rank serves by {settings.weights.transport}, on top of that: "
                 f"{served / GIB:.1f} GiB, and as much as two while one replaces the other"
             )
         lines += [

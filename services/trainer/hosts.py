@@ -28,6 +28,7 @@ from services.trainer.ranks import launch
 from trainer.hosts.meeting import Consequence, Ending, HostFacts, Meeting
 from trainer.hosts.place import SEE_S, HostPlace
 from trainer.ranks.launch import torchrun_on_hosts
+from trainer.weights.version_directories import versions_in
 
 log = logging.getLogger("tether.hosts")
 
@@ -149,7 +150,7 @@ def _shared(settings: Settings) -> Iterator[tuple[str, Path, str]]:
     """Yield the directories that all hosts write to: a setting, this host's path, and what for."""
     yield "run.dir", settings.run_dir, "a checkpoint"
     if settings.weights.transport in ("disk", "http"):
-        yield "weights.directory", settings.weights.versions_in(settings.run_dir), "a version"
+        yield "weights.directory", versions_in(settings.weights, settings.run_dir), "a version"
 
 
 def _fingerprint(model_dir: Path) -> str:

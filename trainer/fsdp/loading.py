@@ -73,8 +73,7 @@ def load_shards(
         ) from error
     if not traits.is_finite:
         raise SettingsError(
-            f"{setting} {model_dir}: its outputs for a few tokens are not finite numbers in float32; look "
-            "for weights that are damaged"
+            f"{setting} {model_dir}: its outputs for a few tokens are not finite; look for damaged weights"
         )
     if not traits.is_causal:
         raise SettingsError(

@@ -30,7 +30,7 @@ class Traits:
     is_causal: bool = True
     """Whether the output of a token is the same whatever follows it."""
     is_finite: bool = True
-    """Whether its outputs are finite numbers; nothing else is known of it otherwise."""
+    """Whether its outputs are finite numbers; the other fields say little where they are not."""
     conversions: Any = None
     """How transformers made the model of its files, where that is not as it saves one."""
 

@@ -27,6 +27,7 @@ from trainer.weights.version_directories import (
     VersionDirectories,
     VersionRoot,
     remove,
+    versions_in,
     write_manifest,
 )
 from trainer.weights.version_writer import PartWriter, VersionWriter
@@ -83,7 +84,7 @@ def _lasting(
     *,
     apart: bool,
 ) -> "FileSender":
-    directory = config.versions_in(run_dir)
+    directory = versions_in(config, run_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         root = make_root(config, directory)

@@ -12,10 +12,16 @@ from protocol.errors import WeightError
 from protocol.host.atomic_file import directory_written_aside
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import bucket_name
+from trainer.config import WeightConfig
 
 VERSION_NAME = re.compile(r"v(\d{8,})-([0-9a-zA-Z_-]+)")
 MANIFEST = "manifest.json"
 """A version's manifest, in its directory."""
+
+
+def versions_in(config: WeightConfig, run_dir: Path) -> Path:
+    """Return where disk and http write the versions of a run, by this host's path."""
+    return Path(config.directory) if config.directory else run_dir / "weights"
 
 
 def bucket_path(directory: Path, index: int) -> Path:

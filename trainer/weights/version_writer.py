@@ -18,7 +18,7 @@ from trainer.weights.bucket_writer import BucketContents, Named, drain, fill_buc
 from trainer.weights.deltas import VersionChain
 from trainer.weights.part_files import PartFiles, PartOrder, check_files, mapped
 from trainer.weights.served.layout import PartReport
-from trainer.weights.version_directories import bucket_path
+from trainer.weights.version_directories import bucket_path, versions_in
 
 RequireSpace = Callable[[int], None]
 """Takes a number of bytes; raises WeightError if there is no room for them."""
@@ -161,7 +161,7 @@ class PartFollower(WeightSender):
     def __init__(self, config: WeightConfig, run_dir: Path, rank: int, blank: WeightManifest) -> None:
         """Write this rank's pieces of versions with the layout of `blank_manifest`."""
         self._blank, self._files = blank, PartFiles(blank, rank, keeps=config.delta)
-        self._root = config.versions_in(run_dir)
+        self._root = versions_in(config, run_dir)
 
     def publish(
         self,

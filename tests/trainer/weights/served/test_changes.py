@@ -2,12 +2,11 @@
 
 import subprocess
 import sys
-import threading
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager
 
 import msgspec
 import pytest
@@ -16,8 +15,6 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from msgspec.structs import replace
 
-import trainer.weights.served.pairs as pairs
-from protocol.device.changes import Changes, coded
 from protocol.device.slice_digests import bits_of
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
@@ -194,33 +191,6 @@ def test_version_is_received_as_changes_while_it_is_made(two: TrainerRanks, engi
             sender.settle(True)
         assert engine.staging.take(manifest).digest == digest_of(tensors)
         assert engine.holds(tensors)
-
-
-def test_changes_are_coded_for_one_receiver_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    at_once, meeting, coding = [0], threading.Barrier(2), list[None]()
-
-    def counted(old: torch.Tensor, new: torch.Tensor) -> Changes:
-        coding.append(None)
-        at_once.append(len(coding))
-        with suppress(threading.BrokenBarrierError):
-            meeting.wait(2)
-        found = coded(old, new)
-        coding.pop()
-        return found
-
-    monkeypatch.setattr(pairs, "coded", counted)
-    engines, tensors = [engine_rank() for _ in range(3)], first()
-    with ExitStack() as stack:
-        ranks = stack.enter_context(trainer_ranks(of_ranks(1), SHAPES, 1, dtype="bfloat16", delta=True))
-        pool = stack.enter_context(ThreadPoolExecutor())
-        for one in engines:
-            stack.callback(one.staging.close)
-        for version in range(2):
-            manifest = ranks.publish("e1", version, tensors)
-            list(pool.map(lambda one, found=manifest: one.fetch(found), engines))
-            assert all(one.holds(tensors) for one in engines)
-            tensors = changed(tensors, 0.01, version)
-    assert max(at_once) == 1
 
 
 def test_draft_that_is_given_up_is_followed_by_all_bytes(two: TrainerRanks, engine: EngineRank) -> None:
