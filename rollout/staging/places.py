@@ -84,20 +84,21 @@ class Free:
         return needs.device + needs.host <= self.host
 
 
-def needs_of(place: str, parameters: int, largest: int, *, on_gpu: bool, shadow: int = 0) -> Needs:
+def needs_of(place: str, sizes: Sequence[int], largest: int, *, on_gpu: bool, shadow: int = 0) -> Needs:
     """Return the memory that a place takes.
 
     Args:
         place: neither `AUTO` nor `COPY`.
-        parameters: bytes of the live parameters.
+        sizes: bytes of each live parameter.
         largest: bytes of the largest tensor of a version.
         on_gpu: whether the parameters are on a GPU.
         shadow: bytes that processing a layer takes on the device, in the places with a copy.
     """
     receiving = (RECEIVING_BYTES if on_gpu else 0) + shadow
+    parameters = sum(sizes)
     return {
         StagingPlace.DEVICE: Needs(parameters + receiving, 0),
-        StagingPlace.HOST: Needs(receiving, parameters),
+        StagingPlace.HOST: Needs(receiving, sum(packed(sizes)[0]) if on_gpu else parameters),
         StagingPlace.LAYERS: Needs(largest, BUFFERS * largest) if on_gpu else Needs(0, largest),
     }[StagingPlace(place)]
 
@@ -116,21 +117,21 @@ def choose(room: StagingRoom, live: Iterable[torch.Tensor], largest: int, shadow
     """
     tensors = list(live)
     device = tensors[0].device if tensors else torch.device("cpu")
-    parameters = sum(tensor.nbytes for tensor in tensors)
-    return chosen(room, parameters, largest, _free(device), str(device), shadow)
+    sizes = [tensor.nbytes for tensor in tensors if tensor.numel()]
+    return chosen(room, sizes, largest, _free(device), str(device), shadow)
 
 
 def chosen(
-    room: StagingRoom, parameters: int, largest: int, free: Free, device: str, shadow: int = 0
+    room: StagingRoom, sizes: Sequence[int], largest: int, free: Free, device: str, shadow: int = 0
 ) -> StagingPlace:
     """Return the place, by arithmetic of memory; see `choose`.
 
     Raises:
         EngineError: as `choose`.
     """
-    wanted = StagingPlace(room.place)
+    wanted, parameters = StagingPlace(room.place), sum(sizes)
     for place in CANDIDATES.get(wanted, (wanted,)):
-        needs = needs_of(place, parameters, largest, on_gpu=free.on_gpu, shadow=shadow)
+        needs = needs_of(place, sizes, largest, on_gpu=free.on_gpu, shadow=shadow)
         limited = place != StagingPlace.LAYERS and 0 < room.mb * MIB < parameters
         if not limited and free.has(needs):
             if wanted in CANDIDATES:

@@ -5,7 +5,7 @@ whole tensor was compared. A chain that lacks a link, or has a wrong one, is ref
 image changes; an image that was changed and not verified is forgotten, and read from the anchor again.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -14,13 +14,14 @@ from numpy.typing import NDArray
 from protocol.device.changes import Changes, apply
 from protocol.device.slice_digests import bits_of
 from protocol.errors import WeightError
-from protocol.messages import WeightLink, WeightManifest
+from protocol.messages import TensorEntry, WeightLink, WeightManifest
 from protocol.weights.boxes import relative, whole
-from protocol.weights.buckets import bucket_name, layout_digest
+from protocol.weights.buckets import DTYPE_BYTES, bucket_name, layout_digest
 from protocol.weights.deltas import (
     INDEX,
     NOTHING,
     Delta,
+    TensorChange,
     chain_after,
     changes_name,
     check_change,
@@ -29,6 +30,9 @@ from protocol.weights.deltas import (
 )
 from rollout.weights.ranges import RangeReader, range_reader
 from rollout.weights.verification import Deadline
+
+RUN_BYTES = 256 << 20
+"""Most bytes of changes that are held together with the image, unless one tensor's are more."""
 
 
 class VersionImage:
@@ -94,23 +98,44 @@ class VersionImage:
             self._buckets = [np.empty(nbytes, np.uint8) for nbytes in sizes]
 
     def _apply(self, files: RangeReader, delta: Delta, link: WeightLink, manifest: WeightManifest) -> None:
-        coded = []
-        for name, nbytes in _files(delta, link):
-            coded.append(np.empty(nbytes, np.uint8))
-            files.read(name, coded[-1])
-            self.read += nbytes
+        """Read changes and make them, a run at a time: those of an apart anchor are all bytes."""
         for change in delta.changes:
-            entry = manifest.tensors[change.tensor]
-            check_change(change, delta.sizes, entry)
-            raw = torch.from_numpy(self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
-            tensor = raw.view(getattr(torch, entry.dtype)).view(entry.shape)
-            piece = tensor[relative(change.box, whole(entry.shape))] if change.box else tensor
-            elements = piece.contiguous()
-            end = change.offset + coded_bytes(change.width, change.count, elements.itemsize)
-            data = torch.from_numpy(coded[change.file][change.offset : end])
-            apply(Changes(change.width, change.count, data), bits_of(elements).view(-1))
-            if not piece.is_contiguous():
-                piece.copy_(elements)
+            check_change(change, delta.sizes, manifest.tensors[change.tensor])
+        for run in _runs(delta, manifest):
+            first, end = run[0].offset, max(_end(change, manifest) for change in run)
+            coded = np.empty(end - first, np.uint8)
+            files.read(f"{link.directory}/{changes_name(run[0].file)}", coded, first)
+            self.read += len(coded)
+            for change in run:
+                data = torch.from_numpy(coded[change.offset - first : _end(change, manifest) - first])
+                self._change(change, data, manifest.tensors[change.tensor])
+
+    def _change(self, change: TensorChange, data: torch.Tensor, entry: TensorEntry) -> None:
+        raw = torch.from_numpy(self._buckets[entry.bucket][entry.offset : entry.offset + entry.nbytes])
+        tensor = raw.view(getattr(torch, entry.dtype)).view(entry.shape)
+        piece = tensor[relative(change.box, whole(entry.shape))] if change.box else tensor
+        elements = piece.contiguous()
+        apply(Changes(change.width, change.count, data), bits_of(elements).view(-1))
+        if not piece.is_contiguous():
+            piece.copy_(elements)
+
+
+def _runs(delta: Delta, manifest: WeightManifest) -> Iterator[list[TensorChange]]:
+    """Yield the changes of each file by offset, as many at a time as `RUN_BYTES` hold, at least one."""
+    run: list[TensorChange] = []
+    for change in sorted(delta.changes, key=lambda change: (change.file, change.offset)):
+        if run and (change.file != run[0].file or _end(change, manifest) - run[0].offset > RUN_BYTES):
+            yield run
+            run = []
+        run.append(change)
+    if run:
+        yield run
+
+
+def _end(change: TensorChange, manifest: WeightManifest) -> int:
+    """Return the byte of its file after a change."""
+    itemsize = DTYPE_BYTES[manifest.tensors[change.tensor].dtype]
+    return change.offset + coded_bytes(change.width, change.count, itemsize)
 
 
 def _files(delta: Delta, link: WeightLink) -> list[tuple[str, int]]:

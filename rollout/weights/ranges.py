@@ -66,16 +66,17 @@ class RangeReader:
         """Return all bytes of each file. Raises WeightError, which names the file."""
         return self._all(self._range, ((name, None, None) for name in names))
 
-    def read(self, name: str, target: NDArray[np.uint8]) -> None:
-        """Fill memory with a file of its size. Raises WeightError, which names the file."""
+    def read(self, name: str, target: NDArray[np.uint8], first: int = 0) -> None:
+        """Fill memory with a file's bytes from `first` on. Raises WeightError, which names the file."""
         least, most = RANGE_BYTES
         step = min(max(-(-len(target) // CONNECTIONS), least), most)
 
         def fill(start: int, end: int) -> None:
-            data = self._range(name, start, end)
+            data = self._range(name, first + start, first + end)
             if len(data) != end - start:
                 raise WeightError(
-                    f"{self._shown}/{name}: {len(data)} bytes from byte {start} on, expected {end - start}"
+                    f"{self._shown}/{name}: {len(data)} bytes from byte {first + start} on, "
+                    f"expected {end - start}"
                 )
             target[start:end] = np.frombuffer(data, np.uint8)
 

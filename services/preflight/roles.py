@@ -34,10 +34,27 @@ def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Prob
             if model is not None:
                 yield from _other_vocabulary(settings, role, model, facts)
                 yield from frozen_problems(settings, role, facts)
+            if role == REWARD_MODEL:
+                yield from _row_problems(settings, facts)
         except SettingsError as error:
             yield Problem(str(error))
     if model is not None and settings.placement.reference and not settings.reference.path:
         yield from frozen_problems(settings, "reference", model)
+
+
+def _row_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    """Yield the problem if the longest row, with the token that is put behind it, has too many positions."""
+    text = model.config.get("text_config") or model.config
+    positions = text.get("max_position_embeddings") or text.get("n_positions")
+    longest = settings.context_tokens
+    if isinstance(positions, int) and longest + 1 > positions:
+        yield Problem(
+            f"{model.place} has {positions} positions, and a row has up to {longest} tokens "
+            "(engine.max_model_len) with one more behind it, at which its score is read",
+            f"lower engine.max_model_len to {positions - 1}",
+            "reward_model.path",
+            settings.reward_model.path,
+        )
 
 
 def _unused_revisions(settings: Settings) -> Iterator[Problem]:

@@ -14,7 +14,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +26,9 @@ from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from services.trainer.start_ranks import launch
 from trainer.hosts.meeting import Consequence, Ending, HostFacts, Meeting
-from trainer.hosts.place import HostPlace
+from trainer.hosts.place import SEE_S, HostPlace
 from trainer.ranks.launch import torchrun_on_hosts
+from trainer.weights.version_directories import versions_in
 
 log = logging.getLogger("tether.hosts")
 
@@ -53,8 +54,6 @@ MAY_DIFFER = frozenset(
     }
 )
 """Settings in them that a host may have of its own."""
-SEE_S = 30.0
-"""How long another host looks for the marker of host 0: a network file system may show it late, seconds."""
 EXIT_CODES = {Consequence.RESTART: EXIT_FAILED, Consequence.REFUSED: EXIT_SETTINGS, Consequence.STOPPED: 0}
 """What ended a generation -> exit code of its hosts."""
 
@@ -134,16 +133,24 @@ def check_host(settings: Settings, place: HostPlace, mine: HostFacts, first: Hos
                 f"{name}: {own!r} on {names[0]}, {theirs!r} on {names[1]}; start all hosts with the same "
                 "settings, such as TETHER_CONFIG=RUN_DIR/settings.json"
             )
-    path = settings.run_dir / first.marker
     end = time.monotonic() + SEE_S
-    while not path.is_file():
-        if time.monotonic() > end:
-            raise SettingsError(
-                f"setting run.dir: {names[0]} does not see the run directory of {names[1]}: there is no "
-                f"{path}; put it on a file system that all hosts of the trainer have, as each rank writes "
-                "its part of a checkpoint to it"
-            )
-        time.sleep(0.2)
+    for setting, directory, use in _shared(settings):
+        path = directory / first.marker
+        while not path.is_file():
+            if time.monotonic() > end:
+                raise SettingsError(
+                    f"setting {setting}: {names[0]} does not see the directory of {names[1]}: there is no "
+                    f"{path}; put it on a file system that all hosts of the trainer have, as each rank "
+                    f"writes its part of {use} to it"
+                )
+            time.sleep(0.2)
+
+
+def _shared(settings: Settings) -> Iterator[tuple[str, Path, str]]:
+    """Yield the directories that all hosts write to: a setting, this host's path, and what for."""
+    yield "run.dir", settings.run_dir, "a checkpoint"
+    if settings.weights.transport in ("disk", "http"):
+        yield "weights.directory", versions_in(settings.weights, settings.run_dir), "a version"
 
 
 def _fingerprint(model_dir: Path) -> str:
@@ -154,29 +161,36 @@ def _fingerprint(model_dir: Path) -> str:
 
 @contextmanager
 def _marker(settings: Settings, place: HostPlace) -> Iterator[str]:
-    """On host 0, have a file in the run directory within the block, by which other hosts recognize it.
+    """On host 0, have a file in each shared directory within the block, by which other hosts recognize it.
 
     Its name is new each time: a network file system remembers which names did not exist.
 
     Raises:
-        SettingsError: there is no run directory, or it cannot be written.
+        SettingsError: there is no run directory, or one cannot be written.
     """
     if not settings.run_dir.is_dir():
         raise SettingsError(f"no run directory {settings.run_dir}: start the ingest first, or `tether up`")
     if place.number:
         yield ""
         return
-    path = settings.run_dir / f"hosts-{secrets.token_hex(8)}"
+    name, paths = f"hosts-{secrets.token_hex(8)}", list[Path]()
     try:
-        for old in settings.run_dir.glob("hosts-*"):  # of a host 0 that was killed
-            old.unlink(missing_ok=True)
-        path.touch()
-    except OSError as error:
-        raise SettingsError(f"setting run.dir: cannot write {path}: {error.strerror}") from None
-    try:
-        yield path.name
+        for setting, directory, _ in _shared(settings):
+            paths.append(directory / name)
+            try:
+                directory.mkdir(parents=True, exist_ok=True)
+                for old in directory.glob("hosts-*"):  # of a host 0 that was killed
+                    old.unlink(missing_ok=True)
+                paths[-1].touch()
+            except OSError as error:
+                raise SettingsError(
+                    f"setting {setting}: cannot write {paths[-1]}: {error.strerror}"
+                ) from None
+        yield name
     finally:
-        path.unlink(missing_ok=True)
+        for path in paths:
+            with suppress(OSError):
+                path.unlink()
 
 
 def _end_at_once(ending: Ending) -> None:

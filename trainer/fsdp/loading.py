@@ -45,7 +45,7 @@ def load_shards(
 
     Raises:
         SettingsError: transformers cannot load it, its tensor-parallel plan does not run, or it is no
-            decoder.
+            decoder, or its outputs are not finite.
     """
     model = load_model(model_dir, setting, with_head=with_head, blank=True)
     plain = replace(
@@ -71,10 +71,14 @@ def load_shards(
             f"setting {TENSOR_SIZE}: {ranks}: a pass by transformers' plan for model_type {kind!r} fails: "
             f"{error}"
         ) from error
+    if not traits.is_finite:
+        raise SettingsError(
+            f"{setting} {model_dir}: its outputs for a few tokens are not finite; look for damaged weights"
+        )
     if not traits.is_causal:
         raise SettingsError(
             f"{setting} {model_dir}: a token of model_type {model.config.model_type!r} sees those after it, "
-            "so the model generates no text; choose one that reads from left to right"
+            "and the trainer needs a model that reads from left to right"
         )
     return tensors, replace(traits, conversions=conversions)
 

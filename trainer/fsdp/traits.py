@@ -29,6 +29,8 @@ class Traits:
     """Why samples are rows of their own, padded on the right; empty where they are packed."""
     is_causal: bool = True
     """Whether the output of a token is the same whatever follows it."""
+    is_finite: bool = True
+    """Whether its outputs are finite numbers; the other fields say little where they are not."""
     conversions: Any = None
     """How transformers made the model of its files, where that is not as it saves one."""
 
@@ -54,10 +56,12 @@ def probe(model: Any, device: torch.device, *, divided: bool = False) -> Traits:
         ids = torch.arange(SAMPLE + SAMPLE // 2, device=device) % model.config.get_text_config().vocab_size
         alike = SAMPLE // 2
         apart = [_outputs(model, one[None]) for one in (ids[:SAMPLE], torch.cat([ids[:alike], ids[SAMPLE:]]))]
+        is_finite = all(bool(one.isfinite().all()) for one in apart)
         traits = Traits(
             leaves_logits,
             _packing_refusal(model, ids, torch.cat([apart[0], apart[1][alike:]])),
             _difference(apart[0][:alike], apart[1][:alike]) <= EXACT,
+            is_finite,
         )
     model.reshard()
     return traits

@@ -47,7 +47,7 @@ class HostFacts(msgspec.Struct, frozen=True):
     """The machine's."""
     pid: int
     marker: str = ""
-    """Host 0: name of a file in its run directory that exists during the meeting."""
+    """Host 0: name of a file in each shared directory that exists during the meeting."""
     settings: dict[str, Any] = {}
     """Dotted name -> value of what has to be the same on all hosts."""
     incarnation: str = ""

@@ -11,6 +11,8 @@ NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
 """Variables that say how many hosts there are, the first one that is set. Kubernetes has none."""
 NODE_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
 """Variables that say which host this is: of srun, and of the pods of an indexed Job."""
+SEE_S = 30.0
+"""How long a host looks for what another one has made: a network file system may show it late, seconds."""
 
 
 @dataclass(frozen=True, slots=True)

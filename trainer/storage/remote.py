@@ -10,7 +10,7 @@ A copy without complete.json is incomplete: readers ignore it, and the next copy
 
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
@@ -91,7 +91,9 @@ class RemoteDirectory:
         """
         self.put_directory(directory, f"{EXPORTS}/{directory.name}", FILE)
 
-    def put_directory(self, source: Path, name: str, last: str, end: float = math.inf) -> None:
+    def put_directory(
+        self, source: Path, name: str, last: str, end: float = math.inf, files: Iterable[Path] | None = None
+    ) -> None:
         """Copy a local directory.
 
         Args:
@@ -99,12 +101,14 @@ class RemoteDirectory:
             name: path that its copy gets in this one.
             last: name of the file that is copied after all others.
             end: time of `time.monotonic` after which no other file is begun.
+            files: of the directory; by default all that a listing has.
 
         Raises:
             RemoteError: it cannot be written.
         """
         with _explained(self.url, "written"):
-            files = (path for path in source.rglob("*") if path.is_file())
+            if files is None:
+                files = (path for path in source.rglob("*") if path.is_file())
             for path in sorted(files, key=lambda path: (path.name == last, path)):
                 if time.monotonic() > end:
                     raise TimeoutError(f"{path.name} is not copied in time")

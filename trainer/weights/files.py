@@ -4,7 +4,8 @@
     DIRECTORY/v00000012-EPOCH/bucket_00000.bin   the version, at the manifest's `location`
     DIRECTORY/v00000012-EPOCH/manifest.json      the manifest, written last
 
-With `weights.delta` most directories have changes instead of buckets, see `deltas.py`.
+With `weights.delta` most directories have changes instead of buckets, see `deltas.py`. Where the trainer has
+several hosts all have such files, one of each rank; an anchor's have all bytes.
 
 Versions on disk outlive the run, so engines that join late and restarted trainers find them. Versions in
 shared memory end with the trainer. They are plain files rather than `multiprocessing.shared_memory`, because
@@ -26,6 +27,7 @@ from trainer.weights.version_directories import (
     VersionDirectories,
     VersionRoot,
     remove,
+    versions_in,
     write_manifest,
 )
 from trainer.weights.version_writer import PartWriter, VersionWriter
@@ -82,7 +84,7 @@ def _lasting(
     *,
     apart: bool,
 ) -> "FileSender":
-    directory = Path(config.directory) if config.directory else run_dir / "weights"
+    directory = versions_in(config, run_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         root = make_root(config, directory)

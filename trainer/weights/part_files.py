@@ -2,9 +2,11 @@
 
 import mmap
 import os
+import time
+from collections.abc import Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, Literal
 
 import msgspec
 import torch
@@ -15,16 +17,20 @@ from protocol.errors import WeightError
 from protocol.messages import WeightManifest, WeightPiece
 from protocol.weights.boxes import relative, whole
 from protocol.weights.deltas import TensorChange, changes_name
+from trainer.hosts.place import SEE_S
 from trainer.weights.bucket_writer import Named, drain
 from trainer.weights.part_layout import PartReport, PieceRows, checked_pieces
 from trainer.weights.version_directories import bucket_path
+
+PAUSE_S = 0.1
+"""Interval at which a file is looked for."""
 
 
 class PartOrder(msgspec.Struct, frozen=True):
     """Order of rank 0 to the other ranks about a version."""
 
     directory: str
-    """Where they write it; empty: no version is published after all."""
+    """Where they write it, in the versions' directory that each knows; empty: no version is published."""
     own_files: bool = False
     """Whether each rank writes to a file of its own; otherwise all write to the buckets."""
     changes: bool = False
@@ -48,21 +54,24 @@ class PartFiles:
         self._held: dict[int, torch.Tensor] = {}
         """Number of a piece -> its elements in the version that was written last."""
 
-    def write(self, tensors: Named, order: PartOrder) -> PartReport:
+    def write(self, tensors: Named, order: PartOrder, root: Path) -> PartReport:
         """Write and digest the pieces of a version; buckets are there in their sizes.
 
-        Changes must be of the version that was written last.
+        Args:
+            tensors: the rank's pieces.
+            order: rank 0's; changes must be of the version that was written last.
+            root: directory of the versions, by this host's path.
 
         Returns:
             The sums and the changes, or why the part could not be written.
         """
-        directory, changes = Path(order.directory), list[TensorChange]()
+        directory, changes = root / order.directory, list[TensorChange]()
         spans, sums, position = self.rows.pieces[self._rank], None, 0
         bucket, memory = -1, torch.empty(0, dtype=torch.uint8)
         try:
             with ExitStack() as stack:
                 name = changes_name(self._rank)
-                file = stack.enter_context((directory / name).open("wb")) if order.own_files else None
+                file = stack.enter_context(_opened(directory / name, "wb")) if order.own_files else None
                 for number, (piece, tensor) in enumerate(checked_pieces(self._blank, self._rank, tensors)):
                     entry, (first, end) = self._blank.tensors[piece.tensor], spans[number]
                     sums = sums or SliceSums(sum(last - begin for begin, last in spans), tensor.device)
@@ -111,6 +120,32 @@ class PartFiles:
             self._held[number].copy_(elements)
         else:
             self._held[number] = elements.clone()  # they may be the model's own
+
+
+def check_files(directory: Path, reports: Sequence[PartReport]) -> None:
+    """Check that rank 0's host sees what each rank has written to a file of its own.
+
+    Raises:
+        OSError: there is no such file.
+        WeightError: it has another size.
+    """
+    for rank, report in enumerate(reports):
+        name = changes_name(rank)
+        with _opened(directory / name, "rb") as file:
+            if (size := file.seek(0, 2)) != report.nbytes:
+                raise WeightError(f"rank {rank} wrote {report.nbytes} bytes to {name}, rank 0 sees {size}")
+
+
+def _opened(path: Path, mode: Literal["rb", "wb"]) -> BinaryIO:
+    """Open a file. On a network file system what another host has made may be seen late: wait for it."""
+    end = time.monotonic() + SEE_S
+    while True:
+        try:
+            return path.open(mode)
+        except FileNotFoundError:
+            if time.monotonic() > end:
+                raise
+        time.sleep(PAUSE_S)
 
 
 def mapped(bucket: Path) -> torch.Tensor:

@@ -88,17 +88,17 @@ def make_sender(
         keys = SenderKeys(curve_dir) if curve_dir else None
         return sender(config, rank, blank, keys) if rank < len(blank.parts) else None
     if rank:
-        return _follower(config, rank, blank)
+        return _follower(config, run_dir, rank, blank)
     layout = blank if len(blank.parts) > 1 or config.delta else None
     if config.transport == "shm":
         return sender(config, run, layout)
     return sender(config, run_dir, layout, apart=len(blank.parts) > 1 and not _on_one_host())
 
 
-def _follower(config: WeightConfig, rank: int, blank: WeightManifest) -> WeightSender | None:
+def _follower(config: WeightConfig, run_dir: Path, rank: int, blank: WeightManifest) -> WeightSender | None:
     from trainer.weights.version_writer import PartFollower  # imports torch
 
-    return PartFollower(config, rank, blank) if len(blank.parts) > 1 else None
+    return PartFollower(config, run_dir, rank, blank) if len(blank.parts) > 1 else None
 
 
 def _shared_part(run_dir: Path, rank: int, blank: WeightManifest, backend: Backend) -> WeightSender:

@@ -12,10 +12,17 @@ from protocol.errors import WeightError
 from protocol.host.atomic_file import directory_written_aside
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import bucket_name
+from protocol.weights.deltas import INDEX, Delta, changes_name
+from trainer.config import WeightConfig
 
 VERSION_NAME = re.compile(r"v(\d{8,})-([0-9a-zA-Z_-]+)")
 MANIFEST = "manifest.json"
 """A version's manifest, in its directory."""
+
+
+def versions_in(config: WeightConfig, run_dir: Path) -> Path:
+    """Return where disk and http write the versions of a run, by this host's path."""
+    return Path(config.directory) if config.directory else run_dir / "weights"
 
 
 def bucket_path(directory: Path, index: int) -> Path:
@@ -27,6 +34,16 @@ def write_manifest(manifest: WeightManifest, directory: Path) -> None:
     """Write the manifest of a version into its directory. Raises OSError."""
     data = msgspec.json.format(msgspec.json.encode(manifest), indent=1)
     (directory / MANIFEST).write_bytes(data)
+
+
+def files_of(version: Path) -> Iterator[Path]:
+    """Yield the files that a version names: a listing may lack what another host wrote. Raises OSError."""
+    manifest = msgspec.json.decode((version / MANIFEST).read_bytes(), type=WeightManifest)
+    names = [bucket_name(index) for index in range(len(manifest.buckets))]
+    if manifest.chain and (manifest.chain[-1].apart or len(manifest.chain) > 1):
+        delta = msgspec.msgpack.decode((version / INDEX).read_bytes(), type=Delta)
+        names = [INDEX, *(changes_name(number) for number in range(len(delta.sizes)))]
+    yield from (version / name for name in (*names, MANIFEST))
 
 
 def read_manifests(directory: Path) -> list[WeightManifest]:

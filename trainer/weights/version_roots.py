@@ -16,7 +16,7 @@ from protocol.errors import WeightError
 from protocol.network.http_listener import LimitedListener, request_logger
 from trainer.config import WeightConfig
 from trainer.storage.remote import RemoteDirectory, RemoteError
-from trainer.weights.version_directories import MANIFEST, VersionRoot
+from trainer.weights.version_directories import MANIFEST, VersionRoot, files_of
 
 log = logging.getLogger("tether.weights")
 
@@ -121,7 +121,7 @@ class CopiedRoot(VersionRoot):
 
         def copy() -> None:
             try:
-                self._store.put_directory(version, version.name, MANIFEST, end)
+                self._store.put_directory(version, version.name, MANIFEST, end, files_of(version))
             except RemoteError:
                 self._try_to_remove([version.name])
                 raise

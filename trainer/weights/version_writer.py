@@ -16,9 +16,9 @@ from trainer.ranks.collectives import broadcast_message, gather_bytes, next_mess
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import BucketContents, Named, drain, fill_buckets
 from trainer.weights.deltas import VersionChain
-from trainer.weights.part_files import PartFiles, PartOrder, mapped
+from trainer.weights.part_files import PartFiles, PartOrder, check_files, mapped
 from trainer.weights.part_layout import PartReport
-from trainer.weights.version_directories import bucket_path
+from trainer.weights.version_directories import bucket_path, versions_in
 
 RequireSpace = Callable[[int], None]
 """Takes a number of bytes; raises WeightError if there is no room for them."""
@@ -109,7 +109,8 @@ class PartWriter(VersionWriter):
 
     def write(self, tensors: Named, version: int, aside: Path, name: str) -> BucketContents:
         changes = self._chain is not None and self._chain.begin(version, name)
-        order = PartOrder(str(aside), changes or self._apart, changes)
+        # another host may have another path to it; in shared memory only rank 0 knows the directory
+        order = PartOrder(aside.name if self._apart else str(aside), changes or self._apart, changes)
         if not changes:
             self._require_space(sum(self._blank.buckets))
         if not order.own_files:
@@ -118,9 +119,11 @@ class PartWriter(VersionWriter):
                 if nbytes:
                     self._reserve(bucket, 0, nbytes)
         self._tell(order)
-        self._reports = self._gathered(self._files.write(tensors, order))
+        self._reports = self._gathered(self._files.write(tensors, order, aside.parent))
         if problem := next((report.error for report in self._reports if report.error), ""):
             raise WeightError(f"version {version}: {problem}")
+        if order.own_files:
+            check_files(aside, self._reports)
         sums = [np.frombuffer(report.sums, np.int64) for report in self._reports]
         digests = self._files.rows.digests(sums)
         return BucketContents(with_digests(self._blank, digests).tensors, self._blank.buckets)
@@ -155,9 +158,10 @@ class PartFollower(WeightSender):
 
     in_parts = True
 
-    def __init__(self, config: WeightConfig, rank: int, blank: WeightManifest) -> None:
+    def __init__(self, config: WeightConfig, run_dir: Path, rank: int, blank: WeightManifest) -> None:
         """Write this rank's pieces of versions with the layout of `blank_manifest`."""
         self._blank, self._files = blank, PartFiles(blank, rank, keeps=config.delta)
+        self._root = versions_in(config, run_dir)
 
     def publish(
         self,
@@ -172,7 +176,7 @@ class PartFollower(WeightSender):
         if order == NO_VERSION:
             drain(tensors)
         else:
-            gather_bytes(_encoded(self._files.write(tensors, order)))
+            gather_bytes(_encoded(self._files.write(tensors, order, self._root)))
         return self._blank
 
     def retire(self, in_use: frozenset[int]) -> None:

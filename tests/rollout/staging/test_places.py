@@ -18,6 +18,8 @@ from rollout.staging.places import (
 GIB = 1 << 30
 EXPERTS = [768 * MIB, 384 * MIB, 16 * MIB, 4096] * 48 + [594 * MIB]
 """Sizes as of a model of 30B with 128 experts a layer."""
+PARAMETERS = [GIB, 2 * GIB, 4 * GIB, 8 * GIB]
+"""15 GiB, and as many in slabs."""
 AUTO = StagingRoom(StagingPlace.AUTO)
 
 
@@ -34,24 +36,24 @@ AUTO = StagingRoom(StagingPlace.AUTO)
     ],
 )
 def test_auto_is_the_first_place_that_fits(free: Free, place: StagingPlace) -> None:
-    assert chosen(AUTO, 15 * GIB, GIB, free, "it") == place
+    assert chosen(AUTO, PARAMETERS, GIB, free, "it") == place
 
 
 def test_copy_is_never_layers() -> None:
     room = StagingRoom(StagingPlace.COPY)
-    assert chosen(room, 15 * GIB, GIB, Free(16 * GIB, 0, on_gpu=True), "it") == StagingPlace.DEVICE
-    assert chosen(room, 15 * GIB, GIB, Free(8 * GIB, 15 * GIB, on_gpu=True), "it") == StagingPlace.HOST
+    assert chosen(room, PARAMETERS, GIB, Free(16 * GIB, 0, on_gpu=True), "it") == StagingPlace.DEVICE
+    assert chosen(room, PARAMETERS, GIB, Free(8 * GIB, 15 * GIB, on_gpu=True), "it") == StagingPlace.HOST
     with pytest.raises(EngineError, match="512 MiB on the device and 15360 MiB in host memory"):
-        chosen(room, 15 * GIB, GIB, Free(8 * GIB, 14 * GIB, on_gpu=True), "it")
+        chosen(room, PARAMETERS, GIB, Free(8 * GIB, 14 * GIB, on_gpu=True), "it")
 
 
 @pytest.mark.parametrize(("shadow", "place"), [(0, StagingPlace.DEVICE), (2 * GIB, StagingPlace.HOST)])
 def test_memory_of_shadows_is_counted_on_the_device(shadow: int, place: StagingPlace) -> None:
     free = Free(16 * GIB, 15 * GIB, on_gpu=True)
-    assert chosen(StagingRoom(StagingPlace.COPY), 15 * GIB, GIB, free, "it", shadow) == place
+    assert chosen(StagingRoom(StagingPlace.COPY), PARAMETERS, GIB, free, "it", shadow) == place
     small = Free(15 * GIB - 1, 15 * GIB - 1, on_gpu=False)
     with pytest.raises(EngineError, match=f"takes {(15 * GIB + shadow) // MIB} MiB beside"):
-        chosen(StagingRoom(StagingPlace.DEVICE), 15 * GIB, GIB, small, "it", shadow)
+        chosen(StagingRoom(StagingPlace.DEVICE), PARAMETERS, GIB, small, "it", shadow)
 
 
 @pytest.mark.parametrize("sizes", [EXPERTS, [768 * MIB], [1, 2, 3], [20 * GIB, 5], []])
@@ -70,9 +72,17 @@ def test_slabs_take_little_more_than_the_tensors() -> None:
     assert sum(packed(EXPERTS)[0]) < 1.02 * sum(EXPERTS)
 
 
+def test_host_memory_is_that_of_the_slabs() -> None:
+    sizes, room = [5 * GIB] * 3, StagingRoom(StagingPlace.COPY)
+    free = Free(8 * GIB, 24 * GIB, on_gpu=True)  # three slabs of 8 GiB
+    assert chosen(room, sizes, 5 * GIB, free, "it") == StagingPlace.HOST
+    with pytest.raises(EngineError, match="512 MiB on the device and 24576 MiB in host memory"):
+        chosen(room, sizes, 5 * GIB, Free(8 * GIB, 24 * GIB - 1, on_gpu=True), "it")
+
+
 def test_auto_leaves_the_device_that_staging_mb_forbids() -> None:
     room = StagingRoom(StagingPlace.AUTO, 1024)
-    assert chosen(room, 15 * GIB, GIB, Free(80 * GIB, 80 * GIB, on_gpu=True), "it") == StagingPlace.LAYERS
+    assert chosen(room, PARAMETERS, GIB, Free(80 * GIB, 80 * GIB, on_gpu=True), "it") == StagingPlace.LAYERS
 
 
 @pytest.mark.parametrize(
@@ -89,7 +99,7 @@ def test_auto_leaves_the_device_that_staging_mb_forbids() -> None:
 )
 def test_place_without_room_is_refused_with_the_numbers(place: StagingPlace, words: str) -> None:
     with pytest.raises(EngineError, match=words) as error:
-        chosen(StagingRoom(place), 15 * GIB, GIB, Free(GIB, GIB, on_gpu=True), "cuda:0")
+        chosen(StagingRoom(place), PARAMETERS, GIB, Free(GIB, GIB, on_gpu=True), "cuda:0")
     assert "1024 MiB are free on cuda:0 and 1024 MiB on the host" in str(error.value)
     assert "(engine.staging)" in str(error.value)
     assert not isinstance(error.value, EngineSettingsError)  # a later start may find the memory

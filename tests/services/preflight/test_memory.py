@@ -18,6 +18,7 @@ from services.preflight.memory import (
     host_workload_of,
     memory_text,
     planned_of,
+    served_bytes,
     workload_of,
 )
 from services.preflight.model import ModelFacts, read_facts
@@ -104,6 +105,31 @@ def test_a_critic_apart_is_in_its_own_ranks_memory_and_not_in_the_policys() -> N
     own = expected_memory(replace(alone, parallel=apart.parallel), 1024)
     assert beside.parameters == without.parameters + own.parameters
     assert beside.optimizer == without.optimizer + own.optimizer
+
+
+@pytest.mark.parametrize(
+    ("overrides", "share"),
+    [
+        (("weights.transport=nccl",), 1),
+        (("weights.transport=nccl", "weights.delta=true"), 2),
+        (("weights.transport=ipc",), 2),
+        (("weights.transport=nccl", "parallel.tensor_model_parallel_size=2"), 1 / 2),
+        (("weights.transport=shm",), 0),
+        (("weights.transport=nccl", "weights.backend=gloo"), 0),
+        (("weights.transport=nccl", "lora.rank=4"), 0),  # the adapters alone
+    ],
+)
+def test_versions_that_a_rank_serves_are_named(
+    overrides: tuple[str, ...], share: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.settings.automatic._torch_has_cuda", lambda: True)
+    facts = replace(FACTS, shapes={"weight": (1 << 30, 3)})
+    given = settings(*overrides, "engine.dtype=bfloat16")
+    served = share * (6 << 30)
+    assert served_bytes(given, facts) == served
+    lines = describe_memory(given, facts, {"CUDA_VISIBLE_DEVICES": "0,1"})
+    named = [line for line in lines if line.startswith("memory   versions that each rank serves")]
+    assert [f"{served / GIB:.1f} GiB" in line for line in named] == ([True] if share else [])
 
 
 def test_the_host_is_described_where_masters_are_on_it() -> None:

@@ -55,6 +55,16 @@ def test_a_reward_model_is_accepted_and_counted(classifier: Path, tmp_path: Path
     assert shape.architecture.value_head
 
 
+def test_a_reward_model_has_positions_for_the_longest_row_and_one_token(
+    classifier: Path, tmp_path: Path
+) -> None:
+    given = (f'reward_model.path="{classifier}"', "model.scratch.max_position_embeddings=256")
+    assert found(demo(tmp_path / "run", *given, "engine.max_model_len=255")) == []
+    (problem,) = found(demo(tmp_path / "run", *given, "engine.max_model_len=256"))
+    assert "has 256 positions, and a row has up to 256 tokens (engine.max_model_len) with one more" in problem
+    assert problem.endswith("lower engine.max_model_len to 255")
+
+
 @pytest.mark.parametrize(
     ("overrides", "words"),
     [

@@ -51,9 +51,32 @@ def test_a_host_without_the_run_directory_of_the_first_is_refused(
     settings = prepared(tmp_path)
     said = refusal(settings, facts(settings, 0, "hosts-1f"))
     assert said.startswith(
-        "setting run.dir: host 1 (name-1) does not see the run directory of host 0 (name-0): "
+        "setting run.dir: host 1 (name-1) does not see the directory of host 0 (name-0): "
         f"there is no {tmp_path}/hosts-1f; put it on a file system that all hosts"
     )
+
+
+@pytest.mark.parametrize("transport", ["disk", "http", "nccl"])
+def test_a_host_that_does_not_see_the_versions_of_the_first_is_refused(
+    transport: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosts, "SEE_S", 0.0)
+    words = (f"weights.transport={transport}",)
+    first = prepared(tmp_path, *words, f"weights.directory={tmp_path}/mount-a/made")
+    link, other = tmp_path / "link", f"weights.directory={tmp_path}/mount-b"
+    with hosts._marker(first, HostPlace(0, 2, "127.0.0.1", 29400, "a test")) as marker:
+        given = facts(first, 0, marker)
+        if transport == "nccl":  # no rank writes there
+            check_host(prepared(tmp_path, *words, other), SECOND, facts(first, 1), given)
+            return
+        said = refusal(prepared(tmp_path, *words, other), given)
+        assert said.startswith(
+            "setting weights.directory: host 1 (name-1) does not see the directory of host"
+        )
+        link.symlink_to(tmp_path / "mount-a")
+        own = prepared(tmp_path, *words, f"weights.directory={link}/made")
+        check_host(own, SECOND, facts(own, 1), given)
+    assert not list(tmp_path.rglob("hosts-*"))
 
 
 def test_a_host_with_another_setting_is_refused_by_its_name(tmp_path: Path) -> None:

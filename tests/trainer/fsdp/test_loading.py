@@ -63,10 +63,20 @@ def test_layers_within_layers_or_that_share_parameters_stay_together(
 
 
 def test_a_model_that_reads_in_both_directions_is_refused(mesh: DeviceMesh, tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="a token of model_type 'bert' sees those after it"):
+    words = "a token of model_type 'bert' sees those after it, and the trainer needs a model that reads"
+    with pytest.raises(SettingsError, match=words):
         load_shards(save_tiny("bert", tmp_path), "model.path", mesh, TRAINER)
     decoder = save_tiny("bert", tmp_path, is_decoder=True)
     assert_loaded(decoder, mesh)
+
+
+def test_a_model_whose_outputs_are_no_numbers_is_refused_as_that(mesh: DeviceMesh, tmp_path: Path) -> None:
+    model_dir = save_model("qwen2-tied", tmp_path)
+    tensors = load_file(model_dir / "model.safetensors")
+    tensors["model.norm.weight"][0] = torch.nan
+    save_file(tensors, model_dir / "model.safetensors", {"format": "pt"})
+    with pytest.raises(SettingsError, match=f"model.path {model_dir}: its outputs for a few tokens are not"):
+        load_shards(model_dir, "model.path", mesh, TRAINER)
 
 
 def test_a_checkpoint_of_other_tensors_is_loaded_whole_and_the_log_says_so(

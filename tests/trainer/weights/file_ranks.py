@@ -1,10 +1,12 @@
 """Ranks of a trainer that write versions to files together; run by `launch`, with a directory.
 
 Each has rows or columns of tensors. With "delta" every third version is an anchor; with "apart" no file is
-written by two ranks. One version cannot be exported by a rank, and two cannot be made by rank 0. Engines that
-are current, late or new read them on rank 0.
+written by two ranks, and rank 0 has a path of its own to the directory, as on another host. One version
+cannot be exported by a rank, and two cannot be made by rank 0. Engines that are current, late or new read
+them on rank 0.
 """
 
+import os
 import sys
 from collections.abc import Iterator
 from contextlib import closing
@@ -97,9 +99,11 @@ def publish(sender: WeightSender, version: int, rank: int, ranks: int) -> Weight
 def main(directory: Path, *, apart: bool, delta: bool) -> None:
     dist.init_process_group("gloo")
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    config = WeightConfig(transport="disk", directory=str(directory), keep=9, delta=delta, anchor_every=3)
+    os.chdir(directory.parent if rank == 0 else "/")
+    path = Path("/proc/self/cwd", directory.name) if apart and rank == 0 else directory
+    config = WeightConfig(transport="disk", directory=str(path), keep=9, delta=delta, anchor_every=3)
     layout = blank(config, ranks)
-    sender: WeightSender = PartFollower(config, rank, layout)
+    sender: WeightSender = PartFollower(config, directory, rank, layout)
     if rank == 0:
         sender = disk_sender(config, directory, layout, apart=apart)
     assert sender.in_parts

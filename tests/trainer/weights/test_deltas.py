@@ -1,5 +1,6 @@
 """Versions as changes: what is written, read by engines that are current or late, and refused."""
 
+import tracemalloc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from msgspec.structs import replace
 
+import rollout.weights.deltas as deltas
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import manifest_digest
@@ -16,6 +18,7 @@ from protocol.weights.deltas import INDEX, Delta, changes_name
 from rollout.staging.layers import LayeredStaging
 from rollout.staging.staging import LiveAndStaged, Staging, digest_of, whole_source
 from rollout.weights.registry import make_receiver
+from rollout.weights.verification import Deadline
 from tests.trainer.megatron.launch import launch
 from tests.trainer.weights.senders import layout_of, received, sender_of
 from trainer.config import WeightConfig
@@ -314,6 +317,23 @@ def test_chain_that_ends_with_another_version_is_refused(tmp_path: Path) -> None
     forged = replace(manifests[2], tensors=entries, digest=manifest_digest(entries))
     with pytest.raises(WeightError, match="its chain ends"):
         list(received(make_receiver("disk"), forged, 30))
+
+
+def test_anchor_of_files_of_its_own_is_read_without_a_second_copy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(deltas, "RUN_BYTES", 1 << 20)
+    tensors = {f"t{number}": torch.full((1 << 19,), number, dtype=torch.uint8) for number in range(32)}
+    config = WeightConfig(bucket_mb=1)
+    sender = disk_sender(config, tmp_path, layout_of(tensors.items(), config), apart=True)
+    manifest, image = sender.publish("e1", 0, tensors.items()), deltas.VersionImage()
+    tracemalloc.start()  # numpy's memory and that of ranges
+    buckets = image.advance(manifest, Deadline(manifest, 30))
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert image.read == sum(manifest.buckets) == 16 << 20
+    assert peak < image.read + (5 << 20)
+    assert torch.equal(torch.cat(buckets), torch.cat(list(tensors.values())))
 
 
 @pytest.mark.parametrize(

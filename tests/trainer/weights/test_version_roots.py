@@ -51,6 +51,19 @@ def test_versions_are_copied_to_a_store_and_removed_there(url: str, tmp_path: Pa
     assert torch.equal(receive(manifest)["b"], weights(3)[1][1])
 
 
+@pytest.mark.parametrize(("delta", "apart"), [(False, False), (False, True), (True, True)])
+def test_files_that_a_listing_lacks_are_copied(
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delta: bool, apart: bool
+) -> None:
+    config = WeightConfig(bucket_mb=1, delta=delta, url=url)
+    layout = layout_of(weights(0), config) if delta or apart else None
+    monkeypatch.setattr(Path, "rglob", lambda *_: iter(()))  # as a network file system may answer for a while
+    with closing(http_sender(config, tmp_path, layout, apart=apart)) as sender:
+        for version in range(2):
+            manifest = sender.publish("e1", version, weights(version))
+            assert torch.equal(receive(manifest)["a"], weights(version)[0][1])
+
+
 @pytest.mark.parametrize("fault", ["missing", "cut", "longer", "changed"])
 def test_object_that_is_not_as_it_was_published_is_named(url: str, tmp_path: Path, fault: str) -> None:
     sender = http_sender(WeightConfig(bucket_mb=1, url=url), tmp_path)

@@ -49,6 +49,9 @@ POLL_S = 0.0005
 PACKED = 2
 """Buckets that are packed and not sent yet: one is filled while the one before is sent."""
 
+CODING = threading.Lock()
+"""Held while a bucket's changes are coded, which takes several times its memory."""
+
 
 class PairChannel(PartChannel):
     """Sends cuts of one rank's pieces to one receiver, as rank 0 of a group of two."""
@@ -184,7 +187,12 @@ class PairChannel(PartChannel):
         else:
             old = words_in(self._packed(bucket, connection, base, end, torch.zeros), bucket, manifest)
             self._await_stream(connection, end)  # `coded` waits in the driver, for itself alone then
-            changes = coded(old, new)
+            if not CODING.acquire(timeout=remaining_s(end)):
+                raise TimeoutError("other receivers' changes are being coded")
+            try:
+                changes = coded(old, new)
+            finally:
+                CODING.release()
         connection.answer({"bucket": [changes.width, changes.elements]}, end)
         return changes.data
 

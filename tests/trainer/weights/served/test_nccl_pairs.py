@@ -4,17 +4,22 @@ import json
 import socket
 import threading
 from collections.abc import Iterator
-from contextlib import closing, suppress
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 import torch
 
+import trainer.weights.served.nccl_pairs as pairs
+from protocol.device.changes import Changes, coded
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from rollout.weights.nccl_pairs import PairSlices
 from rollout.weights.part_receiver import PartReceiver
 from rollout.weights.registry import make_receiver
 from tests.trainer.weights.senders import part_sender, received
+from tests.trainer.weights.served.test_changes import SHAPES, changed, engine_rank, first, of_ranks
+from tests.trainer.weights.served.trainer_ranks import trainer_ranks
 from trainer.config import WeightConfig
 from trainer.weights.served.sender import PartSender
 from trainer.weights.served.version_server import MAX_RECEIVERS
@@ -202,3 +207,30 @@ def test_settings_that_cannot_work_are_refused() -> None:
         part_sender(WeightConfig(transport="nccl", backend="mpi"), weights())
     with pytest.raises(WeightError, match="cannot listen"):
         part_sender(WeightConfig(transport="nccl", host="192.0.2.1"), weights())
+
+
+def test_changes_are_coded_for_one_receiver_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    at_once, meeting, coding = [0], threading.Barrier(2), list[None]()
+
+    def counted(old: torch.Tensor, new: torch.Tensor) -> Changes:
+        coding.append(None)
+        at_once.append(len(coding))
+        with suppress(threading.BrokenBarrierError):
+            meeting.wait(2)
+        found = coded(old, new)
+        coding.pop()
+        return found
+
+    monkeypatch.setattr(pairs, "coded", counted)
+    engines, tensors = [engine_rank() for _ in range(3)], first()
+    with ExitStack() as stack:
+        ranks = stack.enter_context(trainer_ranks(of_ranks(1), SHAPES, 1, dtype="bfloat16", delta=True))
+        pool = stack.enter_context(ThreadPoolExecutor())
+        for one in engines:
+            stack.callback(one.staging.close)
+        for version in range(2):
+            manifest = ranks.publish("e1", version, tensors)
+            list(pool.map(lambda one, found=manifest: one.fetch(found), engines))
+            assert all(one.holds(tensors) for one in engines)
+            tensors = changed(tensors, 0.01, version)
+    assert max(at_once) == 1
