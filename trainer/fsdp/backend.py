@@ -3,6 +3,7 @@
 import math
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from itertools import groupby
@@ -75,29 +76,29 @@ class FsdpBackend(SavedStepper, Backend):
         torch.set_num_threads(trainer.threads)
         torch.manual_seed(trainer.seed)
         self.mesh, self._owns_group = join_mesh(parallel, trainer)
-        work = read_workload(
-            model_dir, parallel, trainer, optimizer, adapters, algorithm.config, frozen, critic_dir
-        )
-        self._memory = MemoryPlan(work, torch.device(self.mesh.device_type))
-        self.tokens = self._memory.tokens
-        trainer = replace(trainer, micro_batch_tokens=self.tokens)
-        self._directory, self._trainer, self._algorithm = model_dir, trainer, algorithm
-        self.replicas = self.mesh.mesh.tolist()
-        prepare = partial(self._attach, adapters)
-        self._model = ShardedModel(model_dir, "model.path", self.mesh, trainer, prepare=prepare)
-        model = self._model.module
-        self.architecture = type(model).__name__.removeprefix("FSDP")
-        self._trained = self._trained_of(model)
-        self._tensors = {name: t for name, t in model_tensors(model).items() if ".lora." not in name}
-        self._views = tensor_views(model, self._tensors)
-        views_of = plain_views if adapters.rank else partial(tensor_views, model)
-        published = self._trained if adapters.rank else self._tensors
-        self._published = views_of(published), published
-        self._plan = ShardPlan.make(views_of(published, self.mesh), published, self.mesh)
-        self._stepper = make_stepper(self._trained, optimizer, trainer, self.mesh)
-        self._reference: ShardedModel | None = None
-        self._models: list[ShardedModel | ShardedValues] = [self._model]
-        self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
+        with ExitStack() as failed:
+            failed.callback(self._leave)
+            work = read_workload(
+                model_dir, parallel, trainer, optimizer, adapters, algorithm.config, frozen, critic_dir
+            )
+            self._memory = MemoryPlan(work, torch.device(self.mesh.device_type))
+            self.tokens = self._memory.tokens
+            trainer = replace(trainer, micro_batch_tokens=self.tokens)
+            self._directory, self._trainer, self._algorithm = model_dir, trainer, algorithm
+            self.replicas = self.mesh.mesh.tolist()
+            prepare = partial(self._attach, adapters)
+            self._model = ShardedModel(model_dir, "model.path", self.mesh, trainer, prepare=prepare)
+            model = self._model.module
+            self.architecture = type(model).__name__.removeprefix("FSDP")
+            self._trained = self._trained_of(model)
+            self._tensors = {name: t for name, t in model_tensors(model).items() if ".lora." not in name}
+            self._views = tensor_views(model, self._tensors)
+            self._published, self._plan = self._plan_versions(model)
+            self._stepper = make_stepper(self._trained, optimizer, trainer, self.mesh)
+            self._reference: ShardedModel | None = None
+            self._models: list[ShardedModel | ShardedValues] = [self._model]
+            self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
+            failed.pop_all()
         super().__init__(self.device, self._rank)
 
     def _attach(self, adapters: LoraConfig, model: Any) -> None:
@@ -107,6 +108,15 @@ class FsdpBackend(SavedStepper, Backend):
             modules, ranks = [target.module for target in self.targets], self.mesh[TENSOR].size()
             if refusal := adapter_refusal(model.tp_plan, modules, ranks):
                 raise SettingsError(f"setting lora.target_modules: {refusal}; {OTHER_LAYERS}")
+
+    def _plan_versions(
+        self, model: Any
+    ) -> tuple[tuple[tuple[TensorView, ...], Mapping[str, torch.Tensor]], ShardPlan | None]:
+        """Return the tensors of versions with the parameters that have them, and this rank's share."""
+        views_of = plain_views if self.lora.rank else partial(tensor_views, model)
+        published: Mapping[str, torch.Tensor] = self._trained if self.lora.rank else self._tensors
+        share = ShardPlan.make(views_of(published, self.mesh), published, self.mesh)
+        return (views_of(published), published), share
 
     def _trained_of(self, model: Any) -> dict[str, torch.nn.Parameter]:
         """Return the trained parameters by the names of their tensors."""
@@ -237,6 +247,9 @@ class FsdpBackend(SavedStepper, Backend):
     def close(self) -> None:
         self._reference = None
         self._stepper.zero_grad()
+        self._leave()
+
+    def _leave(self) -> None:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 

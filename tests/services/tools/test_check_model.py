@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from typer.testing import CliRunner
 
@@ -227,6 +228,7 @@ def test_check_model_refuses_what_generates_no_text_and_what_transformers_cannot
         found = check_model(save_tiny(model_type, tmp_path), backend="fsdp")
         assert found.verdict == ModelVerdict.UNSUPPORTED
         assert reason in found.problem
+        assert not dist.is_initialized()
 
 
 def test_check_model_names_a_tensor_that_transformers_does_not_read(tmp_path: Path) -> None:
