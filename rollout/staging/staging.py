@@ -261,10 +261,10 @@ def dtype_name(dtype: torch.dtype) -> str:
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> int:
     """Return the digest that a manifest of exactly these tensors would have."""
-    return digest_of_each(tensors.items())
+    return digest_one_by_one(tensors.items())
 
 
-def digest_of_each(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+def digest_one_by_one(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
     """Return the same of tensors that are made one by one, and released when they have been read."""
     digests, facts = Digests(), []
     for name, tensor in tensors:

@@ -52,7 +52,7 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
             f"lora.rank is {settings.lora.rank}; engine.name {engine.name!r} does not keep the base of "
             f"adapters as it is trained; use {' or '.join(ENGINES.having('shares_base'))}",
         ),
-        *(_problems_of_masters(settings) if settings.shares_masters else ()),
+        *(_master_problems(settings) if settings.shares_masters else ()),
         (
             are_apart(settings, services.rollouts),
             f"services.rollouts is {services.rollouts} on services.rollout_gpus {services.rollout_gpus!r}; "
@@ -74,7 +74,7 @@ def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
     )
 
 
-def _problems_of_masters(settings: Settings) -> tuple[tuple[bool, str], ...]:
+def _master_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
     """Return what does not go with weights that change at every version in the engine's memory alone."""
     trainer, services = settings.trainer, settings.services
     return (

@@ -27,7 +27,7 @@ from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.staging.places import StagingRoom
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
-from rollout.staging.staging import digest_of, digest_of_each, whole_source
+from rollout.staging.staging import digest_of, digest_one_by_one, whole_source
 from rollout.staging.staging_plan import trace
 from trainer.megatron.families.experts import Experts
 from trainer.megatron.families.reading import read_architecture
@@ -119,7 +119,7 @@ class MegatronEngine(InProcessEngine):
             decoder,
             plan,
             staging,
-            lambda: digest_of_each((name, tensor) for name, tensor, _ in plan.gathered()),
+            lambda: digest_one_by_one((name, tensor) for name, tensor, _ in plan.gathered()),
             memory,
         )
 

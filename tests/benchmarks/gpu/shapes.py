@@ -55,7 +55,7 @@ def write_model(name: str, directory: Path, layers: int = 0) -> Path:
     from transformers import AutoConfig
 
     size = SIZES[name]
-    of_experts = {
+    expert_fields = {
         "moe_intermediate_size": size.intermediate,
         "num_experts": size.experts,
         "num_experts_per_tok": size.chosen,
@@ -75,7 +75,7 @@ def write_model(name: str, directory: Path, layers: int = 0) -> Path:
         tie_word_embeddings=size.tied,
         max_position_embeddings=max(size.max_model_len, 4096),
         rope_parameters={"rope_type": "default", "rope_theta": 1e6},
-        **(of_experts if size.experts else {}),
+        **(expert_fields if size.experts else {}),
     )
     config.architectures = ["Qwen3MoeForCausalLM" if size.experts else "Qwen2ForCausalLM"]
     config.dtype = size.dtype

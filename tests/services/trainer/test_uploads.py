@@ -213,9 +213,8 @@ def test_an_upload_that_a_stop_cut_off_is_made_by_the_next_start(run: Run, hub: 
     assert run.end("run.hub=some-org/other") == ["version 2 is at some-org/other"]
 
 
-def test_a_copy_that_takes_too_long_is_reported_once_and_goes_on(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have copies wait for the event that is returned."""
     copy, may_copy = RemoteRun.copy, threading.Event()
 
     def held(to: RemoteRun, job: uploads.Job) -> None:
@@ -223,6 +222,13 @@ def test_a_copy_that_takes_too_long_is_reported_once_and_goes_on(
         copy(to, job)
 
     monkeypatch.setattr(RemoteRun, "copy", held)
+    return may_copy
+
+
+def test_a_copy_that_takes_too_long_is_reported_once_and_goes_on(
+    run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    may_copy = hold_copies(monkeypatch)
     monkeypatch.setattr(uploads, "LATE_S", -1.0)
     run.save(1)
     with run.uploader._changed:
@@ -241,13 +247,7 @@ def test_a_copy_that_takes_too_long_is_reported_once_and_goes_on(
 def test_an_older_copy_that_is_complete_does_not_hide_that_a_newer_one_waits(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy, may_copy = RemoteRun.copy, threading.Event()
-
-    def held(to: RemoteRun, job: uploads.Job) -> None:
-        assert may_copy.wait(60)
-        copy(to, job)
-
-    monkeypatch.setattr(RemoteRun, "copy", held)
+    may_copy = hold_copies(monkeypatch)
     run.save(1)
     with run.uploader._changed:
         assert run.uploader._changed.wait_for(lambda: run.uploader._copying, 60)
