@@ -249,7 +249,7 @@ SETUPS = [
     ),
     engine_under_test(
         "vllm-drafts-eagle-graphs",
-        BY_MODEL(KvPolicy.KEEP, dtype="bfloat16", graphs=True, drafted_by="eagle"),
+        BY_MODEL(KvPolicy.KEEP, dtype="bfloat16", graphs=True, drafted_by="eagle", arguments=CACHE),
         ENGINE,
         GPU,
     ),
