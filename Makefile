@@ -10,6 +10,7 @@ CUDA_SGLANG := $(abspath $(CUDA)-sglang)
 # on GPUs too SGLang has an interpreter of its own
 SGLANG_PYTHON ?= $(CUDA_SGLANG)/bin/python
 SGLANG_READY := $(if $(filter $(CUDA_SGLANG)/bin/python,$(SGLANG_PYTHON)),$(CUDA_SGLANG)/.ready)
+FP8 := $(VENV)-fp8
 TRACKING := $(VENV)-tracking
 BRIDGE := $(VENV)-bridge
 VERIFIERS := $(VENV)-verifiers
@@ -46,6 +47,11 @@ $(VENV)/.ready: $(LOCK) pyproject.toml deploy/setup.sh
 # SGLang on a CPU, for tests alone
 $(SGLANG)/.ready: $(VENV)/.ready deploy/locks/sglang-cpu.txt deploy/setup_layer.sh
 	bash deploy/setup_layer.sh $(VENV) $(SGLANG) deploy/locks/sglang-cpu.txt
+	touch $@
+
+# torchao, for tests of `trainer.fp8`
+$(FP8)/.ready: $(VENV)/.ready deploy/locks/fp8.txt deploy/setup_layer.sh
+	bash deploy/setup_layer.sh $(VENV) $(FP8) deploy/locks/fp8.txt
 	touch $@
 
 # the trackers wandb, mlflow and trackio, for slow tests alone

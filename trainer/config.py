@@ -128,6 +128,10 @@ class TrainerConfig:
     """Samples in one forward pass, at most."""
     compile: bool = False
     """fsdp: compile each layer with torch.compile, attention apart. The first passes take longer."""
+    fp8: Literal["off", "tensorwise", "rowwise"] = "off"
+    """fsdp, bfloat16: multiply matrices of the trained layers in FP8, by torchao: with a scale for a whole
+    tensor (tensorwise), or for each row (rowwise: closer to bfloat16, slower). Needs a GPU of compute
+    capability 8.9 or more, and `compile` to be worth it. Masters and versions are as with off."""
     offload_parameters: bool = False
     """fsdp: keep the shards of the trained model in host memory, too, with `optimizer.cpu_offload`. A pass
     copies a layer's to the device, and its gradients back."""

@@ -150,7 +150,18 @@ def _problems_of_algorithm(
 def _problems_of_optimizer(
     optimizer: OptimizerConfig, trainer: TrainerConfig, lora: LoraConfig
 ) -> tuple[tuple[bool, str], ...]:
+    fp8 = trainer.fp8 != "off"
     return (
+        (
+            fp8 and trainer.dtype != "bfloat16",
+            f"trainer.fp8: {trainer.fp8!r} rounds numbers in bfloat16, and trainer.dtype is "
+            f"{trainer.dtype!r}; use bfloat16, or leave it out",
+        ),
+        (
+            fp8 and lora.rank > 0,
+            f"trainer.fp8: {trainer.fp8!r} computes gradients of all weights, also of those that adapters "
+            "(lora.rank) leave as they are, which costs more than FP8 saves; leave one of them out",
+        ),
         (
             optimizer.name != "adamw" and trainer.backend != "reference",
             f"optimizer.name: {optimizer.name!r} is for trainer.backend 'reference', and it is "
@@ -190,10 +201,11 @@ def check_backend(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
     fsdp_has = {"optimizer.cpu_offload"}
     if trainer.recompute_granularity == "full":
         fsdp_has.add("trainer.recompute_granularity")
-    if trainer.compile and trainer.backend != "fsdp":
-        raise SettingsError(
-            f"setting trainer.compile: it is for trainer.backend 'fsdp', not {trainer.backend!r}"
-        )
+    for setting, is_set in {"compile": trainer.compile, "fp8": trainer.fp8 != "off"}.items():
+        if is_set and trainer.backend != "fsdp":
+            raise SettingsError(
+                f"setting trainer.{setting}: it is for trainer.backend 'fsdp', not {trainer.backend!r}"
+            )
     if trainer.offload_parameters and not (trainer.backend == "fsdp" and optimizer.cpu_offload):
         raise SettingsError(
             "setting trainer.offload_parameters: it is for trainer.backend 'fsdp' with "
