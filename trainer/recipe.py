@@ -197,15 +197,13 @@ def check_backend(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
         "optimizer.grad_reduce_in_fp32": "" if optimizer.grad_reduce_in_fp32 else "false",
         "trainer.dtype": trainer.dtype if trainer.dtype == "float16" else "",
         "trainer.attention_backend": "" if trainer.attention_backend == "auto" else trainer.attention_backend,
+        "trainer.compile": "true" if trainer.compile else "",
+        "trainer.fp8": "" if trainer.fp8 == "off" else trainer.fp8,
     }
-    fsdp_has = {"optimizer.cpu_offload"}
+    both = "megatron", "fsdp"
+    known = {"trainer.compile": ("fsdp",), "trainer.fp8": ("fsdp",), "optimizer.cpu_offload": both}
     if trainer.recompute_granularity == "full":
-        fsdp_has.add("trainer.recompute_granularity")
-    for setting, is_set in {"compile": trainer.compile, "fp8": trainer.fp8 != "off"}.items():
-        if is_set and trainer.backend != "fsdp":
-            raise SettingsError(
-                f"setting trainer.{setting}: it is for trainer.backend 'fsdp', not {trainer.backend!r}"
-            )
+        known["trainer.recompute_granularity"] = both
     if trainer.offload_parameters and not (trainer.backend == "fsdp" and optimizer.cpu_offload):
         raise SettingsError(
             "setting trainer.offload_parameters: it is for trainer.backend 'fsdp' with "
@@ -213,7 +211,7 @@ def check_backend(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
             f"{str(optimizer.cpu_offload).lower()}; change them, or leave it out"
         )
     for setting, value in requests.items():
-        backends = ("megatron", "fsdp") if setting in fsdp_has else ("megatron",)
+        backends = known.get(setting, ("megatron",))
         if value and trainer.backend not in backends:
             raise SettingsError(
                 f"setting {setting}: {value} is for trainer.backend {' or '.join(map(repr, backends))}, and "

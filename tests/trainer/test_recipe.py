@@ -112,6 +112,7 @@ def test_settings_of_the_sharded_backend_are_refused_for_others(
     backend: str, setting: str, value: object
 ) -> None:
     trainer = TrainerConfig(**{"dtype": "bfloat16", setting: value})  # type: ignore[arg-type]
-    with pytest.raises(SettingsError, match=f"{setting}: it is for trainer.backend 'fsdp', not '{backend}'"):
+    said = f"trainer.{setting}: {str(value).lower()} is for trainer.backend 'fsdp', and it is '{backend}'"
+    with pytest.raises(SettingsError, match=said):
         check_backend(replace(trainer, backend=backend), OptimizerConfig())
     check_backend(replace(trainer, backend="fsdp"), OptimizerConfig())
