@@ -26,7 +26,7 @@ SEED ?= 1
 MINUTES ?= 2
 # the others import what the GPU environment does not have
 GPU_TESTS = $(shell grep -rlE 'mark\.gpu|TWO_GPUS' tests --include='test_*.py')
-FP8_TESTS := tests/trainer/fsdp/test_fp8.py
+FP8_TESTS := tests/trainer/layers/test_fp8.py
 CONTRACT := tests/rollout/engines/test_contract.py
 # engines of the contract suite at once, each with a tenth of a GPU's memory
 GPU_LANES ?= 4

@@ -10,8 +10,8 @@ from services.preflight.model import ModelFacts, engines_of
 from services.preflight.problem import Problem, refuse
 from services.settings.processes import gpu_list
 from services.settings.sections import Settings
-from trainer.fsdp.layout import fp8_refusals
 from trainer.layers.attention.terms import AttentionTerms, backend_refusals
+from trainer.layers.fp8 import fp8_refusals
 from trainer.megatron.families.reading import architecture_of
 
 LISTS = ("trainer_gpus", "rollout_gpus", "eval_gpus", "reward_gpus")

@@ -3,7 +3,6 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
-from importlib.util import find_spec
 from typing import Any
 
 from protocol.errors import SettingsError
@@ -12,7 +11,6 @@ from trainer.config import ParallelConfig, TrainerConfig
 SIZES = ("data_parallel_size", "tensor_model_parallel_size", "use_distributed_optimizer")
 """Settings of `[parallel]` that it reads."""
 NOT_SHARDED = "trainer.backend 'fsdp' has data-parallel and tensor-parallel ranks alone"
-NEEDS_GPU = "FP8 is computed on a GPU of compute capability 8.9 or more"
 OTHER_LAYERS = "name other layers, use 'all-linear', or set parallel.tensor_model_parallel_size to 1"
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
 KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -31,22 +29,12 @@ def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
 
 
 def whole_layer_refusal(parallel: ParallelConfig, trainer: TrainerConfig) -> str:
-    """Return what is not done to layers that ranks divide; empty: they are whole, or nothing asks for it."""
+    """Return why a rank needs whole layers and has parts; empty: it has them, or nothing asks for it."""
     asked = {"compiled (trainer.compile)": trainer.compile, "in FP8 (trainer.fp8)": trainer.fp8 != "off"}
     if parallel.tensor_model_parallel_size == 1 or not any(asked.values()):
         return ""
     which = next(name for name, is_set in asked.items() if is_set)
     return f"layers of tensor-parallel ranks of trainer.backend 'fsdp' are not {which}"
-
-
-def fp8_refusals(trainer: TrainerConfig, *, on_gpu: bool) -> Iterator[str]:
-    """Yield reasons why `trainer.fp8` cannot be computed here; of a GPU its age is not looked at."""
-    if trainer.fp8 == "off":
-        return
-    if find_spec("torchao") is None:
-        yield 'torchao is not installed for this Python: pip install "tether-rl[fp8]"'
-    if not on_gpu:
-        yield f"{NEEDS_GPU}, and the trainer is on a CPU"
 
 
 def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:

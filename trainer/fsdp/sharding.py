@@ -17,8 +17,8 @@ from torch.utils.checkpoint import checkpoint
 
 from protocol.errors import SettingsError
 from trainer.config import TrainerConfig
-from trainer.fsdp.fp8 import use_fp8
 from trainer.fsdp.layout import TENSOR_SIZE, division_refusal
+from trainer.layers.fp8 import use_fp8
 from trainer.reference.backend import DTYPES
 from trainer.reference.shards import DATA, TENSOR, tensor_cut
 

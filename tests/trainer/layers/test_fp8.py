@@ -20,23 +20,24 @@ from rollout.staging.staging import digest_of
 from services.audit.versions import read_version
 from tests.changes import slow_unless_changed
 from tests.trainer.checkpoints import save_part
-from tests.trainer.fsdp.fp8_ranks import STEPS, on_policy
 from tests.trainer.fsdp.tiny_models import save_tiny
+from tests.trainer.layers.fp8_ranks import STEPS, on_policy
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import make_batch, save_model, step_batch
 from tests.trainer.megatron.ranks import ALGORITHM
+from tests.trainer.megatron.trees import make_tree
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, WeightConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.fsdp.critic import FsdpCritic
-from trainer.fsdp.fp8 import is_multiplied, use_fp8
+from trainer.layers.fp8 import is_multiplied, use_fp8
 from trainer.roles.config import CriticConfig
 from trainer.weights.publish import publish
 from trainer.weights.registry import make_sender
 
 TORCHAO = [
     pytest.mark.skipif(find_spec("torchao") is None, reason="make .venv-fp8/.ready has torchao"),
-    slow_unless_changed("trainer/fsdp/", "deploy/locks/fp8.txt"),
+    slow_unless_changed("trainer/fsdp/", "trainer/layers/fp8.py", "deploy/locks/fp8.txt"),
 ]
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 RECIPES = ["tensorwise", "rowwise"]
@@ -64,7 +65,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             FsdpBackend(
                 tmp_path / name,
                 parallel=ParallelConfig(),
-                optimizer=OPTIMIZER,
+                optimizer=replace(OPTIMIZER, cpu_offload="offload_parameters" in trainer),
                 trainer=TrainerConfig(backend="fsdp", **settings),
                 algorithm=ALGORITHM,
             )
@@ -184,11 +185,11 @@ def test_sampled_tokens_become_likelier(make: Make, recipe: str) -> None:
 @with_torchao
 @pytest.mark.parametrize("recipe", RECIPES)
 @pytest.mark.parametrize("device", DEVICES)
-def test_a_step_is_repeated_bit_for_bit_and_layers_computed_again_change_nothing(
+def test_equal_steps_give_equal_bits_as_do_layers_computed_again_and_offloading(
     make: Make, recipe: str, device: str
 ) -> None:
     batch = make_batch("qwen3-moe", 0)
-    settings = ({}, {}, {"recompute_granularity": "full"})
+    settings = ({}, {}, {"recompute_granularity": "full"}, {"offload_parameters": True})
     first, *others = (gradient_of(make("qwen3-moe", recipe, device=device, **one), batch) for one in settings)
     assert [name for one in others for name in one if not torch.equal(one[name], first[name])] == []
 
@@ -203,6 +204,13 @@ def test_scales_of_rows_are_not_those_of_samples_beside_them(make: Make) -> None
         beside = backend.logprobs(batch)[: len(alone.tokens)]
         apart[recipe] = float((backend.logprobs(alone) - beside).abs().max())
     assert apart["rowwise"] < 0.01 < apart["tensorwise"]
+
+
+@with_torchao
+def test_shared_tokens_give_what_rows_give_but_for_rounding(make: Make) -> None:
+    tree = make_tree("qwen2", 0)
+    shared, rows = (make("qwen2", share_prefixes=share).logprobs(tree) for share in ("auto", "off"))
+    assert (shared - rows)[tree.sampled_mask].abs().mean() < 0.02
 
 
 @with_torchao
@@ -270,7 +278,7 @@ def test_two_ranks_train_as_one_does_and_publish_their_shards(
     norms = [backend.train_step(on_policy(backend, batch)).grad_norm for batch in batches]
     out = tmp_path / "out"
     arguments = ("fsdp-2", recipe, str(tmp_path / "qwen2"), str(out))
-    launch(2, "tests.trainer.fsdp.fp8_ranks", *arguments, logs=tmp_path / "logs")
+    launch(2, "tests.trainer.layers.fp8_ranks", *arguments, logs=tmp_path / "logs")
     found = json.loads((out / "norms-0.json").read_text())
     assert found == json.loads((out / "norms-1.json").read_text())
     assert found == pytest.approx(norms, rel=0.2)
