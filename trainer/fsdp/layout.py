@@ -31,10 +31,8 @@ def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
 def whole_layer_refusal(parallel: ParallelConfig, trainer: TrainerConfig) -> str:
     """Return why a rank needs whole layers and has parts; empty: it has them, or nothing asks for it."""
     asked = {"compiled (trainer.compile)": trainer.compile, "in FP8 (trainer.fp8)": trainer.fp8 != "off"}
-    if parallel.tensor_model_parallel_size == 1 or not any(asked.values()):
-        return ""
-    which = next(name for name, is_set in asked.items() if is_set)
-    return f"layers of tensor-parallel ranks of trainer.backend 'fsdp' are not {which}"
+    named = [name for name, is_set in asked.items() if is_set and parallel.tensor_model_parallel_size > 1]
+    return f"layers of tensor-parallel ranks of trainer.backend 'fsdp' are not {named[0]}" if named else ""
 
 
 def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:

@@ -90,8 +90,10 @@ def exact_logprobs(directory: Path, work: Work, samples: int) -> torch.Tensor:
             _score(rows, model.lm_head.weight, targets)
             for rows, targets in zip(hidden.split(HEAD_ROWS), ids[PROMPT:].split(HEAD_ROWS), strict=True)
         ]
-    del model
-    return torch.cat(found).cpu()
+    exact = torch.cat(found).cpu()
+    del model, found
+    torch.cuda.empty_cache()  # the backend plans with the memory that is free
+    return exact
 
 
 def _packed(body: Any, work: Work, part: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
