@@ -31,6 +31,7 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, Weigh
 from trainer.fsdp.backend import FsdpBackend
 from trainer.fsdp.critic import FsdpCritic
 from trainer.layers.fp8 import is_multiplied, use_fp8
+from trainer.reference.shards import local_tensor
 from trainer.roles.config import CriticConfig
 from trainer.weights.publish import publish
 from trainer.weights.registry import make_sender
@@ -209,6 +210,17 @@ def test_scales_of_rows_are_not_those_of_samples_beside_them(make: Make) -> None
         beside = backend.logprobs(batch)[: len(alone.tokens)]
         apart[recipe] = float((backend.logprobs(alone) - beside).abs().max())
     assert apart["rowwise"] < 0.01 < apart["tensorwise"]
+
+
+@with_torchao
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("wrong", [float("inf"), float("nan")])
+def test_a_number_that_is_not_finite_skips_the_step(make: Make, recipe: str, wrong: float) -> None:
+    """Rounding bounds finite numbers, and these alone."""
+    backend = make("qwen2", recipe)
+    weight: Any = backend._trained["model.layers.0.mlp.down_proj.weight"]
+    local_tensor(weight.detach())[3, 5] = wrong
+    assert backend.train_step(make_batch("qwen2", 0)).skipped == "the gradient's norm is nan"
 
 
 @with_torchao
