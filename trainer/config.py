@@ -129,6 +129,9 @@ class TrainerConfig:
     """Samples in one forward pass, at most."""
     compile: bool = False
     """fsdp: compile each layer with torch.compile, attention apart. The first passes take longer."""
+    fp8: Literal["off", "tensorwise", "rowwise"] = "off"
+    """fsdp, bfloat16: multiply matrices of the trained layers in FP8, by torchao, with a scale for a tensor
+    (tensorwise) or for each row (rowwise); wants `compile`, and a GPU of compute capability 8.9 or more."""
     offload_parameters: bool = False
     """fsdp: keep the shards of the trained model in host memory, too, with `optimizer.cpu_offload`. A pass
     copies a layer's to the device, and its gradients back."""
@@ -186,14 +189,12 @@ class TrainerConfig:
     engine's; a group is in it or not by its number. They come from the training pass, so all of them cost
     little."""
     mismatch_limit: Annotated[float, Interval(ge=0, le=1e9)] = 1.05
-    """Largest `token_mult_prob_error` at lag 0 (1 is perfect agreement) before `mismatch_action` is taken. 0
-    is off."""
+    """Largest `token_mult_prob_error` (1: agreement) at lag 0 before `mismatch_action` is taken. 0: off."""
     mismatch_action: Literal["warn", "stop"] = "warn"
     """What happens above `mismatch_limit`: warn (terminal, log, page), or stop (the run halts, and why)."""
     memory_gb: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """GPU memory that training takes on each rank at its peak, GiB: `micro_batch_tokens` = auto is chosen for
-    it, and the check before a colocated start counts with it. 0: by `memory_fraction` and the expected
-    peak."""
+    it, and a colocated start is checked with it. 0: by `memory_fraction` and the expected peak."""
     memory_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Share of a GPU's memory that training may take. auto: what `engine.memory_fraction` leaves where
     engines are on the same GPU, else all of it."""
