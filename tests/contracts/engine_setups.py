@@ -110,6 +110,7 @@ ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
 OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
 DRAFTS = slow_unless_changed("rollout/engines/vllm/drafts/")
 BY_MODEL = partial(Setup, "vllm", drafts="model_always", model="shallow", overlaps=True)
+GRAPHS = partial(Setup, "megatron", KvPolicy.RECOMPUTE, graphs=True)  # on a CPU padded steps alone
 LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
     engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
@@ -138,6 +139,9 @@ SETUPS = [
     ),
     engine_under_test("megatron-lora-tp2", Setup("megatron", KvPolicy.KEEP, ranks=2, lora=PARTIAL), SLOW),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
+    engine_under_test("megatron-padded", GRAPHS(), OTHER_SETUP),
+    engine_under_test("megatron-graphs", GRAPHS(dtype="bfloat16"), GPU),
+    engine_under_test("megatron-graphs-experts", GRAPHS(dtype="bfloat16", model="all_experts"), GPU),
     engine_under_test(
         "vllm-recompute",
         Setup("vllm", KvPolicy.RECOMPUTE, overlaps=True),
