@@ -90,7 +90,7 @@ class HostTrainer:
         return {"began": self._began, "ended": time.monotonic(), "manifest": encoded}
 
     def retire(self, version: int) -> dict[str, Any]:
-        """Remove all versions: the engine has the one that it serves. Wait until it has unlocked its pages."""
+        """Remove all versions, of which the engine has the one that it serves, and wait for their memory."""
         for directory in Path(self._room.name).iterdir():
             shutil.rmtree(directory)
         end = time.monotonic() + UNLOCK_S
