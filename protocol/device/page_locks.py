@@ -1,7 +1,7 @@
 """Locks pages of host memory, so that a GPU reads them itself, at the speed of its bus.
 
-Other memory is copied to buffers first, page by page. Locking takes the driver a while, unlocking too: both are
-done while an engine generates.
+Other memory is copied to buffers first, page by page. Locking takes the driver a while, as does unlocking,
+so both are done while an engine generates.
 """
 
 import logging
