@@ -19,9 +19,9 @@ class LockCalls(NamedTuple):
     """Calls that lock and unlock memory, and return an error's number, or 0."""
 
     lock: Callable[[int, int], int]
-    """Of an address and a number of bytes."""
+    """Takes an address and a number of bytes."""
     unlock: Callable[[int], int]
-    """Of an address that was locked."""
+    """Takes an address that was locked."""
 
 
 CUDA = LockCalls(
