@@ -198,6 +198,8 @@ class LayeredStaging(Staging):
         self._pieces, self._into, self._manifest = pieces, into, manifest
         if receiver.lockable and self.buffer.locks.wait(end - time.monotonic()):
             self._lock(manifest, end)
+        elif self.buffer.memory.is_cuda:
+            log.warning("engine.staging pages_not_locked files_can_be_written=%s", receiver.lockable)
 
     def _lock(self, manifest: WeightManifest, end: float) -> None:
         """Lock the version's pages for the device, until `end` at most; the commit copies the others."""
