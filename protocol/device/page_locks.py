@@ -54,8 +54,8 @@ class PageLocks:
         if self._calls is None or not storage.nbytes() or self.holds(tensor):
             return self._calls is not None
         with self._context():
-            if error := self._calls.lock(storage.data_ptr(), storage.nbytes()):
-                log.warning("device.pages_not_locked error=%d locked_mib=%d", error, self.nbytes >> 20)
+            if error := self._lock(storage):
+                log.warning("device.pages_not_locked error=%s locked_mib=%d", error, self.nbytes >> 20)
                 with suppress(RuntimeError):
                     torch.ones(1, device=self._device)  # reports it now, else the next kernel would
                 return False
@@ -85,6 +85,14 @@ class PageLocks:
     def _context(self) -> AbstractContextManager[object]:
         """Return a block in which CUDA's calls are about the device; threads begin with another."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
+
+    def _lock(self, storage: torch.UntypedStorage) -> object:
+        """Lock a storage; return the error, or 0."""
+        assert self._calls is not None
+        try:
+            return self._calls.lock(storage.data_ptr(), storage.nbytes())
+        except RuntimeError as error:  # of a torch that checks the number
+            return error
 
     def _unlock(self, locked: dict[int, torch.UntypedStorage], before: threading.Thread | None) -> None:
         if before is not None:

@@ -92,7 +92,7 @@ ON_ONE_GPU = (
     "weights.transport=ipc",
 )
 ENGINES_SHARE = 0.6
-"""Of the GPU's memory, for the engines of all ways that run at a time."""
+"""Part of the GPU's memory for the engines of all ways that run at a time."""
 TINY = ("run.steps=2", "bound.groups_per_step=4", "rollout.groups_in_flight=8", "eval.prompts=8")
 """Settings of a rehearsal on the CPU."""
 MISMATCH = ("mismatch_mean", "mismatch_max", "token_mult_prob_error")
