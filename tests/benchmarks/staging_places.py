@@ -118,7 +118,7 @@ def main() -> None:
     print(HEADER)
     for place in given.places.split(","):
         command = [sys.executable, "-m", "tests.benchmarks.staging_places", *sys.argv[1:], "--place", place]
-        told = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        told = subprocess.run(command, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True)
         found = json.loads(told.stdout)
         memory = (f"{found[name] / 2**20:.0f}" for name in ("device", "host", "locked"))
         times = (f"{1e3 * found[name]:.0f}" for name in ("stage", "pause", "unlock", "copy"))
