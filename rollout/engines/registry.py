@@ -85,7 +85,9 @@ ENGINES = Registry(
             places=True,
             arguments="rollout.engines.sglang.arguments",
         ),
-        "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine", can_sleep=True),
+        "sglang_jax": EngineEntry(
+            "rollout.engines.sglang_jax.engine:SglangJaxEngine", serves_adapters=True, can_sleep=True
+        ),
         "vllm": EngineEntry(
             "rollout.engines.vllm.engine:VllmEngine",
             serves_adapters=True,
