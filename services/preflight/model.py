@@ -36,6 +36,7 @@ from trainer.fsdp.layout import (
     plan_of,
 )
 from trainer.megatron.convert.adapters import lora_rules
+from trainer.megatron.convert.reshard import in_turns
 from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.delta import check_generation
 from trainer.megatron.families.experts import check_ranks
@@ -268,6 +269,8 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
 
 
 def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:
+    if not settings.shares_masters:
+        return
     kind = architecture.model_type
     conflicts = {
         f"it needs tensors that are parts of the trainer's; {kind} has q, k and v one after the other, and "
@@ -278,8 +281,18 @@ def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator
         ),
     }
     for problem, present in conflicts.items():
-        if present and settings.shares_masters:
+        if present:
             yield Problem(problem, "use shm", "weights.transport", "shared")
+    turns = in_turns(export_plan(architecture, Layout.of(ParallelConfig(), architecture.layers)))
+    if turns is not None and settings.engine.name != "megatron":
+        yield Problem(
+            f"{turns.name} alternates with others in the trainer's {turns.parameter}, and does not in engine "
+            f"{settings.engine.name!r}; with one key-value head it would not, and {kind} here has "
+            f"{architecture.kv_heads}",
+            "use engine.name 'megatron', or shm",
+            "weights.transport",
+            "shared",
+        )
 
 
 def _longrope_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:

@@ -59,6 +59,29 @@ async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtyp
     assert list((tmp_path / "shared/shared").iterdir()) == []
 
 
+@pytest.mark.engine
+async def test_megatron_trains_on_vllms_copy_where_both_lay_out_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """q, k and v of one key-value head lie one after the other in both."""
+    alike = (
+        "engine.name=vllm", "trainer.backend=megatron", "model.scratch.num_key_value_heads=1",
+        "bound.max_staleness=0", "sampling.temperature=0", "algorithm.entropy_coef=0.1",
+    )  # fmt: skip
+    runs = []
+    with caplog.at_level(logging.INFO, "tether"):
+        for way in ("shm", "shared"):
+            settings = small(tmp_path / way, *alike, f"weights.transport={way}")
+            runs.append(await run_to_end(settings, checked=False))
+    assert caplog.text.count("weights.attached") == 1
+    assert digests(runs[0]) == digests(runs[1])
+    assert len(set(digests(runs[1]))) == 3
+    exports = [tmp_path / way / "exports/step_00000003/model.safetensors" for way in ("shm", "shared")]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+    assert all(step["logprob_error_max"] < 1e-4 for run in runs for step in run.steps)
+    assert list((tmp_path / "shared/shared").iterdir()) == []
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_adapters_on_a_shared_base_are_those_of_a_run_by_shm(
     tmp_path: Path, dtype: str, caplog: pytest.LogCaptureFixture

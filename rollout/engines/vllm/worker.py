@@ -214,6 +214,11 @@ def _shared_staging(
     )
     worker._tether_shared = shared  # keeps the memory mapped
     with set_current_vllm_config(worker.vllm_config):
+        if processed := vllm_processings(model, worker.vllm_config, ()):
+            raise EngineSettingsError(
+                f"layer {processed[0].name} computes with copies that vLLM makes after loading, which no "
+                "commit from masters would change: weights.transport 'shared' cannot serve this model"
+            )
         plan = SharedPlan(
             *record(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype)
         )

@@ -20,6 +20,7 @@ from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.convert.export import PublishedPiece, joined, published_pieces
+from trainer.megatron.convert.parts import parts_of
 from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
 from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, OUTPUT_BIAS
 from trainer.megatron.families.delta import check_generation
@@ -33,7 +34,7 @@ from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.router import RouterRecorder
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.model import DTYPES, PackedModel, buffers_of, build_model, parts_of, transformer_config
+from trainer.megatron.model import DTYPES, PackedModel, buffers_of, build_model, transformer_config
 
 VOCABULARY = (EMBEDDING, OUTPUT, OUTPUT_BIAS)
 """Tensors that are padded to a multiple of the ranks."""
