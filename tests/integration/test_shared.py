@@ -133,6 +133,27 @@ def test_two_ranks_of_each_have_the_weights_of_a_run_by_shm(
     assert processes_of(tmp_path / "shared") == []
 
 
+@slow_unless_changed("services/settings/shared_weights.py", "services/rollout/service.py")
+def test_a_pool_has_engines_that_share_and_others(tmp_path: Path) -> None:
+    pool = "services.pool=[{engine={name='megatron'}}, {engine={name='hf'}}]"
+    overrides = (
+        *PAIRS["megatron"], "lora.rank=4", "weights.transport=shared", pool, "services.restarts=0",
+        "bound.max_staleness=1", "eval.at_end=false", "monitor.enabled=false",
+    )  # fmt: skip
+    words = [word for override in overrides for word in ("--set", override)]
+    demo = str(ROOT / "deploy/configs/demo.toml")
+    result = tether("up", demo, "--steps", "4", "--run-dir", str(tmp_path), *words, seconds=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert audit(tmp_path)["violations"] == []
+    log = (tmp_path / "logs/trainer.log").read_text()
+    (attached,) = [line for line in log.splitlines() if "weights.attached" in line]
+    applied = {event["engine"] for event in events(tmp_path) if event["event"] == "applied"}
+    assert len(applied) == 2
+    assert sum(f"engine={engine} " in attached for engine in applied) == 1
+    assert list((tmp_path / "shared").iterdir()) == []
+    assert processes_of(tmp_path) == []
+
+
 @pytest.mark.parametrize(("pair", "dtype"), [*CASES, ("hf", "bfloat16")])
 async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, pair: str, dtype: str) -> None:
     settings = small(

@@ -216,7 +216,7 @@ def _shared_staging(
     with set_current_vllm_config(worker.vllm_config):
         if processed := vllm_processings(model, worker.vllm_config, ()):
             raise EngineSettingsError(
-                f"layer {processed[0].name} computes with copies that vLLM makes after loading, which no "
+                f"layer {processed[0].name} computes with tensors that vLLM makes after loading, which no "
                 "commit from masters would change: weights.transport 'shared' cannot serve this model"
             )
         plan = SharedPlan(
