@@ -137,8 +137,7 @@ def _master_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
 
 def _ranks(settings: Settings) -> int:
     """Return the ranks of the trainer, and of the engine that shares with it: one of each on a GPU."""
-    engine = _sharing(settings)[0]
-    return engine.tensor_parallel_size if engine.name == "megatron" else 1
+    return _sharing(settings)[0].tensor_parallel_size if settings.trainer.backend == "megatron" else 1
 
 
 def _ranks_of_shared(settings: Settings, engine: EngineConfig, ranks: int) -> tuple[tuple[bool, str], ...]:

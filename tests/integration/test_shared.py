@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import pytest
@@ -23,6 +24,12 @@ PAIRS = {
     "hf": ("engine.name=hf", "trainer.backend=reference"),
     "megatron": ("engine.name=megatron", "trainer.backend=megatron"),
 }
+LETTERS = "0123456789= " + ascii_letters[:50]
+"""Tokens that are 64 with those of padding and end."""
+VLLM_ALIKE = (
+    "engine.name=vllm", "model.scratch.num_key_value_heads=2", f'model.scratch.vocabulary="{LETTERS}"',
+)  # fmt: skip
+"""A key-value head and half of the vocabulary on each of two ranks."""
 CASES = [("hf", "float32"), ("megatron", "float32"), ("megatron", "bfloat16")]
 KILLED = (
     "weights.transport=shared", "trainer.checkpoint_every=4", "bound.groups_per_step=8",
@@ -102,18 +109,31 @@ async def test_adapters_on_a_shared_base_are_those_of_a_run_by_shm(
     assert list((tmp_path / "shared/shared").iterdir()) == []
 
 
-@slow_unless_changed("rollout/engines/megatron/", "trainer/weights/shared", "trainer/megatron/convert/")
-@pytest.mark.parametrize("adapters", [(), ("lora.rank=4",)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@slow_unless_changed(
+    "rollout/engines/megatron/",
+    "rollout/engines/multi_process/shared_rank.py",
+    "trainer/weights/shared",
+    "trainer/megatron/convert/",
+)
+@pytest.mark.parametrize(
+    ("more", "dtype"),
+    [
+        ((), "float32"),
+        ((), "bfloat16"),
+        (("lora.rank=4",), "float32"),
+        (("lora.rank=4",), "bfloat16"),
+        pytest.param(VLLM_ALIKE, "float32", marks=pytest.mark.engine),
+    ],
+)
 def test_two_ranks_of_each_have_the_weights_of_a_run_by_shm(
-    tmp_path: Path, dtype: str, adapters: tuple[str, ...]
+    tmp_path: Path, dtype: str, more: tuple[str, ...]
 ) -> None:
     overrides = (
-        *PAIRS["megatron"], *adapters, "engine.tensor_parallel_size=2", "services.restarts=0",
+        *PAIRS["megatron"], "engine.tensor_parallel_size=2", "services.restarts=0",
         "parallel.tensor_model_parallel_size=2", "bound.max_staleness=0", "sampling.temperature=0",
         "algorithm.name=reinforce_plus_plus", f"trainer.dtype={dtype}", f"engine.dtype={dtype}",
         "eval.at_end=false", "monitor.enabled=false", "trainer.checkpoint_every=2",
-        "algorithm.entropy_coef=0.1",
+        "algorithm.entropy_coef=0.1", *more,
     )  # fmt: skip
     words = [word for override in overrides for word in ("--set", override)]
     demo, found = str(ROOT / "deploy/configs/demo.toml"), []

@@ -26,7 +26,7 @@ from trainer.megatron import cpu, parallel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.convert.export import Exporter
-from trainer.megatron.convert.parts import parameters_in, parts_of
+from trainer.megatron.convert.parts import parameters_in, slices_of
 from trainer.megatron.convert.reshard import plan_of
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.reading import read_architecture, read_critic
@@ -204,13 +204,15 @@ class MegatronBackend(Offloadable, Backend):
         return self._masters or super().masters()
 
     def master_parts(self) -> Mapping[str, torch.Tensor]:
-        return parts_of(self._plan, self.masters())
+        slices = slices_of(self._plan, self.masters(), self._part.layout, self._position.place)
+        return {name: part for name, (_, part) in slices.items()}
 
     def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         # under adapters these are the base, which is constant and has no masters
         masters = self._parameters if self.lora.rank else self.masters()
         if self._parameters.keys().isdisjoint(parameters):  # an engine of other layers names the checkpoint's
-            parameters = parameters_in(self._plan, self._parameters, parameters)
+            layout, place = self._part.layout, self._position.place
+            parameters = parameters_in(self._plan, self._parameters, parameters, layout, place)
         check_parameters(self._parameters, masters, parameters)
         check_model_buffers(self._buffers, buffers, [rotary.halves for rotary in self._rotaries])
         if not self.lora.rank:

@@ -122,6 +122,17 @@ def test_masters_of_a_model_are_not_shared_where_the_engine_lacks_them(
     assert any(words in problem for problem in problems)
 
 
+def test_ranks_of_vllm_share_where_they_divide_heads_and_vocabulary_as_the_trainer(tmp_path: Path) -> None:
+    model = save_model("qwen2", tmp_path)  # two key-value heads, 131 tokens
+    ranks = ("parallel.tensor_model_parallel_size=2", "engine.tensor_parallel_size=2")
+    shared = (f'model={{path="{model}"}}', "weights.transport=shared", "engine.name=vllm", *ranks)
+    found = [
+        str(problem) for problem in model_problems(with_model(tmp_path / "run", *shared), read_facts(model))
+    ]
+    (problem,) = [text for text in found if "weights.transport" in text]
+    assert "vLLM pads a vocabulary of 131 tokens to a multiple of 64 before it divides it" in problem
+
+
 @pytest.mark.parametrize(("name", "engine"), [("qwen2", "megatron"), ("qwen2-tied", "vllm")])
 def test_masters_are_shared_where_trainer_and_engine_lay_out_alike(
     name: str, engine: str, tmp_path: Path

@@ -31,9 +31,9 @@ FREQUENCIES = "rotary_pos_emb.inv_freq"
 
 def commit(backend: MegatronBackend, engine: CachedModel) -> None:
     """What the engine does with a version."""
-    live = engine.parts()
+    live = engine.slices()
     for name, part in backend.master_parts().items():
-        live[name].copy_(part)
+        live[name][1].copy_(part)
 
 
 def saved(backend: MegatronBackend, directory: Path) -> dict[str, bytes]:
@@ -147,7 +147,7 @@ def test_a_version_is_committed_out_of_the_masters_and_has_the_digest_of_any_tra
     staging = SharedStaging(
         {
             name: replace(whole_source(part), shape=engine.shapes[name])
-            for name, part in engine.parts().items()
+            for name, (_, part) in engine.slices().items()
         }
     )
     for version in range(1, 3):

@@ -1,15 +1,22 @@
 """Tests training with the weights of an engine of other layers, where both lay parameters out alike."""
 
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from protocol.errors import SettingsError
 from tests.trainer.attached import Tensors
 from tests.trainer.megatron.attached import Place, exported, same_bits
-from tests.trainer.megatron.models import make_batch
+from tests.trainer.megatron.models import make_batch, save_model
+from trainer.config import ParallelConfig
 from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.convert.parts import parts_of
+from trainer.megatron.convert.parts import parameters_in, slices_of
 from trainer.megatron.convert.reshard import Piece, TensorPlan
+from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.families.stages import export_plan, stage_rules
+from trainer.megatron.layout import Layout
 from trainer.megatron.model import DTYPES, FREQUENCIES
 
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
@@ -17,23 +24,27 @@ ONE_GROUP = "qwen2-tied"
 """It has one key-value head."""
 
 
-def fused(backend: MegatronBackend, *, joined: bool = True, padding: int = 64) -> tuple[Tensors, Tensors]:
-    """An engine's tensors by checkpoint name, in parameters as vLLM has them, and its table of angles.
+def fuse(tensors: Tensors, *, joined: bool = True, padding: int = 64) -> Tensors:
+    """A checkpoint's tensors in parameters as vLLM has them.
 
     q, k, v and gate, up are rows of one parameter if `joined`; the vocabulary is padded.
     """
     found: Tensors = {}
-    for name, tensor in dict(backend.export_model()).items():
+    for name, tensor in tensors.items():
         kind = name.split(".")[-2]
         if kind in ("k_proj", "v_proj", "up_proj") and joined:
             continue
         others = {"q_proj": ("k_proj", "v_proj"), "gate_proj": ("up_proj",)}.get(kind, ()) if joined else ()
         names = [name, *(name.replace(kind, other) for other in others)]
-        parts = [dict(backend.export_model())[each] for each in names]
-        rows = [*parts, torch.zeros(padding, *tensor.shape[1:], dtype=tensor.dtype)]
+        rows = [*(tensors[each] for each in names), tensor.new_zeros(padding, *tensor.shape[1:])]
         found |= zip(names, torch.cat(rows).split([len(row) for row in rows]), strict=False)
+    return found
+
+
+def fused(backend: MegatronBackend, *, joined: bool = True, padding: int = 64) -> tuple[Tensors, Tensors]:
+    """An engine's tensors by checkpoint name, and its table of angles; see `fuse`."""
     angles = torch.arange(16.0)[:, None] * backend._buffers[FREQUENCIES]
-    return found, {
+    return fuse(dict(backend.export_model()), joined=joined, padding=padding), {
         "model.layers.0.self_attn.rotary_emb.cos_sin_cache": torch.cat([angles.cos(), angles.sin()], dim=1)
     }
 
@@ -105,11 +116,36 @@ def test_an_engine_that_lacks_a_tensor_or_rotates_otherwise_is_refused(place: Pl
 def test_a_tensor_in_unequal_turns_cannot_be_shared() -> None:
     equal = (Piece(0, 0, 1, 2), Piece(0, 2, 5, 2), Piece(0, 4, 9, 2))
     parameter = torch.arange(12)
-    assert parts_of([TensorPlan("q", (6,), 0, 0, "p", equal)], {"p": parameter})["q"].tolist() == [
+    assert slices_of([TensorPlan("q", (6,), 0, 0, "p", equal)], {"p": parameter})["q"][1].tolist() == [
         [1, 2],
         [5, 6],
         [9, 10],
     ]
     for unequal in (Piece(0, 4, 10, 2), Piece(0, 4, 9, 1)):
         with pytest.raises(SettingsError, match="tensor q does not lie in equal turns in p"):
-            parts_of([TensorPlan("q", (6,), 0, 0, "p", (*equal[:2], unequal))], {"p": parameter})
+            slices_of([TensorPlan("q", (6,), 0, 0, "p", (*equal[:2], unequal))], {"p": parameter})
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_ranks_with_one_group_each_have_their_parts_where_an_engine_has_them(
+    tmp_path: Path, rank: int
+) -> None:
+    model_dir = save_model("qwen2", tmp_path)  # two key-value heads
+    architecture = read_architecture(model_dir)
+    layout = Layout.of(ParallelConfig(tensor_model_parallel_size=2), architecture.layers)
+    plans, place = export_plan(architecture, layout), layout.place_of(rank)
+    own = {
+        rule.parameter: torch.zeros(rule.local_shape(layout.grid(expert=rule.expert)))
+        for rule in stage_rules(architecture, layout, 0)
+    }
+    whole = load_file(model_dir / "model.safetensors")
+    found = slices_of(plans, own, layout, place)
+    for name, (box, part) in found.items():
+        part.copy_(whole[name][tuple(slice(*side) for side in box)])
+    assert found["model.layers.0.self_attn.k_proj.weight"][0] == ((32 * rank, 32 * rank + 32), (0, 64))
+    assert found["model.layers.0.self_attn.o_proj.weight"][0] == ((0, 64), (64 * rank, 64 * rank + 64))
+    engine = fuse({name: part for name, (_, part) in found.items()})
+    live = parameters_in(plans, own, engine, layout, place)
+    assert same_bits(live, {name: own[name] for name in live})
+    assert live.keys() == own.keys()
+    assert live[QKV].data_ptr() == engine["model.layers.1.self_attn.q_proj.weight"].data_ptr()
