@@ -112,17 +112,18 @@ async def test_adapters_on_a_shared_base_are_those_of_a_run_by_shm(
 @slow_unless_changed(
     "rollout/engines/megatron/",
     "rollout/engines/multi_process/shared_rank.py",
+    "rollout/engines/vllm/worker.py",
     "trainer/weights/shared",
     "trainer/megatron/convert/",
 )
 @pytest.mark.parametrize(
     ("more", "dtype"),
     [
-        ((), "float32"),
-        ((), "bfloat16"),
-        (("lora.rank=4",), "float32"),
-        (("lora.rank=4",), "bfloat16"),
-        pytest.param(VLLM_ALIKE, "float32", marks=pytest.mark.engine),
+        pytest.param((), "float32", id="float32"),
+        pytest.param((), "bfloat16", id="bfloat16"),
+        pytest.param(("lora.rank=4",), "float32", id="lora-float32"),
+        pytest.param(("lora.rank=4",), "bfloat16", id="lora-bfloat16"),
+        pytest.param(VLLM_ALIKE, "float32", id="vllm-float32", marks=pytest.mark.engine),
     ],
 )
 def test_two_ranks_of_each_have_the_weights_of_a_run_by_shm(

@@ -236,6 +236,8 @@ def test_settings_that_go_with_it_are_taken(tmp_path: Path) -> None:
         "services.rollout_gpus='1,2'",
     )
     settings_for(tmp_path, "demo.toml", *SHARED, "engine.name=megatron", "trainer.backend=megatron")
+    ranks = ("engine.tensor_parallel_size=2", "parallel.tensor_model_parallel_size=2")
+    settings_for(tmp_path, "demo.toml", *SHARED, "engine.name=vllm", "trainer.backend=megatron", *ranks)
     settings_for(
         tmp_path,
         "demo.toml",
