@@ -23,6 +23,7 @@ STEPS = 8
 PAIRS = {
     "hf": ("engine.name=hf", "trainer.backend=reference"),
     "megatron": ("engine.name=megatron", "trainer.backend=megatron"),
+    "vllm": ("engine.name=vllm", "trainer.backend=megatron", "model.scratch.num_key_value_heads=1"),
 }
 LETTERS = "0123456789= " + ascii_letters[:50]
 """Tokens that are 64 with those of padding and end."""
@@ -71,14 +72,11 @@ async def test_megatron_trains_on_vllms_copy_where_both_lay_out_alike(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     """q, k and v of one key-value head lie one after the other in both."""
-    alike = (
-        "engine.name=vllm", "trainer.backend=megatron", "model.scratch.num_key_value_heads=1",
-        "bound.max_staleness=0", "sampling.temperature=0", "algorithm.entropy_coef=0.1",
-    )  # fmt: skip
+    greedy = ("bound.max_staleness=0", "sampling.temperature=0", "algorithm.entropy_coef=0.1")
     runs = []
     with caplog.at_level(logging.INFO, "tether"):
         for way in ("shm", "shared"):
-            settings = small(tmp_path / way, *alike, f"weights.transport={way}")
+            settings = small(tmp_path / way, *PAIRS["vllm"], *greedy, f"weights.transport={way}")
             runs.append(await run_to_end(settings, checked=False))
     assert caplog.text.count("weights.attached") == 1
     assert digests(runs[0]) == digests(runs[1])
@@ -201,7 +199,7 @@ async def test_a_successor_replays_without_an_engine_whatever_the_transport_is_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", ["hf", "megatron"])
+@pytest.mark.parametrize("pair", ["hf", "megatron", pytest.param("vllm", marks=pytest.mark.engine)])
 def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Path, pair: str) -> None:
     arguments = [str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--run-dir", str(tmp_path)]
     arguments += [word for override in (*PAIRS[pair], *KILLED) for word in ("--set", override)]
