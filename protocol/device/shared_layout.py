@@ -17,7 +17,8 @@ SUFFIX = ".msgpack"
 """Suffix of a description's file name."""
 
 MASTERS = "masters"
-"""Section of the trainer's file: fp32 masters by checkpoint name, laid out as in `matches_layout`."""
+"""Section of the trainer's file: fp32 masters by checkpoint name, laid out as in `matches_layout`. Of several
+ranks each has its parts."""
 HELD, VERSION = "held", "version"
 """Section of the trainer's file, and the name of its one number: the version that the masters hold, or -1
 while the trainer writes to them."""

@@ -43,8 +43,8 @@ class EngineEntry(Entry):
     """Whether it stages where `engine.staging` says; others stage on the device."""
     arguments: str = ""
     """Module with the table of arguments that are refused in `[engine.arguments]`; empty: it takes none."""
-    shares_with: str = ""
-    """The trainer's backend that can compute with the engine's live weights; empty: none."""
+    shares_with: tuple[str, ...] = ()
+    """The trainer's backends that can compute with the engine's live weights."""
     shares_base: bool = False
     """Whether it can do so under `[lora]`, too: adapters are apart from the model's own weights."""
 
@@ -60,7 +60,7 @@ ENGINES = Registry(
             batch_invariant=True,
             profiles=True,
             places=True,
-            shares_with="reference",
+            shares_with=("reference",),
         ),
         "megatron": EngineEntry(
             "rollout.engines.megatron.engine:MegatronEngine",
@@ -70,7 +70,7 @@ ENGINES = Registry(
             records_experts=True,
             profiles=True,
             places=True,
-            shares_with="megatron",
+            shares_with=("megatron",),
             shares_base=True,
         ),
         "scripted": EngineEntry("rollout.engines.scripted:ScriptedEngine"),
@@ -85,7 +85,9 @@ ENGINES = Registry(
             places=True,
             arguments="rollout.engines.sglang.arguments",
         ),
-        "sglang_jax": EngineEntry("rollout.engines.sglang_jax.engine:SglangJaxEngine", can_sleep=True),
+        "sglang_jax": EngineEntry(
+            "rollout.engines.sglang_jax.engine:SglangJaxEngine", serves_adapters=True, can_sleep=True
+        ),
         "vllm": EngineEntry(
             "rollout.engines.vllm.engine:VllmEngine",
             serves_adapters=True,
@@ -98,7 +100,7 @@ ENGINES = Registry(
             batch_invariant=True,
             places=True,
             arguments="rollout.engines.vllm.arguments",
-            shares_with="reference",
+            shares_with=("reference", "megatron"),
         ),
     },
     own=EngineEntry,

@@ -36,6 +36,7 @@ from trainer.fsdp.layout import (
     whole_layer_refusal,
 )
 from trainer.megatron.convert.adapters import lora_rules
+from trainer.megatron.convert.reshard import TensorPlan, in_turns
 from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.delta import check_generation
 from trainer.megatron.families.experts import check_ranks
@@ -49,6 +50,8 @@ from trainer.megatron.memory.expected import frozen_layout
 from trainer.random_model import check_scratch, config_of, shapes_of
 from trainer.roles.config import REWARD_MODEL
 
+VLLM_PADS_TO = 64
+"""vLLM's embeddings have a multiple of so many rows on all ranks together."""
 OF_TRANSFORMERS = ("fsdp", "reference")
 """Backends that train models of transformers as they are."""
 ALIKE_IN_VLLM = ("qwen2", "qwen3")
@@ -256,19 +259,24 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
         )
         return
     if setting == "trainer.backend":
-        yield from _shared_problems(settings, architecture)
         yield from _longrope_problems(settings, architecture)
     else:
         yield from refusals(check_generation, architecture.delta)
     try:
         check_ranks(architecture.experts, parallel)
-        export_plan(architecture, Layout.of(parallel, architecture.layers))
+        plan = export_plan(architecture, Layout.of(parallel, architecture.layers))
     except SettingsError as error:
         yield Problem(f"section [parallel]: {error}")
+        return
+    if setting == "trainer.backend" and settings.shares_masters:
+        yield from _shared_problems(settings, architecture, in_turns(plan))
 
 
-def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:
-    kind = architecture.model_type
+def _shared_problems(
+    settings: Settings, architecture: Architecture, turns: TensorPlan | None
+) -> Iterator[Problem]:
+    kind, engine, size = architecture.model_type, settings.engine.name, architecture.vocabulary
+    is_apart = settings.engine.tensor_parallel_size > 1 and engine == "vllm"
     conflicts = {
         f"it needs tensors that are parts of the trainer's; {kind} has q, k and v one after the other, and "
         "there they alternate": architecture.family.fused_qkv,
@@ -276,9 +284,14 @@ def _shared_problems(settings: Settings, architecture: Architecture) -> Iterator
         f"it needs tensors that are parts of the trainer's; {kind} has the experts' matrices transposed": (
             architecture.experts.biases
         ),
+        f"{turns and turns.name} alternates with others in the trainer's {turns and turns.parameter}, and "
+        f"does not in engine {engine!r}; with one key-value head on each rank it would not, and {kind} here "
+        f"has {architecture.kv_heads}": turns is not None and engine != "megatron",
+        f"vLLM pads a vocabulary of {size} tokens to a multiple of {VLLM_PADS_TO} before it divides it, and "
+        "the trainer does not": is_apart and size % VLLM_PADS_TO > 0,
     }
     for problem, present in conflicts.items():
-        if present and settings.shares_masters:
+        if present:
             yield Problem(problem, "use shm", "weights.transport", "shared")
 
 

@@ -43,6 +43,7 @@ from services.runtime.user_modules import add_user_modules
 from services.settings.engine_pool import placed_as_allowed
 from services.settings.hub import fetch_model, hub_names
 from services.settings.sections import Settings
+from services.settings.shared_weights import can_share
 
 RESERVED_FILES = 256
 """Descriptors of everything else in a worker: sockets of bus and ledger, weights, logs, the engine's own."""
@@ -113,7 +114,7 @@ async def _environment(settings: Settings) -> Environment:
 def _description(process: Process) -> Path | None:
     """Return the file by which the trainer finds the engine's live weights; None: it does not."""
     settings = process.settings
-    described = settings.weights.transport == TRANSPORT
+    described = settings.weights.transport == TRANSPORT and can_share(settings.engine, settings.lora)
     return description_file(settings.run_dir, process.incarnation) if described else None
 
 

@@ -1,7 +1,12 @@
 """Checks that trainer and engine can compute with one copy of the weights."""
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
+from protocol.weights.lora import LoraConfig
+from rollout.engines.base import EngineConfig
 from rollout.engines.registry import ENGINES
 from services.settings.processes import gpu_list
 from services.settings.sections import Settings
@@ -20,57 +25,82 @@ def check_shared(settings: Settings) -> None:
             raise SettingsError(f"setting weights.transport: with {TRANSPORT!r}, {problem}")
 
 
+def can_share(engine: EngineConfig, lora: LoraConfig) -> bool:
+    """Return whether a trainer can compute with an engine's live weights, or its adapters' base."""
+    return engine.name in ENGINES.having("shares_base" if lora.rank else "shares_with")
+
+
 def are_apart(settings: Settings, rollouts: int) -> bool:
-    """Return whether one of so many rollout workers would not be on the GPUs of the trainer's ranks."""
-    return rollouts > 1 and len(gpu_list(settings.services.rollout_gpus)) > _ranks(settings)
+    """Return whether one of so many rollout workers that can share would not be on the trainer's GPUs."""
+    engines = _engines(settings)
+    return len(gpu_list(settings.services.rollout_gpus)) > _ranks(settings) and any(
+        can_share(engines[index % len(engines)], settings.lora) for index in range(1, rollouts)
+    )
 
 
-def _problems_of_shared(settings: Settings) -> tuple[tuple[bool, str], ...]:
-    trainer, engine, services = settings.trainer, settings.engine, settings.services
-    sharing = ENGINES.having("shares_with")
-    backend = ENGINES[engine.name].shares_with if engine.name in sharing else None
-    ranks = _ranks(settings)
+def _engines(settings: Settings) -> list[EngineConfig]:
+    """Return the engine of each worker, or of each in a round of the pool."""
+    return [
+        replace(settings.engine, **entry.engine)
+        for entry in settings.services.pool
+        for _ in range(entry.count)
+    ] or [settings.engine]
+
+
+def _sharing(settings: Settings) -> list[EngineConfig]:
+    """Return the engines that can share, or one that has to and cannot."""
+    engines = _engines(settings)
+    return [engine for engine in engines if can_share(engine, settings.lora)] or engines[:1]
+
+
+def _problems_of_shared(settings: Settings) -> Iterator[tuple[bool, str]]:
+    trainer, services, ranks = settings.trainer, settings.services, _ranks(settings)
     trainer_gpus, rollout_gpus = gpu_list(services.trainer_gpus), gpu_list(services.rollout_gpus)
-    return (
-        (backend is None, f"engine.name is {engine.name!r}; it has to be {' or '.join(sharing)}"),
-        (
-            trainer.backend != backend,
-            f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} "
-            f"it has to be {backend!r}",
-        ),
-        *_ranks_of_shared(settings, ranks),
-        (
-            engine.enable_sleep_mode,
-            "engine.enable_sleep_mode is true; the trainer computes with the engine's memory",
-        ),
-        (
-            bool(services.pool),
-            "services.pool names rollout workers; all of them have to be on [engine]",
-        ),
-        (
-            settings.lora.rank > 0 and engine.name not in ENGINES.having("shares_base"),
-            f"lora.rank is {settings.lora.rank}; engine.name {engine.name!r} does not keep the base of "
-            f"adapters as it is trained; use {' or '.join(ENGINES.having('shares_base'))}",
-        ),
-        *(_master_problems(settings) if settings.shares_masters else ()),
-        (
-            are_apart(settings, services.rollouts),
-            f"services.rollouts is {services.rollouts} on services.rollout_gpus {services.rollout_gpus!r}; "
-            "several have to be on the GPUs of the trainer's ranks alone, as any may be the one that shares",
-        ),
-        (
-            settings.colocated.enabled,
-            "colocated.enabled is true; processes that share tensors do not take turns",
-        ),
-        (
-            trainer.dtype != engine.dtype,
-            f"trainer.dtype is {trainer.dtype}, engine.dtype {engine.dtype}; they have to be the same",
-        ),
-        (
-            trainer_gpus[:ranks] != rollout_gpus[:ranks],
-            f"services.trainer_gpus is {services.trainer_gpus!r}, services.rollout_gpus "
-            f"{services.rollout_gpus!r}; they have to name the same GPU",
-        ),
+    for engine in _sharing(settings):
+        yield from _engine_problems(settings, engine)
+    if settings.shares_masters:
+        yield from _master_problems(settings)
+    yield (
+        are_apart(settings, services.rollout_workers),
+        f"{services.rollout_workers} rollout workers are on services.rollout_gpus {services.rollout_gpus!r}; "
+        "those that can share have to be on the GPUs of the trainer's ranks alone, as any may be the one "
+        "that does",
+    )
+    yield (
+        settings.colocated.enabled,
+        "colocated.enabled is true; processes that share tensors do not take turns",
+    )
+    yield (
+        trainer.dtype != settings.engine.dtype,
+        f"trainer.dtype is {trainer.dtype}, engine.dtype {settings.engine.dtype}; they have to be the same",
+    )
+    yield (
+        trainer_gpus[:ranks] != rollout_gpus[:ranks],
+        f"services.trainer_gpus is {services.trainer_gpus!r}, services.rollout_gpus "
+        f"{services.rollout_gpus!r}; they have to name the same GPU",
+    )
+
+
+def _engine_problems(settings: Settings, engine: EngineConfig) -> Iterator[tuple[bool, str]]:
+    """Yield what an engine that shares cannot be."""
+    trainer, ranks = settings.trainer, _ranks(settings)
+    sharing, having_base = ENGINES.having("shares_with"), ENGINES.having("shares_base")
+    backends = ENGINES[engine.name].shares_with if engine.name in sharing else ()
+    yield not backends, f"engine.name is {engine.name!r}; it has to be {' or '.join(sharing)}"
+    yield (
+        trainer.backend not in backends,
+        f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} "
+        f"it has to be {' or '.join(map(repr, backends))}",
+    )
+    yield from _ranks_of_shared(settings, engine, ranks)
+    yield (
+        engine.enable_sleep_mode,
+        "engine.enable_sleep_mode is true; the trainer computes with the engine's memory",
+    )
+    yield (
+        settings.lora.rank > 0 and engine.name not in having_base,
+        f"lora.rank is {settings.lora.rank}; engine.name {engine.name!r} does not keep the base of "
+        f"adapters as it is trained; use {' or '.join(having_base)}",
     )
 
 
@@ -78,6 +108,11 @@ def _master_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
     """Return what does not go with weights that change at every version in the engine's memory alone."""
     trainer, services = settings.trainer, settings.services
     return (
+        (
+            bool(services.pool),
+            "services.pool names several rollout workers; there can be one, on [engine]: a version is the "
+            "trainer's masters, which its next step overwrites; under [lora] all get the adapters",
+        ),
         (
             services.rollouts > 1,
             f"services.rollouts is {services.rollouts}; there can be one rollout worker: the trainer waits "
@@ -102,16 +137,15 @@ def _master_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
 
 def _ranks(settings: Settings) -> int:
     """Return the ranks of the trainer, and of the engine that shares with it: one of each on a GPU."""
-    return settings.engine.tensor_parallel_size if settings.engine.name == "megatron" else 1
+    return _sharing(settings)[0].tensor_parallel_size if settings.trainer.backend == "megatron" else 1
 
 
-def _ranks_of_shared(settings: Settings, ranks: int) -> tuple[tuple[bool, str], ...]:
-    engine = settings.engine
+def _ranks_of_shared(settings: Settings, engine: EngineConfig, ranks: int) -> tuple[tuple[bool, str], ...]:
     tensor = settings.parallel.tensor_model_parallel_size
     return (
         (
             engine.tensor_parallel_size != ranks,
-            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it has to be 1",
+            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it has to be {ranks}",
         ),
         (
             settings.trainer_ranks != ranks or tensor != ranks,

@@ -355,6 +355,13 @@ SETUPS = [
         "sglang-jax-keep", Setup("sglang_jax", KvPolicy.KEEP, dtype="bfloat16"), ENGINE, LONG_START, SLOW
     ),
     engine_under_test(
+        "sglang-jax-lora",
+        Setup("sglang_jax", KvPolicy.RECOMPUTE, lora=PARTIAL),
+        ENGINE,
+        LONG_START,
+        SLOW,
+    ),
+    engine_under_test(
         "sglang-latent",
         Setup("sglang", KvPolicy.RECOMPUTE, sleeps=True, model="latent_yarn"),
         ENGINE,

@@ -7,6 +7,7 @@ import logging
 import os
 import signal
 from pathlib import Path
+from string import ascii_letters
 from typing import Any
 
 import pytest
@@ -22,7 +23,14 @@ STEPS = 8
 PAIRS = {
     "hf": ("engine.name=hf", "trainer.backend=reference"),
     "megatron": ("engine.name=megatron", "trainer.backend=megatron"),
+    "vllm": ("engine.name=vllm", "trainer.backend=megatron", "model.scratch.num_key_value_heads=1"),
 }
+LETTERS = "0123456789= " + ascii_letters[:50]
+"""Tokens that are 64 with those of padding and end."""
+VLLM_ALIKE = (
+    "engine.name=vllm", "model.scratch.num_key_value_heads=2", f'model.scratch.vocabulary="{LETTERS}"',
+)  # fmt: skip
+"""A key-value head and half of the vocabulary on each of two ranks."""
 CASES = [("hf", "float32"), ("megatron", "float32"), ("megatron", "bfloat16")]
 KILLED = (
     "weights.transport=shared", "trainer.checkpoint_every=4", "bound.groups_per_step=8",
@@ -59,6 +67,26 @@ async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtyp
     assert list((tmp_path / "shared/shared").iterdir()) == []
 
 
+@pytest.mark.engine
+async def test_megatron_trains_on_vllms_copy_where_both_lay_out_alike(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """q, k and v of one key-value head lie one after the other in both."""
+    greedy = ("bound.max_staleness=0", "sampling.temperature=0", "algorithm.entropy_coef=0.1")
+    runs = []
+    with caplog.at_level(logging.INFO, "tether"):
+        for way in ("shm", "shared"):
+            settings = small(tmp_path / way, *PAIRS["vllm"], *greedy, f"weights.transport={way}")
+            runs.append(await run_to_end(settings, checked=False))
+    assert caplog.text.count("weights.attached") == 1
+    assert digests(runs[0]) == digests(runs[1])
+    assert len(set(digests(runs[1]))) == 3
+    exports = [tmp_path / way / "exports/step_00000003/model.safetensors" for way in ("shm", "shared")]
+    assert exports[0].read_bytes() == exports[1].read_bytes()
+    assert all(step["logprob_error_max"] < 1e-4 for run in runs for step in run.steps)
+    assert list((tmp_path / "shared/shared").iterdir()) == []
+
+
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_adapters_on_a_shared_base_are_those_of_a_run_by_shm(
     tmp_path: Path, dtype: str, caplog: pytest.LogCaptureFixture
@@ -79,18 +107,32 @@ async def test_adapters_on_a_shared_base_are_those_of_a_run_by_shm(
     assert list((tmp_path / "shared/shared").iterdir()) == []
 
 
-@slow_unless_changed("rollout/engines/megatron/", "trainer/weights/shared", "trainer/megatron/convert/")
-@pytest.mark.parametrize("adapters", [(), ("lora.rank=4",)])
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@slow_unless_changed(
+    "rollout/engines/megatron/",
+    "rollout/engines/multi_process/shared_rank.py",
+    "rollout/engines/vllm/worker.py",
+    "trainer/weights/shared",
+    "trainer/megatron/convert/",
+)
+@pytest.mark.parametrize(
+    ("more", "dtype"),
+    [
+        pytest.param((), "float32", id="float32"),
+        pytest.param((), "bfloat16", id="bfloat16"),
+        pytest.param(("lora.rank=4",), "float32", id="lora-float32"),
+        pytest.param(("lora.rank=4",), "bfloat16", id="lora-bfloat16"),
+        pytest.param(VLLM_ALIKE, "float32", id="vllm-float32", marks=pytest.mark.engine),
+    ],
+)
 def test_two_ranks_of_each_have_the_weights_of_a_run_by_shm(
-    tmp_path: Path, dtype: str, adapters: tuple[str, ...]
+    tmp_path: Path, dtype: str, more: tuple[str, ...]
 ) -> None:
     overrides = (
-        *PAIRS["megatron"], *adapters, "engine.tensor_parallel_size=2", "services.restarts=0",
+        *PAIRS["megatron"], "engine.tensor_parallel_size=2", "services.restarts=0",
         "parallel.tensor_model_parallel_size=2", "bound.max_staleness=0", "sampling.temperature=0",
         "algorithm.name=reinforce_plus_plus", f"trainer.dtype={dtype}", f"engine.dtype={dtype}",
         "eval.at_end=false", "monitor.enabled=false", "trainer.checkpoint_every=2",
-        "algorithm.entropy_coef=0.1",
+        "algorithm.entropy_coef=0.1", *more,
     )  # fmt: skip
     words = [word for override in overrides for word in ("--set", override)]
     demo, found = str(ROOT / "deploy/configs/demo.toml"), []
@@ -108,6 +150,27 @@ def test_two_ranks_of_each_have_the_weights_of_a_run_by_shm(
     assert "weights.attached" in (tmp_path / "shared/logs/trainer.log").read_text()
     assert list((tmp_path / "shared/shared").iterdir()) == []
     assert processes_of(tmp_path / "shared") == []
+
+
+@slow_unless_changed("services/settings/shared_weights.py", "services/rollout/service.py")
+def test_a_pool_has_engines_that_share_and_others(tmp_path: Path) -> None:
+    pool = "services.pool=[{engine={name='megatron'}}, {engine={name='hf'}}]"
+    overrides = (
+        *PAIRS["megatron"], "lora.rank=4", "weights.transport=shared", pool, "services.restarts=0",
+        "bound.max_staleness=1", "eval.at_end=false", "monitor.enabled=false",
+    )  # fmt: skip
+    words = [word for override in overrides for word in ("--set", override)]
+    demo = str(ROOT / "deploy/configs/demo.toml")
+    result = tether("up", demo, "--steps", "4", "--run-dir", str(tmp_path), *words, seconds=400)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert audit(tmp_path)["violations"] == []
+    log = (tmp_path / "logs/trainer.log").read_text()
+    (attached,) = [line for line in log.splitlines() if "weights.attached" in line]
+    applied = {event["engine"] for event in events(tmp_path) if event["event"] == "applied"}
+    assert len(applied) == 2
+    assert sum(f"engine={engine} " in attached for engine in applied) == 1
+    assert list((tmp_path / "shared").iterdir()) == []
+    assert processes_of(tmp_path) == []
 
 
 @pytest.mark.parametrize(("pair", "dtype"), [*CASES, ("hf", "bfloat16")])
@@ -136,7 +199,7 @@ async def test_a_successor_replays_without_an_engine_whatever_the_transport_is_t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pair", ["hf", "megatron"])
+@pytest.mark.parametrize("pair", ["hf", "megatron", pytest.param("vllm", marks=pytest.mark.engine)])
 def test_a_run_survives_the_death_of_its_trainer_and_of_its_engine(tmp_path: Path, pair: str) -> None:
     arguments = [str(ROOT / "deploy/configs/demo.toml"), "--steps", str(STEPS), "--run-dir", str(tmp_path)]
     arguments += [word for override in (*PAIRS[pair], *KILLED) for word in ("--set", override)]

@@ -267,7 +267,7 @@ class Backend(ABC):
     def master_parts(self) -> Mapping[str, torch.Tensor]:
         """Return views of the masters, where they lie now, that are the tensors of `export`, in its order.
 
-        Their shapes are as `matches_layout` says.
+        Their shapes are as `matches_layout` says. One of several ranks has parts of tensors.
         """
         return self.masters()
 

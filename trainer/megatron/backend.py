@@ -16,7 +16,7 @@ from protocol.weights.peft import check_peft
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Replicas, StepStats, keeps_copy
 from trainer.backends.early_export import EarlyExport, Tensors
-from trainer.backends.engine_attach import check_buffers, check_parameters, take_parameters
+from trainer.backends.engine_attach import check_model_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.batch import Batch
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -26,6 +26,7 @@ from trainer.megatron import cpu, parallel
 from trainer.megatron.checkpoint.state import copy_part, restore_part
 from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.convert.export import Exporter
+from trainer.megatron.convert.parts import parameters_in, slices_of
 from trainer.megatron.convert.reshard import plan_of
 from trainer.megatron.families.experts import check_ranks
 from trainer.megatron.families.reading import read_architecture, read_critic
@@ -35,13 +36,7 @@ from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.balance import extremes
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import Workload
-from trainer.megatron.model import (
-    DTYPES,
-    PackedModel,
-    buffers_of,
-    parts_of,
-    whole_part,
-)
+from trainer.megatron.model import DTYPES, PackedModel, buffers_of, whole_part
 from trainer.megatron.optimizer_step import retry_of
 from trainer.megatron.part import ModelPart
 from trainer.megatron.roles.frozen import load_part, shapes_of
@@ -100,7 +95,7 @@ class MegatronBackend(Offloadable, Backend):
             self._trained, self._published = self._parameters, self._plan
             if adapters.rank:
                 self._add_adapters(whole_part(chunks), adapters)
-            self._buffers = buffers_of(chunks[0])
+            self._buffers, self._rotaries = buffers_of(chunks[0]), chunks[0].rotaries
             self._exporter = Exporter(
                 self._part.layout,
                 self._position,
@@ -210,13 +205,17 @@ class MegatronBackend(Offloadable, Backend):
         return self._masters or super().masters()
 
     def master_parts(self) -> Mapping[str, torch.Tensor]:
-        return parts_of(self._plan, self.masters())
+        slices = slices_of(self._plan, self.masters(), self._part.layout, self._position.place)
+        return {name: part for name, (_, part) in slices.items()}
 
     def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         # under adapters these are the base, which is constant and has no masters
         masters = self._parameters if self.lora.rank else self.masters()
+        if self._parameters.keys().isdisjoint(parameters):  # an engine of other layers names the checkpoint's
+            layout, place = self._part.layout, self._position.place
+            parameters = parameters_in(self._plan, self._parameters, parameters, layout, place)
         check_parameters(self._parameters, masters, parameters)
-        check_buffers(self._buffers, buffers)
+        check_model_buffers(self._buffers, buffers, [rotary.halves for rotary in self._rotaries])
         if not self.lora.rank:
             self._optimizer.leave_parameters()
         take_parameters(self._parameters, parameters)

@@ -8,8 +8,7 @@ TransformerEngine and Apex are not needed.
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-from collections.abc import Iterable, Mapping, Sequence
-from itertools import pairwise
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
-from trainer.megatron.convert.reshard import TensorPlan, stretch
 from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.families.experts import Experts
 from trainer.megatron.families.numbers import Architecture
@@ -251,17 +249,6 @@ FREQUENCIES = "rotary_pos_emb.inv_freq"
 """Name of the first rotary embedding's; the others have their number behind it."""
 
 
-def parts_of(plans: Iterable[TensorPlan], parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return views of whole parameters that are the tensors of a checkpoint, by name.
-
-    Their shapes are as `matches_layout` says.
-
-    Raises:
-        SettingsError: a tensor is scattered over a parameter in unequal pieces or distances.
-    """
-    return {plan.name: _part(plan, parameters[plan.parameter].detach()) for plan in plans}
-
-
 def buffers_of(model: PackedModel) -> dict[str, torch.Tensor]:
     """Return the model's buffers, with the rotary frequencies, which are attributes."""
     frequencies = {}
@@ -271,17 +258,3 @@ def buffers_of(model: PackedModel) -> dict[str, torch.Tensor]:
         if rotary.long is not None:
             frequencies[f"{name}.long"] = rotary.long
     return {**dict(model.named_buffers()), **frequencies}
-
-
-def _part(plan: TensorPlan, parameter: torch.Tensor) -> torch.Tensor:
-    first, *others = plan.pieces
-    if not others:
-        part: torch.Tensor = stretch(parameter, plan.dim, first.local_start, first.length, first.local_matrix)
-        return part
-    distances = {after.local_start - before.local_start for before, after in pairwise(plan.pieces)}
-    if plan.dim or len(distances) > 1 or {piece.length for piece in others} != {first.length}:
-        raise SettingsError(
-            f"weights.transport 'shared': tensor {plan.name} does not lie in equal turns in {plan.parameter}"
-        )
-    turns = parameter.view(-1, distances.pop(), *parameter.shape[1:])
-    return turns.narrow(1, first.local_start, first.length)

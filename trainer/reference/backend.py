@@ -17,7 +17,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, Replicas, StepStats
-from trainer.backends.engine_attach import check_model_buffers, check_parameters, take_parameters
+from trainer.backends.engine_attach import Angles, check_model_buffers, check_parameters, take_parameters
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, with_dropout, without_adapters
@@ -140,7 +140,7 @@ class ReferenceBackend(SavedStepper, Backend):
 
     def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         check_parameters(self._trained, self._masters, parameters)
-        check_model_buffers(self._model, buffers)
+        check_model_buffers(dict(self._model.named_buffers()), buffers, _rotaries(self._model))
         take_parameters(self._trained, parameters)
         self._stepper.publishes = False
 
@@ -232,6 +232,18 @@ def load_frozen_apart(
     require_one_rank()
     torch.set_num_threads(trainer.threads)
     return load_frozen(spec, trainer, choose_device(trainer.device)), ((0,),)
+
+
+def _rotaries(model: Any) -> list[Angles]:
+    """Return the rotary embedding of a transformers model, if it has one."""
+    rotary: Any = getattr(model.base_model, "rotary_emb", None)
+
+    def halves(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        like = torch.empty(0, dtype=torch.float32, device=positions.device)
+        cos, sin = (values[0].chunk(2, dim=-1)[0] for values in rotary(like, positions[None]))
+        return cos, sin
+
+    return [] if rotary is None else [halves]
 
 
 def require_one_rank() -> None:

@@ -17,9 +17,10 @@ from protocol.errors import WeightError
 from protocol.messages import WeightManifest, WeightPiece
 from protocol.weights.boxes import relative, whole
 from protocol.weights.deltas import TensorChange, changes_name
+from protocol.weights.piece_rows import PieceRows
 from trainer.hosts.place import SEE_S
 from trainer.weights.bucket_writer import Named, drain
-from trainer.weights.part_layout import PartReport, PieceRows, checked_pieces
+from trainer.weights.part_layout import PartReport, checked_pieces
 from trainer.weights.version_directories import bucket_path
 
 PAUSE_S = 0.1

@@ -1,22 +1,18 @@
 """Describes a version that the trainer's ranks publish in parts: its manifest without digests and places."""
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate, zip_longest
+from itertools import zip_longest
 
 import msgspec
-import numpy as np
 import torch
 from msgspec.structs import replace
-from numpy.typing import NDArray
 
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest, WeightPart, WeightPiece
 from protocol.weights.boxes import shape_of, size_of, whole
 from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest
 from protocol.weights.deltas import TensorChange
-from protocol.weights.digests import digests_of_sums, rows_of
 from protocol.weights.provisional import UNKNOWN, with_digests
-from protocol.weights.slices import sum_span
 from trainer.ranks.publication import Publication
 from trainer.weights.bucket_writer import Named, published_dtype
 
@@ -79,41 +75,6 @@ def checked_pieces(
         if tuple(named[1].shape) != shape:
             raise WeightError(f"{name}: a piece of {list(named[1].shape)}, not {list(shape)}")
         yield piece, named[1]
-
-
-class PieceRows:
-    """Places of the sums of all ranks' pieces among the sums of the tensors; the same for every version."""
-
-    def __init__(self, blank: WeightManifest) -> None:
-        self._sizes = [entry.nbytes for entry in blank.tensors]
-        self._firsts = list(accumulate(map(rows_of, self._sizes), initial=0))
-        self.pieces = [
-            [sum_span(blank.tensors[piece.tensor], piece.box) for piece in part.pieces]
-            for part in blank.parts
-        ]
-        """By rank, the rows (first, after the last) of its tensor that the sums of each piece cover."""
-        self._runs = [self._joined(blank, part) for part in range(len(blank.parts))]
-        """By rank, (first row among all tensors', first of the rank's sums, rows) of adjacent sums."""
-
-    def digests(self, sums: Sequence[NDArray[np.int64]]) -> list[int]:
-        """Return the tensors' digests from each rank's sums, one piece after the other."""
-        total = np.zeros(self._firsts[-1], np.int64)
-        for runs, part in zip(self._runs, sums, strict=True):
-            for row, first, count in runs:
-                total[row : row + count] += part[first : first + count]
-        return digests_of_sums(total, self._sizes)
-
-    def _joined(self, blank: WeightManifest, part: int) -> list[tuple[int, int, int]]:
-        runs: list[tuple[int, int, int]] = []
-        position = 0
-        for piece, (first, end) in zip(blank.parts[part].pieces, self.pieces[part], strict=True):
-            row, count = self._firsts[piece.tensor] + first, end - first
-            if runs and runs[-1][0] + runs[-1][2] == row:
-                runs[-1] = (*runs[-1][:2], runs[-1][2] + count)
-            else:
-                runs.append((row, position, count))
-            position += count
-        return runs
 
 
 def complete_manifest(

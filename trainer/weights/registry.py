@@ -108,7 +108,7 @@ def _shared_part(run_dir: Path, rank: int, blank: WeightManifest, backend: Backe
         raise SettingsError(
             "setting weights.transport: with 'shared' all ranks of the trainer have to be on one host"
         )
-    return SharedPartSender(run_dir, rank, blank, backend.masters())
+    return SharedPartSender(run_dir, rank, blank, backend.masters(), backend.master_parts)
 
 
 def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> WeightManifest:

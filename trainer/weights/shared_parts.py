@@ -4,7 +4,7 @@ Each rank describes its masters in a file, and digests the pieces of the publica
 the sums of all, which engine ranks read in its memory: each compares the masters of its own rank with them.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -26,10 +26,11 @@ from protocol.device.shared_tensors import SharedTensors
 from protocol.device.slice_digests import SliceSums
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
+from protocol.weights.piece_rows import PieceRows
 from trainer.ranks.collectives import agreed, gather_bytes
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named, drain
-from trainer.weights.part_layout import PartReport, PieceRows, checked_pieces, complete_manifest
+from trainer.weights.part_layout import PartReport, checked_pieces, complete_manifest
 from trainer.weights.shared import NOT_HELD
 
 _decoder = msgspec.msgpack.Decoder(PartReport)
@@ -41,7 +42,12 @@ class SharedPartSender(WeightSender):
     in_parts = True
 
     def __init__(
-        self, run_dir: Path, rank: int, blank: WeightManifest, masters: Mapping[str, torch.Tensor]
+        self,
+        run_dir: Path,
+        rank: int,
+        blank: WeightManifest,
+        masters: Mapping[str, torch.Tensor],
+        parts: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
         """Move the masters.
 
@@ -50,6 +56,7 @@ class SharedPartSender(WeightSender):
             rank: this process's.
             blank: `blank_manifest` of the model.
             masters: parameter of this rank -> its master; they stay the same objects.
+            parts: returns checkpoint name -> the part of the tensor that a master of this rank has.
 
         Raises:
             WeightError: on a CPU, there is not enough memory for them; they stay where they are.
@@ -62,7 +69,7 @@ class SharedPartSender(WeightSender):
         self._held, self._sums, *moved = self._memory.tensors
         for master, tensor in zip(masters.values(), moved, strict=True):
             master.data = tensor
-        self._masters = dict(zip(masters, moved, strict=True))
+        self._parts = {name: part.detach() for name, part in parts().items()}
         self._files: list[Path] = []
         """Descriptions of this epoch."""
 
@@ -118,7 +125,7 @@ class SharedPartSender(WeightSender):
         try:
             if path not in self._files:
                 sums = description_file(self._run_dir, f"trainer.{epoch}.sums")
-                self._memory.write(path, {MASTERS: self._masters})
+                self._memory.write(path, {MASTERS: self._parts})
                 if not self._rank:
                     self._memory.write(sums, {HELD: {VERSION: self._held}, SUMS: {PIECES: self._sums}})
                 self._files = [path] if self._rank else [path, sums]
@@ -129,7 +136,7 @@ class SharedPartSender(WeightSender):
 
     def _digested(self, tensors: Named) -> bytes:
         spans = self._rows.pieces[self._rank]
-        device = next(iter(self._masters.values())).device
+        device = next(iter(self._parts.values())).device
         sums, position = SliceSums(sum(end - first for first, end in spans), device), 0
         pieces = checked_pieces(self._blank, self._rank, tensors)
         for (piece, tensor), (first, end) in zip(pieces, spans, strict=True):

@@ -11,13 +11,13 @@ from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.device.hf_models import MODEL_BUILDING, code_trust, use_whole_attention
 from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError
-from protocol.messages import WeightManifest
-from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from rollout.engines.base import Capabilities, EngineConfig
 from rollout.engines.hf.decoder import decoder_of
 from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.hf.row_adapters import RowAdapters
 from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
+from rollout.engines.in_process.merged_staging import MergedStaging
 from rollout.engines.in_process.running_request import Decoder
 from rollout.engines.named_adapters import read_named
 from rollout.engines.requests import check_adapters
@@ -26,50 +26,6 @@ from rollout.staging.places import StagingPlace, StagingRoom, choose, empty_in
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import Committable, LiveAndStaged, Staging, digest_of, stored_once, whole_source
-
-
-class MergedStaging(Staging):
-    """Staging of merged weights.
-
-    Once a version is staged, `copy` holds W + B A for every weight that has an adapter. `base` keeps W, and
-    `adapter` A and B.
-    """
-
-    def __init__(
-        self, live: Mapping[str, torch.Tensor], lora: LoraConfig, *, architecture: str, staging_mb: int = 0
-    ) -> None:
-        """Allocate the copies.
-
-        Args:
-            live: the model's parameters, without an adapter.
-            lora: the adapter that versions bring.
-            architecture: class of the model in transformers.
-            staging_mb: see `EngineConfig`.
-
-        Raises:
-            SettingsError: if the model lacks a target module.
-            EngineError: if there is no room for a copy of the weights that have an adapter, or it takes more
-                than `staging_mb`.
-        """
-        self._targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in live.items()}, lora)
-        choose(StagingRoom(mb=staging_mb), [live[target.weight] for target in self._targets], 0)
-        self.base = {target.weight: live[target.weight].clone() for target in self._targets}
-        self.copy = {name: torch.empty_like(tensor) for name, tensor in self.base.items()}
-        like = next(iter(self.base.values()))
-        self.adapter = {
-            name: like.new_empty(shape) for name, shape in adapter_shapes(self._targets, lora.rank).items()
-        }
-        super().__init__(
-            {name: whole_source(tensor) for name, tensor in self.adapter.items()}, architecture=architecture
-        )
-
-    def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
-        covered = super().fetch(manifest, deadline_s)
-        with torch.no_grad():
-            for target in self._targets:
-                change = self.adapter[target.b].float() @ self.adapter[target.a].float()
-                self.copy[target.weight].copy_(self.base[target.weight].float() + change)
-        return covered
 
 
 class HFEngine(InProcessEngine):
@@ -149,8 +105,16 @@ def _staging(
     """Return what commits a version, what stages it, and what sleep releases."""
     architecture = type(model).__name__
     if lora.rank:
-        merging = MergedStaging(live, lora, architecture=architecture, staging_mb=room.mb)
-        updated = {name: live[name] for name in merging.copy}
+        targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in live.items()}, lora)
+        updated = {target.weight: live[target.weight] for target in targets}
+        choose(StagingRoom(mb=room.mb), updated.values(), 0)
+        merging = MergedStaging(
+            targets,
+            lora.rank,
+            base={name: tensor.clone() for name, tensor in updated.items()},
+            copy={name: torch.empty_like(tensor) for name, tensor in updated.items()},
+            architecture=architecture,
+        )
         lost = [*updated.values(), *merging.copy.values(), *merging.adapter.values()]
         return (
             LiveAndStaged(updated, merging.copy),

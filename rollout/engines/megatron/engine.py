@@ -171,7 +171,7 @@ class MegatronEngine(InProcessEngine):
 
 def _sharing(model: CachedModel, decoder: PagedDecoder) -> LoadedModel:
     """Return a model whose versions come out of the trainer's masters."""
-    parts = model.parts()
+    parts = {name: part for name, (_, part) in model.slices().items()}
     sources = {name: replace(whole_source(part), shape=model.shapes[name]) for name, part in parts.items()}
     staging = SharedStaging(sources, architecture=model.architecture.name, tied=model.architecture.tied)
     return LoadedModel(

@@ -21,9 +21,9 @@ import torch.distributed as dist
 from protocol.device.shared_layout import rank_file
 from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig
-from rollout.engines.megatron.shared_rank import SharedRankPlan
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
+from rollout.engines.multi_process.shared_rank import LiveSlice, SharedRankPlan
 from rollout.engines.named_adapters import named_tensors
 from rollout.staging.places import StagingRoom
 from rollout.staging.rank import RankPlan, RankStaging
@@ -122,7 +122,11 @@ class TensorRank:
             self._shared, buffers = share_parameters(model.module, model.buffers())
             describe(self._shared, rank_file(Path(settings.shared), self._rank), model.base, buffers)
             if not settings.adapters.rank:
-                return SharedRankPlan(model, self._rank)
+                slices = {
+                    name: LiveSlice(model.shapes[name], box, part)
+                    for name, (box, part) in model.slices().items()
+                }
+                return SharedRankPlan(slices, self._rank)
         dtype = getattr(torch, settings.dtype)
         plan = trace(model.load, model.parameters.items(), model.shapes, dtype, settings.staging)
         lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]

@@ -59,7 +59,7 @@ class ModelProcess:
         return self._ranks.call(method, *arguments)[0]
 
     def load(self, *arguments: Any) -> dict[str, tuple[int, ...]]:
-        """Load a model; returns name -> shape of each tensor of a version.
+        """Load a model; returns name -> shape of each of its tensors.
 
         Raises:
             EngineError: it cannot be loaded.
@@ -72,7 +72,14 @@ class ModelProcess:
     def share(
         self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, slots: int, vocab: int
     ) -> dict[str, torch.Tensor]:
-        """Make the memory for a staged version and for logits; returns the tensors of the version."""
+        """Make the memory for the staged tensors of a version and for logits; returns these tensors.
+
+        Args:
+            shapes: name -> shape of each tensor that versions change.
+            dtype: of the model.
+            slots: sequences that the KV cache holds.
+            vocab: tokens of the vocabulary.
+        """
         places, end = [], 0
         for shape in shapes.values():
             places.append(end)
@@ -80,7 +87,7 @@ class ModelProcess:
         nbytes = end + 4 * slots * vocab
         memory = self._memory = reserved(self._file, nbytes)
         self._logits = torch.frombuffer(memory, dtype=torch.float32, offset=end).view(slots, vocab)
-        self.call("share", nbytes, places, end)
+        self.call("share", list(shapes), nbytes, places, end)
         self._staged = {
             name: torch.frombuffer(memory, dtype=dtype, offset=place, count=torch.Size(shape).numel()).view(
                 shape

@@ -5,18 +5,22 @@ interpreter that has it. Its scheduler and its sampler are not used: release 0.0
 log-probabilities, and cannot take new weights.
 """
 
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from protocol.errors import EngineError
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from rollout.engines.base import Capabilities, EngineConfig, Occupancy
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
-from rollout.engines.requests import read_config
+from rollout.engines.in_process.merged_staging import MergedStaging
+from rollout.engines.requests import check_adapters, read_config
 from rollout.engines.sglang_jax.child import ModelProcess
 from rollout.engines.sglang_jax.model_check import check_interpreter, check_model, config_overrides, slots_of
 from rollout.engines.sglang_jax.slot_decoder import SlotDecoder
+from rollout.staging.loaded_weights import files_by_tensor
 from rollout.staging.places import StagingRoom, choose
 from rollout.staging.staging import Staging, whole_source
 
@@ -27,12 +31,16 @@ BATCH_TOKENS = 2048
 class SglangJaxEngine(InProcessEngine):
     """Engine for the families that sglang-jax has, on a CPU.
 
-    A model directory without weights gives a model with random ones.
+    A model directory without weights gives a model with random ones. Release 0.0.2 has no layers with
+    adapters: the adapter of a version is merged into the weights that it changes.
     """
 
-    def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
+    def __init__(
+        self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS
+    ) -> None:
         """Create an engine that is not started; the arguments are as in `make_engine`."""
         super().__init__(config, model_dir, incarnation)
+        self._lora = lora
         self.capabilities = Capabilities(sleep=True)
         self._child: ModelProcess | None = None
 
@@ -44,6 +52,7 @@ class SglangJaxEngine(InProcessEngine):
     def _load(self) -> LoadedModel:
         model = read_config(self._model_dir)
         check_model(self._config, model, self._model_dir)
+        check_adapters(self._lora, self._model_dir)
         slots = slots_of(self._config, model)
         check_interpreter(self._config.python)
         self._config = replace(self._config, max_running=slots)
@@ -56,20 +65,27 @@ class SglangJaxEngine(InProcessEngine):
             slots,
             self._config.max_model_len,
         )
-        dtype = getattr(torch, self._config.dtype)
-        choose(
-            StagingRoom(mb=self._config.staging_mb),
-            (torch.empty(shape, dtype=dtype, device="meta") for shape in shapes.values()),
-            0,
-        )
-        staged = child.share(shapes, dtype, slots, self._vocab)
-        staging = Staging(
-            {name: whole_source(tensor) for name, tensor in staged.items()},
-            architecture=model["architectures"][0],
-            tied="lm_head.weight" not in staged,
-        )
+        staging = self._shared_staging(child, shapes, model["architectures"][0])
         decoder = SlotDecoder(child, max(BATCH_TOKENS, self._config.max_model_len))
         return LoadedModel(decoder, child, staging, child.digest, child)
+
+    def _shared_staging(
+        self, child: ModelProcess, shapes: dict[str, tuple[int, ...]], architecture: str
+    ) -> Staging:
+        """Share memory for the tensors that versions change, and return what fills it."""
+        targets = adapter_targets(shapes, self._lora) if self._lora.rank else ()
+        changed = {target.weight: shapes[target.weight] for target in targets} or shapes
+        dtype = getattr(torch, self._config.dtype)
+        blank = (torch.empty(shape, dtype=dtype, device="meta") for shape in changed.values())
+        choose(StagingRoom(mb=self._config.staging_mb), blank, 0)
+        staged = child.share(changed, dtype, self._config.max_running, self._vocab)
+        if targets:
+            with ExitStack() as stack:
+                files = files_by_tensor(stack, self._model_dir)
+                base = {name: files[name].get_tensor(name).to(dtype) for name in staged}
+            return MergedStaging(targets, self._lora.rank, base=base, copy=staged, architecture=architecture)
+        sources = {name: whole_source(tensor) for name, tensor in staged.items()}
+        return Staging(sources, architecture=architecture, tied="lm_head.weight" not in staged)
 
     async def occupancy(self) -> Occupancy:
         found = await super().occupancy()

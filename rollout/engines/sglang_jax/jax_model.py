@@ -64,7 +64,7 @@ class JaxModel:
             slots: sequences that the KV cache holds.
             length: most tokens of a sequence.
 
-        Returns: name and shape of each tensor that a version has.
+        Returns: name and shape of each tensor of its checkpoint.
         """
         jax.config.update("jax_default_matmul_precision", "highest")
         config = ModelConfig(
@@ -99,21 +99,25 @@ class JaxModel:
         self._compute = self._compiled(definition, attention)
         self._mappings = {name: mapping for name, mapping in self._mappings.items() if self._has(mapping)}
         self._hold_once()
-        self._shapes = {name: self._tensor(name).shape for name in self._mappings}
-        return [(name, list(shape)) for name, shape in self._shapes.items()]
+        return [(name, list(self._tensor(name).shape)) for name in self._mappings]
 
-    def share(self, nbytes: int, places: list[int], logits_at: int) -> None:
+    def share(self, names: list[str], nbytes: int, places: list[int], logits_at: int) -> None:
         """Map the memory that the engine has made.
 
         Args:
-            nbytes: its size.
-            places: byte at which each tensor of a version begins, in the order of `load`.
+            names: tensors that versions change; under adapters not all that `load` returned.
+            nbytes: size of the memory.
+            places: byte at which each of these tensors begins.
             logits_at: byte at which logits begin, float32 [N, V].
         """
-        memory = mmap.mmap(self._descriptor, nbytes)
+        self._mappings = {name: self._mappings[name] for name in names}
+        changed = {id(self._parameter(mapping).value) for mapping in self._mappings.values()}
+        self._replaced = {index for index, leaf in enumerate(self._leaves) if id(leaf) in changed}
+        """Indices of the leaves that a version brings."""
+        memory, shapes = mmap.mmap(self._descriptor, nbytes), [self._tensor(name).shape for name in names]
         self._staged = {
             name: np.frombuffer(memory, self._dtype, int(np.prod(shape)), place).reshape(shape)
-            for (name, shape), place in zip(self._shapes.items(), places, strict=True)
+            for name, shape, place in zip(names, shapes, places, strict=True)
         }
         logits = np.frombuffer(memory, np.float32, len(self._first) * self._vocab, logits_at)
         self._logits = logits.reshape(-1, self._vocab)
@@ -166,7 +170,7 @@ class JaxModel:
             self._kv = [jnp.zeros(kv.shape, kv.dtype, device=kv.sharding) for kv in self._kv_like]
 
     def digests(self) -> list[int]:
-        """Return the digest of each tensor that it computes with, in the order of `load`."""
+        """Return digests of the tensors that versions change, as they are live, in the order of `share`."""
         return [digest(self._tensor(name).tobytes()) for name in self._mappings]
 
     def _run(
@@ -236,9 +240,6 @@ class JaxModel:
 
     def _hold_once(self) -> None:
         """Leave the arrays to the leaves, as `replace` and `release` would leave the model's behind."""
-        changed = {id(self._parameter(mapping).value) for mapping in self._mappings.values()}
-        self._replaced = {index for index, leaf in enumerate(self._leaves) if id(leaf) in changed}
-        """Indices of the leaves that a version brings."""
         self._kv_like = [_like(kv) for kv in self._kv]
         state = jax.tree_util.tree_unflatten(self._structure, [_like(leaf) for leaf in self._leaves])
         nnx.update(self._model, state)

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
+from protocol.device.shared_layout import rank_file
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
@@ -200,7 +201,8 @@ class VllmEngine(MultiProcessEngine):
         self._gate.notify()
         was_started = await self._vllm.stop(self._running.values())
         if was_started and self._shared is not None:
-            self._shared.unlink(missing_ok=True)
+            for rank in range(self._config.tensor_parallel_size):
+                rank_file(self._shared, rank).unlink(missing_ok=True)
 
     async def _recorded(
         self, request: Request, number: int, tokens: Sequence[int]

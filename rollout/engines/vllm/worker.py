@@ -20,12 +20,13 @@ import msgspec
 import torch
 
 from protocol.device.profiles import StepProfile
-from protocol.device.shared_layout import ROTARY
+from protocol.device.shared_layout import ROTARY, rank_file
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.processed_layers import plan_of
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
+from rollout.engines.multi_process.shared_rank import SharedRankPlan, traced_slices
 from rollout.engines.vllm.drafts.drafter import VerifiedDrafts, prepare_drafts, unchanging_tensors
 from rollout.engines.vllm.layers.plain import keep_weights_plain, rotate_heads_natively
 from rollout.engines.vllm.layers.processed import load_biased_experts, vllm_processings
@@ -33,7 +34,7 @@ from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.rank_answers import Answer
 from rollout.engines.vllm.step_records import SampledTokens, ScheduledRequests
 from rollout.staging.loaded_weights import check_loaded
-from rollout.staging.loader_trace import record
+from rollout.staging.loader_trace import LoaderTrace, record
 from rollout.staging.places import StagingRoom
 from rollout.staging.rank import RankStaging
 from rollout.staging.shared_weights import SharedPlan, describe, share_parameters
@@ -214,16 +215,29 @@ def _shared_staging(
     )
     worker._tether_shared = shared  # keeps the memory mapped
     with set_current_vllm_config(worker.vllm_config):
-        plan = SharedPlan(
-            *record(model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype)
+        if processed := vllm_processings(model, worker.vllm_config, ()):
+            raise EngineSettingsError(
+                f"layer {processed[0].name} computes with tensors that vLLM makes after loading, which no "
+                "commit from masters would change: weights.transport 'shared' cannot serve this model"
+            )
+        recorded = record(
+            model.load_weights, model.named_parameters(remove_duplicate=False), shapes, config.dtype
         )
-    check_loaded(plan, Path(config.model))
+    plan: SharedPlan | SharedRankPlan
+    if worker.vllm_config.parallel_config.tensor_parallel_size > 1:
+        trace = LoaderTrace(*recorded)
+        plan = SharedRankPlan(traced_slices(trace, shapes), worker.rank)
+        views = plan.live
+    else:
+        trace = plan = SharedPlan(*recorded)
+        views = plan.views()
+    check_loaded(trace, Path(config.model))
     staging = RankStaging(
         plan,
         architecture=architecture,
         tied=bool(getattr(config.hf_text_config, "tie_word_embeddings", False)),
     )
-    describe(shared, path, plan.views(), buffers)
+    describe(shared, rank_file(path, worker.rank), views, buffers)
     return staging
 
 

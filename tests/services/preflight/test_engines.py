@@ -58,10 +58,8 @@ def test_a_model_that_drafts_nothing_for_the_target_is_found_before_a_start(tmp_
 
 
 def test_every_engine_of_a_pool_has_to_serve_adapters(tmp_path: Path) -> None:
-    pool = "services.pool=[{count=1}, {count=1, engine={name='sglang_jax'}}]"
-    with pytest.raises(
-        SettingsError, match=r"setting lora\.rank: engine 'sglang_jax' does not serve adapters"
-    ):
+    pool = "services.pool=[{count=1}, {count=1, engine={name='scripted'}}]"
+    with pytest.raises(SettingsError, match=r"setting lora\.rank: engine 'scripted' does not serve adapters"):
         demo(tmp_path / "run", pool, "lora.rank=8")
 
 

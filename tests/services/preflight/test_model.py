@@ -105,16 +105,42 @@ def test_arguments_that_no_engine_has_are_found_for_each_engine(tmp_path: Path) 
     [
         ("deepseek-v3", "biases of the routers of deepseek_v3 have none; use shm"),
         ("gpt-oss", "gpt_oss has the experts' matrices transposed; use shm"),
+        (
+            "qwen2",
+            "model.layers.0.self_attn.q_proj.weight alternates with others in the trainer's "
+            "decoder.layers.0.self_attention.linear_qkv.weight, and does not in engine 'vllm'",
+        ),
     ],
 )
 def test_masters_of_a_model_are_not_shared_where_the_engine_lacks_them(
     name: str, words: str, tmp_path: Path
 ) -> None:
-    model = save_model(name, tmp_path)
-    shared = ("weights.transport=shared", "engine.name=megatron")
+    model, engine = save_model(name, tmp_path), "vllm" if name == "qwen2" else "megatron"
+    shared = ("weights.transport=shared", f"engine.name={engine}")
     settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *shared)
     problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
     assert any(words in problem for problem in problems)
+
+
+def test_ranks_of_vllm_share_where_they_divide_heads_and_vocabulary_as_the_trainer(tmp_path: Path) -> None:
+    model = save_model("qwen2", tmp_path)  # two key-value heads, 131 tokens
+    ranks = ("parallel.tensor_model_parallel_size=2", "engine.tensor_parallel_size=2")
+    shared = (f'model={{path="{model}"}}', "weights.transport=shared", "engine.name=vllm", *ranks)
+    found = [
+        str(problem) for problem in model_problems(with_model(tmp_path / "run", *shared), read_facts(model))
+    ]
+    (problem,) = [text for text in found if "weights.transport" in text]
+    assert "vLLM pads a vocabulary of 131 tokens to a multiple of 64 before it divides it" in problem
+
+
+@pytest.mark.parametrize(("name", "engine"), [("qwen2", "megatron"), ("qwen2-tied", "vllm")])
+def test_masters_are_shared_where_trainer_and_engine_lay_out_alike(
+    name: str, engine: str, tmp_path: Path
+) -> None:
+    model = save_model(name, tmp_path)
+    shared = ("weights.transport=shared", f"engine.name={engine}", "engine.max_model_len=16")
+    settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *shared)
+    assert not any("weights.transport" in str(found) for found in model_problems(settings, read_facts(model)))
 
 
 @pytest.mark.parametrize(

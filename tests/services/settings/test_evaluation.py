@@ -41,7 +41,7 @@ def test_engine_of_the_evaluation_differs_where_it_says_so() -> None:
         (['eval.engine={nam="hf"}'], r"eval\.engine\.nam is not known"),
         (["eval.engine={threads=0}"], r"setting eval\.engine\.threads: 0"),
         (['eval.engine={dtype="bfloat16"}'], r"setting eval\.engine\.dtype: bfloat16"),
-        (["lora.rank=4", 'eval.engine={name="sglang_jax"}'], r"setting eval\.engine\.name: .*adapters"),
+        (["lora.rank=4", 'eval.engine={name="scripted"}'], r"setting eval\.engine\.name: .*adapters"),
         (["colocated.enabled=true"], r"setting eval\.every: .*services\.eval_gpus"),
         (["services.trainer_gpus=0"], r"setting services\.eval_gpus is empty"),
         (

@@ -23,6 +23,7 @@ from services.ledger.interface import RunSpec
 from services.runtime.process import Process, open_process
 from services.settings.checks import check_workers
 from services.settings.sections import Settings
+from services.settings.shared_weights import can_share
 from services.trainer.shared_engine import SharedEngine
 from tests.integration.loop import settings_for
 from trainer.config import WeightConfig
@@ -206,7 +207,7 @@ async def test_a_trainer_that_is_to_stop_does_not_wait(settings: Settings) -> No
         ("engine.tensor_parallel_size=2", "engine.tensor_parallel_size is 2"),
         ("engine.enable_sleep_mode=true", "engine.enable_sleep_mode is true"),
         ("services.rollouts=2", "services.rollouts is 2; there can be one"),
-        ("services.pool=[{count=1}]", "services.pool names rollout workers"),
+        ("services.pool=[{count=1}]", "services.pool names several rollout workers"),
         ("lora.rank=4", "lora.rank is 4; engine.name 'hf' does not keep the base of adapters"),
         ("trainer.num_mini_batches=2", "a step makes 2 updates; it has to be one: the second"),
         ("trainer.publish_every=2", "trainer.publish_every is 2; it has to be 1"),
@@ -235,6 +236,8 @@ def test_settings_that_go_with_it_are_taken(tmp_path: Path) -> None:
         "services.rollout_gpus='1,2'",
     )
     settings_for(tmp_path, "demo.toml", *SHARED, "engine.name=megatron", "trainer.backend=megatron")
+    ranks = ("engine.tensor_parallel_size=2", "parallel.tensor_model_parallel_size=2")
+    settings_for(tmp_path, "demo.toml", *SHARED, "engine.name=vllm", "trainer.backend=megatron", *ranks)
     settings_for(
         tmp_path,
         "demo.toml",
@@ -253,13 +256,11 @@ def test_adapters_go_with_what_masters_forbid(tmp_path: Path) -> None:
     settings = settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *free)
     check_workers(settings, 5)
     for wrong, said in (
-        ("services.pool=[{count=1}]", "all of them have to be on [engine]"),
-        ("services.rollout_gpus='0,1'", "any may be the one that shares"),
+        ("services.rollout_gpus='0,1'", "any may be the one that does"),
         ("colocated.enabled=true", "colocated.enabled is true"),
     ):
-        more = () if "pool" in wrong else free
         with pytest.raises(SettingsError) as error:
-            settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *more, wrong)
+            settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *free, wrong)
         assert said in str(error.value)
 
 
@@ -269,7 +270,7 @@ def test_a_second_worker_has_to_be_on_the_gpus_of_the_trainers_ranks(
 ) -> None:
     """Trainer and one worker are on GPU 0; the second would be on the next GPU of the list."""
     gpus = (f"services.trainer_gpus='{trainer_gpus}'", "services.rollout_gpus='0,1'")
-    with pytest.raises(SettingsError, match=r"services\.rollouts is 2 on .*'0,1'; several have to be on"):
+    with pytest.raises(SettingsError, match=r"2 rollout workers are on .*'0,1'; those that can"):
         settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *gpus, "services.rollouts=2")
     settings = settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *gpus)
     check_workers(settings, 1)
@@ -277,6 +278,28 @@ def test_a_second_worker_has_to_be_on_the_gpus_of_the_trainers_ranks(
         check_workers(settings, 2)
     one = ("services.trainer_gpus='0,1'", "services.rollout_gpus='0'", "services.rollouts=2")
     check_workers(settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, *one), 5)
+
+
+MIXED = "services.pool=[{count=1, engine={name='megatron'}}, {count=2, engine={name='vllm'}}]"
+
+
+def test_adapters_go_to_workers_that_share_and_to_others(tmp_path: Path) -> None:
+    gpus = ("services.trainer_gpus='0'", "services.rollout_gpus='0,1,2'")
+    for engine in ("megatron", "vllm"):  # a worker's own settings have its entry's engine
+        settings = settings_for(
+            tmp_path, "demo.toml", *SHARED, *ADAPTERS, *gpus, MIXED, f"engine.name={engine}"
+        )
+        assert can_share(settings.engine, settings.lora) == (engine == "megatron")
+        check_workers(settings, 3)
+        with pytest.raises(SettingsError, match=r"rollouts=4: .* services\.rollout_gpus is '0,1,2'"):
+            check_workers(settings, 4)  # the fourth would be a second one that shares
+    with pytest.raises(SettingsError, match=r"engine\.name is 'sglang'; it has to be"):
+        settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, "services.pool=[{engine={name='sglang'}}]")
+    two = "services.pool=[{}, {engine={name='megatron', tensor_parallel_size=2}}]"
+    with pytest.raises(SettingsError, match=r"engine\.tensor_parallel_size is 2; it has to be 1"):
+        settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, two)
+    with pytest.raises(SettingsError, match=r"services\.pool .* under \[lora\] all get the adapters"):
+        settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, MIXED, "lora.rank=0")
 
 
 def test_a_second_worker_is_refused() -> None:

@@ -1,7 +1,6 @@
 """Tests training with the weights of an engine of the same layers, and when Megatron refuses it."""
 
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,18 +11,16 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from protocol.device.shared_tensors import map_tensors
 from protocol.errors import SettingsError, WeightError
-from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from protocol.weights.lora import LoraConfig
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
 from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
 from tests.trainer.checkpoints import save_part
-from tests.trainer.megatron.models import MODELS, OPTIMIZER, make_batch, save_model
-from tests.trainer.megatron.ranks import ALGORITHM
-from trainer.config import ParallelConfig, TrainerConfig
+from tests.trainer.megatron.attached import Place, exported, same_bits
+from tests.trainer.megatron.models import MODELS, make_batch
 from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.convert.reshard import Piece, TensorPlan
 from trainer.megatron.inference.model import CachedModel
-from trainer.megatron.model import DTYPES, parts_of
+from trainer.megatron.model import DTYPES
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.shared import SharedSender
 
@@ -32,68 +29,17 @@ QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 FREQUENCIES = "rotary_pos_emb.inv_freq"
 
 
-class Place:
-    """A model directory, and what is made of it: all in one process, closed at the end."""
-
-    def __init__(self, directory: Path, stack: ExitStack) -> None:
-        self.directory = directory
-        self._stack = stack
-
-    def trainer(
-        self,
-        name: str = NAME,
-        dtype: str = "float32",
-        *,
-        shared: bool = True,
-        adapters: LoraConfig = NO_ADAPTERS,
-    ) -> MegatronBackend:
-        model_dir = save_model(name, self.directory)
-        settings = TrainerConfig(device="cpu", dtype=dtype)
-        made = MegatronBackend(
-            model_dir,
-            parallel=ParallelConfig(),
-            optimizer=OPTIMIZER,
-            trainer=settings,
-            algorithm=ALGORITHM,
-            shared=shared,
-            adapters=adapters,
-        )
-        return self._stack.enter_context(closing(made))
-
-    def engine(self, name: str = NAME, dtype: str = "float32") -> CachedModel:
-        return self._stack.enter_context(
-            closing(CachedModel(save_model(name, self.directory), dtype=dtype, running=2, length=16))
-        )
-
-
-@pytest.fixture
-def place(tmp_path: Path) -> Iterator[Place]:
-    torch.set_num_threads(1)
-    with ExitStack() as stack:
-        yield Place(tmp_path, stack)
-
-
 def commit(backend: MegatronBackend, engine: CachedModel) -> None:
     """What the engine does with a version."""
-    live = engine.parts()
+    live = engine.slices()
     for name, part in backend.master_parts().items():
-        live[name].copy_(part)
+        live[name][1].copy_(part)
 
 
 def saved(backend: MegatronBackend, directory: Path) -> dict[str, bytes]:
     directory.mkdir()
     save_part(backend, directory)
     return {path.name: path.read_bytes() for path in directory.iterdir()}
-
-
-def exported(backend: MegatronBackend) -> Tensors:
-    return {name: tensor.clone() for name, tensor in backend.export()}
-
-
-def same_bits(a: Tensors, b: Tensors) -> bool:
-    return list(a) == list(b) and all(
-        torch.equal(a[name].view(torch.uint8), b[name].view(torch.uint8)) for name in a
-    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -201,7 +147,7 @@ def test_a_version_is_committed_out_of_the_masters_and_has_the_digest_of_any_tra
     staging = SharedStaging(
         {
             name: replace(whole_source(part), shape=engine.shapes[name])
-            for name, part in engine.parts().items()
+            for name, (_, part) in engine.slices().items()
         }
     )
     for version in range(1, 3):
@@ -308,19 +254,6 @@ def test_tensors_that_differ_are_named_and_nothing_changes(
     assert {name: parameter.data_ptr() for name, parameter in backend._parameters.items()} == places
     assert backend.train_step(make_batch(NAME)) == alone.train_step(make_batch(NAME))
     assert torch.equal(backend.logprobs(make_batch(NAME)), alone.logprobs(make_batch(NAME)))
-
-
-def test_a_tensor_in_unequal_turns_cannot_be_shared() -> None:
-    equal = (Piece(0, 0, 1, 2), Piece(0, 2, 5, 2), Piece(0, 4, 9, 2))
-    parameter = torch.arange(12)
-    assert parts_of([TensorPlan("q", (6,), 0, 0, "p", equal)], {"p": parameter})["q"].tolist() == [
-        [1, 2],
-        [5, 6],
-        [9, 10],
-    ]
-    for unequal in (Piece(0, 4, 10, 2), Piece(0, 4, 9, 1)):
-        with pytest.raises(SettingsError, match="tensor q does not lie in equal turns in p"):
-            parts_of([TensorPlan("q", (6,), 0, 0, "p", (*equal[:2], unequal))], {"p": parameter})
 
 
 def test_setting_incompatible_with_sharing_is_refused(place: Place) -> None:

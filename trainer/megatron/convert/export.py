@@ -154,13 +154,13 @@ def published_pieces(plans: Sequence[TensorPlan], layout: Layout) -> tuple[tuple
             rank = min(_holders(plan, numbers, layout), key=lambda rank: (elements[rank], rank))
             number = layout.number_of(layout.place_of(rank), expert=plan.expert)
             runs = {
-                holder: _adjacent(
+                holder: adjacent(
                     next(p for p in (piece, *piece.copies) if p.rank == holder) for piece in pieces
                 )
                 for holder in numbers
             }
             for run, rows in enumerate(runs[number]):
-                box = _box(plan, rows)
+                box = box_of_rows(plan, rows)
                 elements[rank] += size_of(box)
                 held = {holder: found[run] for holder, found in runs.items()}
                 parts[rank].append(PublishedPiece(index, box, rows, held))
@@ -177,7 +177,7 @@ def _holders(plan: TensorPlan, numbers: Sequence[int], layout: Layout) -> list[i
     ]
 
 
-def _adjacent(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
+def adjacent(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
     """Group pieces that follow each other in the tensor."""
     runs: list[list[Piece]] = []
     for piece in pieces:
@@ -189,7 +189,7 @@ def _adjacent(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
     return [tuple(run) for run in runs]
 
 
-def _box(plan: TensorPlan, rows: Sequence[Piece]) -> Box:
+def box_of_rows(plan: TensorPlan, rows: Sequence[Piece]) -> Box:
     """Return the box of a tensor that rows which follow each other are."""
     first, last = rows[0], rows[-1]
     box = list(whole(plan.shape))

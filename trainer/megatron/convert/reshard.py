@@ -48,6 +48,10 @@ class TensorPlan:
     exact: bool = False
     """Whether the tensor is float32 even if the others are not."""
 
+    def on_rank(self, number: int) -> list[Piece]:
+        """Return the pieces that the rank with this number in the grid has, in order."""
+        return [each for piece in self.pieces for each in (piece, *piece.copies) if each.rank == number]
+
 
 def plan_of(parts: Iterable[tuple[int, Sequence[Rule]]], layout: Layout) -> tuple[TensorPlan, ...]:
     """Plan the tensors that rules name, in the order of the rules.
@@ -94,6 +98,11 @@ def _tensor_plans(rule: Rule, layout: Layout, stage: int) -> list[TensorPlan]:
         )
         for name, shape in rule.shapes.items()
     ]
+
+
+def in_turns(plans: Iterable[TensorPlan]) -> TensorPlan | None:
+    """Return the first tensor that alternates with others in a rank's parameter; None: there is none."""
+    return next((plan for plan in plans if len(plan.on_rank(0)) > 1), None)
 
 
 def stretch(tensor: Any, dim: int, start: int, length: int, matrix: int | None) -> Any:

@@ -6,20 +6,18 @@ has its own length and pages: requests start and end between two steps, and weig
 Shapes: B sequences that get one token each; N sequences, S tokens of the longest; V vocabulary.
 """
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from functools import cached_property
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 
 import torch
 from megatron.core.models.gpt import GPTModel
 
 from protocol.errors import SettingsError
-from protocol.messages import WeightPiece
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, as_scaled
 from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.convert.adapters import lora_rules
-from trainer.megatron.convert.export import PublishedPiece, joined, published_pieces
+from trainer.megatron.convert.parts import Slices, slices_of
 from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
 from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, OUTPUT_BIAS
 from trainer.megatron.families.delta import check_generation
@@ -34,7 +32,7 @@ from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.router import RouterRecorder
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
-from trainer.megatron.model import DTYPES, PackedModel, buffers_of, build_model, parts_of, transformer_config
+from trainer.megatron.model import DTYPES, PackedModel, buffers_of, build_model, transformer_config
 
 VOCABULARY = (EMBEDDING, OUTPUT, OUTPUT_BIAS)
 """Tensors that are padded to a multiple of the ranks."""
@@ -159,30 +157,16 @@ class CachedModel:
             plan = self._plan[name]
             number = self._layout.number_of(self._place, expert=plan.expert)
             held, end = self.parameters[plan.parameter], 0
-            for piece in (held_by for each in plan.pieces for held_by in (each, *each.copies)):
-                if piece.rank == number:
-                    rows = stretch(held, plan.dim, piece.local_start, piece.length, piece.local_matrix)
-                    rows.copy_(stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix))
-                    end = piece.local_start + piece.length
+            for piece in plan.on_rank(number):
+                rows = stretch(held, plan.dim, piece.local_start, piece.length, piece.local_matrix)
+                rows.copy_(stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix))
+                end = piece.local_start + piece.length
             if name in VOCABULARY and end < len(held):
                 held[end:].zero_()  # the padding of the last ranks
 
-    def pieces(self, parameters: Mapping[str, torch.Tensor]) -> Iterator[torch.Tensor | None]:
-        """Yield the pieces that a trainer of the same ranks publishes, out of this rank's parameters.
-
-        None: this rank does not have the piece.
-        """
-        for plan, piece in self._pieces():
-            rows = piece.held.get(self._layout.number_of(self._place, expert=plan.expert))
-            yield None if rows is None else joined(plan, rows, parameters[plan.parameter])
-
-    def published(self) -> list[list[WeightPiece]]:
-        """Return the places of these pieces, by rank of the trainer."""
-        return [[WeightPiece(piece.tensor, piece.box) for piece in part] for part in self._published_pieces]
-
-    def parts(self) -> dict[str, torch.Tensor]:
-        """Return checkpoint name -> the view of a parameter that is the tensor, see `matches_layout`."""
-        return parts_of(self._plan.values(), self.parameters)
+    def slices(self) -> Slices:
+        """Return the parts of a version's tensors that this rank computes with."""
+        return slices_of(self._plan.values(), self.parameters, self._layout, self._place)
 
     def buffers(self) -> dict[str, torch.Tensor]:
         """Return the tensors other than parameters that it computes with."""
@@ -258,14 +242,6 @@ class CachedModel:
             self._closed = True
             self.graphs.drop()
             parallel.finalize()
-
-    @cached_property
-    def _published_pieces(self) -> tuple[tuple[PublishedPiece, ...], ...]:
-        return published_pieces(tuple(self._plan.values()), self._layout)
-
-    def _pieces(self) -> Iterator[tuple[TensorPlan, PublishedPiece]]:
-        plans = tuple(self._plan.values())
-        return ((plans[piece.tensor], piece) for part in self._published_pieces for piece in part)
 
     def _logits(self, tokens: torch.Tensor, masks: dict[int, torch.Tensor] | None) -> torch.Tensor:
         found: torch.Tensor = self.module(

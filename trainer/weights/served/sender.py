@@ -17,10 +17,11 @@ from protocol.device.slice_digests import SliceSums
 from protocol.errors import WeightError
 from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightDraft, WeightManifest
+from protocol.weights.piece_rows import PieceRows
 from trainer.config import WeightConfig
 from trainer.ranks.collectives import agreed, gather_bytes
 from trainer.weights.bucket_writer import Named, drain
-from trainer.weights.part_layout import PartReport, PieceRows, checked_pieces, complete_manifest
+from trainer.weights.part_layout import PartReport, checked_pieces, complete_manifest
 from trainer.weights.served.memory import MEMORIES
 from trainer.weights.served.version_server import ServedVersion, VersionServer
 

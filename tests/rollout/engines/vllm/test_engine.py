@@ -17,6 +17,8 @@ from rollout.engines.contract.models import tiny_model, weights, write_shm
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, socket_path
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.engine import VllmEngine
+from tests.changes import slow_unless_changed
+from tests.contracts.engine_models import tiny_latent
 from tests.contracts.vllm_overlap import overlapping
 
 
@@ -83,3 +85,17 @@ async def test_commit_waits_for_the_step_in_flight_only_where_kv_is_recomputed(
         assert bool(behind) is is_behind
     finally:
         await engine.close()
+
+
+@pytest.mark.engine
+@slow_unless_changed("rollout/engines/vllm/worker.py", "rollout/engines/vllm/layers/")
+async def test_layers_that_compute_with_tensors_made_after_loading_are_not_shared(tmp_path: Path) -> None:
+    tiny_latent(1, dtype=torch.bfloat16).save_pretrained(tmp_path / "model")
+    config = EngineConfig(dtype="bfloat16", max_model_len=64, max_running=4)
+    engine = make_engine(config, tmp_path / "model", "e", shared=tmp_path / "e.msgpack")
+    with pytest.raises(
+        EngineError, match=r"layer model\.layers\.0\.self_attn\S* computes with tensors that vLLM"
+    ):
+        await engine.start()
+    await engine.close()
+    assert not (tmp_path / "e.msgpack").exists()

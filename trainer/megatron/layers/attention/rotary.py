@@ -77,6 +77,12 @@ class Rotary:
             cos, sin = (x.chunk(2, -1)[0].repeat_interleave(2, -1) for x in (cos, sin))
         return Angles(cos.to(dtype), sin.to(dtype), self.interleaved)
 
+    def halves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return cosine and sine of each angle once, float32 [T, R / 2], of sequences that end there."""
+        found = self.angles(positions, positions + 1, torch.float32)
+        each = slice(None, None, 2) if self.interleaved else slice(len(self.frequencies))
+        return found.cos[:, 0, each], found.sin[:, 0, each]
+
 
 def inverse_frequencies(rope: Rope, dimensions: int, *, long: bool = False) -> torch.Tensor:
     """Return the rotary frequencies, float32 [R / 2].

@@ -1,0 +1,46 @@
+"""Places the sums of a version's pieces, which are on several ranks, among the sums of its tensors."""
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+from numpy.typing import NDArray
+
+from protocol.messages import WeightManifest
+from protocol.weights.digests import digests_of_sums, rows_of
+from protocol.weights.slices import sum_span
+
+
+class PieceRows:
+    """Places of the sums of all ranks' pieces among the sums of the tensors; the same for every version."""
+
+    def __init__(self, blank: WeightManifest) -> None:
+        self._sizes = [entry.nbytes for entry in blank.tensors]
+        self._firsts = list(accumulate(map(rows_of, self._sizes), initial=0))
+        self.pieces = [
+            [sum_span(blank.tensors[piece.tensor], piece.box) for piece in part.pieces]
+            for part in blank.parts
+        ]
+        """By rank, the rows (first, after the last) of its tensor that the sums of each piece cover."""
+        self._runs = [self._joined(blank, part) for part in range(len(blank.parts))]
+        """By rank, (first row among all tensors', first of the rank's sums, rows) of adjacent sums."""
+
+    def digests(self, sums: Sequence[NDArray[np.int64]]) -> list[int]:
+        """Return the tensors' digests from each rank's sums, one piece after the other."""
+        total = np.zeros(self._firsts[-1], np.int64)
+        for runs, part in zip(self._runs, sums, strict=True):
+            for row, first, count in runs:
+                total[row : row + count] += part[first : first + count]
+        return digests_of_sums(total, self._sizes)
+
+    def _joined(self, blank: WeightManifest, part: int) -> list[tuple[int, int, int]]:
+        runs: list[tuple[int, int, int]] = []
+        position = 0
+        for piece, (first, end) in zip(blank.parts[part].pieces, self.pieces[part], strict=True):
+            row, count = self._firsts[piece.tensor] + first, end - first
+            if runs and runs[-1][0] + runs[-1][2] == row:
+                runs[-1] = (*runs[-1][:2], runs[-1][2] + count)
+            else:
+                runs.append((row, position, count))
+            position += count
+        return runs

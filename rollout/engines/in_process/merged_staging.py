@@ -1,0 +1,52 @@
+"""Stages versions of an adapter for an engine whose layers have none: merged into the weights of its base."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from protocol.messages import WeightManifest
+from protocol.weights.lora import AdapterTarget, adapter_shapes
+from rollout.staging.staging import Staging, whole_source
+
+
+class MergedStaging(Staging):
+    """Staging of merged weights.
+
+    Once a version is staged, `copy` holds W + B A for every weight that has an adapter. `base` keeps W, and
+    `adapter` A and B.
+    """
+
+    def __init__(
+        self,
+        targets: Sequence[AdapterTarget],
+        rank: int,
+        *,
+        base: Mapping[str, torch.Tensor],
+        copy: Mapping[str, torch.Tensor],
+        architecture: str,
+    ) -> None:
+        """Allocate A and B.
+
+        Args:
+            targets: weights that have an adapter.
+            rank: of the adapter.
+            base: W of each of these, by checkpoint name; never written to.
+            copy: where the merged weights go, in the layout of `base`.
+            architecture: class of the model in transformers.
+        """
+        self._targets, self.base, self.copy = targets, dict(base), dict(copy)
+        like = next(iter(self.base.values()))
+        self.adapter = {
+            name: like.new_empty(shape) for name, shape in adapter_shapes(list(targets), rank).items()
+        }
+        super().__init__(
+            {name: whole_source(tensor) for name, tensor in self.adapter.items()}, architecture=architecture
+        )
+
+    def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
+        covered = super().fetch(manifest, deadline_s)
+        with torch.no_grad():
+            for target in self._targets:
+                change = self.adapter[target.b].float() @ self.adapter[target.a].float()
+                self.copy[target.weight].copy_(self.base[target.weight].float() + change)
+        return covered

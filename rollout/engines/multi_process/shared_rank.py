@@ -1,0 +1,240 @@
+"""Shares one tensor rank's live weights with the same rank of the trainer, which divides the model alike.
+
+As in `rollout/staging/shared_weights.py` there is no staging copy, and a commit converts the trainer's
+masters into the live weights. A rank has parts of most tensors, so it compares these with sums that the
+trainer's rank 0 has in its memory, and all sums with the digests of the manifest.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from protocol.device.shared_layout import HELD, MASTERS, PIECES, SUMS, VERSION
+from protocol.device.shared_tensors import map_tensors
+from protocol.device.slice_digests import SliceSums
+from protocol.errors import EngineError, WeightError
+from protocol.messages import WeightManifest
+from protocol.weights.boxes import Box, box_of, shape_of, size_of
+from protocol.weights.piece_rows import PieceRows
+from rollout.engines.base import Served
+from rollout.staging.loader_trace import LoaderTrace
+from rollout.staging.placement import ExpectedTensor
+from rollout.staging.shared_weights import check_transport
+from rollout.staging.staging import Staging, contiguous_stride, dtype_name
+from rollout.weights.checked import ManifestCheck
+from rollout.weights.verification import Deadline, version_digest
+
+
+@dataclass(frozen=True, slots=True)
+class LiveSlice:
+    """A rank's part of a tensor."""
+
+    shape: tuple[int, ...]
+    """Shape of the whole tensor."""
+    box: Box
+    live: torch.Tensor
+    """View of the live weights that is the box, see `matches_layout`."""
+
+
+Slices = Mapping[str, LiveSlice]
+"""Checkpoint name -> the part that a rank has of the tensor."""
+
+
+def traced_slices(trace: LoaderTrace, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LiveSlice]:
+    """Return the parts that a rank's loader has put into parameters.
+
+    Args:
+        trace: of the loader.
+        shapes: of the whole tensors.
+
+    Raises:
+        EngineError: naming a tensor whose part in this rank is not one dense part of a parameter.
+    """
+    found: dict[str, LiveSlice] = {}
+    for copy in trace.copies():
+        shape, source, target = shapes[copy.name], copy.source, copy.target
+        box = box_of(shape, source.offset, source.size, source.stride)
+        if copy.name in found or box is None or target.stride != contiguous_stride(target.size):
+            raise EngineError(
+                f"tensor {copy.name} is not one dense part of a parameter: "
+                "weights.transport 'shared' cannot serve this model"
+            )
+        found[copy.name] = LiveSlice(shape, box, target.on(trace.live[copy.parameter]))
+    return found
+
+
+class SharedRankStaging(Staging):
+    """Staging without a copy of a rank's part of a version, see `SharedStaging`."""
+
+    def __init__(self, slices: Slices, rank: int, *, architecture: str = "", tied: bool = False) -> None:
+        """Expect versions of a trainer of the same ranks; `rank` is this one."""
+        self._dtype = next(iter(slices.values())).live.dtype
+        kind = dtype_name(self._dtype)
+        sources = {name: ExpectedTensor(kind, part.shape, ()) for name, part in slices.items()}
+        super().__init__(sources, architecture=architecture, tied=tied)
+        self._slices, self._rank = slices, rank
+        self._check_manifest = ManifestCheck()
+        self._masters: dict[str, torch.Tensor] = {}
+        self._held: torch.Tensor | None = None
+        """The number of the version that the masters hold, in the trainer's memory."""
+        self._sums = np.empty(0, np.int64)
+        """Sums of all pieces, as the trainer has published them."""
+        self._taken: WeightManifest | None = None
+
+    def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
+        check_transport(manifest)
+        self.discard()
+        self._check_manifest(manifest)
+        copies = self.check(manifest)
+        try:
+            self._map(manifest, copies)
+            self._verify(manifest, copies, self._masters, Deadline(manifest, deadline_s))
+        except WeightError:
+            self.discard()
+            raise
+        finally:
+            self._cancelled.clear()
+        self._staged = Served(manifest.epoch, manifest.version, manifest.digest)
+        return sum(entry.nbytes for entry in manifest.tensors)
+
+    def take(self, manifest: WeightManifest) -> Served:
+        served = super().take(manifest)
+        self._check_held(manifest)
+        self._taken = manifest
+        return served
+
+    def apply(self) -> None:
+        """Convert the masters of the version that was taken into the live weights, and unmap them.
+
+        Raises:
+            WeightError: the trainer has begun to write to the masters; the live weights may be mixed.
+        """
+        assert self._taken is not None
+        with torch.no_grad():
+            for name, part in self._slices.items():
+                part.live.copy_(self._masters[name])
+        if torch.cuda.is_available():
+            torch.cuda.current_stream().synchronize()
+            # the contents of GPU memory are undefined once the process that owned it has ended
+            live = {name: part.live for name, part in self._slices.items()}
+            copies = self.check(self._taken)
+            self._verify(self._taken, copies, live, Deadline(self._taken, float("inf")))
+        self._check_held(self._taken)
+        self.discard()
+
+    def discard(self) -> None:
+        super().discard()
+        self._masters, self._held, self._sums, self._taken = {}, None, np.empty(0, np.int64), None
+
+    def _map(self, manifest: WeightManifest, copies: Mapping[str, str]) -> None:
+        """Map the masters of the same rank, and version and sums of rank 0."""
+        if self._rank >= len(manifest.parts):
+            raise WeightError(
+                f"version {manifest.version} is of {len(manifest.parts)} ranks, and this is rank "
+                f"{self._rank} of the engine: set [parallel] as engine.tensor_parallel_size"
+            )
+        where = manifest.parts[self._rank].location
+        own, first = map_tensors(Path(where)), map_tensors(Path(manifest.location))
+        try:
+            masters, self._held, sums = own[MASTERS], first[HELD][VERSION], first[SUMS][PIECES]
+            found = {name: masters[copies.get(name, name)] for name in self._slices}
+        except KeyError as error:
+            raise WeightError(f"{where} has no {error}: it does not describe a trainer's masters") from error
+        for name, master in found.items():
+            live = self._slices[name].live
+            if master.shape != live.shape:
+                raise WeightError(
+                    f"tensor {name} lies as {list(live.shape)} in rank {self._rank} of the engine, as "
+                    f"{list(master.shape)} in that of the trainer: the two do not compute with one layout"
+                )
+        self._masters, self._sums = found, sums.numpy().copy()
+        self._check_held(manifest)
+
+    def _verify(
+        self,
+        manifest: WeightManifest,
+        copies: Mapping[str, str],
+        held: Mapping[str, torch.Tensor],
+        deadline: Deadline,
+    ) -> None:
+        """Compare this rank's parts, converted, with the published sums, and these with the digests.
+
+        Raises:
+            WeightError: naming a tensor that differs.
+        """
+        rows = PieceRows(manifest)
+        pieces = [piece for part in manifest.parts for piece in part.pieces]
+        spans = [span for part in rows.pieces for span in part]
+        starts = list(accumulate((end - first for first, end in spans), initial=0))
+        numbers = {(piece.tensor, piece.box): number for number, piece in enumerate(pieces)}
+        indices = {entry.name: index for index, entry in enumerate(manifest.tensors)}
+        sums, own = SliceSums(starts[-1], next(iter(held.values())).device), []
+        for name, part in self._slices.items():
+            index = indices[copies.get(name, name)]
+            number = numbers.get((index, part.box))
+            if number is None:
+                raise WeightError(
+                    f"tensor {name}: no rank of the trainer has just {list(part.box)}, as rank {self._rank} "
+                    "of the engine: the two divide the model in another way"
+                )
+            deadline.remaining(f"reading {name}")
+            self._refuse_cancelled(manifest)
+            converted = held[name].to(self._dtype).reshape(shape_of(part.box)).contiguous()
+            sums.add(converted, part.shape, part.box, starts[number] - spans[number][0])
+            own.append((name, slice(starts[number], starts[number + 1])))
+        sums.launch()
+        found = sums.total.cpu().numpy()
+        for name, place in own:
+            if not np.array_equal(found[place], self._sums[place]):
+                raise WeightError(f"tensor {name}: rank {self._rank} does not hold what was published")
+        ends = accumulate(sum(end - first for first, end in part) for part in rows.pieces)
+        by_rank = np.split(self._sums, list(ends)[:-1])
+        version_digest(manifest, rows.digests(by_rank))
+
+    def _check_held(self, manifest: WeightManifest) -> None:
+        if self._held is None or int(self._held) != manifest.version:
+            raise WeightError(
+                f"version {manifest.version} is not held by the trainer any more: "
+                "it computes the next one, or has ended"
+            )
+
+
+class SharedRankPlan:
+    """Plan of live weights that the trainer computes with, too, for `RankStaging`."""
+
+    def __init__(self, slices: Slices, rank: int) -> None:
+        self._slices, self._rank = slices, rank
+        self.live = {name: part.live for name, part in slices.items()}
+        self.unplaced: Sequence[str] = ()
+        self._staging: SharedRankStaging | None = None
+
+    def calibrate(self) -> None:
+        """Return at once: there is no copy, and the trainer compares every bit when it attaches."""
+
+    def staging(self, *, architecture: str, tied: bool) -> SharedRankStaging:
+        """Create the staging that `apply` commits from."""
+        self._staging = SharedRankStaging(self._slices, self._rank, architecture=architecture, tied=tied)
+        return self._staging
+
+    def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
+        """Yield (name, tensor, whether this rank holds all of it); what it does not hold is zero."""
+        for name, part in self._slices.items():
+            tensor = torch.zeros(part.shape, dtype=part.live.dtype, device=part.live.device)
+            tensor[tuple(slice(*side) for side in part.box)] = part.live.reshape(shape_of(part.box))
+            yield name, tensor, size_of(part.box) == tensor.numel()
+
+    def apply(self) -> None:
+        """Commit the version that was taken from the staging. Raises WeightError, see `SharedRankStaging`."""
+        assert self._staging is not None
+        self._staging.apply()
+
+    def release(self) -> None:
+        """Raise EngineError: the trainer computes with this memory."""
+        raise EngineError("the trainer computes with the live weights: their memory cannot be released")
+
+    def restore(self) -> None:
+        """Return at once: no memory was released."""
