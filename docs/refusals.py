@@ -17,7 +17,7 @@ ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
 from rollout.engines.requests import NOT_UPDATED  # noqa: E402
-from rollout.sessions.sampling import APPLIED, NO_SEEDS, NOT_GENERATED, REFUSED, UNCHANGED  # noqa: E402
+from rollout.sessions.sampling import APPLIED, NO_SEEDS, NOT_GENERATED, OR_CONTEXT, REFUSED, UNCHANGED  # noqa: E402
 
 PATH = ROOT / "docs/refusals.md"
 RAISED = ("SettingsError", "EngineSettingsError", "Unsupported", "Problem", "invalid")
@@ -80,8 +80,12 @@ def _requests() -> str:
     applied = ", ".join(f"`{name}`" for name in APPLIED)
     others = ", ".join(f"`{name}`" for name in UNCHANGED if name not in APPLIED)
     rows = [
-        (f"another value than the run's of {applied}, with `environment.sampling` = refuse", *_cut(REFUSED)),
-        (f"the same of {others}, with refuse and context", *_cut(NOT_GENERATED)),
+        (
+            f"another value than the run's of {applied}, with `environment.sampling` = refuse",
+            *_cut(REFUSED + OR_CONTEXT),
+        ),
+        (f"the same of {others}", *_cut(REFUSED)),
+        ("these, with context", *_cut(NOT_GENERATED)),
         ("`seed`, with context and an engine without seeds of requests", *_cut(NO_SEEDS)),
     ]
     paths = [str(path.relative_to(ROOT)) for name in REQUESTS for path in _modules(ROOT / name)]

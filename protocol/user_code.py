@@ -35,9 +35,8 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
     except ModuleNotFoundError as error:
         if error.name is None or not (name == error.name or name.startswith(error.name + ".")):
             raise SettingsError(f"{what}: {located(error)}") from None
-        searched = ", ".join(dict.fromkeys(path for path in sys.path if path and "/lib/python" not in path))
         raise SettingsError(
-            f"{what}: there is no {name.replace('.', '/')}.py in {searched}; "
+            f"{what}: there is no {name.replace('.', '/')}.py in {_users_directories() or 'any directory'}; "
             "name its directory in run.modules or PYTHONPATH"
         ) from None
     except (Exception, SystemExit) as error:  # a module may raise anything, or be a script that exits
@@ -53,6 +52,13 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
     if not callable(item):
         raise SettingsError(f"{what}: {path} in {file} is neither a class nor a function")
     return item, file
+
+
+def _users_directories() -> str:
+    """Name the directories that are searched for modules, but for those of Python and the environment."""
+    searched = (path for path in sys.path if path and "/lib/python" not in path and Path(path).is_dir())
+    programs = str(Path(sys.executable).parent)
+    return ", ".join(dict.fromkeys(path for path in searched if path != programs))
 
 
 def check_call(

@@ -26,11 +26,10 @@ MAX_STOPS, MAX_STOP = 16, 256
 """Strings that end an answer, and characters of one."""
 REFUSED = (
     "would change the distribution that is trained on, which [sampling] decides; leave it out, give the "
-    "run's value, or "
-    'set environment.sampling to "run" (the run\'s value applies) or "context" (the answer is '
-    "generated as asked, and not trained)"
+    "run's value, or set environment.sampling to \"run\" (the run's value applies)"
 )
-NOT_GENERATED = "cannot be applied: no engine generates by it one answer among others; leave it out"
+OR_CONTEXT = ' or "context" (the answer is generated as asked, and not trained)'
+"""What follows it for a parameter that engines can generate by."""
 NO_SEEDS = "cannot be applied: this engine has no seeds of single requests; leave it out"
 
 
@@ -91,7 +90,9 @@ class SamplingRules:
         if self.mode == "run":
             return None, tuple(sorted(others))
         if self.mode == "refuse":
-            raise _refused(name, others[name], REFUSED, "unsupported_parameter")
+            raise _refused(
+                name, others[name], REFUSED + OR_CONTEXT * (name in APPLIED), "unsupported_parameter"
+            )
         return self._asked(others), ()
 
     def _is_own(self, name: str, value: Any) -> bool:
@@ -155,3 +156,4 @@ APPLIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "n": (lambda value: type(value) is int and 1 <= value <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}"),
 }
 """Parameter that an engine can generate by -> whether a value fits, and those that do."""
+NOT_GENERATED = f"cannot be applied: engines generate a request by {', '.join(APPLIED)} alone; leave it out"

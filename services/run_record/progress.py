@@ -50,6 +50,7 @@ class Progress:
         self._run_dir, self._steps, self._out = run_dir, steps, out
         self._last = time.monotonic()
         self._follower = LineFollower(run_dir / FILE)
+        self._version = 0
         self._new_steps()  # of an earlier start
         self._stepped = False
         """Whether this start has made a step."""
@@ -131,7 +132,8 @@ class Progress:
         self.is_full = full
 
     async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
-        return await describe_waits(ledger, children)
+        # after the last step a process that is not in the registry has ended, it does not start
+        return await describe_waits(ledger, {} if self._version >= self._steps else children)
 
     def _print_steps(self, restarts: int) -> None:
         for line in self._new_steps():
@@ -146,6 +148,7 @@ class Progress:
         if new_lines:
             self._last = time.monotonic()
             self._stepped = True
+            self._version = new_lines[-1]["step"] + 1
         return new_lines
 
 

@@ -19,7 +19,7 @@ from services.settings.paths import resolve_paths
 from services.settings.resume_rules import ResumeRule, rule_of
 from services.settings.sections import Settings
 from services.settings.sources import ABSENT, assign, from_environ, parse, read_file
-from trainer.storage.checksums import sealed
+from trainer.storage.checksums import MEMBER, sealed
 
 FILE = "settings.json"
 """Settings that a run was last started with, in its directory."""
@@ -157,10 +157,10 @@ def dump_settings(settings: Settings, path: Path) -> None:
 def shown_settings(run_dir: Path) -> dict[str, Any]:
     """Return the settings of a run that readers may see, as tables; none if they cannot be read.
 
-    Addresses and names of files with secrets are left out (`PRIVATE`).
+    Addresses and names of files with secrets (`PRIVATE`) are left out, and the checksum.
     """
     try:
         values = json.loads((run_dir / FILE).read_bytes())
     except (OSError, ValueError):
         return {}
-    return {section: table for section, table in values.items() if section not in PRIVATE}
+    return {section: table for section, table in values.items() if section not in {*PRIVATE, MEMBER}}

@@ -2,6 +2,7 @@
 
 import json
 import logging
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,9 @@ log = logging.getLogger("tether.tracking")
 COLUMNS = ("step", "group", "prompt", "completion", "reward", "scores", "tokens", "end")
 MAX_ROWS = 32
 """Samples of one table."""
+LOGGED_S = 10.0
+"""Seconds in which the event log gets the commit of a step whose line is in metrics.jsonl."""
+POLL_S = 0.1
 
 
 class SampleTables:
@@ -28,7 +32,7 @@ class SampleTables:
 
     def rows(self, step: int) -> Sequence[Sequence[Any]]:
         """Return a row of `COLUMNS` for each of the step's first samples; none if they are not kept."""
-        self._tail.read_all()
+        self._read_until(step)
         rows: list[Sequence[Any]] = []
         try:
             for message in self._browser.read_step(step):
@@ -39,6 +43,12 @@ class SampleTables:
         except TetherError as error:
             log.warning("tracking.samples step=%d error=%s", step, error)
         return rows
+
+    def _read_until(self, step: int) -> None:
+        """Read the event log until it has a step, without which the step's records are not found."""
+        end = time.monotonic() + LOGGED_S
+        while max(self._tail.read_all().trained_steps(), default=-1) < step and time.monotonic() < end:
+            time.sleep(POLL_S)
 
 
 def _row(step: int, group: dict[str, Any], sample: dict[str, Any]) -> Sequence[Any]:

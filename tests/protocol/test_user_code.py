@@ -2,6 +2,7 @@
 
 import asyncio
 import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,21 @@ def test_a_module_that_cannot_be_imported_names_its_line(
     monkeypatch.syspath_prepend(tmp_path)
     with pytest.raises(SettingsError, match=rf"setting x: {tmp_path}/{why}"):
         import_attribute("broken:f", "setting x")
+
+
+def test_a_missing_module_names_the_users_directories_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = [
+        str(Path(sys.executable).parent),
+        "__editable__.tether_rl.finder.__path_hook__",
+        sys.path[-1],
+    ]
+    for given, searched in (([str(tmp_path)] * 2, str(tmp_path)), ([], "any directory")):
+        monkeypatch.setattr(sys, "path", [*environment, *given])
+        with pytest.raises(SettingsError) as refused:
+            import_attribute("nowhere:f", "setting x")
+        assert str(refused.value).startswith(f"setting x: there is no nowhere.py in {searched}; ")
 
 
 @pytest.mark.parametrize(

@@ -177,6 +177,17 @@ def test_parameters_that_no_engine_has_are_refused_by_name(body: dict[str, Any],
     assert (refused.value.status, refused.value.param) == (400, named)
 
 
+@pytest.mark.parametrize(
+    ("body", "helps"), [({"n": 2}, True), ({"min_p": 0.1}, False), ({"best_of": 2}, False)]
+)
+def test_a_refusal_advises_context_where_that_would_generate_as_asked(
+    body: dict[str, Any], *, helps: bool
+) -> None:
+    with pytest.raises(RequestRefused) as refused:
+        read_chat({"messages": [USER], **body}, rules=SamplingRules("refuse", OWN))
+    assert ('"run"' in str(refused.value), '"context"' in str(refused.value)) == (True, helps)
+
+
 def test_a_seed_is_refused_where_the_engine_has_none() -> None:
     rules = SamplingRules("context", OWN)
     with pytest.raises(RequestRefused, match="no seeds of single requests"):

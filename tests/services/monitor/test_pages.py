@@ -114,7 +114,7 @@ async def test_settings_without_addresses_and_ends_of_logs_are_served(tmp_path: 
         reader = Reader(session, url)
         settings = await reader.ask("settings.json")
         assert settings["bound"]["max_staleness"] == 1
-        assert not {"ledger", "bus", "monitor"} & settings.keys()
+        assert not {"ledger", "bus", "monitor", "checksum"} & settings.keys()
         assert await reader.ask("logs.json") == {"names": [], "name": "", "text": ""}
         (run_dir / "logs").mkdir()
         lines = [f"line {number}\n" for number in range(20_000)]

@@ -4,8 +4,11 @@ import asyncio
 import io
 from pathlib import Path
 
+import pytest
+
 from protocol.messages import StepReport
 from protocol.topics import Role
+from services.launcher.child import ServiceSpec, SupervisedProcess
 from services.ledger.interface import Peer
 from services.run_record.evaluations import Evaluation, append_evaluation, describe_evaluation
 from services.run_record.progress import FAILED, MOST, Progress, describe_step, report_failures_loop
@@ -45,6 +48,28 @@ async def test_a_full_disk_is_printed_once_and_again_when_it_has_room(tmp_path: 
         await printed({}, f"the disk of {tmp_path} has room again")
         watching.cancel()
     assert out.getvalue().count("is full") == 1
+
+
+@pytest.mark.parametrize(("steps", "more"), [(2, ["trainer: starts"]), (1, [])])
+async def test_a_process_that_has_ended_after_the_last_step_is_not_said_to_start(
+    steps: int, more: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ledger = (await Driver(MemoryRig()).begin()).ledger
+    waits = {"name": "rollout.0", "waits": {"a lease: done": 9.0}}
+    await ledger.register(Peer(Role.ROLLOUT, "rollout.0.1", waits), ttl_ms=60_000)
+    trainer = SupervisedProcess(ServiceSpec("trainer", "services.trainer", {}), tmp_path / "log", restarts=1)
+    monkeypatch.setattr("services.run_record.progress.QUIET_S", 0.0)
+    out = io.StringIO()
+    progress = Progress(tmp_path, steps, out)
+    StepLog(tmp_path / "metrics.jsonl").append(StepReport(step=0, version=1, epoch="e1", reward_mean=0.5))
+    async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(progress.watch_loop(ledger, {Role.TRAINER: [trainer]}))
+        while "waiting: " not in out.getvalue():  # noqa: ASYNC110 (a buffer tells nobody)
+            await asyncio.sleep(0.01)
+        watching.cancel()
+    said = "rollout.0: has nothing left to generate, 9 s so far"
+    last = out.getvalue().splitlines()[-1].removeprefix("waiting: ")
+    assert sorted(last.split("; ")) == [said, *more]
 
 
 async def test_each_kind_of_failure_is_reported_once() -> None:

@@ -1,13 +1,16 @@
 """Tests the tables of samples: those of the recorded run, and when a point has one."""
 
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
+from services.ledger.event_log.archiver import FILE as AUDIT
 from services.run_record.samples import find_samples
 from services.run_record.steps import FILE
 from services.tracking.points import PointReader
-from services.tracking.sample_table import COLUMNS, MAX_ROWS, SampleTables
+from services.tracking.sample_table import COLUMNS, MAX_ROWS, POLL_S, SampleTables
 from tests.services.monitor.runs import recorded_run
 
 
@@ -26,7 +29,21 @@ def test_rows_are_the_samples_of_the_step(run_dir: Path) -> None:
     assert [(row["completion"], row["reward"]) for row in rows] == [(s["text"], s["reward"]) for s in samples]
 
 
-def test_a_step_without_records_has_no_rows(run_dir: Path) -> None:
+def test_a_step_is_waited_for_that_the_event_log_has_not_got_yet(run_dir: Path) -> None:
+    log, lines = run_dir / AUDIT, (run_dir / AUDIT).read_bytes().splitlines(keepends=True)
+    commit = next(i for i, line in enumerate(lines) if b'"commit"' in line and b'"step":6' in line)
+    log.write_bytes(b"".join(lines[:commit]))
+    with ThreadPoolExecutor() as threads:
+        rows = threads.submit(SampleTables(run_dir).rows, 6)
+        time.sleep(3 * POLL_S)
+        assert not rows.done()
+        with log.open("ab") as file:
+            file.writelines(lines[commit:])
+        assert {row[0] for row in rows.result(timeout=60)} == {6}
+
+
+def test_a_step_without_records_has_no_rows(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.tracking.sample_table.LOGGED_S", 0.0)
     assert SampleTables(run_dir).rows(99) == []
 
 
