@@ -235,3 +235,8 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     reward_model_mean: float | None = None
     """Mean score of a sample by the trainer's reward model, before its weight; it is not in `reward_mean`.
     None without one."""
+    drafts_s: float | None = None
+    """Part of `wait_s` in which the trainer trained its draft head (`engine.draft_lr`); None, as below,
+    without one."""
+    draft_loss: float | None = None
+    """Mean loss of the updates that were made in it; None, too, if there were none."""

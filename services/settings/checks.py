@@ -10,6 +10,7 @@ from protocol.host.hub import is_hub_name
 from protocol.network.addresses import is_loopback
 from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
+from services.settings.draft_training import check_draft_training
 from services.settings.engine_pool import check_pool, check_staging, engine_names
 from services.settings.evaluation import check_evaluation
 from services.settings.processes import check_gpus, check_roles_apart, reward_ranks
@@ -315,6 +316,7 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
         colocated=settings.colocated.enabled,
     ),
     check_shared,
+    check_draft_training,
     lambda s: check_staging(s.services.pool, s.engine, s.weights.transport, s.lora),
     _check_hosts,
     _check_weights_host,

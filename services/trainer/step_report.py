@@ -42,6 +42,7 @@ class StepTimes:
     publish_s: float
     checkpoint_s: float
     other_s: float
+    drafts_s: float | None = None
 
 
 class StepClock:
@@ -52,6 +53,7 @@ class StepClock:
         self._now = now
         self._last = now()
         self._seconds: dict[str, float] = {}
+        self._drafts_s: float | None = None
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
@@ -62,11 +64,21 @@ class StepClock:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - began
 
+    @contextmanager
+    def drafts(self) -> Iterator[None]:
+        """Count the block, which lies within the part "wait", as the training of a draft head."""
+        began = self._now()
+        try:
+            yield
+        finally:
+            self._drafts_s = (self._drafts_s or 0.0) + self._now() - began
+
     def lap(self) -> StepTimes:
         """Return the times since the last lap, or since the start, and begin the next one."""
         now = self._now()
         step_s, self._last = now - self._last, now
         seconds, self._seconds = self._seconds, {}
+        drafts_s, self._drafts_s = self._drafts_s, None
         return StepTimes(
             step_s=step_s,
             wait_s=seconds.get("wait", 0.0),
@@ -74,6 +86,7 @@ class StepClock:
             publish_s=seconds.get("publish", 0.0),
             checkpoint_s=seconds.get("checkpoint", 0.0),
             other_s=step_s - sum(seconds.values()),
+            drafts_s=drafts_s,
         )
 
 

@@ -112,7 +112,12 @@ class Executor:
         send_part(own, [rank for rank in policy.replicas[0] if rank != 0])
         with policy.export_ahead(begin, len(step.schedule.updates)).step():
             stats = self.carry_out(step, own)
-        return plan, msgspec.structs.replace(stats, imbalance=imbalance)
+        draft_loss = self.models.drafts.join(own) if self.models.drafts is not None else None
+        return plan, msgspec.structs.replace(stats, imbalance=imbalance, draft_loss=draft_loss)
+
+    def train_drafts(self) -> bool:
+        """Make one update of the draft head; returns whether there is a head, and it had samples left."""
+        return self.models.drafts is not None and self.models.drafts.update()
 
     def carry_out(self, command: RankCommand[T] | AnyCommand, part: Batch | None = None) -> Any:
         """Do this rank's share of a command. A collective.
