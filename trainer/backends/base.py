@@ -19,13 +19,13 @@ from protocol.errors import SettingsError
 from protocol.messages import StepReport
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
 from trainer.backends.early_export import EarlyExport, Tensors
+from trainer.backends.last_states import LastStates
 from trainer.config import AlgorithmConfig
 from trainer.ranks.publication import Publication
 
 if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
     import torch
 
-    from trainer.backends.last_states import LastStates
     from trainer.batch import Batch
     from trainer.storage.host_state import HostState
 

@@ -1,12 +1,15 @@
-"""Reads a model's last hidden states, what its output layer computes logits of.
+"""Reads a model's last hidden states, of which its output layer computes logits.
 
 Shapes: t tokens of a batch, h elements of a state, V vocabulary.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from __future__ import annotations
 
-import torch
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+    import torch
 
 
 class LastStates(NamedTuple):
@@ -21,7 +24,7 @@ class LastStates(NamedTuple):
 
 
 def read_by_output(model: Any, arguments: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return what the output layer of a model of transformers reads in a pass, without logits of all of it.
+    """Return the inputs of the output layer of a model of transformers, whose logits are not computed.
 
     Args:
         model: the model.

@@ -38,7 +38,7 @@ class DraftTraining(ABC):
 
     @abstractmethod
     def copy_parts(self) -> Mapping[str, HostState]:
-        """Return directory -> what a checkpoint has in it; valid until the next call."""
+        """Return directory in a checkpoint -> its contents; valid until the next call."""
 
     @abstractmethod
     def restore_parts(self, checkpoint: Path) -> None:

@@ -238,7 +238,7 @@ class VllmEngine(MultiProcessEngine):
         """Preempt running requests, with their tokens, and release all memory; the next commit resumes."""
         await self._vllm.pause_scheduler()
         await self._vllm.drop_kv()
-        # an adapter's base weights, and what a model that drafts has of its own: the host keeps them
+        # an adapter's base weights come with no version, a model that drafts not whole: the host keeps them
         await self._staging.sleep(1 if self._lora.rank or self._config.drafts in MODELS else 2)
 
     async def _install(self, model: dict[str, Any], named: Sequence[NamedAdapter]) -> None:

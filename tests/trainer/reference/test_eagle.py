@@ -10,19 +10,13 @@ from transformers import PreTrainedModel
 
 from protocol.errors import SettingsError
 from protocol.weights.draft_head import PREFIX, head_shapes
-from rollout.engines.contract.models import VOCAB
-from tests.contracts.engine_draft_models import tiny_shallow, write_eagle
-from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
-from trainer.algorithms import AlgorithmConfig, make_algorithm
+from tests.contracts.engine_draft_models import tiny_shallow
+from tests.trainer.heads import ROUNDS, learnt, make_models, texts, write_random_head
 from trainer.batch import Batch
-from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.execution.commands import CopyWeightsCommand, DigestWeightsCommand
 from trainer.execution.executor import Executor
 from trainer.reference.eagle import EagleHead, EagleTraining, eagle_loss
-from trainer.registry import make_backend, make_draft_training
 from trainer.roles.models import RankModels
-
-ALGORITHM = make_algorithm(AlgorithmConfig())
 
 
 @pytest.fixture
@@ -34,50 +28,7 @@ def target(tmp_path: Path) -> PreTrainedModel:
 
 @pytest.fixture
 def head_dir(target: PreTrainedModel, tmp_path: Path) -> Path:
-    """A head of random weights, which drafts nothing that the target accepts."""
-    place = Path(write_eagle(target, tmp_path))
-    generator = torch.Generator().manual_seed(5)
-    tensors = {
-        name: torch.ones_like(it) if it.ndim == 1 else it.normal_(0, 0.02, generator=generator)
-        for name, it in load_file(place / "model.safetensors").items()
-    }
-    save_file(tensors, place / "model.safetensors")
-    return place
-
-
-def make(name: str, model_dir: Path, head_dir: Path, lr: float = 1e-2) -> RankModels:
-    """Models of a backend with a head."""
-    policy = make_backend(
-        model_dir,
-        parallel=ParallelConfig(),
-        optimizer=OptimizerConfig(lr=1e-3),
-        trainer=TrainerConfig(backend=name, device="cpu", micro_batch_tokens=256),
-        algorithm=ALGORITHM,
-    )
-    drafts = make_draft_training(policy, head_dir, lr)
-    return RankModels(policy, drafts=drafts, algorithm=ALGORITHM)
-
-
-@torch.no_grad()
-def texts(model: PreTrainedModel, seed: int, samples: int = 16) -> Batch:
-    """Return samples of a step that the model has drawn, of different lengths."""
-    generator = torch.Generator().manual_seed(seed)
-    tokens = torch.randint(VOCAB, (samples, 3), generator=generator)
-    for _ in range(40):
-        scores = model(input_ids=tokens).logits[:, -1].softmax(-1)
-        tokens = torch.cat([tokens, torch.multinomial(scores, 1, generator=generator)], dim=1)
-    groups = [
-        (
-            scored(
-                GroupSpec(
-                    group=i, prompt=row[:3], samples=[SampleSpec(row[3 : 12 + 2 * i], [0] * (9 + 2 * i))]
-                )
-            ),
-            1,
-        )
-        for i, row in enumerate(tokens.tolist())
-    ]
-    return batch_of(groups, step=seed, algorithm=ALGORITHM)
+    return write_random_head(target, tmp_path)
 
 
 @torch.no_grad()
@@ -97,12 +48,12 @@ def accepted(target: PreTrainedModel, tensors: dict[str, torch.Tensor], head_dir
 def test_head_learns_to_draft_what_its_target_says(
     backend: str, target: PreTrainedModel, head_dir: Path, tmp_path: Path
 ) -> None:
-    models = make(backend, tmp_path / "model", head_dir)
+    models = make_models(backend, tmp_path / "model", head_dir)
     drafts, held = models.drafts, texts(target, 999)
     assert isinstance(drafts, EagleTraining)
     before = accepted(target, drafts.published, head_dir, held)
     assert not drafts.update()  # there is no text yet
-    losses = [learnt(drafts, texts(target, step)) for step in range(30)]
+    losses = [learnt(drafts, texts(target, step)) for step in range(ROUNDS)]
     last = drafts.join(held)
     models.close()
     assert losses[0] is None
@@ -117,7 +68,7 @@ def test_head_learns_to_draft_what_its_target_says(
 def test_states_are_those_from_which_transformers_predicts_a_token(
     backend: str, target: PreTrainedModel, head_dir: Path, tmp_path: Path
 ) -> None:
-    models, batch = make(backend, tmp_path / "model", head_dir), texts(target, 3)
+    models, batch = make_models(backend, tmp_path / "model", head_dir), texts(target, 3)
     found = models.policy.last_states(batch)
     models.close()
     starts = batch.offsets[:-1].tolist()
@@ -143,7 +94,7 @@ def test_loss_is_that_of_the_paper() -> None:
 def test_version_has_the_head_as_it_was_at_its_step(
     target: PreTrainedModel, head_dir: Path, tmp_path: Path
 ) -> None:
-    models = make("reference", tmp_path / "model", head_dir)
+    models = make_models("reference", tmp_path / "model", head_dir)
     drafts, leader = models.drafts, Executor(models)
     assert isinstance(drafts, EagleTraining)
     names = {PREFIX + name for name in head_shapes(json.loads((head_dir / "config.json").read_text()))}
@@ -159,7 +110,10 @@ def test_version_has_the_head_as_it_was_at_its_step(
 def test_checkpoint_keeps_the_head_its_training_and_what_is_published(
     target: PreTrainedModel, head_dir: Path, tmp_path: Path
 ) -> None:
-    models, batches = make("reference", tmp_path / "model", head_dir), [texts(target, i) for i in range(3)]
+    models, batches = (
+        make_models("reference", tmp_path / "model", head_dir),
+        [texts(target, i) for i in range(3)],
+    )
     assert isinstance(models.drafts, EagleTraining)
     learnt(models.drafts, batches[0])
     learnt(models.drafts, batches[1])  # the version has less than was learnt
@@ -168,7 +122,7 @@ def test_checkpoint_keeps_the_head_its_training_and_what_is_published(
     models.copy_state().write(saved)
     expected = exported_after(models, batches[2])
 
-    again = make("reference", tmp_path / "model", head_dir)
+    again = make_models("reference", tmp_path / "model", head_dir)
     again.restore(saved)
     found = exported_after(again, batches[2])
     assert all(torch.equal(found[i][name], expected[i][name]) for i in range(3) for name in expected[i])
@@ -182,7 +136,7 @@ def test_checkpoint_keeps_the_head_its_training_and_what_is_published(
 
 
 def exported_after(models: RankModels, batch: Batch) -> list[dict[str, torch.Tensor]]:
-    """Return what is published, and what is after the next version and the one after it."""
+    """Return the published head, and those of the next version and the one after it."""
     drafts, found = models.drafts, []
     assert isinstance(drafts, EagleTraining)
     for step in (lambda: None, lambda: learnt(drafts, batch), lambda: drafts.join(batch)):
@@ -194,7 +148,7 @@ def exported_after(models: RankModels, batch: Batch) -> list[dict[str, torch.Ten
 def test_checkpoint_of_a_run_without_a_trained_head_leaves_the_loaded_one(
     head_dir: Path, tmp_path: Path
 ) -> None:
-    models = make("reference", tmp_path / "model", head_dir)
+    models = make_models("reference", tmp_path / "model", head_dir)
     RankModels(models.policy).copy_state().write(tmp_path)
     models.restore(tmp_path)
     loaded = load_file(head_dir / "model.safetensors")
@@ -205,7 +159,7 @@ def test_checkpoint_of_a_run_without_a_trained_head_leaves_the_loaded_one(
 def test_checkpoint_of_another_head_is_refused(
     target: PreTrainedModel, head_dir: Path, tmp_path: Path
 ) -> None:
-    make("reference", tmp_path / "model", head_dir).copy_state().write(tmp_path)
+    make_models("reference", tmp_path / "model", head_dir).copy_state().write(tmp_path)
     path = head_dir / "config.json"
     config = {**json.loads(path.read_text()), "intermediate_size": 64}
     path.write_text(json.dumps(config))
@@ -214,12 +168,4 @@ def test_checkpoint_of_another_head_is_refused(
         head_dir / "model.safetensors",
     )
     with pytest.raises(SettingsError, match=r"of another model: layers\.0\.mlp\.down_proj\.weight"):
-        make("reference", tmp_path / "model", head_dir).restore(tmp_path)
-
-
-def learnt(drafts: EagleTraining, batch: Batch) -> float | None:
-    """Make all updates with a batch; returns the mean loss of those before."""
-    loss = drafts.join(batch)
-    while drafts.update():
-        pass
-    return loss
+        make_models("reference", tmp_path / "model", head_dir).restore(tmp_path)
