@@ -30,8 +30,6 @@ class BackendEntry(Entry):
     """Whether it gives the hidden states that a draft head is trained on."""
 
 
-EAGLE = "trainer.reference.eagle:EagleTraining"
-"""`MODULE:NAME` of what trains a draft head."""
 BACKENDS = Registry(
     {
         "fsdp": BackendEntry(
@@ -152,7 +150,7 @@ def make_draft_training(policy: Backend, directory: Path, lr: float) -> DraftTra
         directory: of the head.
         lr: learning rate.
     """
-    drafts: DraftTraining = load(EAGLE)(directory, lr, policy)
+    drafts: DraftTraining = load("trainer.reference.eagle:EagleTraining")(directory, lr, policy)
     policy.beside = drafts.published
     return drafts
 

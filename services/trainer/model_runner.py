@@ -168,10 +168,6 @@ class ModelRunner:
 
         return await self.run(self._train, command, begin)
 
-    async def train_drafts(self) -> bool:
-        """Make one update of the draft head; returns whether there was something to learn from."""
-        return await self.run(self.executor.train_drafts)
-
     async def provisional(self, epoch: str, version: int) -> WeightDraft | None:
         """Let engines receive a version while `publish` makes it; None if the transport cannot do that.
 

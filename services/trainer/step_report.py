@@ -29,7 +29,7 @@ LIKELY: Mapping[str, str] = {
     "gradient": "optimizer.lr, trainer.dtype, algorithm.advantage_eps, the weights of rewards",
 }
 """Keyword in the cause -> settings to check."""
-Part = Literal["wait", "train", "publish", "checkpoint"]
+Part = Literal["wait", "train", "publish", "checkpoint", "drafts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,32 +53,22 @@ class StepClock:
         self._now = now
         self._last = now()
         self._seconds: dict[str, float] = {}
-        self._drafts_s: float | None = None
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Count the block as a part; blocks must not overlap."""
+        """Count the block as a part; blocks must not overlap, but for "drafts" within "wait"."""
         began = self._now()
         try:
             yield
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - began
 
-    @contextmanager
-    def drafts(self) -> Iterator[None]:
-        """Count the block, which lies within the part "wait", as the training of a draft head."""
-        began = self._now()
-        try:
-            yield
-        finally:
-            self._drafts_s = (self._drafts_s or 0.0) + self._now() - began
-
     def lap(self) -> StepTimes:
         """Return the times since the last lap, or since the start, and begin the next one."""
         now = self._now()
         step_s, self._last = now - self._last, now
         seconds, self._seconds = self._seconds, {}
-        drafts_s, self._drafts_s = self._drafts_s, None
+        drafts_s = seconds.pop("drafts", None)
         return StepTimes(
             step_s=step_s,
             wait_s=seconds.get("wait", 0.0),

@@ -155,8 +155,8 @@ class TrainLoop:
         """Make one update of the draft head, if it is trained; returns whether another may follow."""
         if not self._process.settings.engine.trained_head:
             return False
-        with self._clock.drafts():
-            return await self._runner.train_drafts()
+        with self._clock.part("drafts"):
+            return await self._runner.run(self._runner.executor.train_drafts)
 
     async def _step(self, batch: Taken) -> LedgerStatus | None:
         """Make a step of a batch; returns the ledger's status after its commit, None if it is given up.

@@ -33,6 +33,8 @@ PASSES = 2
 """Updates with each sample, at most: the head is not fitted to the few texts of one step."""
 LOGITS_WEIGHT = 0.1
 """Weight of the logits in the loss, as in the paper."""
+IDENTITY = {"backend": "draft_head"}
+"""Names the writer of a checkpoint."""
 HEAD, TRAINING = "draft_head", "draft_training"
 """Directories of a checkpoint: the published head, as `engine.draft_model` is, and the state of training."""
 
@@ -94,7 +96,7 @@ class EagleTraining(DraftTraining):
         self.published: dict[str, torch.Tensor] = {
             PREFIX + name: master.detach().clone() for name, master in masters.items()
         }
-        self._copies, self._published_copies = HostCopies(), HostCopies()
+        self._copies = HostCopies()
         self._batch: Batch | None = None
         self._left: list[int] = []
         """Samples of the batch for the next updates, the last ones first."""
@@ -103,22 +105,18 @@ class EagleTraining(DraftTraining):
     def join(self, batch: Batch) -> float | None:
         for name, master in self._stepper.masters.items():
             self.published[PREFIX + name].copy_(master.detach())
-        order = torch.Generator().manual_seed(batch.step)
-        count = len(batch.lengths)
-        self._batch = batch
-        self._left = [i for _ in range(PASSES) for i in torch.randperm(count, generator=order).tolist()]
+        order, self._batch = torch.Generator().manual_seed(batch.step), batch
+        passes = [torch.randperm(len(batch.lengths), generator=order) for _ in range(PASSES)]
+        self._left = torch.cat(passes).tolist()
         losses, self._losses = self._losses, []
         return sum(losses) / len(losses) if losses else None
 
     def update(self) -> bool:
         if self._batch is None or not self._left:
             return False
-        samples, tokens = [self._left.pop()], 0
-        lengths = self._batch.lengths.tolist()
-        tokens = lengths[samples[0]]
-        while self._left and tokens + lengths[self._left[-1]] <= UPDATE_TOKENS:
+        lengths, samples = self._batch.lengths, [self._left.pop()]
+        while self._left and int(lengths[[*samples, self._left[-1]]].sum()) <= UPDATE_TOKENS:
             samples.append(self._left.pop())
-            tokens += lengths[samples[-1]]
         part = self._batch.select(torch.tensor(samples))
         loss = self._loss(part.to(self._device), self._policy.last_states(part))
         if loss is not None:
@@ -128,21 +126,19 @@ class EagleTraining(DraftTraining):
         return True
 
     def copy_parts(self) -> Mapping[str, HostState]:
-        tensors = ((name.removeprefix(PREFIX), tensor) for name, tensor in self.published.items())
-        published = {"model.safetensors": self._published_copies.copy_all(tensors)}
-        training = copy_state(self._copies, self._stepper, self._identity(), self._device)
-        return {HEAD: HostState(published, texts={"config.json": self._config}), TRAINING: training}
+        head = self._copies.copy_all((name.removeprefix(PREFIX), it) for name, it in self.published.items())
+        return {
+            HEAD: HostState({"model.safetensors": head}, texts={"config.json": self._config}),
+            TRAINING: copy_state(self._copies, self._stepper, IDENTITY, self._device),
+        }
 
     def restore_parts(self, checkpoint: Path) -> None:
         if not (checkpoint / HEAD).is_dir():
             log.warning("checkpoint.no_draft_head directory=%s", checkpoint)
             return
-        load_state(checkpoint / TRAINING, self._stepper, self._identity(), self._device)
+        load_state(checkpoint / TRAINING, self._stepper, IDENTITY, self._device)
         for name, tensor in load_file(checkpoint / HEAD / "model.safetensors").items():
             self.published[PREFIX + name].copy_(tensor)
-
-    def _identity(self) -> dict[str, str]:
-        return {"backend": "draft_head", "architecture": type(self._head).__name__}
 
     def _loss(self, part: Batch, found: LastStates) -> torch.Tensor | None:
         """Return the loss over the states from which tokens were sampled; None: there are none."""
