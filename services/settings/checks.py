@@ -310,13 +310,12 @@ def _check_draft_training(settings: Settings) -> None:
 
 def _head_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
     engine, trainer, able = settings.engine, settings.trainer, BACKENDS.having("drafts")
-    others = [*(entry.engine for entry in settings.services.pool), settings.eval.engine]
-    heads = {engine_with(engine, changes, "engine").trained_head for changes in others}
+    pool = (engine_with(engine, entry.engine, "services.pool") for entry in settings.services.pool)
     return (
         (not engine.draft_model, "there is no head to train; name one in engine.draft_model"),
         (
-            not heads <= {"", engine.draft_model},
-            "one head is trained; let services.pool and eval.engine name no other draft_model",
+            not {one.trained_head for one in pool} <= {"", engine.draft_model},
+            "one head is trained; let services.pool name no other draft_model",
         ),
         (
             trainer.backend not in able,

@@ -107,7 +107,6 @@ def test_head_is_trained_on_the_rank_of_the_backends_that_have_states() -> None:
         ("run.deterministic=true", "cannot be repeated; leave run.deterministic out"),
         ("colocated.enabled=true", r"\(colocated.enabled\) has no idle time"),
         ("services.pool=[{ engine = { draft_model = '/b' } }]", "name no other draft_model"),
-        ("eval.engine={ draft_model = '/b' }", "name no other draft_model"),
     ],
 )  # fmt: skip
 def test_settings_under_which_no_head_can_be_trained_are_refused_by_name(override: str, words: str) -> None:
