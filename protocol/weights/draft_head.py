@@ -15,7 +15,7 @@ PREFIX = "draft_head."
 
 
 def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors of a head, as its files and vLLM name them.
+    """Return name -> shape of the tensors of a head, by the names in its files.
 
     Args:
         config: its config.json.
@@ -46,8 +46,3 @@ def has_head(names: Iterable[str]) -> bool:
 def without_head(tensors: Mapping[str, T]) -> dict[str, T]:
     """Return the model's own of a version's tensors."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}
-
-
-def published_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name in a version -> shape of the tensors of a head with this config.json."""
-    return {PREFIX + name: shape for name, shape in head_shapes(config).items()}

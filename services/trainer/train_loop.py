@@ -153,10 +153,11 @@ class TrainLoop:
 
     async def _train_drafts(self) -> bool:
         """Make one update of the draft head, if it is trained; returns whether another may follow."""
-        if not self._process.settings.engine.trained_head:
+        drafts = self._runner.executor.models.drafts
+        if drafts is None:
             return False
         with self._clock.part("drafts"):
-            return await self._runner.run(self._runner.executor.train_drafts)
+            return await self._runner.run(drafts.update)
 
     async def _step(self, batch: Taken) -> LedgerStatus | None:
         """Make a step of a batch; returns the ledger's status after its commit, None if it is given up.

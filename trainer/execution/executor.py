@@ -115,10 +115,6 @@ class Executor:
         draft_loss = self.models.drafts.join(own) if self.models.drafts is not None else None
         return plan, msgspec.structs.replace(stats, imbalance=imbalance, draft_loss=draft_loss)
 
-    def train_drafts(self) -> bool:
-        """Make one update of the draft head; returns whether there is a head, and it had samples left."""
-        return self.models.drafts is not None and self.models.drafts.update()
-
     def carry_out(self, command: RankCommand[T] | AnyCommand, part: Batch | None = None) -> Any:
         """Do this rank's share of a command. A collective.
 

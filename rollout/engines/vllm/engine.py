@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.draft_head import published_shapes
+from protocol.weights.draft_head import PREFIX, head_shapes
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
@@ -250,8 +250,8 @@ class VllmEngine(MultiProcessEngine):
         if self._lora.rank:
             shapes = await self._load_adapters(shapes, named)
         if self._config.trained_head:
-            head = published_shapes(read_config(Path(self._config.trained_head)))
-            shapes |= {name: list(shape) for name, shape in head.items()}
+            head = head_shapes(read_config(Path(self._config.trained_head)))
+            shapes |= {PREFIX + name: list(shape) for name, shape in head.items()}
         # the sockets need no name any more once they are connected
         with tempfile.TemporaryDirectory(prefix="tether-ranks-") as directory:
             ranks = await self._call(
