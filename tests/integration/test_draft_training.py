@@ -7,6 +7,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 
+from rollout.engines.base import EngineConfig
+from rollout.engines.vllm.engine import VllmEngine
 from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
 from tests.changes import VLLM, slow_unless_changed
@@ -30,6 +32,7 @@ async def test_head_that_is_trained_between_steps_survives_the_trainer(tmp_path:
         "engine.name=vllm", "engine.max_model_len=64", "engine.kv_cache_mb=64", "engine.drafts=model_always",
         f"engine.draft_model={head}", "engine.draft_lr=1e-3", "engine.num_speculative_tokens=2",
     )  # fmt: skip
+    VllmEngine.preload(EngineConfig(name="vllm"))  # it holds up services that are starting
     run_dir = tmp_path / "run"
     async with asyncio.timeout(800), place(run_dir, *settings) as here:
         await here.kill(await here.held(Spot("commit", When.AFTER), after_step=KILLED))
