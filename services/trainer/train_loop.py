@@ -152,12 +152,13 @@ class TrainLoop:
         return None
 
     async def _train_drafts(self) -> bool:
-        """Make one update of the draft head, if it is trained; returns whether another may follow."""
+        """Make one update of the draft head; returns whether there was one to make."""
         drafts = self._runner.executor.models.drafts
-        if drafts is None:
+        if drafts is None or not drafts.left:
             return False
         with self._clock.part("drafts"):
-            return await self._runner.run(drafts.update)
+            await self._runner.run(drafts.update)
+        return True
 
     async def _step(self, batch: Taken) -> LedgerStatus | None:
         """Make a step of a batch; returns the ledger's status after its commit, None if it is given up.

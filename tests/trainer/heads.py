@@ -71,6 +71,6 @@ def texts(model: PreTrainedModel, seed: int, samples: int = 16) -> Batch:
 def learnt(drafts: DraftTraining, batch: Batch) -> float | None:
     """Make all updates with a batch; returns the mean loss of those before."""
     loss = drafts.join(batch)
-    while drafts.update():
-        pass
+    while drafts.left:
+        drafts.update()
     return loss

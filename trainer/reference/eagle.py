@@ -98,8 +98,7 @@ class EagleTraining(DraftTraining):
         }
         self._copies = HostCopies()
         self._batch: Batch | None = None
-        self._left: list[int] = []
-        """Samples of the batch for the next updates, the last ones first."""
+        self.left: list[int] = []
         self._losses: list[float] = []
 
     def join(self, batch: Batch) -> float | None:
@@ -107,23 +106,22 @@ class EagleTraining(DraftTraining):
             self.published[PREFIX + name].copy_(master.detach())
         order, self._batch = torch.Generator().manual_seed(batch.step), batch
         passes = [torch.randperm(len(batch.lengths), generator=order) for _ in range(PASSES)]
-        self._left = torch.cat(passes).tolist()
+        self.left = torch.cat(passes).tolist()
         losses, self._losses = self._losses, []
         return sum(losses) / len(losses) if losses else None
 
-    def update(self) -> bool:
-        if self._batch is None or not self._left:
-            return False
-        lengths, samples = self._batch.lengths, [self._left.pop()]
-        while self._left and int(lengths[[*samples, self._left[-1]]].sum()) <= UPDATE_TOKENS:
-            samples.append(self._left.pop())
+    def update(self) -> None:
+        if self._batch is None:
+            raise RuntimeError("update before join: there is nothing to learn from")
+        lengths, samples = self._batch.lengths, [self.left.pop()]
+        while self.left and int(lengths[[*samples, self.left[-1]]].sum()) <= UPDATE_TOKENS:
+            samples.append(self.left.pop())
         part = self._batch.select(torch.tensor(samples))
         loss = self._loss(part.to(self._device), self._policy.last_states(part))
         if loss is not None:
             loss.backward()
             self._stepper.step()
             self._losses.append(float(loss.detach()))
-        return True
 
     def copy_parts(self) -> Mapping[str, HostState]:
         head = self._copies.copy_all((name.removeprefix(PREFIX), it) for name, it in self.published.items())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -24,6 +24,9 @@ class DraftTraining(ABC):
     published: Mapping[str, torch.Tensor]
     """The head of the policy's version, by the names of tensors in versions."""
 
+    left: Sequence[int]
+    """Samples of the last batch for the next updates, the last ones first."""
+
     @abstractmethod
     def join(self, batch: Batch) -> float | None:
         """Make the head as it is a part of the policy's new version, and learn from its step's batch next.
@@ -33,8 +36,8 @@ class DraftTraining(ABC):
         """
 
     @abstractmethod
-    def update(self) -> bool:
-        """Make one update with a few samples of the last batch; returns whether there were samples left."""
+    def update(self) -> None:
+        """Make one update with a few of the samples that are `left`."""
 
     @abstractmethod
     def copy_parts(self) -> Mapping[str, HostState]:

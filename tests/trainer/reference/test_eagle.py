@@ -52,7 +52,7 @@ def test_head_learns_to_draft_what_its_target_says(
     drafts, held = models.drafts, texts(target, 999)
     assert isinstance(drafts, EagleTraining)
     before = accepted(target, drafts.published, head_dir, held)
-    assert not drafts.update()  # there is no text yet
+    assert not drafts.left  # there is no text yet
     losses = [learnt(drafts, texts(target, step)) for step in range(ROUNDS)]
     last = drafts.join(held)
     models.close()
