@@ -10,6 +10,7 @@ CUDA_SGLANG := $(abspath $(CUDA)-sglang)
 # on GPUs too SGLang has an interpreter of its own
 SGLANG_PYTHON ?= $(CUDA_SGLANG)/bin/python
 SGLANG_READY := $(if $(filter $(CUDA_SGLANG)/bin/python,$(SGLANG_PYTHON)),$(CUDA_SGLANG)/.ready)
+FP8 := $(VENV)-fp8
 TRACKING := $(VENV)-tracking
 BRIDGE := $(VENV)-bridge
 VERIFIERS := $(VENV)-verifiers
@@ -25,6 +26,7 @@ SEED ?= 1
 MINUTES ?= 2
 # the others import what the GPU environment does not have
 GPU_TESTS = $(shell grep -rlE 'mark\.gpu|TWO_GPUS' tests --include='test_*.py')
+FP8_TESTS := tests/trainer/layers/test_fp8.py
 CONTRACT := tests/rollout/engines/test_contract.py
 # engines of the contract suite at once, each with a tenth of a GPU's memory
 GPU_LANES ?= 4
@@ -46,6 +48,11 @@ $(VENV)/.ready: $(LOCK) pyproject.toml deploy/setup.sh
 # SGLang on a CPU, for tests alone
 $(SGLANG)/.ready: $(VENV)/.ready deploy/locks/sglang-cpu.txt deploy/setup_layer.sh
 	bash deploy/setup_layer.sh $(VENV) $(SGLANG) deploy/locks/sglang-cpu.txt
+	touch $@
+
+# torchao, for tests of `trainer.fp8`
+$(FP8)/.ready: $(VENV)/.ready deploy/locks/fp8.txt deploy/setup_layer.sh
+	bash deploy/setup_layer.sh $(VENV) $(FP8) deploy/locks/fp8.txt
 	touch $@
 
 # the trackers wandb, mlflow and trackio, for slow tests alone
@@ -101,11 +108,14 @@ demo-gpu: $(GPU_READY)
 test: $(VENV)/.ready
 	$(MAKE) --jobs 2 check pytest
 
-pytest: setup
+# pytest ends with 5 where no test of FP8 runs by default
+pytest: setup $(FP8)/.ready
 	$(BIN)/python -m pytest -n $(JOBS) --dist loadgroup --durations 30 $(REPORT)/pytest.xml -m "not slow and not gpu"
+	$(FP8)/bin/python -m pytest $(REPORT)/fp8.xml -m "changed and not gpu" $(FP8_TESTS) || [ $$? -eq 5 ]
 
-test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready $(OPENENV)/.ready $(REMOTE)/.ready $(JAX)/.ready
+test-slow: setup $(TRACKING)/.ready $(BRIDGE)/.ready $(VERIFIERS)/.ready $(OPENENV)/.ready $(REMOTE)/.ready $(JAX)/.ready $(FP8)/.ready
 	$(BIN)/python -m pytest $(REPORT)/slow.xml -m slow
+	$(FP8)/bin/python -m pytest -m "not gpu" $(FP8_TESTS)
 	$(REMOTE)/bin/python -m pytest -m slow tests/rollout/sandboxes/remote
 
 # engines, then a process for each GPU, then what needs two; with -k (--keep-going) also if one fails

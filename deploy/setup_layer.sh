@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Build an environment on top of another: only what LOCK names; everything else is seen through one path file.
 #   locks/sglang-cpu.txt  SGLang for tests on a CPU: vLLM's CPU build must not find triton or torchvision
+#   locks/fp8.txt         torchao for tests of trainer.fp8: transformers imports it in every process that finds it
 #   locks/tracking.txt    wandb, mlflow and trackio for the slow tests: they need older versions of two packages
 #   locks/bridge.txt      megatron-bridge for a slow test: it needs another megatron-core
 #   locks/verifiers.txt   verifiers for a slow test: it needs older versions of openai and mcp

@@ -9,7 +9,7 @@ from protocol.choices import NameIn
 from protocol.paths import FilePath, set_first
 
 RecomputeGranularity = Literal["", "selective", "full"]
-AttentionBackend = Literal["auto", "torch", "flash_attn", "transformer_engine", "segments"]
+AttentionBackend = Literal["auto", "torch", "flash_attn", "flash_attn_3", "transformer_engine", "segments"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,8 +118,9 @@ class TrainerConfig:
     """auto, cpu or cuda. auto: cuda where there is one."""
     attention_backend: AttentionBackend = "auto"
     """megatron: how attention is computed: torch (its fused kernel on a GPU in 16 bits, segments elsewhere),
-    flash_attn or transformer_engine (on a GPU in 16 bits; the library of that name), or segments (the
-    reference: slow on a GPU). auto: torch, because the two libraries have not been run with this trainer."""
+    flash_attn_3 (torch's operators, computed by the library flash-attn-3 on a Hopper GPU; measured faster),
+    flash_attn or transformer_engine (on a GPU in 16 bits; the library of that name, which has not been run
+    with this trainer), or segments (the reference: slow on a GPU). auto: torch."""
     micro_batch_tokens: Annotated[int, Interval(ge=0, le=10**8)] = set_first(0)
     """Tokens in one forward pass on each rank, prompts included; samples are packed into it without padding.
     A longer sample is a pass of its own. With `parallel.context_parallel_size` a pass has so many times as
@@ -128,6 +129,9 @@ class TrainerConfig:
     """Samples in one forward pass, at most."""
     compile: bool = False
     """fsdp: compile each layer with torch.compile, attention apart. The first passes take longer."""
+    fp8: Literal["off", "tensorwise", "rowwise"] = "off"
+    """fsdp, bfloat16: multiply matrices of the trained layers in FP8, by torchao, with a scale for a tensor
+    (tensorwise) or for each row (rowwise); wants `compile`, and a GPU of compute capability 8.9 or more."""
     offload_parameters: bool = False
     """fsdp: keep the shards of the trained model in host memory, too, with `optimizer.cpu_offload`. A pass
     copies a layer's to the device, and its gradients back."""
@@ -185,14 +189,12 @@ class TrainerConfig:
     engine's; a group is in it or not by its number. They come from the training pass, so all of them cost
     little."""
     mismatch_limit: Annotated[float, Interval(ge=0, le=1e9)] = 1.05
-    """Largest `token_mult_prob_error` at lag 0 (1 is perfect agreement) before `mismatch_action` is taken. 0
-    is off."""
+    """Largest `token_mult_prob_error` (1: agreement) at lag 0 before `mismatch_action` is taken. 0: off."""
     mismatch_action: Literal["warn", "stop"] = "warn"
     """What happens above `mismatch_limit`: warn (terminal, log, page), or stop (the run halts, and why)."""
     memory_gb: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
     """GPU memory that training takes on each rank at its peak, GiB: `micro_batch_tokens` = auto is chosen for
-    it, and the check before a colocated start counts with it. 0: by `memory_fraction` and the expected
-    peak."""
+    it, and a colocated start is checked with it. 0: by `memory_fraction` and the expected peak."""
     memory_fraction: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Share of a GPU's memory that training may take. auto: what `engine.memory_fraction` leaves where
     engines are on the same GPU, else all of it."""

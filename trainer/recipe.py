@@ -150,7 +150,18 @@ def _problems_of_algorithm(
 def _problems_of_optimizer(
     optimizer: OptimizerConfig, trainer: TrainerConfig, lora: LoraConfig
 ) -> tuple[tuple[bool, str], ...]:
+    fp8 = trainer.fp8 != "off"
     return (
+        (
+            fp8 and trainer.dtype != "bfloat16",
+            f"trainer.fp8: {trainer.fp8!r} rounds numbers in bfloat16, and trainer.dtype is "
+            f"{trainer.dtype!r}; use bfloat16, or leave it out",
+        ),
+        (
+            fp8 and lora.rank > 0,
+            f"trainer.fp8: {trainer.fp8!r} computes gradients of all weights, also of those that adapters "
+            "(lora.rank) leave as they are, which costs more than FP8 saves; leave one of them out",
+        ),
         (
             optimizer.name != "adamw" and trainer.backend != "reference",
             f"optimizer.name: {optimizer.name!r} is for trainer.backend 'reference', and it is "
@@ -186,14 +197,13 @@ def check_backend(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
         "optimizer.grad_reduce_in_fp32": "" if optimizer.grad_reduce_in_fp32 else "false",
         "trainer.dtype": trainer.dtype if trainer.dtype == "float16" else "",
         "trainer.attention_backend": "" if trainer.attention_backend == "auto" else trainer.attention_backend,
+        "trainer.compile": "true" if trainer.compile else "",
+        "trainer.fp8": "" if trainer.fp8 == "off" else trainer.fp8,
     }
-    fsdp_has = {"optimizer.cpu_offload"}
+    both = "megatron", "fsdp"
+    known = {"trainer.compile": ("fsdp",), "trainer.fp8": ("fsdp",), "optimizer.cpu_offload": both}
     if trainer.recompute_granularity == "full":
-        fsdp_has.add("trainer.recompute_granularity")
-    if trainer.compile and trainer.backend != "fsdp":
-        raise SettingsError(
-            f"setting trainer.compile: it is for trainer.backend 'fsdp', not {trainer.backend!r}"
-        )
+        known["trainer.recompute_granularity"] = both
     if trainer.offload_parameters and not (trainer.backend == "fsdp" and optimizer.cpu_offload):
         raise SettingsError(
             "setting trainer.offload_parameters: it is for trainer.backend 'fsdp' with "
@@ -201,7 +211,7 @@ def check_backend(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
             f"{str(optimizer.cpu_offload).lower()}; change them, or leave it out"
         )
     for setting, value in requests.items():
-        backends = ("megatron", "fsdp") if setting in fsdp_has else ("megatron",)
+        backends = known.get(setting, ("megatron",))
         if value and trainer.backend not in backends:
             raise SettingsError(
                 f"setting {setting}: {value} is for trainer.backend {' or '.join(map(repr, backends))}, and "

@@ -76,6 +76,7 @@ def make_backend(
     shared: bool = False,
     frozen: Sequence[FrozenSpec] = (),
     critic_dir: Path | None = None,
+    served: int = 0,
 ) -> Backend:
     """Return this rank's part of the backend that `trainer.backend` names. Called on every rank.
 
@@ -90,6 +91,7 @@ def make_backend(
         frozen: models that `Backend.load_frozen` will load, for which memory is planned.
         critic_dir: Hugging Face directory of the critic's model, for which memory is planned; None: there is
             no critic.
+        served: bytes of versions that this rank will keep on its device for engines.
 
     Raises:
         SettingsError: no backend has that name, or it cannot work with these settings.
@@ -105,7 +107,7 @@ def make_backend(
             "shared": shared,
         }
     if name in ("megatron", "fsdp"):
-        options |= {"parallel": parallel, "frozen": frozen, "critic_dir": critic_dir}
+        options |= {"parallel": parallel, "frozen": frozen, "critic_dir": critic_dir, "served": served}
     elif parallel.world_size != 1:
         raise SettingsError(
             f"the {name} backend runs on one rank, [parallel] asks for {parallel.world_size}: use megatron"

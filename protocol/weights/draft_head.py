@@ -39,7 +39,7 @@ def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def has_head(names: Iterable[str]) -> bool:
-    """Return whether the tensors of a version are those of a model with a head."""
+    """Return whether a version with tensors of these names has a head."""
     return any(name.startswith(PREFIX) for name in names)
 
 

@@ -52,8 +52,8 @@ class EngineConfig:
     """Most requests that are decoded in one batch; vllm and sglang decode fewer while their KV cache has no
     room for more. auto: 512 with these two on a GPU, else 64."""
     enforce_eager: bool = True
-    """vllm, sglang on a GPU: run without CUDA graphs. That starts faster, leaves memory free, and decodes
-    slower."""
+    """vllm, sglang, megatron on a GPU: run without CUDA graphs. That starts faster, leaves memory free, and
+    decodes slower."""
     attention_backend: str = ""
     """vllm and sglang on a GPU: the attention kernels, by the engine's own name. Empty: the engine
     chooses."""

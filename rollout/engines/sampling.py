@@ -1,29 +1,39 @@
 """Samples from logits in plain torch, with log-probabilities of the distribution that is sampled from."""
 
+import math
+from collections.abc import Sequence
+
 import torch
 
+from protocol.errors import EngineError
 from rollout.engines.base import Sampling
+
+TOGETHER = 64
+"""Rows that are sampled at once: it bounds the memory."""
 
 
 def sampled_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
+    """Return the log-probabilities [V] of one row of `sampled_distributions`."""
+    return sampled_distributions(logits[None], [sampling])[0]
+
+
+def sampled_distributions(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
     """Return log-probabilities after temperature, then top-k, then top-p; for greedy, at temperature 1.
 
     Args:
-        logits: [V].
-        sampling: the request's sampling parameters.
+        logits: [B, V].
+        samplings: the sampling parameters of each row's request.
 
-    Returns: [V] float32, -inf where a token cannot be sampled.
+    Returns: [B, V] float32, -inf where a token cannot be sampled.
     """
-    scores = logits.float()
-    if sampling.temperature == 0:
-        return scores.log_softmax(-1)
-    scores = scores / sampling.temperature
-    if sampling.top_k or sampling.top_p < 1:
-        limits = (
-            torch.tensor([sampling.top_k], device=scores.device),
-            torch.tensor([sampling.top_p], device=scores.device),
-        )
-        scores = scores.masked_fill(~kept_tokens(scores[None], *limits)[0], -torch.inf)
+    temperatures = torch.tensor([each.temperature or 1.0 for each in samplings], device=logits.device)
+    scores = logits.float() / temperatures[:, None]
+    limited = [n for n, each in enumerate(samplings) if each.temperature and (each.top_k or each.top_p < 1)]
+    if limited:
+        top_k = torch.tensor([samplings[n].top_k for n in limited], device=logits.device)
+        top_p = torch.tensor([samplings[n].top_p for n in limited], device=logits.device)
+        rows = scores[limited]
+        scores[limited] = rows.masked_fill(~kept_tokens(rows, top_k, top_p), -torch.inf)
     return scores.log_softmax(-1)
 
 
@@ -50,9 +60,35 @@ def kept_tokens(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) 
     return torch.zeros_like(kept).scatter(-1, index, kept)
 
 
-def sample(logits: torch.Tensor, sampling: Sampling, generator: torch.Generator) -> tuple[int, float]:
-    """Sample one token from `logits` [V]; return it and its log-probability as sampled."""
-    logprobs = sampled_distribution(logits, sampling)
-    greedy = sampling.temperature == 0
-    token = int(logprobs.argmax() if greedy else torch.multinomial(logprobs.exp(), 1, generator=generator))
-    return token, float(logprobs[token])
+def sample(
+    logits: torch.Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
+) -> list[tuple[int, float]]:
+    """Sample a token from each row of `logits` [B, V]; return it and its log-probability as sampled.
+
+    A row's token does not depend on other rows. The host waits for the device once for `TOGETHER` rows.
+
+    Raises:
+        EngineError: logits of a row are not finite, and it is not greedy.
+    """
+    found: list[tuple[int, float]] = []
+    for first in range(0, len(samplings), TOGETHER):
+        part = slice(first, first + TOGETHER)
+        found += _sample(logits[part], samplings[part], generators[part])
+    return found
+
+
+def _sample(
+    logits: torch.Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
+) -> list[tuple[int, float]]:
+    logprobs = sampled_distributions(logits.to(generators[0].device), samplings)
+    noise = torch.ones_like(logprobs)
+    for row, each, generator in zip(noise, samplings, generators, strict=True):
+        if each.temperature:
+            row.exponential_(generator=generator)
+    greedy = torch.tensor([not each.temperature for each in samplings], device=logprobs.device)
+    # torch.multinomial takes the same maximum, but waits for the device in every row
+    drawn = torch.where(greedy[:, None], logprobs, logprobs.exp() / noise).argmax(-1, keepdim=True)
+    found = torch.cat([drawn.double(), logprobs.gather(-1, drawn).double()], dim=-1).tolist()
+    if any(each.temperature and math.isnan(value) for each, (_, value) in zip(samplings, found, strict=True)):
+        raise EngineError("the model's logits are not finite")
+    return [(int(token), value) for token, value in found]

@@ -3,15 +3,22 @@
 Beside the live parameters there is memory for the largest tensor alone. Every digest is checked when the
 version is staged, before a live byte changes. In the commit each tensor is copied into the buffer, digested
 there once more, and copied to its places, with what fits in the buffer beside it: a model of experts has
-thousands of small ones. A failure in the middle of a commit poisons the engine, as any other; until the first
-tensor was copied nothing has changed.
+thousands of small ones. A GPU reads the version's own pages, which are locked when it is staged; pages that
+cannot be locked are copied to pinned memory by several threads. A failure in the middle of a commit poisons
+the engine, as any other; until the first tensor was copied nothing has changed.
 """
 
+import logging
 import math
+import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
+from protocol.device.page_locks import PageLocks
 from protocol.device.slice_digests import Digests
 from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
@@ -22,6 +29,13 @@ from rollout.staging.places import BUFFERS
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.staging import Staging
 from rollout.weights.base import ReceivedSlice, WeightReceiver
+
+log = logging.getLogger("tether.rollout")
+
+COPY_THREADS = 8
+"""Threads that copy to pinned memory: one reads some GB/s, the bus of a GPU takes 50."""
+COPY_BYTES = 8 << 20
+"""Most bytes that one of them copies at a time."""
 
 
 class PieceBuffer:
@@ -35,6 +49,8 @@ class PieceBuffer:
             device: of the live parameters.
         """
         on_gpu = device.type == "cuda"
+        self.locks = PageLocks(device)
+        """Where tensors lie that the device reads itself."""
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         """On the device; an engine that sleeps releases its storage."""
         self._pinned = [
@@ -63,14 +79,15 @@ class PieceBuffer:
 
     def _through(self, batch: Sequence[tuple[ReceivedSlice, int]], end: int) -> list[ReceivedSlice]:
         """Return copies of pieces on the device, each at its offset; `end` is the last one's end."""
-        turn, self._next = self._next, (self._next + 1) % BUFFERS
-        if self._pinned:
+        parts = [(start, piece.tensor.reshape(-1).view(torch.uint8)) for piece, start in batch]
+        if not self._pinned or all(self.locks.holds(part) for _, part in parts if part.nbytes):
+            for start, part in parts:
+                self.memory[start : start + part.nbytes].copy_(part, non_blocking=True)
+        else:
+            turn, self._next = self._next, (self._next + 1) % BUFFERS
             self._read[turn].synchronize()
-        memory = self._pinned[turn] if self._pinned else self.memory
-        for piece, start in batch:
-            memory[start : start + piece.tensor.nbytes].copy_(piece.tensor.reshape(-1).view(torch.uint8))
-        if self._pinned:
-            self.memory[:end].copy_(memory[:end], non_blocking=True)
+            copy_by_threads(self._pinned[turn], parts)
+            self.memory[:end].copy_(self._pinned[turn][:end], non_blocking=True)
             self._read[turn].record()
         return [
             ReceivedSlice(
@@ -82,6 +99,23 @@ class PieceBuffer:
             )
             for piece, start in batch
         ]
+
+
+def copy_by_threads(memory: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
+    """Copy parts, each (offset, uint8 [n] of the host), into the host's `memory`, uint8 too."""
+    target = memory.numpy()
+
+    def copy(start: int, part: NDArray[np.uint8]) -> None:
+        target[start : start + len(part)] = part  # numpy lets other threads run meanwhile
+
+    with ThreadPoolExecutor(COPY_THREADS, "tether-copy") as pool:
+        copies = [
+            pool.submit(copy, start + first, part[first : first + COPY_BYTES].numpy())
+            for start, part in parts
+            for first in range(0, len(part), COPY_BYTES)
+        ]
+    for done in copies:
+        done.result()
 
 
 class LayeredStaging(Staging):
@@ -113,7 +147,11 @@ class LayeredStaging(Staging):
 
     def discard(self) -> None:
         super().discard()
+        self._forget()
+
+    def _forget(self) -> None:
         self._pieces, self._manifest = [], None
+        self.buffer.locks.unlock()
 
     def apply(self) -> None:
         """Copy the version that was taken over the live parameters.
@@ -148,13 +186,37 @@ class LayeredStaging(Staging):
                 f"version {manifest.version}: engine.staging is 'layers', which reads a version twice, and "
                 f"weights.transport {manifest.transport!r} sends it once"
             )
-        self._pieces, self._manifest = [], None
+        end = time.monotonic() + deadline_s
+        self._forget()
         into = SlicePlacement(self._destinations(copies))
         pieces: list[ReceivedSlice] = []
         for found in receiver.slices(manifest, into.wanted, deadline_s):
             self._refuse_cancelled(manifest)
             pieces += [piece for piece in found if piece.entry.name in into.wanted]
+        for piece in pieces:
+            into.destination(piece.entry.name, piece.box)  # it is known then, and takes the commit no time
         self._pieces, self._into, self._manifest = pieces, into, manifest
+        if receiver.lockable and self.buffer.locks.wait(end - time.monotonic()):
+            self._lock(manifest, end)
+        elif self.buffer.memory.is_cuda:
+            log.warning("engine.staging pages_not_locked files_can_be_written=%s", receiver.lockable)
+
+    def _lock(self, manifest: WeightManifest, end: float) -> None:
+        """Lock the version's pages for the device, until `end` at most; the commit copies the others."""
+        start, locks = time.monotonic(), self.buffer.locks
+        for piece in self._pieces:
+            self._refuse_cancelled(manifest)
+            if time.monotonic() > end or not locks.lock(piece.tensor):
+                break
+        if locks.nbytes:
+            nbytes = sum(piece.tensor.nbytes for piece in self._pieces)
+            seconds = time.monotonic() - start
+            log.info(
+                "engine.staging locked_mib=%d of_mib=%d seconds=%.1f",
+                locks.nbytes >> 20,
+                nbytes >> 20,
+                seconds,
+            )
 
 
 class LayeredPlan(LoaderTrace):

@@ -1,6 +1,6 @@
 """Releases an engine's memory while it sleeps."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 
@@ -16,13 +16,20 @@ class ReleasableMemory:
     not be used: they have no memory.
     """
 
-    def __init__(self, dropped: Iterable[torch.Tensor], kept: Iterable[torch.Tensor] = ()) -> None:
+    def __init__(
+        self,
+        dropped: Iterable[torch.Tensor],
+        kept: Iterable[torch.Tensor] = (),
+        before: Callable[[], None] = lambda: None,
+    ) -> None:
         """Collect the storages of the tensors.
 
         Args:
             dropped: tensors whose contents `release` discards.
             kept: tensors whose contents are kept in host memory; a storage in both is dropped.
+            before: called by `release` first: drops users of the storages' addresses.
         """
+        self._before = before
         discarded, preserved = _storages(dropped), _storages(kept)
         self._kept = {key: storage for key, storage in preserved.items() if key not in discarded}
         self._sizes = {key: (storage, storage.nbytes()) for key, storage in (discarded | self._kept).items()}
@@ -31,6 +38,7 @@ class ReleasableMemory:
 
     def release(self) -> None:
         """Release the memory. Idempotent."""
+        self._before()
         for key, storage in self._kept.items():
             if storage.nbytes():
                 self._saved[key] = torch.empty(storage.nbytes(), dtype=torch.uint8).untyped_storage()

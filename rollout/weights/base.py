@@ -37,6 +37,10 @@ class WeightReceiver(Protocol):
         """Whether slices are whole tensors in host memory, valid until the next version is received."""
 
     @property
+    def lockable(self) -> bool:
+        """Whether pages of the slices received last can be locked without a copy of them."""
+
+    @property
     def digest(self) -> int:
         """`manifest_digest` of the version received last, computed from its bytes if it was provisional."""
 

@@ -58,5 +58,9 @@ class CheckedReceiver:
     def lasting(self) -> bool:
         return self._receiver.lasting
 
+    @property
+    def lockable(self) -> bool:
+        return self._receiver.lockable
+
     def close(self) -> None:
         self._receiver.close()

@@ -45,6 +45,8 @@ class VersionImage:
         self._digest: int | None = None
         """Digest of the verified version that the buckets hold."""
         self._layout = 0
+        self._is_lone = False
+        """Whether the last version was an anchor."""
 
     def advance(self, manifest: WeightManifest, deadline: Deadline) -> list[torch.Tensor]:
         """Return the buckets of a version, from the last one that was verified or from the anchor.
@@ -88,8 +90,15 @@ class VersionImage:
         return [torch.from_numpy(bucket) for bucket in self._buckets]
 
     def verified(self, manifest: WeightManifest) -> None:
-        """Count the buckets as a version: every tensor's digest was compared."""
-        self._digest = manifest.digest
+        """Count the buckets as a version: every tensor's digest was compared.
+
+        They are released if changes of them are not expected: anchors follow each other without
+        `weights.delta`. The tensors that `advance` returned keep theirs.
+        """
+        self._digest, was_lone = manifest.digest, self._is_lone
+        self._is_lone = len(manifest.chain) < 2
+        if self._is_lone and (was_lone or not manifest.chain):
+            self._digest, self._buckets = None, []
 
     def _allocate(self, sizes: Sequence[int]) -> None:
         """Take memory for all bytes of an anchor: that of the image, if it fits."""

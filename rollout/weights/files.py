@@ -4,6 +4,7 @@ It is a directory, or a URL that fsspec knows.
 """
 
 import mmap
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -32,8 +33,16 @@ class FileReceiver:
 
     lasting = True
 
-    def __init__(self) -> None:
+    def __init__(self, *, shared: bool | None = None) -> None:
+        """Begin without a version.
+
+        Args:
+            shared: whether files are mapped as memory that is shared with their writer, where they can be
+                written: locking a private page copies it. None: in a process that uses a GPU.
+        """
         self.digest = 0
+        self.lockable = False
+        self._shared = shared
         self._deadline: Deadline | None = None
         """Deadline of the last `slices`."""
         self._image = VersionImage()
@@ -47,15 +56,19 @@ class FileReceiver:
     ) -> Iterator[list[ReceivedSlice]]:
         deadline, digests = Deadline(manifest, deadline_s), Digests()
         self._deadline = deadline
+        self.lockable = True
         if manifest.chain or "://" in manifest.location:
             yield from self._made(manifest, deadline, digests)
             return
+        wanted_shared = torch.cuda.is_initialized() if self._shared is None else self._shared
         mapped, bucket = -1, torch.empty(0, dtype=torch.uint8)
         for entry in manifest.tensors:
             deadline.remaining(f"reading {entry.name}")
             if entry.bucket != mapped:
                 path = Path(manifest.location) / bucket_name(entry.bucket)
-                mapped, bucket = entry.bucket, _map(path, manifest.buckets[entry.bucket], entry)
+                is_shared = wanted_shared and os.access(path, os.W_OK)
+                self.lockable = self.lockable and is_shared
+                mapped, bucket = entry.bucket, _map(path, manifest.buckets[entry.bucket], entry, is_shared)
             tensor = _view(entry, bucket)
             digests.add(tensor)
             yield whole_tensor(entry, tensor)
@@ -81,9 +94,9 @@ class FileReceiver:
         self.digest = manifest.digest
 
 
-def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:
+def _map(path: Path, nbytes: int, first: TensorEntry, is_shared: bool) -> torch.Tensor:
     try:
-        with path.open("rb") as file:
+        with path.open("r+b" if is_shared else "rb") as file:
             size = file.seek(0, 2)
             if size < nbytes:
                 raise WeightError(
@@ -91,9 +104,9 @@ def _map(path: Path, nbytes: int, first: TensorEntry) -> torch.Tensor:
                 )
             if nbytes == 0:
                 return torch.empty(0, dtype=torch.uint8)
-            # ACCESS_COPY: torch requires writable memory. This module never writes to it; writes would be
-            # private.
-            memory = mmap.mmap(file.fileno(), nbytes, access=mmap.ACCESS_COPY)
+            # torch requires writable memory. This module never writes to it; writes to a copy are private.
+            access = mmap.ACCESS_WRITE if is_shared else mmap.ACCESS_COPY
+            memory = mmap.mmap(file.fileno(), nbytes, access=access)
             with suppress(OSError):  # before Linux 5.14 pages come one after the other
                 memory.madvise(MADV_POPULATE_READ)
     except OSError as error:

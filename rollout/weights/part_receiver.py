@@ -53,6 +53,7 @@ class PartReceiver:
     """Keeps a connection to each trainer rank for the next version."""
 
     lasting = False
+    lockable = False
 
     def __init__(self, make_channel: Callable[[], ReceiverChannel]) -> None:
         """Receive by channels that `make_channel` returns, one for each trainer rank."""

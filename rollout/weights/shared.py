@@ -23,6 +23,7 @@ class SharedReceiver:
     """Yields the masters converted to the manifest's dtypes, one after the other; keeps only the mapping."""
 
     lasting = False
+    lockable = False
 
     def __init__(self) -> None:
         self.digest = 0

@@ -24,9 +24,9 @@ from trainer.step.train_command import TrainCommand
 
 PARAMETERS = 1 << 22
 """Elements of the tensors whose updates are compared, at most, but for the first tensor."""
-LIMITS = {"float32": 0.02, "bfloat16": 0.3, "float16": 0.1}
-"""The coarser data type, of trainer and engines -> allowed difference of loss, gradient norm and update,
-relative to the expected one.
+LIMITS = {"float32": 0.02, "bfloat16": 0.3, "float16": 0.1, "fp8": 0.8}
+"""The coarser data type, of trainer (fp8: `trainer.fp8`) and engines -> allowed difference of loss, gradient
+norm and update, relative to the expected one.
 
 Rounding changes the sign of Adam's first update of an element whose gradient is close to 0."""
 
@@ -52,7 +52,7 @@ class Shadow:
             SettingsError: the plain backend cannot load it, or cannot train it under these settings.
         """
         trainer = dataclasses.replace(
-            settings.trainer, backend="reference", dtype="float32", device="cpu", threads=1
+            settings.trainer, backend="reference", dtype="float32", fp8="off", device="cpu", threads=1
         )
         weights = dataclasses.replace(settings.weights, transport="disk")
         plain = dataclasses.replace(
@@ -65,7 +65,8 @@ class Shadow:
         self._executor = Executor(build_models(plain))
         if settings.algorithm.kl_coef > 0:
             self._executor.lead(KeepReferenceCommand())
-        self._limit = max(LIMITS[settings.trainer.dtype], LIMITS[settings.engine.dtype])
+        computed = settings.trainer.dtype if settings.trainer.fp8 == "off" else "fp8"
+        self._limit = max(LIMITS[computed], LIMITS[settings.engine.dtype])
         backend = self._executor.models.policy
         assert isinstance(backend, ReferenceBackend)
         views = {} if settings.lora.rank else checkpoint_views(backend.model, model_tensors(backend.model))

@@ -11,6 +11,7 @@ from services.preflight.problem import Problem, refuse
 from services.settings.processes import gpu_list
 from services.settings.sections import Settings
 from trainer.layers.attention.terms import AttentionTerms, backend_refusals
+from trainer.layers.fp8 import fp8_refusals
 from trainer.megatron.families.reading import architecture_of
 
 LISTS = ("trainer_gpus", "rollout_gpus", "eval_gpus", "reward_gpus")
@@ -38,6 +39,9 @@ def device_problems(settings: Settings, gpus: Sequence[str]) -> Iterator[Problem
             )
     if settings.trainer.device == "cuda" and settings.trainer.backend != "scripted" and not gpus:
         yield Problem("torch sees no GPU here", "use auto or cpu", "trainer.device", "cuda")
+    on_gpu = settings.trainer.device != "cpu" and bool(gpus)
+    for why in fp8_refusals(settings.trainer, on_gpu=on_gpu):
+        yield Problem(why, "leave it out to train in bfloat16", "trainer.fp8", settings.trainer.fp8)
     if not gpus and any(engine.name == "vllm" for engine in engines_of(settings)):
         yield from _vllm_without_gpu(settings)
 

@@ -105,17 +105,6 @@ def weights_apart(settings: Settings, work: Planned) -> dict[str, int]:
     return found
 
 
-def served_bytes(settings: Settings, model: ModelFacts) -> int:
-    """Return the bytes of versions that a rank keeps on its GPU while it trains; adapters are not counted."""
-    weights = settings.weights
-    if weights.transport not in ("nccl", "ipc") or weights.backend == "gloo" or settings.lora.rank:
-        return 0
-    versions = 2 if weights.transport == "ipc" or weights.delta else 1
-    gathers = weights.transport == "ipc" and settings.cluster.nodes > 1
-    ranks = 1 if gathers else settings.parallel.world_size
-    return versions * model.parameters * ITEM_BYTES[settings.engine.dtype] // ranks
-
-
 def expected_gb(settings: Settings, model: ModelFacts) -> float | None:
     """Return the expected peak of a rank, GiB; with the smallest budget if the trainer is to choose it.
 
@@ -219,10 +208,11 @@ def describe_memory(
     lines = []
     if given.on_gpu and (work := planned_of(settings, model)):
         lines.append(memory_text(work))
-        if served := served_bytes(settings, model):
+        if served := settings.served_bytes(model.parameters):
             lines.append(
                 f"versions that each rank serves by {settings.weights.transport}, on top of that: "
-                f"{served / GIB:.1f} GiB, and as much as two while one replaces the other"
+                f"{served / GIB:.1f} GiB, for which a chosen micro-batch leaves room, and as much as two "
+                "while one replaces the other"
             )
         lines += [
             f"weights of the {role} on each of its GPUs: {held / GIB:.1f} GiB"

@@ -30,10 +30,10 @@ from trainer.fsdp.layout import (
     OTHER_LAYERS,
     TENSOR_SIZE,
     adapter_refusal,
-    compiling_refusal,
     division_refusal,
     layout_refusals,
     plan_of,
+    whole_layer_refusal,
 )
 from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.families.config_file import read_config
@@ -225,7 +225,7 @@ def _division_problems(settings: Settings, model: ModelFacts) -> Iterator[Proble
     parallel, ranks = settings.parallel, settings.parallel.tensor_model_parallel_size
     for setting, value in layout_refusals(parallel):
         yield Problem(NOT_SHARDED, "leave it out, or use megatron", setting, value)
-    if cause := compiling_refusal(parallel, settings.trainer):
+    if cause := whole_layer_refusal(parallel, settings.trainer):
         yield Problem(cause, "leave one of them out", TENSOR_SIZE, ranks)
     if cause := _undivided(model, parallel):
         yield Problem(cause, "choose another number, or use megatron", TENSOR_SIZE, ranks)

@@ -2,10 +2,12 @@
 
 import os
 from collections.abc import Mapping, Sequence
+from math import prod
 from pathlib import Path
 
 import torch
 
+from protocol.device.checkpoint_shapes import tensor_shapes
 from services.ledger.interface import Taken
 from services.runtime.user_modules import add_user_modules
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
@@ -154,8 +156,9 @@ def _drafts(settings: Settings, policy: Backend) -> DraftTraining | None:
 
 def build_backend(settings: Settings) -> Backend:
     """Return this rank's part of the policy, loaded."""
+    model_dir = fetch_model(settings)
     return make_backend(
-        fetch_model(settings),
+        model_dir,
         parallel=settings.parallel,
         optimizer=settings.optimizer,
         trainer=settings.trainer,
@@ -164,6 +167,7 @@ def build_backend(settings: Settings) -> Backend:
         shared=settings.shares_masters,
         frozen=frozen_specs(settings),
         critic_dir=fetch_critic(settings) if settings.critic_beside else None,
+        served=settings.served_bytes(sum(map(prod, tensor_shapes(model_dir).values()))),
     )
 
 

@@ -55,6 +55,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "trainer.dtype": (ResumeRule.REPEATED, "a checkpoint holds masters, of which parameters are made"),
     "trainer.seed": (ResumeRule.FIXED, "the state of the random numbers is in the checkpoint"),
     "trainer.device": (ResumeRule.REPEATED, _STEP),
+    "trainer.fp8": (ResumeRule.REPEATED, _STEP),
     "trainer.attention_backend": (ResumeRule.REPEATED, _STEP),
     "trainer.micro_batch_tokens": (ResumeRule.REPEATED, _STEP),
     "trainer.micro_batch_size": (ResumeRule.REPEATED, _STEP),

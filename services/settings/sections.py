@@ -41,6 +41,7 @@ from trainer.config import (
     TrainerConfig,
     WeightConfig,
 )
+from trainer.memory.expected import ITEM_BYTES
 from trainer.roles.config import (
     CriticConfig,
     FrozenConfig,
@@ -282,6 +283,22 @@ class Settings:
     def together(self) -> "Settings":
         """The settings with all models on the policy's ranks."""
         return replace(self, placement=PlacementConfig())
+
+    def served_bytes(self, parameters: int) -> int:
+        """Return the bytes of versions that a rank has on its GPU while it trains, by the mean of the ranks.
+
+        Adapters are not counted.
+
+        Args:
+            parameters: number of parameters of the model.
+        """
+        weights = self.weights
+        if weights.transport not in ("nccl", "ipc") or weights.backend == "gloo" or self.lora.rank:
+            return 0
+        versions = 2 if weights.transport == "ipc" or weights.delta else 1
+        gathers = weights.transport == "ipc" and self.cluster.nodes > 1
+        ranks = 1 if gathers else self.parallel.world_size
+        return versions * parameters * ITEM_BYTES[self.engine.dtype] // ranks
 
     @property
     def shares_masters(self) -> bool:

@@ -63,7 +63,7 @@ def tiny_latent(
 
     With `yarn` its rotation is scaled, as SGLang wants on a CPU, where it has no experts of this family.
     """
-    others = {"rope_parameters": dict(YARN), "moe_layer_freq": 1} if yarn else {}
+    others = {"rope_parameters": dict(YARN)} if yarn else {}
     config = DeepseekV2Config(
         vocab_size=VOCAB,
         hidden_size=128,
@@ -85,6 +85,7 @@ def tiny_latent(
         qk_rope_head_dim=64,
         v_head_dim=128,
         max_position_embeddings=2048,
+        moe_layer_freq=1,  # SGLang reads it, and every published model has it
         **others,
     )
     model = DeepseekV2ForCausalLM(config).eval()
@@ -105,6 +106,7 @@ def tiny_gpt_oss(seed: int, *, dtype: torch.dtype = torch.float32) -> GptOssForC
         num_key_value_heads=2,
         head_dim=64,
         max_position_embeddings=2048,
+        swiglu_limit=7.0,  # SGLang reads it, and every published model has it
     )
     model = GptOssForCausalLM(config).eval()
     randomize(model, seed, dtype)

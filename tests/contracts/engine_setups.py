@@ -111,6 +111,8 @@ ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
 OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
 DRAFTS = slow_unless_changed("rollout/engines/vllm/drafts/", "protocol/weights/draft_head.py")
 BY_MODEL = partial(Setup, "vllm", drafts="model_always", model="shallow", overlaps=True)
+GRAPHS = partial(Setup, "megatron", KvPolicy.RECOMPUTE, graphs=True)  # on a CPU padded steps alone
+TRAINED = BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="eagle", draft_lr=1e-3)
 LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
     engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
@@ -139,6 +141,9 @@ SETUPS = [
     ),
     engine_under_test("megatron-lora-tp2", Setup("megatron", KvPolicy.KEEP, ranks=2, lora=PARTIAL), SLOW),
     engine_under_test("megatron-gpu", Setup("megatron", KvPolicy.RECOMPUTE), GPU),
+    engine_under_test("megatron-padded", GRAPHS(), OTHER_SETUP),
+    engine_under_test("megatron-graphs", GRAPHS(dtype="bfloat16"), GPU),
+    engine_under_test("megatron-graphs-experts", GRAPHS(dtype="bfloat16", model="all_experts"), GPU),
     engine_under_test(
         "vllm-recompute",
         Setup("vllm", KvPolicy.RECOMPUTE, overlaps=True),
@@ -173,12 +178,7 @@ SETUPS = [
         "vllm-drafts-small", BY_MODEL(KvPolicy.RECOMPUTE, drafts="model", drafted_by="small"), ENGINE, DRAFTS
     ),
     engine_under_test("vllm-drafts-eagle", BY_MODEL(KvPolicy.KEEP, drafted_by="eagle"), ENGINE, DRAFTS),
-    engine_under_test(
-        "vllm-drafts-trained",
-        BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="eagle", draft_lr=1e-3),
-        ENGINE,
-        DRAFTS,
-    ),
+    engine_under_test("vllm-drafts-trained", TRAINED, ENGINE, DRAFTS),
     engine_under_test(
         "vllm-drafts-further",
         BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="further", model="further"),
@@ -256,7 +256,7 @@ SETUPS = [
     ),
     engine_under_test(
         "vllm-drafts-eagle-graphs",
-        BY_MODEL(KvPolicy.KEEP, dtype="bfloat16", graphs=True, drafted_by="eagle"),
+        BY_MODEL(KvPolicy.KEEP, dtype="bfloat16", graphs=True, drafted_by="eagle", arguments=CACHE),
         ENGINE,
         GPU,
     ),

@@ -1,8 +1,11 @@
-"""With E = 0 a run is the naive synchronous loop: the same tokens, and the same weights bit for bit."""
+"""With E = 0 a run is the naive synchronous loop: the same tokens, and the same weights bit for bit, on a CPU
+and on a GPU."""
 
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 
+import pytest
 import torch
 
 from protocol.codec import decode_payload
@@ -24,7 +27,9 @@ OVERRIDES = (
     f"bound.groups_per_step={GROUPS}",
     f"sampling.samples_per_prompt={SAMPLES}",
     f"sampling.max_tokens={LENGTH}",
-    f"engine.name={HERE}:SeededEngine",
+    "engine.name=hf",
+    "run.deterministic=true",
+    "bound.staleness_policy=wait",
     "engine.dtype=float32",
     f'reward.verifiers=[{{name="function", options={{path="{HERE}:score"}}}}]',
     "trainer.backend=reference",
@@ -36,6 +41,14 @@ OVERRIDES = (
     "prompts.held_out=0",
     "eval.at_end=false",
 )
+WHERE = {
+    "cpu": (),
+    "cuda": (
+        "services.trainer_gpus=0",
+        "services.rollout_gpus=0",
+        "trainer.dtype=float32",
+    ),
+}
 
 
 def digest_of(model: torch.nn.Module) -> int:
@@ -73,13 +86,24 @@ def sampled(run_dir: Path, events: list[dict[str, object]]) -> list[list[list[in
     return [found[first : first + size] for first in range(0, len(found), size)]
 
 
-async def test_a_run_with_bound_0_is_the_naive_synchronous_loop_bit_for_bit(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, "demo.toml", *OVERRIDES)
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """Yield where trainer and engine compute; the loop's sums on a GPU have a fixed order, as the run's."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(request.param == "cuda")
+    yield request.param
+    torch.use_deterministic_algorithms(False)
+
+
+async def test_a_run_with_bound_0_is_the_naive_synchronous_loop_bit_for_bit(
+    tmp_path: Path, device: str
+) -> None:
+    settings = settings_for(tmp_path, "demo.toml", *OVERRIDES, *WHERE[device])
     run = await run_to_end(settings, checked=False)
     commits = {event["version"]: int(event["digest"]) for event in run.events if event["event"] == "commit"}
     tokens = sampled(settings.run_dir, run.events)
     torch.set_num_threads(settings.trainer.threads)
-    loop = Loop(settings.model_dir, ROOT / "deploy/examples/max3/prompts.jsonl")
+    loop = Loop(settings.model_dir, ROOT / "deploy/examples/max3/prompts.jsonl", device)
     digests = []
     for step, found in enumerate(loop.steps(STEPS)):
         assert found == tokens[step], step

@@ -10,6 +10,7 @@ from trainer.config import AlgorithmConfig, OptimizerConfig, TrainerConfig
 from trainer.recipe import check_backend, check_publishing, check_recipe
 
 REFERENCE = {"backend": "reference"}
+FP8 = {"backend": "fsdp", "dtype": "bfloat16", "fp8": "tensorwise"}
 
 
 def check(
@@ -34,6 +35,7 @@ def test_settings_that_fit_are_not_refused() -> None:
     check({"entropy_target": 0.2, "entropy_coef": 0.001})
     check({"importance_level": "sequence"}, {"recompute_logprobs": True})
     check(trainer={"moe_router_bias_update_rate": 1e-3})
+    check(trainer=FP8)
     check(trainer=REFERENCE, optimizer="muon")
     check(trainer=REFERENCE, optimizer="adamw_8bit", rank=4)
 
@@ -63,6 +65,11 @@ def test_settings_that_fit_are_not_refused() -> None:
         ({"algorithm": {"entropy_target": 0.2, "entropy_coef": 0.1}}, "0.1 is not between 0 and entropy_co"),
         ({"optimizer": "muon"}, "'muon' is for trainer.backend 'reference', and it is 'megatron'"),
         ({"optimizer": "muon", "trainer": REFERENCE, "rank": 4}, r"lora\.rank trains factors"),
+        (
+            {"trainer": {"fp8": "rowwise"}},
+            r"fp8: 'rowwise' .* trainer\.dtype is 'float32'; use",
+        ),
+        ({"trainer": FP8, "rank": 4}, r"fp8: 'tensorwise' .*\(lora\.rank\) leave as they are"),
         ({"trainer": {"moe_router_bias_update_rate": 1e-3}, "rank": 4}, "0.001 moves biases of the base"),
     ],
 )
@@ -97,3 +104,15 @@ def test_parameters_in_host_memory_are_stepped_there_and_by_fsdp_alone(backend: 
     with pytest.raises(SettingsError, match=said):
         check_backend(trainer, OptimizerConfig(cpu_offload=offload))
     check_backend(replace(trainer, backend="fsdp"), OptimizerConfig(cpu_offload=True))
+
+
+@pytest.mark.parametrize("backend", ["megatron", "reference"])
+@pytest.mark.parametrize(("setting", "value"), [("compile", True), ("fp8", "rowwise")])
+def test_settings_of_the_sharded_backend_are_refused_for_others(
+    backend: str, setting: str, value: object
+) -> None:
+    trainer = TrainerConfig(**{"dtype": "bfloat16", setting: value})  # type: ignore[arg-type]
+    said = f"trainer.{setting}: {str(value).lower()} is for trainer.backend 'fsdp', and it is '{backend}'"
+    with pytest.raises(SettingsError, match=said):
+        check_backend(replace(trainer, backend=backend), OptimizerConfig())
+    check_backend(replace(trainer, backend="fsdp"), OptimizerConfig())

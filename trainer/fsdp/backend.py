@@ -64,6 +64,7 @@ class FsdpBackend(SavedStepper, Backend):
         shared: bool = False,
         frozen: Sequence[FrozenSpec] = (),
         critic_dir: Path | None = None,
+        served: int = 0,
     ) -> None:
         """Load the model; arguments as in `make_backend`. A collective.
 
@@ -82,7 +83,7 @@ class FsdpBackend(SavedStepper, Backend):
             work = read_workload(
                 model_dir, parallel, trainer, optimizer, adapters, algorithm.config, frozen, critic_dir
             )
-            self._memory = MemoryPlan(work, torch.device(self.mesh.device_type))
+            self._memory = MemoryPlan(work, torch.device(self.mesh.device_type), served)
             self.tokens = self._memory.tokens
             trainer = replace(trainer, micro_batch_tokens=self.tokens)
             self._directory, self._trainer, self._algorithm = model_dir, trainer, algorithm

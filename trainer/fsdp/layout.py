@@ -11,7 +11,6 @@ from trainer.config import ParallelConfig, TrainerConfig
 SIZES = ("data_parallel_size", "tensor_model_parallel_size", "use_distributed_optimizer")
 """Settings of `[parallel]` that it reads."""
 NOT_SHARDED = "trainer.backend 'fsdp' has data-parallel and tensor-parallel ranks alone"
-NO_COMPILING = "layers of tensor-parallel ranks of trainer.backend 'fsdp' are not compiled (trainer.compile)"
 OTHER_LAYERS = "name other layers, use 'all-linear', or set parallel.tensor_model_parallel_size to 1"
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
 KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -29,9 +28,11 @@ def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
             yield f"parallel.{field.name}", value
 
 
-def compiling_refusal(parallel: ParallelConfig, trainer: TrainerConfig) -> str:
-    """Return why the layers are not compiled; empty: they are, or nothing asks for it."""
-    return NO_COMPILING if parallel.tensor_model_parallel_size > 1 and trainer.compile else ""
+def whole_layer_refusal(parallel: ParallelConfig, trainer: TrainerConfig) -> str:
+    """Return why a rank needs whole layers and has parts; empty: it has them, or nothing asks for it."""
+    asked = {"compiled (trainer.compile)": trainer.compile, "in FP8 (trainer.fp8)": trainer.fp8 != "off"}
+    named = [name for name, is_set in asked.items() if is_set and parallel.tensor_model_parallel_size > 1]
+    return f"layers of tensor-parallel ranks of trainer.backend 'fsdp' are not {named[0]}" if named else ""
 
 
 def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
@@ -42,7 +43,7 @@ def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
     """
     for setting, value in layout_refusals(parallel):
         raise SettingsError(f"setting {setting}: {value}: {NOT_SHARDED}; leave it out, or use megatron")
-    if cause := compiling_refusal(parallel, trainer):
+    if cause := whole_layer_refusal(parallel, trainer):
         ranks = parallel.tensor_model_parallel_size
         raise SettingsError(f"setting {TENSOR_SIZE}: {ranks}: {cause}; leave one of them out")
 

@@ -49,7 +49,7 @@ def load_shards(
     """
     model = load_model(model_dir, setting, with_head=with_head, blank=True)
     plain = replace(
-        trainer, dtype="float32", compile=False, recompute_granularity="", offload_parameters=True
+        trainer, dtype="float32", compile=False, fp8="off", recompute_granularity="", offload_parameters=True
     )
     model._can_set_attn_implementation()  # it keeps what it reads in the source of the class, for `probe`
     divide(model, mesh)

@@ -18,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from protocol.errors import SettingsError
 from trainer.config import TrainerConfig
 from trainer.fsdp.layout import TENSOR_SIZE, division_refusal
+from trainer.layers.fp8 import use_fp8
 from trainer.reference.backend import DTYPES
 from trainer.reference.shards import DATA, TENSOR, tensor_cut
 
@@ -63,7 +64,10 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
         model: of transformers; it names the layers that belong together.
         mesh: all ranks.
         trainer: says the dtype, whether layers are compiled, whether the backward pass computes them again,
-            and whether shards with a gradient are in host memory.
+            and whether shards with a gradient are in host memory, and multiplied in FP8.
+
+    Raises:
+        SettingsError: as `use_fp8`.
     """
     trained = any(parameter.requires_grad for parameter in model.parameters())
     dtype = DTYPES[trainer.dtype] if trained and trainer.dtype != "float32" else None
@@ -71,6 +75,8 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
     place = OffloadPolicy()
     if trained and trainer.offload_parameters:
         place = CPUOffloadPolicy(pin_memory=mesh.device_type == "cuda")
+    if trained and trainer.fp8 != "off":
+        use_fp8(model, trainer, mesh.device_type)
     data = mesh[DATA]
     for layer in _layers(model):
         if trainer.compile:

@@ -1,1 +1,1 @@
-"""Computations of a model's layers that both training backends share: packed attention, the output layer."""
+"""Computations of layers: packed attention and the output layer, which both backends share, and FP8."""

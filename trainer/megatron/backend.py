@@ -74,6 +74,7 @@ class MegatronBackend(Offloadable, Backend):
         shared: bool = False,
         frozen: Sequence[FrozenSpec] = (),
         critic_dir: Path | None = None,
+        served: int = 0,
     ) -> None:
         """Load the model; arguments as in `make_backend`. A collective.
 
@@ -92,7 +93,7 @@ class MegatronBackend(Offloadable, Backend):
         self.replicas = self._position.replicas()
         self._closed = False
         try:
-            self._memory = self._plan_memory(optimizer, adapters, shared, frozen, critic_dir)
+            self._memory = self._plan_memory(optimizer, adapters, shared, frozen, critic_dir, served)
             self._part = ModelPart(self._model_spec, self._position, trainer)
             chunks = self._part.build()
             self._parameters = self._part.load(model_dir, chunks)
@@ -292,6 +293,7 @@ class MegatronBackend(Offloadable, Backend):
         shared: bool,
         frozen: Sequence[FrozenSpec],
         critic_dir: Path | None,
+        served: int,
     ) -> MemoryPlan:
         work = Workload(
             architecture=self._model_spec,
@@ -304,7 +306,7 @@ class MegatronBackend(Offloadable, Backend):
             shared=shared,
             critic=read_critic(critic_dir) if critic_dir else None,
         )
-        return MemoryPlan(work, self._position.device)
+        return MemoryPlan(work, self._position.device, served)
 
     def _make_stepper(self, chunks: list[PackedModel], optimizer: OptimizerConfig, *, apart: bool) -> None:
         """Make what runs and steps the loaded chunks; `apart` as in `ModelPart.stepper`."""

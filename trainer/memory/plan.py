@@ -23,18 +23,23 @@ log = logging.getLogger("tether.trainer")
 class MemoryPlan:
     """Planned and measured memory of one rank's device; a CPU is not measured."""
 
-    def __init__(self, work: Planned, device: torch.device) -> None:
+    def __init__(self, work: Planned, device: torch.device, served: int = 0) -> None:
         """Plan before anything is allocated. A collective: the rank with the least memory decides for all.
+
+        Args:
+            work: the run.
+            device: of the rank.
+            served: bytes of versions that the rank will keep there for engines.
 
         Raises:
             SettingsError: a step does not fit; names settings that would.
         """
-        self._work, self._device = work, device
+        self._work, self._device, self._served = work, device, served
         self._measured = device.type == "cuda"
         self.tokens = work.trainer.micro_batch_tokens or FIRST_TOKENS[device.type]
         """Tokens of a micro-batch, until a step runs out of memory."""
         if self._measured:
-            self.tokens = planned_tokens(work, _room_of_ranks(work.trainer, device))
+            self.tokens = planned_tokens(work, _room_of_ranks(work.trainer, device, served))
             if dist.get_rank() == 0:
                 log.info("memory.expected tokens=%d peak=%s", self.tokens, work.expected(self.tokens))
 
@@ -46,13 +51,14 @@ class MemoryPlan:
     def peaks(self, tokens: int) -> tuple[float | None, float | None]:
         """Return the largest memory that a rank had allocated since `begin_step`, and the expected one, GiB.
 
-        None on a CPU. A collective.
+        Versions that it serves are in both. None on a CPU. A collective.
 
         Args:
             tokens: the budget that was in force.
         """
         peak = peak_gb(self._device)
-        return peak, None if peak is None else self._work.expected(tokens).peak / GIB
+        expected = self._work.expected(tokens).peak + self._served
+        return peak, None if peak is None else expected / GIB
 
 
 def peak_gb(device: torch.device) -> float | None:
@@ -94,10 +100,21 @@ def planned_tokens(work: Planned, room: float) -> int:
     return tokens
 
 
-def _room_of_ranks(trainer: TrainerConfig, device: torch.device) -> float:
-    """Return the bytes that every rank may take of its device. A collective."""
-    free, total = torch.cuda.mem_get_info(device)
-    room = trainer.memory_gb * GIB or USED_SHARE * min(free, trainer.memory_fraction * total)
+def room_of(trainer: TrainerConfig, free: int, total: int, served: int) -> float:
+    """Return the bytes that training may take of a device.
+
+    Args:
+        trainer: its settings.
+        free: bytes of the device that are free.
+        total: all of them.
+        served: bytes of versions that the rank will keep there; `trainer.memory_gb` is without them.
+    """
+    return trainer.memory_gb * GIB or USED_SHARE * (min(free, trainer.memory_fraction * total) - served)
+
+
+def _room_of_ranks(trainer: TrainerConfig, device: torch.device, served: int) -> float:
+    """Return the bytes that training may take of every rank's device. A collective."""
+    room = room_of(trainer, *torch.cuda.mem_get_info(device), served)
     least = torch.tensor(room, dtype=torch.float64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return float(least)

@@ -55,8 +55,8 @@ LARGE = SIZES | {
     "num_attention_heads": 8,
     "num_key_value_heads": 2,
     "head_dim": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 16,
+    "linear_num_key_heads": 8,
+    "linear_num_value_heads": 16,  # two for each key: vLLM's kernel wants no other layout of Qwen3-Next's
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
     "max_position_embeddings": 2048,

@@ -11,7 +11,7 @@ from transformers.cache_utils import LinearAttentionCacheLayerMixin
 
 from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.hf.row_adapters import RowAdapters
-from rollout.engines.in_process.running_request import Decoder, RunningRequest
+from rollout.engines.in_process.running_request import Decoder, RunningRequest, take_tokens
 
 Layers = list[tuple[torch.Tensor, torch.Tensor]]
 """Keys and values of each layer, both [H, L, D]."""
@@ -61,8 +61,7 @@ class PaddingDecoder(HfDecoder):
                 continue
             if self._adapters is not None:
                 self._adapters.choose([row.request.adapter for row in batch])
-            for row, logits in zip(batch, forward(batch), strict=True):
-                row.take(logits, version)
+            take_tokens(batch, forward(batch), version)
 
     def _prefill(self, rows: list[RunningRequest]) -> torch.Tensor:
         """Compute prompts, padded on the right so that causality alone hides the padding; return [N, V]."""
@@ -119,7 +118,7 @@ class RowDecoder(HfDecoder):
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
         """See `Decoder`."""
         for row in rows:
-            row.take(self._logits(row), version)
+            take_tokens([row], self._logits(row)[None], version)
 
     def _logits(self, row: RunningRequest) -> torch.Tensor:
         """Compute the new tokens of a row; return logits [V] of its next token."""
@@ -152,7 +151,7 @@ class WholeDecoder(HfDecoder):
             logits = self._model(tokens, use_cache=False).logits
             if self._recorder is not None:
                 row.record(0, self._recorder.take())
-            row.take(logits[0, -1], version)
+            take_tokens([row], logits[:, -1], version)
 
 
 def decoder_of(model: Any, *, alone: bool = False) -> Callable[..., Decoder]:

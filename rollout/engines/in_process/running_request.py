@@ -53,12 +53,14 @@ class RunningRequest:
         if first + len(experts) > known:
             self.experts.append(experts[known - first :])
 
-    def take(self, logits: torch.Tensor, version: int) -> None:
-        """Sample the next token from `logits` [V], which the weights of `version` computed."""
-        token, logprob = sample(logits, self.request.sampling, self.generator)
-        self.tokens.append(token)
-        self.logprobs.append(logprob)
-        self.versions.append(version)
+
+def take_tokens(rows: Sequence[RunningRequest], logits: torch.Tensor, version: int) -> None:
+    """Sample the next token of B rows from `logits` [B, V], which the weights of `version` computed."""
+    drawn = sample(logits, [row.request.sampling for row in rows], [row.generator for row in rows])
+    for row, (token, logprob) in zip(rows, drawn, strict=True):
+        row.tokens.append(token)
+        row.logprobs.append(logprob)
+        row.versions.append(version)
 
 
 def batches(rows: Iterable[RunningRequest], most_tokens: int) -> Iterator[list[RunningRequest]]:

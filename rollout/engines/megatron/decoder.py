@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from rollout.engines.in_process.running_request import RunningRequest, batches
+from rollout.engines.in_process.running_request import RunningRequest, batches, take_tokens
 from trainer.megatron.inference.cache import pages_for
 
 
@@ -70,14 +70,12 @@ class PagedDecoder:
             tokens, tables = [row.tokens[-1] for row in held], [row.kv for row in held]
             logits = self._model.decode(tokens, before, tables, _adapters(held))
             self._record(held, [(first, 1) for first in before])
-            for row, row_logits in zip(held, logits, strict=True):
-                row.take(row_logits, version)
+            take_tokens(held, logits, version)
         for batch in batches(self._start(held, rows[len(held) :]), self._batch_tokens):
             tables = [row.kv for row in batch]
             logits = self._model.prefill([row.ids for row in batch], tables, _adapters(batch))
             self._record(batch, [(0, row.length) for row in batch])
-            for row, row_logits in zip(batch, logits, strict=True):
-                row.take(row_logits, version)
+            take_tokens(batch, logits, version)
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
         """See `Decoder`."""

@@ -1,10 +1,12 @@
 """Serves the training model: megatron-core's GPTModel with a paged KV cache, in this process, on CPU or GPU.
 
 Log-probabilities are computed by the same layers that training runs. A request that arrives while others run
-joins them at the next step. Several tensor ranks are processes of their own (`ranks.py`). There are no CUDA
-graphs. Weights come through a transport, as to every engine, or the trainer computes with the live ones, too.
+joins them at the next step. Several tensor ranks are processes of their own (`ranks.py`); one rank may decode
+with CUDA graphs. Weights come through a transport, as to every engine, or the trainer computes with the live
+ones, too.
 """
 
+import logging
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -30,9 +32,12 @@ from rollout.staging.shared_weights import SharedStaging, describe, share_parame
 from rollout.staging.staging import digest_of, digest_one_by_one, whole_source
 from rollout.staging.staging_plan import trace
 from trainer.megatron.families.experts import Experts
+from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
+from trainer.megatron.inference.graphs import why_eager
 from trainer.megatron.inference.model import CachedModel
 
+log = logging.getLogger("tether.rollout")
 DEFAULT_BATCH_TOKENS = 8192
 """Tokens of one forward pass, padding included."""
 
@@ -98,23 +103,19 @@ class MegatronEngine(InProcessEngine):
             ) from error
         if not torch.cuda.is_available():
             torch.set_num_threads(config.threads)
+        model.graphs.on = _uses_graphs(config, model.architecture)
         decoder = self._decoder = PagedDecoder(model, batch_tokens)
         if self._shared is not None:
             self._shared_memory, buffers = share_parameters(model.module, model.buffers())
             describe(self._shared_memory, self._shared, model.base, buffers)
             if not self._lora.rank:
                 return _sharing(model, decoder)
-        plan = trace(
-            model.load,
-            model.parameters.items(),
-            model.shapes,
-            getattr(torch, config.dtype),
-            StagingRoom(config.staging, config.staging_mb),
-        )
+        dtype, room = getattr(torch, config.dtype), StagingRoom(config.staging, config.staging_mb)
+        plan = trace(model.load, model.parameters.items(), model.shapes, dtype, room)
         plan.calibrate()
         staging = plan.staging(architecture=model.architecture.name, tied=model.architecture.tied)
         lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]
-        memory = ReleasableMemory(lost, kept=model.base.values()) if self._shared is None else None
+        memory = None if self._shared else ReleasableMemory(lost, model.base.values(), model.graphs.drop)
         return LoadedModel(
             decoder,
             plan,
@@ -129,6 +130,7 @@ class MegatronEngine(InProcessEngine):
             architecture = read_architecture(self._model_dir)
         except SettingsError as error:
             raise EngineSettingsError(f"engine megatron: {error}") from error
+        _uses_graphs(config, architecture)  # they do not, which it logs
         if config.enable_return_routed_experts:
             _check_answer(batch_tokens, architecture.experts, architecture.layers)
         model = self._ranked = RankedModel(
@@ -180,6 +182,17 @@ def _sharing(model: CachedModel, decoder: PagedDecoder) -> LoadedModel:
     )
 
 
+def _uses_graphs(config: EngineConfig, architecture: Architecture) -> bool:
+    """Return whether decode steps are padded, to be CUDA graphs on a GPU; logs why none will be captured."""
+    if config.enforce_eager:
+        return False
+    dtype, records = getattr(torch, config.dtype), config.enable_return_routed_experts
+    reason = why_eager(architecture, dtype, records, config.tensor_parallel_size)
+    if reason or not torch.cuda.is_available():
+        log.warning("engine.eager reason=%r", reason or "there is no GPU")
+    return not reason
+
+
 def _check_answer(batch_tokens: int, experts: Experts, layers: int) -> None:
     """Refuse passes of so many tokens that the experts of one exceed a rank's answer.
 
@@ -200,10 +213,6 @@ def _batch_tokens(config: EngineConfig) -> int:
     Raises:
         EngineSettingsError: naming a setting that this engine does not support.
     """
-    if not config.enforce_eager:
-        raise EngineSettingsError(
-            "engine megatron: enforce_eager is false, but it has no CUDA graphs: set it to true"
-        )
     if config.buffer_size_gb < 0:
         raise EngineSettingsError(
             f"engine megatron: buffer_size_gb is {config.buffer_size_gb}, must be 0 or more"

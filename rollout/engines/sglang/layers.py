@@ -5,6 +5,7 @@ SGLang forgets how a layer was before that: `remember` notes it when the model i
 """
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -29,6 +30,8 @@ DERIVED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
 """Attributes that latent attention gets by it."""
 FINISH = "post_load_weights"
 """Method of a model that does it, at the end of loading."""
+UNLOADED = "_tether_unloaded"
+"""Attribute of a layer: returns the parameters that no loader fills, as they were when it was made."""
 
 _made: WeakKeyDictionary[nn.Module, Mapping[str, torch.Tensor]] = WeakKeyDictionary()
 """Layer -> its parameters when it was made, on `meta`."""
@@ -38,11 +41,14 @@ def remember(model: nn.Module, *args: Any, **kwargs: Any) -> None:
     """Note the parameters of a model whose layers SGLang processes, before weights are loaded."""
     for layer in model.modules():
         if callable(getattr(getattr(layer, "quant_method", None), PROCESS, None)):
+            made = {key: tensor for key, tensor in layer._parameters.items() if tensor is not None}
             _made[layer] = {
                 key: like(tensor, torch.empty_like(tensor, device="meta"))
-                for key, tensor in layer._parameters.items()
-                if tensor is not None
+                for key, tensor in made.items()
+                if hasattr(tensor, "weight_loader")
             }
+            unloaded = {key: made[key].detach().cpu() for key in made.keys() - _made[layer].keys()}
+            vars(layer)[UNLOADED] = partial(_parameters, unloaded)  # a function: no tensor of the live layer
 
 
 def attend_to_latents_on_cpu() -> None:
@@ -80,6 +86,8 @@ class SglangRules:
     def process(self, shadow: Any, staged: Staged) -> None:
         """See `LayerRules`."""
         if not self.is_latent(shadow):
+            # scales of experts in 8 bits, which SGLang writes in place
+            shadow._parameters |= vars(shadow)[UNLOADED](next(iter(shadow._parameters.values())).device)
             getattr(shadow.quant_method, PROCESS)(shadow)
             return
         shadow._modules[EXPANDED] = with_staged(shadow._modules[EXPANDED], staged)
@@ -103,6 +111,11 @@ def loader_of(model: nn.Module) -> Any:
     loader = copied(model)
     vars(loader)[FINISH] = lambda *args, **kwargs: None
     return loader
+
+
+def _parameters(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, nn.Parameter]:
+    """Return new parameters with `values`."""
+    return {key: nn.Parameter(value.to(device, copy=True), False) for key, value in values.items()}
 
 
 def _is_processed(layer: nn.Module, before: Mapping[str, torch.Tensor], changed: bool) -> bool:

@@ -5,7 +5,7 @@ from typing import Protocol
 
 import torch
 
-from rollout.engines.in_process.running_request import RunningRequest, batches
+from rollout.engines.in_process.running_request import RunningRequest, batches, take_tokens
 
 
 class Slots(Protocol):
@@ -45,13 +45,11 @@ class SlotDecoder:
         held = list(self._held)
         if held:
             logits = self._model.decode([row.tokens[-1] for row in held], [len(row.ids) - 1 for row in held])
-            for row, row_logits in zip(held, logits, strict=True):
-                row.take(row_logits, version)
+            take_tokens(held, logits, version)
         for batch in batches(set(rows).difference(held), self._batch_tokens):
             logits = self._model.prefill(len(self._held), [row.ids for row in batch])
             self._held += batch
-            for row, row_logits in zip(batch, logits, strict=True):
-                row.take(row_logits, version)
+            take_tokens(batch, logits, version)
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
         """See `Decoder`."""

@@ -21,7 +21,7 @@ from tests.benchmarks.generation.load import Generate, rate_of, requests_of
 from tests.benchmarks.gpu.shapes import SIZES, write_model
 from tests.contracts.sglang_environment import sglang_settings
 
-WAYS = ("vllm-bare", "vllm", "sglang-bare", "sglang", "megatron")
+WAYS = ("vllm-bare", "vllm", "sglang-bare", "sglang", "megatron", "megatron-graphs")
 COMMITTING = "commits"
 LOGPROBS = "log-probabilities"
 
@@ -38,12 +38,13 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
     if arguments.way.startswith("sglang"):
         options = sglang_settings() | {"attention_backend": arguments.sglang_attention}
     return EngineConfig(
-        name=arguments.way.removesuffix("-bare"),
+        name=arguments.way.split("-")[0],
         dtype=size.dtype,
         memory_fraction=arguments.memory_fraction,
         max_model_len=size.max_model_len,
         max_running=max(512, *arguments.running) if torch.cuda.is_available() else max(arguments.running),
-        enforce_eager=arguments.way == "megatron" or not torch.cuda.is_available(),
+        enforce_eager=arguments.way == "megatron"
+        or not (torch.cuda.is_available() or arguments.way == "megatron-graphs"),
         kv=KvPolicy(arguments.kv),
         **options,
     )

@@ -47,9 +47,13 @@ def test_table_names_the_loads_the_cost_of_log_probabilities_and_what_failed() -
 
 def test_engine_megatron_is_compared_with_the_bare_vllm_and_has_no_aim() -> None:
     found = facts(970.0)
-    found["ways"] |= {"megatron": [{"kind": "", "running": 32, "tokens_per_s": 400.0}]}  # type: ignore[operator]
-    row = ratios_of(found)[-1]
-    assert (row["engine"], row["ratio"], row["aim"], row["reached"]) == ("megatron", 0.4, None, None)
+    found["ways"] |= {  # type: ignore[operator]
+        way: [{"kind": "", "running": 32, "tokens_per_s": rate}]
+        for way, rate in (("megatron", 400.0), ("megatron-graphs", 800.0))
+    }
+    eager, graphs = ratios_of(found)[-2:]
+    assert (eager["engine"], eager["ratio"], eager["aim"], eager["reached"]) == ("megatron", 0.4, None, None)
+    assert (graphs["engine"], graphs["ratio"], graphs["aim"]) == ("megatron-graphs", 0.8, None)
 
 
 async def test_load_keeps_so_many_running_and_every_engine_gets_the_same() -> None:
@@ -80,7 +84,7 @@ def test_tiny_run_measures_every_engine_alone_and_as_the_project_runs_it(tmp_pat
         "tests.benchmarks.generation.run",
         "--tiny",
         "--minutes=24",
-        "--engines=vllm,sglang,megatron",
+        "--engines=vllm,sglang,megatron,megatron-graphs",
         f"--out={out}",
     ]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=1480, check=False)

@@ -28,6 +28,8 @@ POOL = 1 << 25
 """Random numbers that all tensors are parts of."""
 STRIDE = 9973
 """Numbers between the parts of two tensors, or of one tensor in two versions."""
+UNLOCK_S = 30.0
+"""Most time in which an engine releases the pages of a version that it serves."""
 THREADS = min(12, len(os.sched_getaffinity(0)))
 
 
@@ -88,9 +90,12 @@ class HostTrainer:
         return {"began": self._began, "ended": time.monotonic(), "manifest": encoded}
 
     def retire(self, version: int) -> dict[str, Any]:
-        """Remove all versions: the engine has the one that it serves."""
+        """Remove all versions, of which the engine has the one that it serves, and wait for their memory."""
         for directory in Path(self._room.name).iterdir():
             shutil.rmtree(directory)
+        end = time.monotonic() + UNLOCK_S
+        while time.monotonic() < end and shutil.disk_usage(self._room.name).free < sum(self._layout.buckets):
+            time.sleep(0.1)
         return {}
 
     def close(self) -> dict[str, Any]:

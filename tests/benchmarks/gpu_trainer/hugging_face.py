@@ -75,6 +75,27 @@ def make_step(
     return step
 
 
+@torch.no_grad()
+def exact_logprobs(directory: Path, work: Work, samples: int) -> torch.Tensor:
+    """Return the log-probabilities of the responses of the first samples, in float32, one after the other."""
+    if not samples:
+        return torch.zeros(0)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
+    found = []
+    for tokens in work.tokens[:samples]:
+        ids = tokens.long().to(device)
+        hidden = model.model(input_ids=ids[None], use_cache=False).last_hidden_state[0, PROMPT - 1 : -1]
+        found += [
+            _score(rows, model.lm_head.weight, targets)
+            for rows, targets in zip(hidden.split(HEAD_ROWS), ids[PROMPT:].split(HEAD_ROWS), strict=True)
+        ]
+    exact = torch.cat(found).cpu()
+    del model, found
+    torch.cuda.empty_cache()  # the backend plans with the memory that is free
+    return exact
+
+
 def _packed(body: Any, work: Work, part: Sequence[int]) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the hidden states before the trained tokens of a packed micro-batch, and the tokens.
 

@@ -1,7 +1,10 @@
 """Measures one way of making a step, in a process of its own, and prints a line of JSON.
 
 python -m tests.benchmarks.gpu_trainer.measure WAY SIZE --models DIR [--samples 256] [--tokens 16384]
-[--set parallel.data_parallel_size=2]
+[--set parallel.data_parallel_size=2] [--compare 4]
+
+`--compare` computes the log-probabilities of so many samples with plain Hugging Face in float32, too, and
+prints the mean and the largest difference of the untrained model's.
 
 Ways of ours run on as many GPUs as the sizes of `[parallel]` ask for, each with its replica's part of the
 same samples. Without a GPU it is a rehearsal: --samples 8 with size `tiny`.
@@ -41,6 +44,8 @@ OUR_WAYS: dict[str, dict[str, Any]] = {
     "ours": {},
     "fsdp": {"backend": "fsdp"},
     "fsdp-compiled": {"backend": "fsdp", "compile": True},
+    "fsdp-rowwise": {"backend": "fsdp", "compile": True, "fp8": "rowwise"},
+    "fsdp-tensorwise": {"backend": "fsdp", "compile": True, "fp8": "tensorwise"},
 }
 """Way -> settings of `[trainer]`."""
 
@@ -57,6 +62,7 @@ def main() -> None:
     )
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], help="ours: section.name=value")
+    parser.add_argument("--compare", type=int, default=0, help="ours: samples")
     options = parser.parse_args()
     given = _settings(options)
     ranks = ParallelConfig(**given["parallel"]).world_size
@@ -137,9 +143,11 @@ def _ours(
     options: argparse.Namespace, given: dict[str, dict[str, Any]], directory: Path, work: Work
 ) -> dict[str, Any]:
     """Make steps with a backend of ours, and passes for log-probabilities alone."""
+    from tests.benchmarks.gpu_trainer.hugging_face import exact_logprobs
     from trainer.algorithms import AlgorithmConfig, make_algorithm
     from trainer.registry import make_backend
 
+    exact = exact_logprobs(directory, work, options.compare)
     backend = make_backend(
         directory,
         parallel=ParallelConfig(**given["parallel"]),
@@ -152,6 +160,7 @@ def _ours(
     rank = int(os.environ.get("RANK", "0"))
     replica = next(n for n, ranks in enumerate(backend.replicas) if rank in ranks)
     batch = make_batch(work, balance(work.lengths.tolist(), len(backend.replicas))[replica])
+    apart = _apart(backend, work, exact, options.compare)
     first, best = _timed(lambda: backend.train_step(batch), options.repeat)
     stats = backend.train_step(batch)
     _, logprobs_s = _timed(lambda: backend.logprobs(batch), 1)
@@ -164,7 +173,17 @@ def _ours(
         "padding_share": stats.padding_share,
         "memory_expected_gb": getattr(stats, "memory_expected_gb", None),
         "settings": options.set,
+        **apart,
     }
+
+
+def _apart(backend: Any, work: Work, exact: torch.Tensor, samples: int) -> dict[str, float]:
+    """Return how far the backend's log-probabilities are from those in float32, nats; empty without any."""
+    if not samples:
+        return {}
+    batch = make_batch(work, range(samples))
+    apart = (backend.logprobs(batch)[batch.sampled_mask] - exact).abs()
+    return {"logprob_mean_error": float(apart.mean()), "logprob_max_error": float(apart.max())}
 
 
 def make_batch(work: Work, samples: Sequence[int] | None = None) -> Batch:

@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -10,17 +11,20 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from protocol.device.page_locks import LockCalls, PageLocks
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from rollout.engines.contract.models import write_shm
-from rollout.staging.layers import LayeredStaging, PieceBuffer
+from rollout.staging.layers import COPY_BYTES, LayeredStaging, PieceBuffer, copy_by_threads
 from rollout.staging.places import StagingPlace, StagingRoom, empty_in
 from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankState
 from rollout.staging.staging import digest_of, whole_source
 from rollout.staging.staging_plan import trace
 from rollout.weights.base import ReceivedSlice
+from rollout.weights.files import FileReceiver
 from rollout.weights.registry import RECEIVERS
+from tests.protocol.device.page_calls import kernel_calls, locked_kib
 from tests.rollout.staging.models import SHAPES, Fused, traced
 
 PLACES = [StagingPlace.DEVICE, StagingPlace.HOST, StagingPlace.LAYERS]
@@ -245,3 +249,80 @@ def test_discarded_layers_keep_no_file_mapped(tmp_path: Path) -> None:
         assert str(tmp_path) in Path("/proc/self/maps").read_text()
         end()
         assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+
+
+def locking(calls: LockCalls, monkeypatch: pytest.MonkeyPatch, **live: torch.Tensor) -> LayeredStaging:
+    """Return a staging that maps files as with a GPU, and locks them by `calls`."""
+    monkeypatch.setitem(RECEIVERS, "shm", partial(FileReceiver, shared=True))
+    layers = LayeredStaging({name: whole_source(one) for name, one in live.items()})
+    layers.buffer.locks = PageLocks(torch.device("cpu"), calls)
+    return layers
+
+
+def test_pages_of_a_version_are_locked_until_its_commit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    live = {name: torch.zeros(64, 64) for name in "abc"}
+    layers = locking(kernel_calls(), monkeypatch, **live)
+    for number in (1, 2):
+        new = {name: torch.randn(64, 64) for name in live}
+        manifest = write_shm(tmp_path / f"v{number}", new, number)
+        layers.fetch(manifest, 10)
+        nbytes = sum(path.stat().st_size for path in Path(manifest.location).glob("bucket_*"))
+        assert layers.buffer.locks.nbytes == nbytes
+        assert locked_kib(tmp_path) >= nbytes >> 10
+        layers.take(manifest)
+        layers.apply()
+        assert layers.buffer.locks.wait(10)
+        assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+        assert digest_of(live) == manifest.digest
+
+
+@pytest.mark.parametrize("limit", [0, 1])
+def test_version_whose_pages_cannot_be_locked_is_committed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
+) -> None:
+    live = torch.zeros(64)
+    layers = locking(kernel_calls(limit=limit, refused=12), monkeypatch, a=live)
+    manifest = write_shm(tmp_path / "v1", {"a": torch.randn(64)}, 1)
+    layers.fetch(manifest, 10)
+    layers.take(manifest)
+    layers.apply()
+    assert digest_of({"a": live}) == manifest.digest
+
+
+def test_cancelled_staging_unlocks_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls = kernel_calls()
+    layers = locking(calls, monkeypatch, a=torch.zeros(64), b=torch.zeros(64))
+
+    def lock(address: int, nbytes: int) -> int:
+        layers.cancel()  # another thread does, while the first pages are locked
+        return calls.lock(address, nbytes)
+
+    layers.buffer.locks = PageLocks(torch.device("cpu"), LockCalls(lock, calls.unlock))
+    manifest = write_shm(tmp_path / "v1", {"a": torch.ones(64), "b": torch.ones(64)}, 1)
+    with pytest.raises(WeightError, match="staging of version 1 was cancelled"):
+        layers.fetch(manifest, 10)
+    layers.discard()
+    assert layers.buffer.locks.wait(10)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert layers.staged is None
+
+
+def test_private_pages_are_not_locked(tmp_path: Path) -> None:
+    layers = LayeredStaging({"a": whole_source(torch.zeros(64))})
+    layers.buffer.locks = PageLocks(torch.device("cpu"), kernel_calls())
+    layers.fetch(write_shm(tmp_path / "v1", {"a": torch.ones(64)}, 1), 10)
+    assert layers.buffer.locks.nbytes == 0  # the kernel would copy each
+
+
+def test_threads_copy_parts_to_their_offsets() -> None:
+    sizes = [0, 1, 2 * COPY_BYTES + 3, 7]
+    parts = [torch.randint(256, (size,), dtype=torch.uint8) for size in sizes]
+    starts = [sum(sizes[:n]) + n for n in range(len(sizes))]
+    memory = torch.zeros(sum(sizes) + len(sizes), dtype=torch.uint8)
+    copy_by_threads(memory, zip(starts, parts, strict=True))
+    for start, part in zip(starts, parts, strict=True):
+        assert torch.equal(memory[start : start + len(part)], part)
+    with pytest.raises(ValueError, match="broadcast"):
+        copy_by_threads(memory[:4], [(0, parts[3])])

@@ -1,6 +1,7 @@
 """Tests what is found of GPUs, attention kernels and the run directory before a run starts."""
 
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -56,6 +57,20 @@ def test_a_library_for_attention_is_refused_where_it_cannot_compute(tmp_path: Pa
     for usual in ("auto", "torch", "segments"):
         settings = demo(tmp_path / "run", f"trainer.attention_backend={usual}")
         assert list(attention_problems(settings, model, [])) == []
+
+
+def test_fp8_without_its_library_or_on_a_cpu_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "torchao", None)
+    settings = demo(tmp_path, "trainer.backend=fsdp", "trainer.dtype=bfloat16", "trainer.fp8=rowwise")
+    for gpus in ([], ["0"]):
+        texts = [str(problem) for problem in device_problems(settings, gpus)]
+        assert "setting trainer.fp8 = 'rowwise': torchao is not installed" in texts[0]
+        assert [
+            "FP8 is computed on a GPU of compute capability 8.9 or more, and the trainer is on a CPU" in text
+            for text in texts[1:]
+        ] == [True] * (not gpus)
 
 
 @pytest.mark.parametrize("place", ["/proc/run", "/proc/self/status", "/dev/null/run"])

@@ -18,7 +18,6 @@ from services.preflight.memory import (
     host_workload_of,
     memory_text,
     planned_of,
-    served_bytes,
     workload_of,
 )
 from services.preflight.model import ModelFacts, read_facts
@@ -126,7 +125,7 @@ def test_versions_that_a_rank_serves_are_named(
     facts = replace(FACTS, shapes={"weight": (1 << 30, 3)})
     given = settings(*overrides, "engine.dtype=bfloat16")
     served = share * (6 << 30)
-    assert served_bytes(given, facts) == served
+    assert given.served_bytes(facts.parameters) == served
     lines = describe_memory(given, facts, {"CUDA_VISIBLE_DEVICES": "0,1"})
     named = [line for line in lines if line.startswith("memory   versions that each rank serves")]
     assert [f"{served / GIB:.1f} GiB" in line for line in named] == ([True] if share else [])

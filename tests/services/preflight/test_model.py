@@ -138,6 +138,7 @@ def test_layouts_and_engines_that_a_state_rules_out_are_found(
     [
         ("qwen2", (), ""),
         ("qwen2", ("trainer.compile=true",), "ranks of trainer.backend 'fsdp' are not compiled"),
+        ("qwen2", ("trainer.fp8=rowwise", "trainer.dtype=bfloat16"), "are not in FP8 (trainer.fp8)"),
         ("qwen2", ("lora.rank=2",), ""),
         (
             "qwen2",

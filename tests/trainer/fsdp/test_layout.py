@@ -42,7 +42,9 @@ def test_sharded_ranks_pass() -> None:
     check_layout(ParallelConfig(data_parallel_size=4, tensor_model_parallel_size=2), TrainerConfig())
 
 
-def test_compiled_layers_on_tensor_parallel_ranks_are_refused() -> None:
+def test_compiled_layers_and_fp8_on_tensor_parallel_ranks_are_refused() -> None:
+    with pytest.raises(SettingsError, match=r"size: 2: .* are not in FP8 \(trainer\.fp8\); leave one of"):
+        check_layout(TWO, TrainerConfig(fp8="rowwise"))
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
         check_layout(TWO, TrainerConfig(compile=True))
     spec = FrozenSpec(role="reference", directory=Path("absent"))

@@ -14,7 +14,7 @@ from trainer.memory.expected import (
     choose_tokens,
     largest_budget,
 )
-from trainer.memory.plan import planned_tokens
+from trainer.memory.plan import planned_tokens, room_of
 
 HOST = workload(optimizer=OptimizerConfig(cpu_offload=True))
 
@@ -74,3 +74,18 @@ def test_a_given_budget_is_refused_where_even_the_smallest_does_not_fit() -> Non
     with pytest.raises(SettingsError, match="does not fit"):
         planned_tokens(given(30000), 30 * GIB)
     assert largest_budget(given(30000), 30 * GIB) == 0
+
+
+@pytest.mark.parametrize(
+    ("settings", "free", "room"),
+    [
+        ({}, 80, 0.9 * 70),  # served versions are on top of what a step takes
+        ({}, 30, 0.9 * 20),
+        ({"memory_fraction": 0.5}, 80, 0.9 * 30),
+        ({"memory_gb": 20.0}, 80, 20),  # what training takes is said
+    ],
+)
+def test_room_of_training_leaves_room_for_served_versions(
+    settings: dict[str, float], free: int, room: float
+) -> None:
+    assert room_of(TrainerConfig(**settings), free * GIB, 80 * GIB, 10 * GIB) == pytest.approx(room * GIB)

@@ -136,7 +136,7 @@ def test_checkpoint_keeps_the_head_its_training_and_what_is_published(
 
 
 def exported_after(models: RankModels, batch: Batch) -> list[dict[str, torch.Tensor]]:
-    """Return the published head, and those of the next version and the one after it."""
+    """Return the published head, the next version's, and the head of the version after it."""
     drafts, found = models.drafts, []
     assert isinstance(drafts, EagleTraining)
     for step in (lambda: None, lambda: learnt(drafts, batch), lambda: drafts.join(batch)):

@@ -336,6 +336,26 @@ def test_anchor_of_files_of_its_own_is_read_without_a_second_copy(
     assert torch.equal(torch.cat(buckets), torch.cat(list(tensors.values())))
 
 
+@pytest.mark.parametrize("delta", [False, True])
+def test_anchor_that_no_changes_follow_leaves_memory(tmp_path: Path, delta: bool) -> None:
+    large, bucket_bytes = {"a": torch.randn(1 << 20)}, 4 << 20
+    config = WeightConfig(directory=str(tmp_path), delta=delta, anchor_every=4)
+    image, held = deltas.VersionImage(), []
+    tracemalloc.start()
+    with closing(disk_sender(config, tmp_path, layout_of(large.items(), config), apart=True)) as sender:
+        for version in range(3):
+            large["a"][version] += 1
+            manifest = sender.publish("e1", version, large.items())
+            (bucket,) = image.advance(manifest, Deadline(manifest, 10))
+            image.verified(manifest)
+            assert torch.equal(bucket.view(torch.float32), large["a"])
+            del bucket
+            held.append(tracemalloc.get_traced_memory()[0] > bucket_bytes)
+    tracemalloc.stop()
+    assert held == [True, delta, delta]
+    assert (image.read < bucket_bytes) == delta
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"), [(2, ["delta"]), (3, ["delta", "apart"]), (2, ["apart"])], ids=str
 )

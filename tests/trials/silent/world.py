@@ -246,9 +246,7 @@ async def open_world(
     model_dir = build_scratch(settings.model.scratch or SCRATCH, settings.run_dir / "model")
     drawn = in_process_engine._generator
     draws = iter(range(seed * 10**6, 10**9))
-    in_process_engine._generator = lambda own: torch.Generator().manual_seed(
-        next(draws) if own is None else own
-    )
+    in_process_engine._generator = lambda own: drawn(next(draws) if own is None else own)
     executor = Executor(build_models(settings))
     sender = make_sender(
         settings.weights, executor.models.policy, settings.engine.dtype, run="silent", run_dir=directory

@@ -176,7 +176,9 @@ class ShardedWorkload:
         again = self.trainer.recompute_granularity == "full"
         values = tokens * model.kept_of_layer * (self._factor(model) if again else 1)
         gradients = 0 if self.adapters.rank else model.layer + model.outside
-        return ceil(values * item) + gradients * (item + FLOAT32)
+        # numbers are float32 before they are rounded to FP8
+        rounded = 0 if self.trainer.fp8 == "off" else FLOAT32 * (tokens * model.kept_of_layer + model.layer)
+        return ceil(values * item) + gradients * (item + FLOAT32) + rounded
 
 
 def _parts(style: str, ranks: int) -> tuple[int, int]:

@@ -2,7 +2,9 @@
 
 Shapes: T tokens, K keys, D size of a head's query and key, V of its value, mostly the same.
 
-flash-attn and TransformerEngine are used where `trainer.attention_backend` says so; no test here runs either.
+Libraries are used where `trainer.attention_backend` says so; no test here runs flash-attn 2 or
+TransformerEngine. FlashAttention 3 computes torch's own operators in this process, so all that is said of
+torch's kernel is true of it.
 Where a sequence has more keys than queries, its last query belongs to its last key. The fused kernels count a
 window's tokens without the query's own, and take -1 for all.
 """
@@ -21,7 +23,7 @@ from trainer.config import AttentionBackend
 from trainer.layers.attention.joined import joined_attention, seen_rows, spread_queries
 from trainer.layers.attention.segmented import CausalPart, WholePart, segmented_attention
 from trainer.layers.attention.sequences import PackedSequences
-from trainer.layers.attention.terms import LIBRARIES, PLAIN, AttentionTerms, lacks_terms
+from trainer.layers.attention.terms import BELOW_TORCH, LIBRARIES, PLAIN, AttentionTerms, lacks_terms
 from trainer.layers.attention.visible import KeyUse, SharedKeys
 
 
@@ -223,18 +225,43 @@ def by_segments(
 FUSED: dict[str, Kernel] = {
     "torch": varlen_attention,
     "flash_attn": flash_attention,
+    "flash_attn_3": varlen_attention,
     "transformer_engine": transformer_engine_attention,
 }
 """`trainer.attention_backend` -> its fused kernel; `segments` has none."""
+HOPPER = 9
+"""Compute capability of the GPUs that FlashAttention 3 is for."""
 _backend = "torch"
 """The backend of this process, see `choose_backend`."""
 
 
 def choose_backend(name: AttentionBackend) -> None:
-    """Have every model of this process compute attention by `trainer.attention_backend`."""
+    """Have every model of this process compute attention by `trainer.attention_backend`.
+
+    Raises:
+        SettingsError: torch cannot compute with the library that is chosen.
+    """
     global _backend
+    if torch.nn.attention.current_flash_attention_impl():
+        torch.nn.attention.restore_flash_attention_impl()
+    if name in BELOW_TORCH:
+        _put_below_torch(name)
     _backend = "torch" if name == "auto" else name
     kernel_for.cache_clear()
+
+
+def _put_below_torch(name: str) -> None:
+    """Have torch's operators computed by a library."""
+    why = ""
+    if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != HOPPER:
+        why = f"it is for GPUs of compute capability {HOPPER}, this is {torch.cuda.get_device_name()}"
+    else:
+        try:
+            torch.nn.attention.activate_flash_attention_impl(BELOW_TORCH[name])
+        except (ImportError, RuntimeError) as error:
+            why = str(error)
+    if why:
+        raise SettingsError(f"setting trainer.attention_backend: {name}: {why}; use torch")
 
 
 @functools.cache

@@ -43,11 +43,18 @@ PLAIN = AttentionTerms()
 COMPUTED: dict[str, frozenset[str]] = {
     "torch": frozenset({"sinks"}),
     "flash_attn": frozenset({"softcap"}),
+    "flash_attn_3": frozenset({"sinks"}),
     "transformer_engine": frozenset(),
 }
 """Backend -> terms that its fused kernel computes, of those that not every kernel does."""
-LIBRARIES = ("flash_attn", "transformer_engine")
-"""Backends that are libraries, of the same name."""
+LIBRARIES = {
+    "flash_attn": "flash_attn",
+    "flash_attn_3": "flash_attn_interface",
+    "transformer_engine": "transformer_engine",
+}
+"""Backends that are libraries -> the module that each needs."""
+BELOW_TORCH = {"flash_attn_3": "FA3"}
+"""Libraries that compute torch's own operators -> torch's names for them."""
 TERMS = {"softcap": "bounded scores", "sinks": "attention sinks"}
 
 
@@ -68,8 +75,8 @@ def backend_refusals(config: TrainerConfig, terms: AttentionTerms, *, on_gpu: bo
     name = config.attention_backend
     if name not in LIBRARIES:
         return
-    if find_spec(name) is None:
-        yield f"the library {name} is not installed for this Python"
+    if find_spec(LIBRARIES[name]) is None:
+        yield f"the library with the module {LIBRARIES[name]} is not installed for this Python"
     if not on_gpu or config.dtype == "float32":
         device = "a GPU" if on_gpu else "a CPU"
         yield f"it computes on a GPU in 16 bits; the trainer is on {device}, in {config.dtype}"

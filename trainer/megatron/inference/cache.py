@@ -109,19 +109,16 @@ class PagedCache(StaticInferenceContext):
         self._targets = places.flatten()[self._sources]
         self._place(positions, rotaries)
 
-    def begin_decode(
-        self, tables: Sequence[Sequence[int]], lengths: Sequence[int], rotaries: Sequence[Rotary]
-    ) -> None:
-        """Begin a pass over one token of each of B sequences.
+    def begin_decode(self, tables: torch.Tensor, positions: torch.Tensor, rotaries: Sequence[Rotary]) -> None:
+        """Begin a pass over one token of each of B sequences; the host does not wait for the device.
 
         Args:
-            tables: pages of each sequence, enough for the token too.
-            lengths: tokens that each sequence holds before it.
+            tables: int64 [B, P]: pages of each sequence, enough for the token too; see `_tables`.
+            positions: int64 [B]: tokens that each sequence holds before it.
             rotaries: the model's.
         """
         self.enable_decode_mode()
-        self._tables = self._padded(tables)
-        positions = torch.tensor(lengths, device=self._tables.device)
+        self._tables = tables
         pages = self._tables.gather(1, positions[:, None] // PAGE)[:, 0]
         self._targets = pages * PAGE + positions % PAGE
         self._place(positions[None], rotaries)

@@ -28,6 +28,7 @@ from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.inference.attention import CachedCore, CachedLatentAttention, CachedSelfAttention
 from trainer.megatron.inference.cache import PagedCache, page_bytes, pages_for
+from trainer.megatron.inference.graphs import DecodeGraphs, decode_inputs
 from trainer.megatron.inference.sequence_adapters import NamedTensors, SequenceAdapters
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.router import RouterRecorder
@@ -109,6 +110,7 @@ class CachedModel:
         cpu.install()
         position = parallel.initialize(parts, "auto", 0)
         self._device, self._place, self._closed = position.device, position.place, False
+        self.graphs = DecodeGraphs(self._step, running, length)
         self._windows = set(map(self.architecture.window_of, range(self.architecture.layers)))
         try:
             self._make(model_dir, position, DTYPES[dtype], adapters, named)
@@ -118,7 +120,6 @@ class CachedModel:
         except BaseException:
             self.close()
             raise
-        self._rows = OutputRows(self.module)
 
     def _make(
         self,
@@ -129,6 +130,7 @@ class CachedModel:
         named: NamedTensors,
     ) -> None:
         self.module = _build(self.architecture, position, dtype)
+        self._rows = OutputRows(self.module)
         self.base: dict[str, torch.Tensor] = dict(self.module.named_parameters())
         self._fill(model_dir)
         self.parameters = self._add(adapters, position) if adapters.rank else self.base
@@ -228,10 +230,16 @@ class CachedModel:
             adapters: see `prefill`.
         """
         self._named.choose(adapters)
-        self.cache.begin_decode(tables, lengths, self.module.rotaries)
+        inputs = decode_inputs(tokens, lengths, tables)
+        if self.graphs.on and not self._named.is_on:
+            return self.graphs.logits(inputs, self._device)
+        return self._step(torch.tensor(inputs, device=self._device))
+
+    def _step(self, inputs: torch.Tensor) -> torch.Tensor:
+        """Return logits [B, V] of `decode_inputs` on the device, for which the host does not wait."""
+        self.cache.begin_decode(inputs[:, 2:], inputs[:, 1], self.module.rotaries)
         self._rows.index = None
-        ids = torch.tensor(tokens, device=self._device)[:, None]
-        return self._logits(ids, self.cache.masks(self._windows))[:, 0]
+        return self._logits(inputs[:, :1], self.cache.masks(self._windows))[:, 0]
 
     def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
         """Return the experts of the last pass, int64 [S, N, layers with experts, k] on the host.
@@ -248,6 +256,7 @@ class CachedModel:
         """Leave the process groups. Idempotent."""
         if not self._closed:
             self._closed = True
+            self.graphs.drop()
             parallel.finalize()
 
     @cached_property

@@ -79,7 +79,7 @@ class HeadedModel(torch.nn.Module):
         self.head.load_weights(head)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield the target's parameters, and those of the head that are not the target's."""
+        """Yield the target's parameters, and the head's own."""
         yield from self.target.named_parameters(*args, **kwargs)
         for name, parameter in self.head.named_parameters(*args, **kwargs):
             if name in self._own:

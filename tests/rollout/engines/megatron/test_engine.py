@@ -14,7 +14,7 @@ from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import Completion, EngineConfig, Occupancy, Request, Sampling
 from rollout.engines.contract.bench import ask, together
-from rollout.engines.contract.models import write_shm
+from rollout.engines.contract.models import weights, write_shm
 from rollout.engines.megatron.engine import MegatronEngine
 from tests.contracts.engine_models import adapted
 from tests.trainer.megatron.models import ALL_MODELS, HYBRIDS, OPTIMIZER, make_model, save_model
@@ -110,7 +110,6 @@ async def test_committed_adapter_computes_as_if_it_were_merged(name: str, tmp_pa
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"enforce_eager": False}, "enforce_eager is false"),
         ({"max_batch_tokens": LENGTH - 1}, f"max_batch_tokens is {LENGTH - 1}.* at least {LENGTH}"),
         ({"max_batch_tokens": -1}, "max_batch_tokens is -1"),
         ({"max_running": 100, "max_batch_tokens": 99}, "max_batch_tokens is 99.* at least 100"),
@@ -258,6 +257,69 @@ async def test_sleeping_megatron_engine_holds_neither_weights_nor_cache(tmp_path
         assert sum(tensor.untyped_storage().nbytes() for tensor in held) == 0
         await engine.wake()
         assert all(tensor.untyped_storage().nbytes() for tensor in held)
+
+
+async def test_padded_steps_generate_what_exact_ones_do_through_updates_and_sleep(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model_dir = save_model("qwen2", tmp_path / "model")
+    requests = [
+        replace(request, sampling=replace(request.sampling, temperature=0.7, seed=i))
+        for i, request in enumerate(ragged_requests(24, 131))
+    ]
+    model = make_model("qwen2")
+    for parameter in model.parameters():
+        parameter.data += 0.01
+    version = write_shm(tmp_path / "v0", weights(model), 0)
+    found = []
+    for eager in (True, False):
+        few = 9.5 * PAGE_BYTES / 2**30  # so that requests give their pages back
+        async with started(model_dir, enforce_eager=eager, max_running=5, buffer_size_gb=few) as engine:
+            found.append(await together(engine, requests))
+            assert engine._cached_model is not None
+            sizes = {size for size, _ in engine._cached_model.graphs.steps}
+            assert sizes <= {1, 2, 4, 5}
+            assert bool(sizes) == (not eager)
+            await engine.sleep()
+            assert not engine._cached_model.graphs.steps
+            await engine.wake()
+            await engine.stage(version)
+            await engine.commit(version)
+            found[-1] += await together(engine, requests)
+    for exact, padded in zip(*found, strict=True):
+        assert (exact.tokens, exact.spans) == (padded.tokens, padded.spans)
+        assert padded.logprobs == pytest.approx(exact.logprobs, abs=1e-5)
+    assert [r.message for r in caplog.records if "eager" in r.message] == [
+        "engine.eager reason='there is no GPU'"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("staging", "lora"),
+    [("device", NO_ADAPTERS), ("host", NO_ADAPTERS), ("layers", NO_ADAPTERS), ("device", LoraConfig(rank=4))],
+)
+async def test_commit_leaves_all_that_a_graph_reads_in_its_place(
+    staging: str, lora: LoraConfig, tmp_path: Path
+) -> None:
+    model = make_model("qwen2").eval()
+    async with started(save_model("qwen2", tmp_path / "model"), staging=staging, lora=lora) as engine:
+        cached = engine._cached_model
+        assert cached is not None
+
+        def places() -> list[int]:
+            rotaries = (rotary.frequencies for rotary in cached.module.rotaries)
+            found = [*cached.module.parameters(), *cached.module.buffers(), *cached.cache.tensors, *rotaries]
+            return [tensor.data_ptr() for tensor in found]
+
+        before, values = places(), {name: held.clone() for name, held in cached.parameters.items()}
+        for number in range(2):
+            made = adapted(model, lora, number + 1)[1] if lora.rank else weights(model)
+            tensors = {name: tensor + 0.01 * (number + 1) for name, tensor in made.items()}
+            version = write_shm(tmp_path / f"v{number}", tensors, number)
+            await engine.stage(version)
+            await engine.commit(version)
+            assert places() == before
+            assert all(not torch.equal(values[n], held) for n, held in cached.parameters.items())
 
 
 async def test_close_destroys_the_process_groups(tmp_path: Path) -> None:

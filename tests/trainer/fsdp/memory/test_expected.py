@@ -49,6 +49,13 @@ def test_numbers_of_a_model_are_those_of_its_tensors() -> None:
     assert (SIZE.kept, SIZE.kept_of_layer) == (3 * 320, 2 * 320)
 
 
+def test_numbers_that_are_rounded_to_fp8_take_a_layers_float32() -> None:
+    plain = workload()
+    rounded = workload(trainer=replace(plain.trainer, fp8="rowwise"))
+    more = rounded.expected(TOKENS).workspace - plain.expected(TOKENS).workspace
+    assert more == FLOAT32 * (TOKENS * SIZE.kept_of_layer + SIZE.layer)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_expected_activations_bound_the_tensors_that_transformers_keeps(

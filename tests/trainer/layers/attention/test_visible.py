@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from trainer.data.context_division import Division
 from trainer.data.prefix_tree import PrefixTree, alone, find_families
 from trainer.layers.attention.joined import joined_attention
-from trainer.layers.attention.kernels import FUSED, Kernel, by_segments, kernel_for, key_uses
+from trainer.layers.attention.kernels import Kernel, by_segments, kernel_for, key_uses
 from trainer.layers.attention.sequences import PackedSequences
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.layers.attention.visible import ComputedTokens, KeyUse, pieces_with_padding, visible_keys
@@ -109,10 +109,10 @@ def test_pieces_see_what_whole_sequences_do(ranks: int, window: int) -> None:
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("window", [0, 50])
-def test_fused_kernels_align_queries_with_the_last_keys(ranks: int, window: int) -> None:
+def test_fused_kernels_align_queries_with_the_last_keys(fused: Kernel, ranks: int, window: int) -> None:
     lengths = [900, 300, 40, 7, 512]
     inputs = qkv(sum(lengths), "cuda", torch.bfloat16)
-    assert_equal(FUSED["torch"], inputs, lengths, ranks, window, 0.05)
+    assert_equal(fused, inputs, lengths, ranks, window, 0.05)
 
 
 @settings(deadline=None)
@@ -325,28 +325,28 @@ DEEP += [[*range(400), *range(2000, 2100)], [*range(120)], [*range(450), *range(
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("terms", [AttentionTerms(window=50), AttentionTerms(window=50, sinks=True)])
-def test_fused_kernels_see_the_stretches_before(ranks: int, terms: AttentionTerms) -> None:
-    assert_trees_equal(FUSED["torch"], DEEP, ranks, terms, 0.1, device="cuda")
+def test_fused_kernels_see_the_stretches_before(fused: Kernel, ranks: int, terms: AttentionTerms) -> None:
+    assert_trees_equal(fused, DEEP, ranks, terms, 0.1, device="cuda")
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("query_cost", [None, 0.0, 2.5])
 @pytest.mark.parametrize("sinks", [False, True])
-def test_fused_kernels_attend_apart(ranks: int, query_cost: float | None, sinks: bool) -> None:
+def test_fused_kernels_attend_apart(fused: Kernel, ranks: int, query_cost: float | None, sinks: bool) -> None:
     terms = AttentionTerms(sinks=sinks)
-    assert_trees_equal(FUSED["torch"], DEEP, ranks, terms, 0.1, device="cuda", use=KeyUse(query_cost))
+    assert_trees_equal(fused, DEEP, ranks, terms, 0.1, device="cuda", use=KeyUse(query_cost))
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("query_cost", [0.0, 2.5])
-def test_trees_in_16_bits_are_about_as_near_float64_as_rows_are(query_cost: float) -> None:
+def test_trees_in_16_bits_are_about_as_near_float64_as_rows_are(fused: Kernel, query_cost: float) -> None:
     """A row's output is rounded once; a joined one also in each of its parts, which kernels return so."""
     rows = [[*range(600), *range(first, first + 300)] for first in range(600, 3000, 300)]
     rows += [[*range(700), *range(3000, 3100)], [*range(750), *range(3100, 3150)]]
     exact = results_of(by_segments, rows, torch.float64, "cpu")
     packed, tree = (
-        results_of(FUSED["torch"], rows, torch.bfloat16, "cuda", use) for use in (None, KeyUse(query_cost))
+        results_of(fused, rows, torch.bfloat16, "cuda", use) for use in (None, KeyUse(query_cost))
     )
     for wanted, by_rows, by_tree in zip(exact, packed, tree, strict=True):
         errors = [(found.cpu().double() - wanted).norm() for found in (by_rows, by_tree)]

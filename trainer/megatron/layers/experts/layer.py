@@ -47,10 +47,14 @@ def expert_products(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Ten
         weights: [L, m, n].
         counts: int64 [L]: rows of each expert, on the host or on the device.
     """
-    aligned = not any(size % ALIGNED for size in weights.shape[1:])
-    if rows.is_cuda and rows.dtype is torch.bfloat16 and aligned:
+    if rows.is_cuda and counts_stay_on_device(rows.dtype, *weights.shape[1:]):
         return grouped(rows, weights, counts)
     return one_by_one(rows, weights, counts)
+
+
+def counts_stay_on_device(dtype: torch.dtype, *sizes: int) -> bool:
+    """Return whether a GPU multiplies matrices of these sizes without the host knowing the rows of each."""
+    return dtype is torch.bfloat16 and not any(size % ALIGNED for size in sizes)
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:

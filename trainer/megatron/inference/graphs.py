@@ -1,0 +1,149 @@
+"""Replays decode steps as CUDA graphs, one for each padded number of sequences and of their pages.
+
+A graph computes from the addresses that its capture saw: of its inputs, of the weights, which commits
+overwrite in place, and of the cache. Where these are released, as in sleep, the graphs have to go, too.
+Without a GPU the same padded steps are computed without a capture.
+
+Shapes: B sequences that get one token each, P pages of the longest, V vocabulary.
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from protocol.errors import EngineError
+from trainer.megatron.families.numbers import Architecture
+from trainer.megatron.inference.cache import pages_for
+from trainer.megatron.layers.experts.layer import counts_stay_on_device
+
+LEAST_PAGES = 8
+"""Pages of the narrowest graph; each further one is twice as wide."""
+
+
+@dataclass(frozen=True, slots=True)
+class PaddedStep:
+    """A decode step with a fixed number of sequences and of pages."""
+
+    inputs: torch.Tensor
+    """int64 [B, 2 + P], on the device; see `decode_inputs`."""
+    run: Callable[[], object]
+    """Computes the logits of `inputs`."""
+
+
+class DecodeGraphs:
+    """The padded steps of a model, each made when it is first needed. Not thread-safe."""
+
+    def __init__(self, step: Callable[[torch.Tensor], torch.Tensor], running: int, length: int) -> None:
+        """Make none yet.
+
+        Args:
+            step: maps inputs [B, 2 + P], on the device, to logits [B, V]; it may be called again.
+            running: most sequences of a step.
+            length: tokens of the longest sequence.
+        """
+        self.on = False
+        """Whether decode steps are padded, and on a GPU captured; only if `why_eager` returns no reason."""
+        self._step, self._running, self._pages = step, running, pages_for(length)
+        self.steps: dict[tuple[int, int], PaddedStep] = {}
+        """By B and P."""
+        self._logits = torch.empty(0)
+        """float32 [running, V]: those of the last step."""
+
+    def logits(self, inputs: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
+        """Return logits [B, V], which the next step overwrites.
+
+        Args:
+            inputs: see `decode_inputs`.
+            device: the model's.
+
+        Raises:
+            EngineError: a step cannot be captured.
+        """
+        count = len(inputs)
+        size = rung(count, self._running), rung(max(LEAST_PAGES, len(inputs[0]) - 2), self._pages)
+        padded = torch.tensor(padded_inputs(inputs, *size))
+        if size in self.steps:
+            self.steps[size].inputs.copy_(padded)
+        else:
+            self.steps[size] = self._make(padded.to(device))
+        self.steps[size].run()
+        return self._logits[:count]
+
+    def drop(self) -> None:
+        """Release all steps and their memory. Idempotent."""
+        self.steps.clear()
+        self._logits = torch.empty(0)
+
+    def _make(self, inputs: torch.Tensor) -> PaddedStep:
+        """Return the step for inputs of this shape; the first ones are those of a step that is due."""
+
+        def run() -> None:
+            found = self._step(inputs)
+            if not len(self._logits):
+                self._logits = found.new_empty((self._running, found.size(1)), dtype=torch.float32)
+            self._logits[: len(inputs)].copy_(found)
+
+        return PaddedStep(inputs, self._captured(run, *inputs.shape) if inputs.is_cuda else run)
+
+    def _captured(self, run: Callable[[], None], count: int, width: int) -> Callable[[], object]:
+        """Capture a step on a stream on which it has run, so that all kernels are compiled and loaded.
+
+        All graphs use one pool of memory, since one replays after the other. Other threads, as the one that
+        stages a version, may use the device meanwhile.
+        """
+        if not self.steps:
+            self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
+        graph, stream = torch.cuda.CUDAGraph(), self._stream
+        stream.wait_stream(torch.cuda.current_stream())
+        try:
+            with torch.cuda.stream(stream):
+                run()
+            with torch.cuda.graph(graph, self._pool, stream, capture_error_mode="thread_local"):
+                run()
+        except RuntimeError as error:
+            raise EngineError(
+                f"engine megatron cannot capture a CUDA graph of {count} requests and {width - 2} pages; "
+                f"set enforce_eager to true: {error}"
+            ) from error
+        return graph.replay
+
+
+def decode_inputs(
+    tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """Return [B, 2 + P]: the token of each sequence, how many it holds before, and its pages.
+
+    The page that fills a row is the sequence's own, so that no other's NaN is read.
+    """
+    longest = max(map(len, tables))
+    return [
+        [token, length, *table, *[table[0]] * (longest - len(table))]
+        for token, length, table in zip(tokens, lengths, tables, strict=True)
+    ]
+
+
+def padded_inputs(inputs: Sequence[Sequence[int]], count: int, pages: int) -> list[list[int]]:
+    """Return inputs of `count` sequences and `pages`; further sequences are copies of the first.
+
+    A copy stores the same entries in the same place.
+    """
+    rows = [[*row, *[row[2]] * (2 + pages - len(row))] for row in inputs]
+    return rows + rows[:1] * (count - len(rows))
+
+
+def rung(number: int, most: int) -> int:
+    """Return the least power of two that holds a number, but no more than `most`."""
+    return min(most, 1 << (number - 1).bit_length())
+
+
+def why_eager(architecture: Architecture, dtype: torch.dtype, records_experts: bool, ranks: int) -> str:
+    """Return why no decode step of a model can be a graph; empty: all can that have no adapter by name."""
+    experts = architecture.experts
+    if ranks > 1:
+        return "there are several tensor ranks"
+    if records_experts:
+        return "the experts of every pass are recorded"
+    if experts.count and not counts_stay_on_device(dtype, architecture.hidden, experts.intermediate):
+        return "the host waits for the tokens of each expert, but in bfloat16 with sizes divisible by 8"
+    return ""
