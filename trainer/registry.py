@@ -13,6 +13,7 @@ from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Replicas
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticSpec
+from trainer.roles.drafts import DraftTraining
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +26,8 @@ class BackendEntry(Entry):
     """`MODULE:NAME` of the function that `make_frozen` calls; empty: it has no models beside the policy."""
     critic_apart: str = ""
     """`MODULE:NAME` of the function that `make_critic_apart` calls; empty: it has no critic."""
+    drafts: bool = False
+    """Whether it gives the hidden states that a draft head is trained on."""
 
 
 BACKENDS = Registry(
@@ -34,6 +37,7 @@ BACKENDS = Registry(
             "trainer.fsdp.critic:FsdpCritic",
             "trainer.fsdp.apart:load_frozen_apart",
             "trainer.fsdp.apart:load_critic_apart",
+            drafts=True,
         ),
         "megatron": BackendEntry(
             "trainer.megatron.backend:MegatronBackend",
@@ -46,6 +50,7 @@ BACKENDS = Registry(
             "trainer.reference.critic:ReferenceCritic",
             "trainer.reference.backend:load_frozen_apart",
             "trainer.reference.critic:load_critic_apart",
+            drafts=True,
         ),
         "scripted": BackendEntry("trainer.backends.scripted:ScriptedBackend"),
     }
@@ -137,6 +142,19 @@ def make_critic(
         policy, model_dir, optimizer=optimizer, trainer=trainer, config=config
     )
     return critic
+
+
+def make_draft_training(policy: Backend, directory: Path, lr: float) -> DraftTraining:
+    """Return the training of a draft head of a policy that has one rank, which publishes it from now on.
+
+    Args:
+        policy: of a backend that has `drafts`.
+        directory: of the head.
+        lr: learning rate.
+    """
+    drafts: DraftTraining = load("trainer.reference.eagle:EagleTraining")(directory, lr, policy)
+    policy.beside = drafts.published
+    return drafts
 
 
 def make_frozen(

@@ -235,3 +235,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     reward_model_mean: float | None = None
     """Mean score of a sample by the trainer's reward model, before its weight; it is not in `reward_mean`.
     None without one."""
+    drafts_s: float | None = None
+    """Part of `wait_s` in which the trainer trained its draft head (`engine.draft_lr`); None: none."""
+    draft_loss: float | None = None
+    """Mean loss of the head's updates between the step before and this one; None if there were none."""

@@ -71,6 +71,10 @@ class EngineConfig:
     """vllm: directory of an EAGLE or EAGLE3 head of the model, or of a small model of its vocabulary, that
     drafts with `drafts = "model"`. Empty: the layers of the model's own checkpoint that predict further
     tokens (MTP)."""
+    draft_lr: Annotated[float, Interval(ge=0, le=1)] = 0.0
+    """vllm: learning rate of the EAGLE head `draft_model`, which the trainer then trains while it waits for
+    groups, on the samples of its last step; versions bring the head with the model. 0: it stays as it is
+    loaded."""
     num_speculative_tokens: Annotated[int, Interval(ge=1, le=32)] = 8
     """vllm: most tokens of a draft."""
     batch_invariant: bool = False
@@ -120,6 +124,11 @@ class EngineConfig:
     """scripted: share of groups that take `straggler_factor` times longer."""
     straggler_factor: Annotated[float, Interval(ge=0, le=1e6)] = 1.0
     """scripted: how many times longer a straggler takes."""
+
+    @property
+    def trained_head(self) -> str:
+        """Directory of the head that versions have, if the trainer trains it; empty: they have none."""
+        return self.draft_model if self.draft_lr else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,6 +16,7 @@ from safetensors import SafetensorError, safe_open
 from protocol.device.slice_digests import bits_of
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.boxes import box_of
+from protocol.weights.draft_head import has_head
 from rollout.staging.loader_trace import Copy, LoaderTrace, Window
 
 ELEMENTS = 1 << 16
@@ -50,7 +51,8 @@ def repacked(trace: LoaderTrace, model_dir: Path) -> Iterator[tuple[str, str]]:
     """
     places: dict[str, list[Copy]] = {}
     for copy in trace.copies():
-        places.setdefault(copy.parameter, []).append(copy)
+        if not has_head([copy.name]):  # that has files of its own
+            places.setdefault(copy.parameter, []).append(copy)
     try:
         with ExitStack() as stack:
             files = files_by_tensor(stack, model_dir)

@@ -11,6 +11,7 @@ from protocol.device.slice_digests import Digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
+from protocol.weights.draft_head import without_head
 from rollout.engines.base import Served
 from rollout.staging.placement import Destinations, ExpectedTensor, Slice, SlicePlacement
 from rollout.weights.base import WeightReceiver
@@ -79,7 +80,8 @@ class Staging:
     def check(self, manifest: WeightManifest) -> dict[str, str]:
         """Compare a manifest with what this engine expects, before anything is fetched.
 
-        A layout that passed is not compared again in the next version.
+        A layout that passed is not compared again in the next version. An engine that does not draft by a
+        trained head leaves its tensors out.
 
         Returns: for each tied name that is a tensor of its own in this engine, the name whose bytes it gets.
 
@@ -110,7 +112,7 @@ class Staging:
                     f"tensor {entry.name} is {entry.dtype}{list(entry.shape)}, "
                     f"the engine's {name} is {source.dtype}{list(source.shape)}"
                 )
-        unknown = sorted(entries.keys() - self._sources.keys() - self.elsewhere)
+        unknown = sorted(without_head(entries).keys() - self._sources.keys() - self.elsewhere)
         if unknown:
             hint = " (its embeddings are tied)" if self._tied else ""
             raise WeightError(f"version {version}: the engine has no place for tensor {unknown[0]}{hint}")

@@ -56,7 +56,11 @@ class Shadow:
         )
         weights = dataclasses.replace(settings.weights, transport="disk")
         plain = dataclasses.replace(
-            settings.together, trainer=trainer, parallel=ParallelConfig(), weights=weights
+            settings.together,
+            trainer=trainer,
+            parallel=ParallelConfig(),
+            weights=weights,
+            engine=dataclasses.replace(settings.engine, draft_lr=0.0),
         )
         self._executor = Executor(build_models(plain))
         if settings.algorithm.kl_coef > 0:

@@ -5,12 +5,13 @@ from collections.abc import Mapping
 import torch
 
 from protocol.messages import WeightManifest
+from protocol.weights.draft_head import without_head
 from protocol.weights.lora import LoraConfig, adapter_targets
 from rollout.weights.files import FileReceiver
 
 
 def read_version(manifest: WeightManifest, timeout_s: float) -> dict[str, torch.Tensor]:
-    """Return copies of a version's tensors as they were published, by their Hugging Face names.
+    """Return copies of the model's tensors of a version as they were published, by their Hugging Face names.
 
     Files that the sender unlinks meanwhile are freed: no mapping outlives the call.
 
@@ -19,7 +20,7 @@ def read_version(manifest: WeightManifest, timeout_s: float) -> dict[str, torch.
     """
     wanted = {entry.name: (tuple((0, n) for n in entry.shape),) for entry in manifest.tensors}
     found = FileReceiver().slices(manifest, wanted, timeout_s)
-    return {piece.entry.name: piece.tensor.clone() for pieces in found for piece in pieces}
+    return without_head({piece.entry.name: piece.tensor.clone() for pieces in found for piece in pieces})
 
 
 def merged_version(

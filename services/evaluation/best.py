@@ -25,6 +25,7 @@ from safetensors import SafetensorError, safe_open
 from protocol.errors import SettingsError, WeightError
 from protocol.host.atomic_file import write_atomically
 from protocol.messages import WeightManifest
+from protocol.weights.draft_head import without_head
 from protocol.weights.lora import adapter_targets
 from protocol.weights.slices import all_of
 from rollout.weights.registry import make_receiver
@@ -127,7 +128,7 @@ class BestCheckpoint:
         received = make_receiver(manifest.transport).slices(manifest, all_of(manifest), READ_S)
         snapshot = {part.entry.name: part.tensor.clone() for parts in received for part in parts}
         if not lora.rank:
-            write_hf(iter(snapshot.items()), target, source)
+            write_hf(iter(without_head(snapshot).items()), target, source)
             return
         published = dataclasses.replace(lora, alpha=float(lora.rank), use_rslora=False)  # B is scaled
         save_adapter(snapshot.items(), target.with_name(f"adapter_{target.name}"), published, source)

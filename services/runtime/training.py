@@ -3,6 +3,7 @@
 import os
 from collections.abc import Mapping, Sequence
 from math import prod
+from pathlib import Path
 
 import torch
 
@@ -16,9 +17,16 @@ from trainer.backends.base import Backend, FrozenSpec
 from trainer.execution.role_follower import CriticFollower, FrozenFollower, RoleSeat
 from trainer.ranks.process_group import seat_of, take_seat
 from trainer.ranks.wire import BetweenModels
-from trainer.registry import make_backend, make_critic, make_critic_apart, make_frozen
+from trainer.registry import (
+    make_backend,
+    make_critic,
+    make_critic_apart,
+    make_draft_training,
+    make_frozen,
+)
 from trainer.roles.config import REWARD_MODEL
 from trainer.roles.critic import Critic, CriticSpec
+from trainer.roles.drafts import DraftTraining
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.models import FrozenModels, FrozenRole, RankModels
 from trainer.roles.placed import PlacedCritic, PlacedRole, RoleLink
@@ -46,6 +54,7 @@ def build_models(settings: Settings) -> RankModels:
         entropy=control,
         frozen=FrozenModels(**roles, reward_weight=settings.reward_model.weight),
         critic=_critic(settings, policy, links.get("critic")),
+        drafts=_drafts(settings, policy),
         algorithm=algorithm,
         links=links,
     )
@@ -137,6 +146,12 @@ def _critic(settings: Settings, policy: Backend, link: RoleLink | None) -> Criti
         trainer=settings.trainer,
         config=settings.critic,
     )
+
+
+def _drafts(settings: Settings, policy: Backend) -> DraftTraining | None:
+    """Return the training of the engines' draft head, loaded, if it is trained."""
+    head = settings.engine.trained_head
+    return make_draft_training(policy, Path(head), settings.engine.draft_lr) if head else None
 
 
 def build_backend(settings: Settings) -> Backend:

@@ -61,7 +61,9 @@ async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str],
     versions = await asyncio.to_thread(versions_of, settings) if serving.follows else None
     published = isinstance(versions, PublishedVersions)  # exports have the adapters merged
     lora = settings.lora if published else NO_ADAPTERS
-    engine = make_engine(settings.engine, directory, "serve", lora, named=serving.adapters)
+    # no version of exports has a head
+    served = settings.engine if published else replace(settings.engine, draft_lr=0.0)
+    engine = make_engine(served, directory, "serve", lora, named=serving.adapters)
     endpoint = GenerationEndpoint(
         engine,
         renderer,

@@ -10,7 +10,7 @@ from protocol.host.hub import is_hub_name
 from protocol.network.addresses import is_loopback
 from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
-from services.settings.engine_pool import check_pool, check_staging, engine_names
+from services.settings.engine_pool import check_pool, check_staging, engine_names, engine_with
 from services.settings.evaluation import check_evaluation
 from services.settings.processes import check_gpus, check_roles_apart, reward_ranks
 from services.settings.sections import Settings
@@ -297,6 +297,49 @@ def _check_sessions(settings: Settings) -> None:
         check_limits(settings.environment, settings.rollout.groups_in_flight, settings.sampling)
 
 
+def _check_draft_training(settings: Settings) -> None:
+    """Check the settings that `engine.draft_lr` requires; without it all pass.
+
+    Raises:
+        SettingsError: names the first setting that does not fit, and what it has to be.
+    """
+    for is_wrong, problem in _head_problems(settings) if settings.engine.draft_lr else ():
+        if is_wrong:
+            raise SettingsError(f"setting engine.draft_lr: {problem}, or set it to 0")
+
+
+def _head_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
+    engine, trainer, able = settings.engine, settings.trainer, BACKENDS.having("drafts")
+    pool = (engine_with(engine, entry.engine, "services.pool") for entry in settings.services.pool)
+    return (
+        (not engine.draft_model, "there is no head to train; name one in engine.draft_model"),
+        (
+            not {one.trained_head for one in pool} <= {"", engine.draft_model},
+            "one head is trained; let services.pool name no other draft_model",
+        ),
+        (
+            trainer.backend not in able,
+            f"trainer.backend {trainer.backend!r} gives no hidden states; use {' or '.join(able)}",
+        ),
+        (
+            settings.parallel.world_size != 1,
+            f"a head is trained on one rank, and [parallel] has {settings.parallel.world_size}; use one",
+        ),
+        (
+            settings.weights.transport == TRANSPORT,
+            f"with weights.transport {TRANSPORT!r} there is one copy of the weights, the engine's; use shm",
+        ),
+        (
+            settings.colocated.enabled,
+            "a trainer that gives its GPU to the engines (colocated.enabled) has no idle time; use two GPUs",
+        ),
+        (
+            settings.run.deterministic,
+            "how much of it an idle trainer learns cannot be repeated; leave run.deterministic out",
+        ),
+    )
+
+
 CHECKS: Sequence[Callable[[Settings], object]] = (
     _check_adapters_and_sleep,
     _check_routing_replay,
@@ -315,6 +358,7 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
         colocated=settings.colocated.enabled,
     ),
     check_shared,
+    _check_draft_training,
     lambda s: check_staging(s.services.pool, s.engine, s.weights.transport, s.lora),
     _check_hosts,
     _check_weights_host,

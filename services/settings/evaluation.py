@@ -1,7 +1,7 @@
 """Checks section `[eval]`, and names the engine and the scores of an evaluation."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
@@ -83,10 +83,12 @@ def read_sets(settings: Settings, source: PromptSource | None = None) -> HeldOut
 def eval_engine(settings: Settings) -> EngineConfig:
     """Return the settings of the evaluation's engine: `[engine]` with what `eval.engine` changes.
 
+    It leaves a trained draft head out, which models that are exported do not have.
+
     Raises:
         SettingsError: names the setting that is wrong.
     """
-    return engine_with(settings.engine, settings.eval.engine, "eval.engine")
+    return replace(engine_with(settings.engine, settings.eval.engine, "eval.engine"), draft_lr=0.0)
 
 
 def check_evaluation(settings: Settings) -> None:

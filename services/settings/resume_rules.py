@@ -50,6 +50,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
         "a group that was begun with a record is continued on it, and verified with it",
     ),
     "engine.dtype": (ResumeRule.REPEATED, "weights are published in it"),
+    "engine.draft_lr": (ResumeRule.REPEATED, "versions have the head if it is trained"),
     "trainer.backend": (ResumeRule.FIXED, "each backend has checkpoints of its own form"),
     "trainer.dtype": (ResumeRule.REPEATED, "a checkpoint holds masters, of which parameters are made"),
     "trainer.seed": (ResumeRule.FIXED, "the state of the random numbers is in the checkpoint"),

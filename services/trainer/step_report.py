@@ -29,7 +29,7 @@ LIKELY: Mapping[str, str] = {
     "gradient": "optimizer.lr, trainer.dtype, algorithm.advantage_eps, the weights of rewards",
 }
 """Keyword in the cause -> settings to check."""
-Part = Literal["wait", "train", "publish", "checkpoint"]
+Part = Literal["wait", "train", "publish", "checkpoint", "drafts"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +42,7 @@ class StepTimes:
     publish_s: float
     checkpoint_s: float
     other_s: float
+    drafts_s: float | None = None
 
 
 class StepClock:
@@ -55,7 +56,7 @@ class StepClock:
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Count the block as a part; blocks must not overlap."""
+        """Count the block as a part; blocks must not overlap, but for "drafts" within "wait"."""
         began = self._now()
         try:
             yield
@@ -67,6 +68,7 @@ class StepClock:
         now = self._now()
         step_s, self._last = now - self._last, now
         seconds, self._seconds = self._seconds, {}
+        drafts_s = seconds.pop("drafts", None)
         return StepTimes(
             step_s=step_s,
             wait_s=seconds.get("wait", 0.0),
@@ -74,6 +76,7 @@ class StepClock:
             publish_s=seconds.get("publish", 0.0),
             checkpoint_s=seconds.get("checkpoint", 0.0),
             other_s=step_s - sum(seconds.values()),
+            drafts_s=drafts_s,
         )
 
 

@@ -145,9 +145,20 @@ class TrainLoop:
                     set_detail(str(refusal))
                 await self._publish_if_due()
                 await self._runner.leave_device()  # engines that share it have to generate first
+                if await self._train_drafts():
+                    continue
                 await self._process.stopped_within(delay)
                 delay = min(delay * 1.5, TAKE_POLL_S[1])
         return None
+
+    async def _train_drafts(self) -> bool:
+        """Make one update of the draft head; returns whether there was one to make."""
+        drafts = self._runner.executor.models.drafts
+        if drafts is None or not drafts.left:
+            return False
+        with self._clock.part("drafts"):
+            await self._runner.run(drafts.update)
+        return True
 
     async def _step(self, batch: Taken) -> LedgerStatus | None:
         """Make a step of a batch; returns the ledger's status after its commit, None if it is given up.

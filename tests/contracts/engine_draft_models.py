@@ -11,9 +11,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import Glm4MoeConfig, Glm4MoeForCausalLM, PreTrainedModel
 
+from protocol.weights.draft_head import PREFIX
 from rollout.engines.contract.models import VOCAB, randomize, tiny_model, weights
 
 SHALLOW = 0.02
@@ -96,6 +97,17 @@ def write_eagle3(target: PreTrainedModel, directory: Path) -> str:
     }
     _write(place, {**_config(config), **own}, {**tensors, "d2t": torch.arange(half), "t2d": drafted})
     return str(place)
+
+
+def with_heads(
+    published: Mapping[str, Mapping[str, torch.Tensor]], directory: Path
+) -> dict[str, dict[str, torch.Tensor]]:
+    """Add the head in a directory to version "A", and one that says the least likely token to the others."""
+    head, found = load_file(directory / "model.safetensors"), {}
+    for name, tensors in published.items():
+        own = head if name == "A" else {**head, "fc.weight": -head["fc.weight"]}
+        found[name] = {**tensors, **{PREFIX + key: tensor for key, tensor in own.items()}}
+    return found
 
 
 def write_further(target: PreTrainedModel, directory: Path) -> str:

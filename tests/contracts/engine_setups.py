@@ -52,6 +52,7 @@ class Setup:
     drafts: Literal["off", "history", "history_always", "model", "model_always"] = "off"
     drafted_by: Literal["", "small", "eagle", "eagle3", "further"] = ""
     """Key of `DRAFT_MODELS`, for drafts of a model."""
+    draft_lr: float = 0.0  # above 0, versions have a head: A's drafts well, B's badly
     staging: Literal["device", "host", "layers"] = "device"
     """Where versions are staged."""
     overlaps: bool = False
@@ -108,9 +109,10 @@ def in_fp8(name: str, model: Model, *, quantization: str = "fp8", **arguments: A
 
 ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
 OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
-DRAFTS = slow_unless_changed("rollout/engines/vllm/drafts/")
+DRAFTS = slow_unless_changed("rollout/engines/vllm/drafts/", "protocol/weights/draft_head.py")
 BY_MODEL = partial(Setup, "vllm", drafts="model_always", model="shallow", overlaps=True)
 GRAPHS = partial(Setup, "megatron", KvPolicy.RECOMPUTE, graphs=True)  # on a CPU padded steps alone
+TRAINED = BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="eagle", draft_lr=1e-3)
 LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
     engine_under_test("scripted", Setup("scripted", KvPolicy.KEEP)),
@@ -176,6 +178,7 @@ SETUPS = [
         "vllm-drafts-small", BY_MODEL(KvPolicy.RECOMPUTE, drafts="model", drafted_by="small"), ENGINE, DRAFTS
     ),
     engine_under_test("vllm-drafts-eagle", BY_MODEL(KvPolicy.KEEP, drafted_by="eagle"), ENGINE, DRAFTS),
+    engine_under_test("vllm-drafts-trained", TRAINED, ENGINE, DRAFTS),
     engine_under_test(
         "vllm-drafts-further",
         BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="further", model="further"),

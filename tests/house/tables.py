@@ -102,6 +102,7 @@ SCENARIOS = {
     "tests/rollout/engines/test_gpu_settings.py": "settings of vLLM and SGLang that apply on a GPU alone",
     "tests/rollout/engines/test_loading.py": "models are loaded at the same time",
     "tests/rollout/engines/test_orphans.py": "a worker dies, and its engine with it",
+    "tests/rollout/engines/vllm/drafts/test_trained_head.py": "versions that bring a draft head",
     "tests/rollout/engines/test_sleep.py": "engines give memory back and return",
     "tests/rollout/environments/test_contract.py": "every environment keeps what `Environment` promises",
     "tests/rollout/environments/test_recorded_episodes.py": "episodes of text and their tools, over kills",

@@ -10,6 +10,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -18,6 +19,7 @@ from protocol.errors import SettingsError
 from protocol.messages import StepReport
 from protocol.weights.lora import NO_ADAPTERS, AdapterTarget, LoraConfig
 from trainer.backends.early_export import EarlyExport, Tensors
+from trainer.backends.last_states import LastStates
 from trainer.config import AlgorithmConfig
 from trainer.ranks.publication import Publication
 
@@ -115,6 +117,8 @@ class Backend(ABC):
     targets: Sequence[AdapterTarget] = ()
     """The weights that have an adapter."""
     replicas: Replicas = ((0,),)
+    beside: Mapping[str, torch.Tensor] = MappingProxyType({})
+    """Tensors that versions have after the model's, a draft head's; on one rank alone."""
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:
         """Return what sequences of these lengths (int64 [N]) cost, float64 [N], in any unit; 0 costs 0."""
@@ -175,6 +179,10 @@ class Backend(ABC):
             f"setting {spec.role}.path: {type(self).__name__} computes no log-probabilities of a model; "
             "choose another trainer.backend"
         )
+
+    def last_states(self, batch: Batch) -> LastStates:
+        """Return the hidden states of a batch's tokens, for a draft head; on one rank alone."""
+        raise NotImplementedError(f"{type(self).__name__} trains no draft head")
 
     @property
     def device(self) -> torch.device:

@@ -112,7 +112,8 @@ class Executor:
         send_part(own, [rank for rank in policy.replicas[0] if rank != 0])
         with policy.export_ahead(begin, len(step.schedule.updates)).step():
             stats = self.carry_out(step, own)
-        return plan, msgspec.structs.replace(stats, imbalance=imbalance)
+        draft_loss = self.models.drafts.join(own) if self.models.drafts is not None else None
+        return plan, msgspec.structs.replace(stats, imbalance=imbalance, draft_loss=draft_loss)
 
     def carry_out(self, command: RankCommand[T] | AnyCommand, part: Batch | None = None) -> Any:
         """Do this rank's share of a command. A collective.

@@ -21,6 +21,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, StepStats
+from trainer.backends.last_states import LastStates
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.adapters import DividedLowRank
@@ -198,6 +199,9 @@ class FsdpBackend(SavedStepper, Backend):
         model = load_frozen(spec, self.mesh, self._trainer)
         self._models.append(model)
         return frozen(model.module, numbers_of(spec, partial(self._evaluate, model)))
+
+    def last_states(self, batch: Batch) -> LastStates:
+        return self._retry.alone(self._model.passes, batch, lambda: self._model.last_states(batch))
 
     @property
     def device(self) -> torch.device:

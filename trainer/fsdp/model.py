@@ -8,6 +8,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from trainer.backends.base import FrozenSpec
+from trainer.backends.last_states import LastStates, read_by_output
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.fsdp.loading import give, load_shards
@@ -17,6 +18,7 @@ from trainer.fsdp.sharding import divide, shard
 from trainer.functional.logprobs import token_logprobs
 from trainer.reference.backend import DTYPES
 from trainer.reference.frozen import in_dtype, load_model
+from trainer.reference.shards import gathered
 from trainer.reference.values import ValueModel
 
 T = TypeVar("T")
@@ -92,6 +94,20 @@ class ShardedModel:
         # Only a backward pass does that for the root module, which would keep its weights over a step.
         self.module.reshard()
         return out
+
+    @torch.no_grad()
+    def last_states(self, batch: Batch) -> LastStates:
+        """Return the hidden states of a batch's tokens; see `LastStates`. On one rank alone."""
+        layers = self.module.get_input_embeddings(), self.module.get_output_embeddings()
+        weights = [gathered(layer.weight).to(self.passes.device) for layer in layers]
+        states = torch.zeros(len(batch.tokens), weights[0].shape[1], device=self.passes.device)
+        for one in self.passes.divide(batch):
+            part = batch.select(one.samples).to(self.passes.device)
+            with self.passes.inputs(one, part) as inputs:
+                found = read_by_output(self.module, inputs.arguments).flatten(0, 1)[inputs.rows]
+            states[torch.isin(batch.sample_index, one.samples).to(states.device)] = found.float()
+        self.module.reshard()
+        return LastStates(states, *weights)
 
     def _logprobs(
         self, arguments: dict[str, torch.Tensor], tokens: Tokens

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from protocol.messages import WeightPiece
 from protocol.weights.boxes import whole
+
+if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+    import torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +29,13 @@ class Publication:
         """Return a publication of whole tensors by rank 0, given their names and shapes."""
         pieces = tuple(WeightPiece(i, whole(shape)) for i, shape in enumerate(shapes.values()))
         return cls(tuple(shapes), tuple(shapes.values()), (pieces,))
+
+    def joined(self, beside: Mapping[str, torch.Tensor]) -> Publication:
+        """Return a publication that has further tensors on its only rank; itself without any."""
+        if not beside:
+            return self
+        shapes = dict(zip(self.names, self.shapes, strict=True))
+        return Publication.by_rank_0(shapes | {name: tuple(it.shape) for name, it in beside.items()})
 
     def gathered(self) -> Publication:
         """Return the publication of the same tensors by rank 0."""

@@ -18,11 +18,12 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.algorithms.base import Algorithm
 from trainer.backends.base import NOTHING_TRAINED, Backend, FrozenModel, FrozenSpec, Replicas, StepStats
 from trainer.backends.engine_attach import Angles, check_model_buffers, check_parameters, take_parameters
+from trainer.backends.last_states import LastStates, read_by_output
 from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, with_dropout, without_adapters
 from trainer.reference.frozen import frozen, in_dtype, load_model
-from trainer.reference.logprobs import evaluate, forward, passes
+from trainer.reference.logprobs import evaluate, forward, padded, passes
 from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.state import SavedStepper
@@ -130,6 +131,15 @@ class ReferenceBackend(SavedStepper, Backend):
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
         return load_frozen(spec, self._trainer, self._device)
+
+    @torch.no_grad()
+    def last_states(self, batch: Batch) -> LastStates:
+        tokens, sample, position = padded(batch.to(self._device))
+        states = read_by_output(self._model, {"input_ids": tokens})[sample, position - 1]
+        layers: Any = self._model
+        return LastStates(
+            states, *(layer().weight for layer in (layers.get_input_embeddings, layers.get_output_embeddings))
+        )
 
     @property
     def device(self) -> torch.device:

@@ -16,6 +16,7 @@ from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
 from trainer.ranks.collectives import is_rank_0
 from trainer.roles.critic import Critic
+from trainer.roles.drafts import DraftTraining
 from trainer.roles.entropy import EntropyControl
 from trainer.roles.placed import NO_LINKS, PlacedRole, RoleLink
 from trainer.storage.host_state import HostState
@@ -98,6 +99,8 @@ class RankModels:
     """Estimates advantages; None: the algorithm needs none."""
     algorithm: Algorithm = field(default_factory=lambda: make_algorithm(AlgorithmConfig()))
     """Advantages, loss and weights of a step."""
+    drafts: DraftTraining | None = None
+    """The draft head that is published with the policy; None: there is none."""
     links: Mapping[str, RoleLink] = field(default_factory=lambda: NO_LINKS)
     """On rank 0: roles with ranks of their own -> the way there."""
 
@@ -108,6 +111,8 @@ class RankModels:
             state = self.entropy.added_to(state)
         if self.critic is not None:
             state = replace(state, parts={CRITIC: self.critic.copy_state()})
+        if self.drafts is not None:
+            state = replace(state, parts={**state.parts, **self.drafts.copy_parts()})
         return state
 
     def finish_save(self) -> str:
@@ -118,8 +123,8 @@ class RankModels:
         """Load this rank's part of a checkpoint.
 
         Raises:
-            SettingsError: as `Backend.restore`, `EntropyControl.restore` and, with a critic,
-                `critic_directory`.
+            SettingsError: as `Backend.restore`, `EntropyControl.restore`, `DraftTraining.restore_parts` and,
+                with a critic, `critic_directory`.
         """
         if self.critic is not None:
             self.critic.restore(critic_directory(directory))
@@ -127,6 +132,8 @@ class RankModels:
             log.warning("checkpoint.critic_left_out directory=%s", directory)
         if self.entropy is not None:
             self.entropy.restore(directory)
+        if self.drafts is not None:
+            self.drafts.restore_parts(directory)
         self.policy.restore(directory)
 
     def keep_reference(self) -> None:

@@ -1,6 +1,7 @@
 """Publishes a version of the model; on every rank, because ranks gather it, or publish a part each."""
 
 from collections.abc import Iterator
+from itertools import chain
 
 import torch
 
@@ -37,9 +38,10 @@ def publish(
 
 
 def published(backend: Backend, dtype: str, *, in_parts: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what engines get, adapters scaled: this rank's pieces, or all tensors on rank 0."""
+    """Yield what engines get, adapters scaled, a draft head last: this rank's pieces, or all on rank 0."""
     tensors = backend.pieces() if in_parts else backend.export()
-    return in_dtype(as_published(tensors, backend.targets, backend.lora), dtype)
+    scaled = as_published(tensors, backend.targets, backend.lora)
+    return in_dtype(chain(scaled, backend.beside.items()), dtype)
 
 
 def published_digest(backend: Backend, dtype: str) -> int:

@@ -20,13 +20,15 @@ from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.device.shared_layout import rank_file
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
+from protocol.weights.draft_head import PREFIX, head_shapes
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
 from rollout.engines.multi_process.rank_rpc import start_error
 from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
 from rollout.engines.named_adapters import NamedAdapter, covering, read_named
-from rollout.engines.requests import check_request, spans_from_marks
+from rollout.engines.requests import check_request, read_config, spans_from_marks
+from rollout.engines.vllm.drafts.models import MODELS
 from rollout.engines.vllm.imports import import_vllm
 from rollout.engines.vllm.launch import (
     WORKER_EXTENSION,
@@ -238,8 +240,8 @@ class VllmEngine(MultiProcessEngine):
         """Preempt running requests, with their tokens, and release all memory; the next commit resumes."""
         await self._vllm.pause_scheduler()
         await self._vllm.drop_kv()
-        # an adapter's base weights, and a model that drafts, come with no version: the host keeps them
-        await self._staging.sleep(1 if self._lora.rank or self.draft_digest else 2)
+        # an adapter's base weights come with no version, a model that drafts not whole: the host keeps them
+        await self._staging.sleep(1 if self._lora.rank or self._config.drafts in MODELS else 2)
 
     async def _install(self, model: dict[str, Any], named: Sequence[NamedAdapter]) -> None:
         """Install our part in all workers, and connect to their sockets."""
@@ -249,6 +251,9 @@ class VllmEngine(MultiProcessEngine):
             self._mixture = Mixture.of(shapes, model, self._model_dir)
         if self._lora.rank:
             shapes = await self._load_adapters(shapes, named)
+        if self._config.trained_head:
+            head = head_shapes(read_config(Path(self._config.trained_head)))
+            shapes |= {PREFIX + name: list(shape) for name, shape in head.items()}
         # the sockets need no name any more once they are connected
         with tempfile.TemporaryDirectory(prefix="tether-ranks-") as directory:
             ranks = await self._call(

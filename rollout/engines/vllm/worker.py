@@ -23,11 +23,12 @@ from protocol.device.profiles import StepProfile
 from protocol.device.shared_layout import ROTARY, rank_file
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
+from protocol.weights.draft_head import has_head
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.processed_layers import plan_of
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 from rollout.engines.multi_process.shared_rank import SharedRankPlan, traced_slices
-from rollout.engines.vllm.drafts.drafter import VerifiedDrafts, prepare_drafts, unchanging_tensors
+from rollout.engines.vllm.drafts.drafter import HeadedModel, VerifiedDrafts, own_tensors, prepare_drafts
 from rollout.engines.vllm.layers.plain import keep_weights_plain, rotate_heads_natively
 from rollout.engines.vllm.layers.processed import load_biased_experts, vllm_processings
 from rollout.engines.vllm.lora import trace_adapter
@@ -88,7 +89,7 @@ class WorkerExtension:
             if self.rank == 0:  # type: ignore[attr-defined] # its results are the scheduler's, and fetched
                 _record_results(self.model_runner, self._tether_sampled, self._tether_drafts)  # type: ignore[attr-defined]
             prepare_drafts(self.model_runner)  # type: ignore[attr-defined]
-            draft = unchanging_tensors(self.model_runner)  # type: ignore[attr-defined]
+            draft = own_tensors(self.model_runner)  # type: ignore[attr-defined]
             path = socket_path(Path(directory), self.rank)  # type: ignore[attr-defined]
             self._tether_server = RankRpcServer(path, self._tether_called)
         except (EngineError, RuntimeError, KeyError, ValueError, AssertionError) as error:
@@ -99,7 +100,7 @@ class WorkerExtension:
             "error": "",
             "bytes": self._tether.bytes,
             "unplaced": self._tether.unplaced,
-            "draft": digest_of(draft) if draft else None,
+            "draft": digest_of(draft) if draft and not has_head(sizes) else None,
         }
 
     def _tether_called(self, call: RankCall) -> None:
@@ -189,7 +190,7 @@ def _staging(
         )
     with set_current_vllm_config(worker.vllm_config):
         plan = plan_of(
-            model,
+            HeadedModel(worker.model_runner) if has_head(shapes) else model,
             lambda differing: vllm_processings(model, worker.vllm_config, differing),
             shapes,
             config.dtype,

@@ -19,7 +19,7 @@ from rollout.engines.contract.suite import EngineContract
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.launch import shared_files
 from tests.contracts.engine_commits import CommitContract
-from tests.contracts.engine_draft_models import DRAFT_MODELS
+from tests.contracts.engine_draft_models import DRAFT_MODELS, with_heads
 from tests.contracts.engine_drafts import DraftContract
 from tests.contracts.engine_models import adapted
 from tests.contracts.engine_sessions import SessionContract
@@ -82,7 +82,8 @@ async def bench(
         enforce_eager=not setup.graphs,
         enable_sleep_mode=setup.sleeps,
         drafts=setup.drafts,
-        draft_model=setup.drafted_by and DRAFT_MODELS[setup.drafted_by](models["A"], directory),
+        draft_model=(head := setup.drafted_by and DRAFT_MODELS[setup.drafted_by](models["A"], directory)),
+        draft_lr=setup.draft_lr,
         num_speculative_tokens=3 if setup.drafted_by else 8,
         staging=setup.staging,
         seconds_per_token=0.001,
@@ -98,7 +99,7 @@ async def bench(
         setup.kv,
         models,
         directory,
-        published,
+        with_heads(published, Path(head)) if setup.draft_lr else published,
         margin=MARGINS[setup.dtype] if setup.margin is None else setup.margin,
         computes=setup.name != "scripted",
         pilots=3 if setup.name == "sglang" else 1,

@@ -75,3 +75,46 @@ def test_profile_steps_are_the_first_and_the_last(steps: str) -> None:
     with pytest.raises(SettingsError, match=r"setting trainer\.profile_steps: .*first and the last step"):
         load_settings(None, [f"trainer.profile_steps={steps}"], environ={})
     assert load_settings(None, ["trainer.profile_steps=[4,4]"], environ={}).trainer.is_profiled(4)
+
+
+TRAINED = (
+    "engine.name=vllm",
+    "engine.drafts=model",
+    "engine.draft_model=/heads/eagle",
+    "engine.draft_lr=1e-4",
+    "trainer.backend=fsdp",
+)
+
+
+def check_trained(*overrides: str) -> None:
+    load_settings(None, [*TRAINED, *overrides], environ={})
+
+
+def test_head_is_trained_on_the_rank_of_the_backends_that_have_states() -> None:
+    check_trained()
+    check_trained("trainer.backend=reference", "lora.rank=0")
+    check_trained(
+        "services.pool=[{ engine = { drafts = 'history', draft_model = '' } }, {}]"
+    )  # that takes no head
+
+
+@pytest.mark.parametrize(
+    ("override", "words"),
+    [
+        ("engine.draft_model=''", "there is no head to train; .* in engine.draft_model, or set it to 0"),
+        ("trainer.backend=megatron", "'megatron' gives no hidden states; use fsdp or reference"),
+        ("parallel.data_parallel_size=2", r"on one rank, and \[parallel\] has 2"),
+        ("run.deterministic=true", "cannot be repeated; leave run.deterministic out"),
+        ("colocated.enabled=true", r"\(colocated.enabled\) has no idle time"),
+        ("services.pool=[{ engine = { draft_model = '/b' } }]", "name no other draft_model"),
+    ],
+)  # fmt: skip
+def test_settings_under_which_no_head_can_be_trained_are_refused_by_name(override: str, words: str) -> None:
+    with pytest.raises(SettingsError, match=rf"setting engine\.draft_lr: .*{words}"):
+        check_trained(override)
+
+
+def test_head_is_not_trained_where_the_engine_shares_the_weights() -> None:
+    shared = ("weights.transport=shared", "trainer.backend=reference", "services.rollouts=1")
+    with pytest.raises(SettingsError, match="one copy of the weights, the engine's; use shm"):
+        check_trained(*shared)

@@ -35,6 +35,12 @@ def test_engine_of_the_evaluation_differs_where_it_says_so() -> None:
     assert settings.engine.name == "vllm"
 
 
+def test_engine_of_the_evaluation_leaves_a_trained_head_out() -> None:
+    trained = ("engine.drafts=model", "engine.draft_model=/heads/eagle", "engine.draft_lr=1e-4")
+    settings = loaded("trainer.backend=fsdp", *trained)
+    assert (settings.engine.trained_head, eval_engine(settings).trained_head) == ("/heads/eagle", "")
+
+
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [

@@ -1,15 +1,17 @@
 """Prepares drafts inside vLLM's model runner, finds the tensors that make them, and counts the verified ones.
 
 A head, or layers that predict further tokens, share the embeddings and the output layer with the target: they
-are one memory, which a commit fills for both. Everything else that drafts stays as it was loaded.
+are one memory, which a commit fills for both. Versions have the other tensors of a head that is trained;
+everything else that drafts stays as it was loaded.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 
 from protocol.errors import EngineSettingsError
+from protocol.weights.draft_head import PREFIX
 from rollout.engines.vllm.drafts.history import HistoryDrafts
 from rollout.staging.staging import storage_key
 
@@ -60,15 +62,44 @@ def prepare_drafts(runner: Any) -> None:
         drafter.runner = runner
 
 
-def unchanging_tensors(runner: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model that drafts which are not the target's; no version changes them.
+class HeadedModel(torch.nn.Module):
+    """A target and its trained head as one model to be loaded, whose tensors versions change together."""
+
+    def __init__(self, runner: Any) -> None:
+        """Join the models of vLLM's model runner."""
+        super().__init__()
+        self.target, self.head = runner.get_model(), _draft_model(runner)
+        self._own = own_tensors(runner).keys()
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        """Load the head's tensors, which have `PREFIX`, and the target's, each by its own loader."""
+        given = list(weights)
+        self.target.load_weights((name, it) for name, it in given if not name.startswith(PREFIX))
+        head = ((name.removeprefix(PREFIX), it) for name, it in given if name.startswith(PREFIX))
+        self.head.load_weights(head)
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the target's parameters, and the head's own."""
+        yield from self.target.named_parameters(*args, **kwargs)
+        for name, parameter in self.head.named_parameters(*args, **kwargs):
+            if name in self._own:
+                yield PREFIX + name, parameter
+
+
+def _draft_model(runner: Any) -> Any:
+    """Return the model that drafts; None: there is none."""
+    models = (getattr(getattr(runner, owner, None), "model", None) for owner in OWNERS)
+    return next((model for model in models if model is not None), None)
+
+
+def own_tensors(runner: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of the model that drafts which are not the target's.
 
     Raises:
         EngineSettingsError: layers of the target's own checkpoint have a copy of a tensor that versions
             change, which would stay behind.
     """
-    models = (getattr(getattr(runner, owner, None), "model", None) for owner in OWNERS)
-    model = next((model for model in models if model is not None), None)
+    model = _draft_model(runner)
     if model is None:
         return {}
     shared = {storage_key(tensor) for tensor in runner.get_model().parameters()}

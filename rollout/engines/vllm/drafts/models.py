@@ -11,6 +11,7 @@ from typing import Any
 
 from protocol.device.checkpoint_shapes import tensor_shapes
 from protocol.errors import EngineSettingsError, SettingsError
+from protocol.weights.draft_head import head_shapes
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.requests import read_config
@@ -123,6 +124,7 @@ def method_of(config: EngineConfig, model: Mapping[str, Any], model_dir: Path) -
         why = f"engine.tensor_parallel_size {config.tensor_parallel_size} does not divide its {heads} heads"
     else:
         why = _why_no_head(method, draft, shapes, model, model_dir)
+        why = why or _why_untrained(config, method, draft, shapes)
     if why:
         raise EngineSettingsError(
             f"setting engine.draft_model: {place} drafts nothing for this model: {why}; name an EAGLE or "
@@ -154,6 +156,20 @@ def _why_no_head(
     joined = shapes.get("fc.weight") or shapes.get("model.fc.weight") or (hidden, 0)
     if joined[0] != hidden or joined[-1] % expected or (method == "eagle" and joined[-1] != 2 * expected):
         return f"its fc.weight is {list(joined)}, by its config.json hidden states have {expected} elements"
+    return ""
+
+
+def _why_untrained(config: EngineConfig, method: str, draft: Mapping[str, Any], shapes: Shapes) -> str:
+    """Return why a draft is not the head that can be trained; empty: it can, or is not to be."""
+    if not config.trained_head:
+        return ""
+    if method != "eagle" or draft.get("model_type") != "llama":
+        return "engine.draft_lr trains an EAGLE head of model_type llama alone"
+    expected = head_shapes(draft)
+    wrong = next((n for n in sorted(expected.keys() | shapes.keys()) if expected.get(n) != shapes.get(n)), "")
+    if wrong:
+        sizes = (list(its[wrong]) if wrong in its else "absent" for its in (shapes, expected))
+        return "engine.draft_lr trains a head of one layer: {} is {}, and has to be {}".format(wrong, *sizes)
     return ""
 
 

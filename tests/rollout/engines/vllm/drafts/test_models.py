@@ -6,6 +6,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from protocol.errors import EngineSettingsError
 from protocol.weights.lora import LoraConfig
@@ -129,3 +131,45 @@ def test_format_of_speculators_is_read(tmp_path: Path) -> None:
     change(tmp_path, "eagle3", transformer_layer_config={**layer, "vocab_size": 3})
     with pytest.raises(EngineSettingsError, match="vocabulary has 3 tokens"):
         check_draft_model(config, read_config(tmp_path / "model"), tmp_path / "model")
+
+
+def add(directory: Path, name: str, shape: tuple[int, ...]) -> None:
+    """Add a tensor to the files of a head, or replace it."""
+    path = directory / "eagle/model.safetensors"
+    save_file({**load_file(path), name: torch.zeros(shape)}, path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "spoil", "words"),
+    [
+        ("eagle3", lambda d: None, "trains an EAGLE head of model_type llama alone"),
+        ("small", lambda d: None, "trains an EAGLE head of model_type llama alone"),
+        ("eagle", lambda d: change(d, "eagle", model_type="qwen2"), "EAGLE head of model_type llama alone"),
+        (
+            "eagle",
+            lambda d: add(d, "embed_tokens.weight", (512, 128)),
+            r"embed_tokens\.weight is .*be absent",
+        ),
+        (
+            "eagle",
+            lambda d: change(d, "eagle", head_dim=64),
+            r"layers\.0\.self_attn\.k_proj\.weight is \[64, 128\], and has to be \[128, 128\]",
+        ),
+    ],
+)
+def test_draft_that_cannot_be_trained_is_refused_by_name(
+    tmp_path: Path, kind: str, spoil: Callable[[Path], object], words: str
+) -> None:
+    fixed, trained = drafting(tmp_path, kind), drafting(tmp_path / "b", kind, draft_lr=1e-4)
+    check_draft_model(drafting(tmp_path / "c", "eagle", draft_lr=1e-4), *target_of(tmp_path / "c"))
+    spoil(tmp_path / "b")
+    check_draft_model(fixed, *target_of(tmp_path))
+    with pytest.raises(
+        EngineSettingsError, match=rf"setting engine\.draft_model: .* engine\.draft_lr .*{words}"
+    ):
+        check_draft_model(trained, *target_of(tmp_path / "b"))
+
+
+def target_of(directory: Path) -> tuple[dict[str, Any], Path]:
+    """Return config.json and directory of the target."""
+    return read_config(directory / "model"), directory / "model"
