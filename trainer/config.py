@@ -118,9 +118,8 @@ class TrainerConfig:
     """auto, cpu or cuda. auto: cuda where there is one."""
     attention_backend: AttentionBackend = "auto"
     """megatron: how attention is computed: torch (its fused kernel on a GPU in 16 bits, segments elsewhere),
-    flash_attn_3 (torch's operators, computed by the library flash-attn-3 on a Hopper GPU; measured faster),
-    flash_attn or transformer_engine (on a GPU in 16 bits; the library of that name, which has not been run
-    with this trainer), or segments (the reference: slow on a GPU). auto: torch."""
+    flash_attn_3 (torch's operators, computed by flash-attn-3 on a Hopper GPU), flash_attn, transformer_engine
+    (the library of that name, on a GPU in 16 bits; not run), or segments (slow on a GPU). auto: torch."""
     micro_batch_tokens: Annotated[int, Interval(ge=0, le=10**8)] = set_first(0)
     """Tokens in one forward pass on each rank, prompts included; samples are packed into it without padding.
     A longer sample is a pass of its own. With `parallel.context_parallel_size` a pass has so many times as

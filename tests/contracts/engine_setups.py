@@ -112,6 +112,7 @@ OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
 DRAFTS = slow_unless_changed("rollout/engines/vllm/drafts/", "protocol/weights/draft_head.py")
 BY_MODEL = partial(Setup, "vllm", drafts="model_always", model="shallow", overlaps=True)
 GRAPHS = partial(Setup, "megatron", KvPolicy.RECOMPUTE, graphs=True)  # on a CPU padded steps alone
+VLLM_GRAPHS = partial(Setup, "vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, arguments=CACHE)
 TRAINED = BY_MODEL(KvPolicy.RECOMPUTE, drafted_by="eagle", draft_lr=1e-3)
 LONG_START = pytest.mark.timeout(900)  # SGLang's start counts as part of the first test
 SETUPS = [
@@ -235,25 +236,8 @@ SETUPS = [
         ENGINE,
         GPU,
     ),
-    engine_under_test(
-        "vllm-graphs",
-        Setup("vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, arguments=CACHE),
-        ENGINE,
-        GPU,
-    ),
-    engine_under_test(
-        "vllm-drafts-graphs",
-        Setup(
-            "vllm",
-            KvPolicy.RECOMPUTE,
-            dtype="bfloat16",
-            graphs=True,
-            drafts="history_always",
-            arguments=CACHE,
-        ),
-        ENGINE,
-        GPU,
-    ),
+    engine_under_test("vllm-graphs", VLLM_GRAPHS(), ENGINE, GPU),
+    engine_under_test("vllm-drafts-graphs", VLLM_GRAPHS(drafts="history_always"), ENGINE, GPU),
     engine_under_test(
         "vllm-drafts-eagle-graphs",
         BY_MODEL(KvPolicy.KEEP, dtype="bfloat16", graphs=True, drafted_by="eagle", arguments=CACHE),

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule
 
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
@@ -78,6 +79,8 @@ class Pass:
         return cls(samples, PrefixTree.of(families), starts, tokens, 0, row_tokens)
 
 
+RESET = "reset_iter_state"
+"""Method of FSDP2's modules that drops the state of a pass which did not end."""
 NO_SAMPLES = torch.zeros(0, dtype=torch.int64)
 NO_ROWS, NO_STRETCHES = Pass.padded([], NO_SAMPLES), Pass.packed([], NO_SAMPLES)
 """Passes without samples, of ranks that have fewer than others."""
@@ -189,9 +192,10 @@ class Passes:
 def make_retry(passes: Passes, mesh: DeviceMesh, reset: Callable[[], None]) -> OomRetry:
     """Return the budget of passes and how it shrinks; `reset` as in `OomRetry`.
 
-    Ranks gather parameters from each other in every pass, so only one that is alone can leave it.
+    Ranks gather parameters from each other in every pass, so only one that is alone can leave it. Where torch has no
+    `reset_iter_state`, as 2.11, none can: FSDP2 keeps the state of a pass that did not end.
     """
-    replicas, is_whole = mesh[DATA].size(), mesh.size() == 1
+    replicas, is_whole = mesh[DATA].size(), mesh.size() == 1 and hasattr(FSDPModule, RESET)
     return OomRetry(passes.device, passes.micro_batch_tokens, reset, replicas=replicas, is_whole=is_whole)
 
 
@@ -199,7 +203,8 @@ def forget_pass(root: torch.nn.Module) -> None:
     """Drop the remains of a pass that did not end; gathered parameters have gradients of their own then."""
     for parameter in root.parameters():
         parameter.grad = None
-    root.reset_iter_state()  # type: ignore[operator]
+    if hasattr(root, RESET):
+        getattr(root, RESET)()
 
 
 def stretches_of(tree: PrefixTree) -> tuple[list[int], VisibleKeys | None]:

@@ -2,8 +2,8 @@
 
 Gradients are zero at the beginning of each attempt, so the result equals a step that began with the smaller
 budget. Ranks agree before gradients are added up: a rank that ran out of memory tells the others, which have
-made their passes and drop them. Where ranks wait for each other within a pass, no rank can leave it: there
-the process ends with an error, and torchrun ends the others.
+made their passes and drop them. Where ranks wait for each other within a pass, or torch keeps the state of
+one that did not end, no rank can leave it: the process ends with an error, and torchrun ends the others.
 """
 
 import gc
@@ -164,8 +164,8 @@ class OomRetry:
         """Halve the budget on the rank that was short."""
         if not self._is_whole or (together and not self._agrees):
             raise SettingsError(
-                f"the trainer ran out of memory with {self.tokens} tokens a micro-batch ({cause}), where the "
-                "other ranks wait for this one, so the step cannot be repeated: lower "
+                f"the trainer ran out of memory with {self.tokens} tokens a micro-batch ({cause}), and a "
+                "rank cannot leave its passes here, so the step cannot be repeated: lower "
                 f"trainer.micro_batch_tokens; or {REMEDY}"
             )
         divisible = any(len(samples) > 1 for samples in packing.samples)

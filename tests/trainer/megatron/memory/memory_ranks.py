@@ -117,7 +117,7 @@ def main(model_dir: Path) -> None:
     _save_memory(experts, apart, EXPERTS)
     shared = _make(experts, dataclasses.replace(replicas, expert_tensor_parallel_size=2), 1000)
     limit_forward(shared, LIMIT)
-    with pytest.raises(SettingsError, match=r"where the other ranks wait for this one"):
+    with pytest.raises(SettingsError, match=r"a rank cannot leave its passes here"):
         _step(shared, EXPERTS)
     shared.close()
 
