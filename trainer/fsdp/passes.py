@@ -192,8 +192,8 @@ class Passes:
 def make_retry(passes: Passes, mesh: DeviceMesh, reset: Callable[[], None]) -> OomRetry:
     """Return the budget of passes and how it shrinks; `reset` as in `OomRetry`.
 
-    Ranks gather parameters from each other in every pass, so only one that is alone can leave it. Where torch has no
-    `reset_iter_state`, as 2.11, none can: FSDP2 keeps the state of a pass that did not end.
+    Ranks gather parameters from each other in every pass, so only one that is alone can leave it. Where
+    torch has no `reset_iter_state`, as 2.11, none can: FSDP2 keeps the state of a pass that did not end.
     """
     replicas, is_whole = mesh[DATA].size(), mesh.size() == 1 and hasattr(FSDPModule, RESET)
     return OomRetry(passes.device, passes.micro_batch_tokens, reset, replicas=replicas, is_whole=is_whole)
