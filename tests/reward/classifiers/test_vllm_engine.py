@@ -1,7 +1,6 @@
 """Compares vLLM's logits of a sequence classifier with those of transformers, the oracle."""
 
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -46,16 +45,16 @@ def test_classifier_that_vllm_cannot_load_is_named(tmp_path: Path) -> None:
     code = (
         "import json, sys\n"
         "from reward.verifiers.registry import make_verifier\n"
-        "for given in sys.argv[1:]:\n"
-        "    try:\n"
-        "        make_verifier('reward_model', json.loads(given)).load()\n"
-        "    except Exception as error:\n"
-        "        print(type(error).__name__, error, flush=True)\n"
+        "try:\n"
+        "    make_verifier('reward_model', json.loads(sys.argv[1])).load()\n"
+        "except Exception as error:\n"
+        "    print(type(error).__name__, error)\n"
     )
-    wrong = ({"device": "cuda"}, {"kv_cache_mb": 1, "max_length": 4096})
-    given = [json.dumps({"path": str(path), "engine": "vllm", **options}) for options in wrong]
-    done = subprocess.run([sys.executable, "-c", code, *given], capture_output=True, text=True)
-    said = re.findall(r"^SettingsError verifier reward_model: (.+)$", done.stdout, re.MULTILINE)
-    assert len(said) == 2, done.stdout + done.stderr[-2000:]
-    assert "the vLLM of this Python computes on the CPU" in said[0]
-    assert "cannot be loaded on cpu by vllm" in said[1]
+    for options, says in (
+        ({"device": "cuda"}, "the vLLM of this Python computes on the CPU"),
+        ({"kv_cache_mb": 1, "max_length": 4096}, "cannot be loaded on cpu by vllm"),
+    ):
+        given = json.dumps({"path": str(path), "engine": "vllm", **options})
+        done = subprocess.run([sys.executable, "-c", code, given], capture_output=True, text=True)
+        assert says in done.stdout, done.stdout + done.stderr[-2000:]
+        assert done.stdout.splitlines()[-1].startswith("SettingsError verifier reward_model: ")
