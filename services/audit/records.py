@@ -199,7 +199,7 @@ def weights(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding
     samples = len({(sample.row, sample.sample) for sample in plan.samples})
     for row in group.rows:
         number = plan.samples[row].sample
-        found, expected = float(plan.weights[row]), 1 / (samples * tokens[number])
+        found, expected = float(plan.weights[row]), 1 / (samples * max(1, tokens[number]))
         if _differ(found / expected, 1):
             yield group.finding("weight", f"weight {found:.4g} is trained, not {expected:.4g}", number)
 

@@ -47,6 +47,7 @@ def test_given_tokens_make_a_teacher_to_which_a_run_is_held(tmp_path: Path) -> N
     up("on_policy_distillation", distilled, 4, f'teacher.path="{teacher}"')
     check(sft, distilled, 4)
     shutil.copy(sft / "model/model.safetensors", teacher / "model.safetensors")
+    (teacher / "checksums.json").unlink()  # as its refusal tells who has changed the model
     config = str(RECIPES / "on_policy_distillation.toml")
     refused = tether(
         "up", config, "--run-dir", str(distilled), "--steps", "5", "--set", f'teacher.path="{teacher}"'

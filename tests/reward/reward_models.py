@@ -1,10 +1,10 @@
-"""Writes tiny random reward models of transformers."""
+"""Writes tiny random reward models of transformers, and computes with them as it does."""
 
 import json
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForSequenceClassification
+from transformers import AutoConfig, AutoModelForSequenceClassification, AutoTokenizer
 
 from trainer.config import ScratchConfig
 from trainer.random_model import write_tokenizer
@@ -48,3 +48,17 @@ def write_reward_model(
         path = directory / "tokenizer_config.json"
         path.write_text(json.dumps(json.loads(path.read_text()) | {"chat_template": TEMPLATE}))
     return directory
+
+
+def logits_of_transformers(
+    path: Path, texts: list[str], *, special: bool = True, limit: int = 256
+) -> list[float]:
+    """The logit of each text alone."""
+    tokenizer = AutoTokenizer.from_pretrained(path)
+    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
+    found = []
+    for text in texts:
+        tokens = tokenizer.encode(text, add_special_tokens=special)[:limit]
+        with torch.no_grad():
+            found.append(float(model(input_ids=torch.tensor([tokens])).logits[0, 0]))
+    return found

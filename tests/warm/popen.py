@@ -16,6 +16,8 @@ from typing import Any
 import msgspec
 
 from protocol.host.prctl import adopting_orphans
+from services.settings.automatic import visible_gpus
+from services.settings.processes import VISIBLE
 
 ROOT = Path(__file__).resolve().parents[2]
 FORKED = ("services.", "torch.distributed.run")
@@ -143,6 +145,8 @@ def can_be_forked(words: list[str], cwd: Any, env: Mapping[str, str] | None) -> 
         return False
     before, now = server_variables(), dict(os.environ if env is None else env)
     differing = {name for name in before.keys() | now.keys() if before.get(name) != now.get(name)}
+    if now.get(VISIBLE) == "" and not visible_gpus(before):
+        differing.discard(VISIBLE)  # there is no GPU to hide
     return all(name.startswith(OWN_VARIABLES) or name in RANK_VARIABLES for name in differing)
 
 

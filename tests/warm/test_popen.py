@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from protocol.host.prctl import tied_to_this_process
+from services.settings.automatic import visible_gpus
 from tests.integration.command import environment
 from tests.warm import popen
 from tests.warm.popen import ROOT, WarmPopen
@@ -82,6 +83,11 @@ def test_a_process_that_a_fork_would_not_be_is_none(
 ) -> None:
     assert popen.can_be_forked(WORDS, ROOT, environment() | {"TORCHINDUCTOR_CACHE_DIR": "/elsewhere"})
     assert not popen.can_be_forked(words, options.get("cwd", ROOT), {**environment(), **environ})
+
+
+def test_to_hide_gpus_makes_a_difference_only_where_there_are_some() -> None:
+    hidden = {**environment(), "CUDA_VISIBLE_DEVICES": ""}
+    assert popen.can_be_forked(WORDS, ROOT, hidden) == (not visible_gpus(environment()))
 
 
 def test_variables_that_a_library_sets_in_a_test_reach_no_service(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,10 +9,11 @@ import pytest
 
 from reward.config import RewardConfig, VerifierConfig
 from reward.workers.pool import ScorePool
-from tests.reward.reward_models import write_reward_model
+from tests.reward.reward_models import logits_of_transformers, write_reward_model
 
 PROMPT = "what is 6 times 7?"
 RESPONSES = ["42", "it is 42 i think", "", "no idea", "4" * 300, "ends with 0000"]
+TEXTS = [PROMPT + response for response in RESPONSES]
 TOLERANCE = 1e-4
 """Largest difference of logits between -10 and 10, in float32: kernels add up in another order."""
 
@@ -24,19 +25,17 @@ async def test_logits_of_vllm_are_those_of_transformers(
     kind: str, pad: int | None, ranks: int, tmp_path: Path
 ) -> None:
     path = write_reward_model(tmp_path / "model", pad=pad, hidden=128, kind=kind)
-    found = {}
-    for engine in ("transformers", "vllm"):
-        options = {"path": str(path), "engine": engine, "batch_size": 4, "kv_cache_mb": 64}
-        options |= {"tensor_parallel_size": ranks} if engine == "vllm" else {}
-        config = RewardConfig(
-            verifiers=(VerifierConfig("reward_model", options=options),), workers=1, start_timeout_s=400
-        )
-        async with ScorePool(config) as pool:
-            found[engine] = (await pool.score(PROMPT, RESPONSES, {})).rewards
-            again = (await pool.score(PROMPT, RESPONSES[:2], {})).rewards
-            assert again == pytest.approx(found[engine][:2], abs=TOLERANCE)
-    assert found["vllm"] == pytest.approx(found["transformers"], abs=TOLERANCE)
-    assert len({round(score, 3) for score in found["vllm"]}) == len(RESPONSES)
+    options = {"path": str(path), "engine": "vllm", "batch_size": 4, "kv_cache_mb": 64}
+    options["tensor_parallel_size"] = ranks
+    config = RewardConfig(
+        verifiers=(VerifierConfig("reward_model", options=options),), workers=1, start_timeout_s=400
+    )
+    async with ScorePool(config) as pool:
+        found = (await pool.score(PROMPT, RESPONSES, {})).rewards
+        again = (await pool.score(PROMPT, RESPONSES[:2], {})).rewards
+    assert again == pytest.approx(found[:2], abs=TOLERANCE)
+    assert found == pytest.approx(logits_of_transformers(path, TEXTS), abs=TOLERANCE)
+    assert len({round(score, 3) for score in found}) == len(RESPONSES)
 
 
 @pytest.mark.engine

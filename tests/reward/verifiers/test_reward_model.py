@@ -5,15 +5,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 from protocol.errors import SettingsError
 from reward.config import RewardConfig, VerifierConfig
 from reward.group import ResponseGroup
 from reward.verifiers.registry import make_verifier
 from reward.workers.pool import ScorePool
-from tests.reward.reward_models import write_reward_model
+from tests.reward.reward_models import logits_of_transformers, write_reward_model
 
 PROMPT = "what is 6 times 7?"
 RESPONSES = ["42", "it is 42 i think", "", "no idea", "4" * 300]
@@ -26,22 +24,11 @@ def scored(path: Path, **options: Any) -> list[float]:
     return [score for score in found if score is not None]
 
 
-def expected(path: Path, texts: list[str], *, special: bool = True, limit: int = 256) -> list[float]:
-    tokenizer = AutoTokenizer.from_pretrained(path)
-    model = AutoModelForSequenceClassification.from_pretrained(path).eval()
-    found = []
-    for text in texts:
-        tokens = tokenizer.encode(text, add_special_tokens=special)[:limit]
-        with torch.no_grad():
-            found.append(float(model(input_ids=torch.tensor([tokens])).logits[0, 0]))
-    return found
-
-
 @pytest.mark.parametrize("pad", [None, 0])
 @pytest.mark.parametrize("batch_size", [1, 2, 16])
 def test_scores_are_those_of_each_text_alone(pad: int | None, batch_size: int, tmp_path: Path) -> None:
     path = write_reward_model(tmp_path / "model", pad=pad)
-    wanted = expected(path, [PROMPT + response for response in RESPONSES])
+    wanted = logits_of_transformers(path, [PROMPT + response for response in RESPONSES])
     assert scored(path, batch_size=batch_size) == pytest.approx(wanted, abs=1e-5)
     assert len({round(score, 3) for score in wanted}) == len(RESPONSES)
 
@@ -49,15 +36,15 @@ def test_scores_are_those_of_each_text_alone(pad: int | None, batch_size: int, t
 def test_a_chat_template_is_used_where_there_is_one(tmp_path: Path) -> None:
     path = write_reward_model(tmp_path / "model", template=True)
     chat = [f"user: {PROMPT}\nassistant: {response}\n" for response in RESPONSES]
-    wanted = expected(path, chat, special=False)
+    wanted = logits_of_transformers(path, chat, special=False)
     assert scored(path) == scored(path, text="chat") == pytest.approx(wanted, abs=1e-5)
-    plain = expected(path, [f"{PROMPT} {response}" for response in RESPONSES])
+    plain = logits_of_transformers(path, [f"{PROMPT} {response}" for response in RESPONSES])
     assert scored(path, text="plain", separator=" ") == pytest.approx(plain, abs=1e-5)
 
 
 def test_lengths_are_limited_and_scores_squashed(tmp_path: Path) -> None:
     path = write_reward_model(tmp_path / "model")
-    wanted = expected(path, [PROMPT + response for response in RESPONSES], limit=20)
+    wanted = logits_of_transformers(path, [PROMPT + response for response in RESPONSES], limit=20)
     found = scored(path, max_length=20, sigmoid=True)
     assert found == pytest.approx([1 / (1 + math.exp(-score)) for score in wanted], abs=1e-5)
 

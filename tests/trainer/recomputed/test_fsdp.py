@@ -16,6 +16,7 @@ CHANGED = slow_unless_changed(
     "trainer/step/", "tests/trainer/recomputed/",
 )  # fmt: skip
 FEW = ("rejection-geometric", "ppo-kl-in-reward", "kl-in-reward-path", "branches-ppo", "reward-model")
+MANY_RANKS = ("dp2", "tp2", "tp2-dp2")
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
 
@@ -27,10 +28,13 @@ def test_one_rank_is_the_naive_loop(name: str, directory: Path, tmp_path: Path) 
     assert_naive(name, directory, tmp_path)
 
 
-@pytest.mark.parametrize("names", [FEW, pytest.param(tuple(CASES), marks=pytest.mark.slow)])
 @pytest.mark.parametrize(
-    "layout",
-    ["dp2", pytest.param("tp2", marks=CHANGED), pytest.param("tp2-dp2", marks=pytest.mark.slow)],
+    ("layout", "names"),
+    [
+        pytest.param("dp2", FEW, id="dp2-few"),
+        pytest.param("tp2", FEW, marks=CHANGED, id="tp2-few"),
+        *(pytest.param(layout, tuple(CASES), marks=pytest.mark.slow, id=layout) for layout in MANY_RANKS),
+    ],
 )
 def test_several_ranks_are_the_naive_loop(
     layout: str, names: tuple[str, ...], directory: Path, tmp_path: Path

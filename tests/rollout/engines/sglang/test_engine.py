@@ -16,8 +16,9 @@ from aiohttp.test_utils import TestServer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from protocol.errors import EngineError
+from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig
-from rollout.engines.base import EngineConfig, Request, Sampling
+from rollout.engines.base import Engine, EngineConfig, Request, Sampling
 from rollout.engines.contract.models import tiny_model, weights, write_shm
 from rollout.engines.multi_process.routed_experts import Mixture
 from rollout.engines.registry import make_engine
@@ -119,30 +120,54 @@ async def test_session_reuses_no_connection_that_the_server_may_close() -> None:
 @pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-async def test_server_answers_its_owner_alone_and_a_killed_scheduler_ends_all_of_it(tmp_path: Path) -> None:
-    tiny_model(1).save_pretrained(tmp_path / "model")
-    engine = make_engine(EngineConfig(name="sglang", **sglang_settings()), tmp_path / "model", "sglang.test")
+async def test_a_server_keeps_aborted_tokens_answers_its_owner_alone_and_ends_with_its_scheduler(
+    tmp_path: Path,
+) -> None:
+    model = tiny_model(1)
+    model.config.max_position_embeddings = 8192
+    model.save_pretrained(tmp_path / "model")
+    config = EngineConfig(name="sglang", max_model_len=8000, kv_cache_mb=64, **sglang_settings())
+    engine = make_engine(config, tmp_path / "model", "sglang.test")
     before = set(psutil.Process().children(recursive=True))  # other tests' engines leave a resource tracker
     await engine.start()
     processes = [process for process in psutil.Process().children(recursive=True) if process not in before]
-    port = next(word.partition("=")[2] for word in processes[0].cmdline() if word.startswith("--port="))
-    async with (
-        aiohttp.ClientSession() as stranger,
-        stranger.post(f"http://127.0.0.1:{port}/generate", json={"input_ids": [1]}) as refused,
-    ):
-        assert refused.status == 401
-    assert engine._http is not None
-    async with engine._http.get(f"http://127.0.0.1:{port}/get_server_info") as response:
-        assert (await response.json())["disable_overlap_schedule"] is False
-    scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
-    scheduler.send_signal(signal.SIGKILL)
-    with pytest.raises(EngineError):
-        await engine.generate(Request("cut/0", (1, 2, 3), Sampling(max_tokens=900)))
-    with pytest.raises(EngineError, match=r"ended|answer"):
-        await engine.generate(Request("next/0", (1, 2, 3), Sampling(max_tokens=4)))
-    await engine.close()
+    try:
+        await aborted_during_prefill(engine, write_shm(tmp_path / "v0", weights(model), 0))
+        port = next(word.partition("=")[2] for word in processes[0].cmdline() if word.startswith("--port="))
+        async with (
+            aiohttp.ClientSession() as stranger,
+            stranger.post(f"http://127.0.0.1:{port}/generate", json={"input_ids": [1]}) as refused,
+        ):
+            assert refused.status == 401
+        assert engine._http is not None
+        async with engine._http.get(f"http://127.0.0.1:{port}/get_server_info") as response:
+            assert (await response.json())["disable_overlap_schedule"] is False
+        scheduler = next(process for process in processes if "scheduler" in " ".join(process.cmdline()))
+        scheduler.send_signal(signal.SIGKILL)
+        with pytest.raises(EngineError):
+            await engine.generate(Request("cut/0", (1, 2, 3), Sampling(max_tokens=900)))
+        with pytest.raises(EngineError, match=r"ended|answer"):
+            await engine.generate(Request("next/0", (1, 2, 3), Sampling(max_tokens=4)))
+    finally:
+        await engine.close()
     _, alive = psutil.wait_procs(processes, timeout=20)
     assert not alive
+
+
+async def aborted_during_prefill(engine: Engine, manifest: WeightManifest) -> None:
+    """Abort a request whose prompt is computed in two parts, after a version was committed."""
+    prompt = tuple(i % 500 for i in range(6000))  # SGLang computes 4096 tokens at once
+    async with asyncio.TaskGroup() as group:
+        request = Request("long/0", prompt, Sampling(max_tokens=1900, temperature=0))
+        cut = group.create_task(engine.generate(request), name="cut")
+        pilot = Request("pilot/0", prompt[::-1], Sampling(max_tokens=60, temperature=0))
+        await engine.generate(pilot)
+        await engine.stage(manifest)
+        await engine.commit(manifest)
+        await engine.abort(["long/0"])
+    found = cut.result()
+    assert found.finish_reason == "abort"
+    assert len(found.tokens) == len(found.logprobs) == found.spans[-1][0] > 0
 
 
 @pytest.mark.engine
@@ -197,33 +222,3 @@ async def test_adapter_without_a_place_is_refused_by_name_and_leaves_nothing(
     ):
         await engine.start()
     assert not abandoned() - before
-
-
-@pytest.mark.engine
-@pytest.mark.slow
-@pytest.mark.timeout(900)
-async def test_request_aborted_during_chunked_prefill_keeps_its_tokens(
-    tmp_path: Path,
-) -> None:
-    model = tiny_model(1)
-    model.config.max_position_embeddings = 8192
-    model.save_pretrained(tmp_path / "model")
-    prompt = tuple(i % 500 for i in range(6000))  # SGLang computes 4096 tokens at once
-    config = EngineConfig(name="sglang", max_model_len=8000, kv_cache_mb=64, **sglang_settings())
-    engine = make_engine(config, tmp_path / "model", "sglang.test")
-    await engine.start()
-    try:
-        async with asyncio.TaskGroup() as group:
-            request = Request("long/0", prompt, Sampling(max_tokens=1900, temperature=0))
-            cut = group.create_task(engine.generate(request), name="cut")
-            pilot = Request("pilot/0", prompt[::-1], Sampling(max_tokens=60, temperature=0))
-            await engine.generate(pilot)
-            manifest = write_shm(tmp_path / "v0", weights(model), 0)
-            await engine.stage(manifest)
-            await engine.commit(manifest)
-            await engine.abort(["long/0"])
-        found = cut.result()
-        assert found.finish_reason == "abort"
-        assert len(found.tokens) == len(found.logprobs) == found.spans[-1][0] > 0
-    finally:
-        await engine.close()

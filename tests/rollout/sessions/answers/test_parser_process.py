@@ -86,6 +86,7 @@ async def test_answers_are_not_mixed_up_when_a_call_is_cancelled(stand_in: Answe
 
 def test_an_unknown_parser_is_refused_with_those_that_exist(stand_in: AnswerReader, tmp_path: Path) -> None:
     stand_in.check("")
+    stand_in.check(str(tmp_path))
     python = str(tmp_path / "python")
     with pytest.raises(SettingsError, match="no parser for tools named 'lower'; it has upper"):
         AnswerReader("sglang:lower", "none", python).check("")
@@ -116,7 +117,6 @@ async def test_the_parsers_of_an_engine_read_thoughts_and_calls(
     ):
         ParserProcess(engine, {"tools": "herms", "reasoning": ""}, python, variables).check("")
     reader = AnswerReader(f"{engine}:{tools}", f"{engine}:{thoughts}", python, variables)
-    reader.check(str(tmp_path))
     try:
         said = text.encode(f"<think>hm</think>so {CALL}")
         found = await reader.read(text, said, (), [TOOL])
