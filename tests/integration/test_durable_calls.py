@@ -30,6 +30,7 @@ OVERRIDES = (
     "services.restarts=1000",
     "bus.peer_timeout_s=2",
     "environment.attempts=100",
+    "ledger.retry_s=600",  # ledger and ingest are away for most of a minute, one after the other
 )
 PROGRAM = f'command=["{sys.executable}","-m","tests.integration.long_program"],directory="{ROOT}"'
 CASES = {
