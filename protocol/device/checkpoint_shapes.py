@@ -1,5 +1,7 @@
 """Reads names and shapes of a checkpoint's tensors without loading them. torch is imported where needed."""
 
+from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 
 from protocol.errors import EngineError, SettingsError
@@ -21,6 +23,11 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
         except (OSError, SafetensorError) as error:
             raise SettingsError(f"{path}: {error}") from error
     return shapes
+
+
+def count_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
+    """Return the number of parameters of a model, by the shapes of its tensors."""
+    return sum(map(prod, shapes.values()))
 
 
 def checkpoint_shapes(model_dir: Path) -> dict[str, list[int]]:

@@ -8,11 +8,10 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import islice
-from math import prod
 from pathlib import Path
 from typing import Any
 
-from protocol.device.checkpoint_shapes import tensor_shapes
+from protocol.device.checkpoint_shapes import count_parameters, tensor_shapes
 from protocol.errors import EngineError, SettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from protocol.weights.peft import check_peft
@@ -77,7 +76,7 @@ class ModelFacts:
     @property
     def parameters(self) -> int:
         """How many it has; 0 if the files do not say."""
-        return sum(map(prod, self.shapes.values()))
+        return count_parameters(self.shapes)
 
     @property
     def brings_code(self) -> bool:
@@ -289,6 +288,8 @@ def _shared_problems(
         f"has {architecture.kv_heads}": turns is not None and engine != "megatron",
         f"vLLM pads a vocabulary of {size} tokens to a multiple of {VLLM_PADS_TO} before it divides it, and "
         "the trainer does not": is_apart and size % VLLM_PADS_TO > 0,
+        f"vLLM computes the latent attention of {kind} with tensors that it makes after loading, which no "
+        "commit from masters would change": architecture.latent is not None and engine == "vllm",
     }
     for problem, present in conflicts.items():
         if present:
@@ -387,13 +388,3 @@ def _windows_in_vllm(model: ModelFacts) -> Iterator[Problem]:
             "engine.name",
             "vllm",
         )
-
-
-def count_parameters(directory: Path) -> int | None:
-    """Return the number of parameters in the headers of a directory's safetensors; None without any.
-
-    Raises:
-        SettingsError: a file cannot be read.
-    """
-    shapes = tensor_shapes(directory)
-    return sum(prod(shape) for shape in shapes.values()) if shapes else None

@@ -2,12 +2,11 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from math import prod
 from pathlib import Path
 
 import torch
 
-from protocol.device.checkpoint_shapes import tensor_shapes
+from protocol.device.checkpoint_shapes import count_parameters, tensor_shapes
 from services.ledger.interface import Taken
 from services.runtime.user_modules import add_user_modules
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
@@ -167,7 +166,7 @@ def build_backend(settings: Settings) -> Backend:
         shared=settings.shares_masters,
         frozen=frozen_specs(settings),
         critic_dir=fetch_critic(settings) if settings.critic_beside else None,
-        served=settings.served_bytes(sum(map(prod, tensor_shapes(model_dir).values()))),
+        served=settings.served_bytes(count_parameters(tensor_shapes(model_dir))),
     )
 
 

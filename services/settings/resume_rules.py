@@ -27,6 +27,7 @@ _DRAWN = (
 )
 _FROZEN = "the run's steps were made with that model, whose digest RUN_DIR/frozen_models.json has"
 _STEP = "a step computes with it"
+_CHOSEN = "`trainer.micro_batch_tokens` = auto is chosen for it"
 
 RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "run.name": (ResumeRule.FIXED, "the ledger knows the run by its name"),
@@ -67,12 +68,16 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "trainer.moe_aux_loss_coeff": (ResumeRule.REPEATED, _STEP),
     "trainer.moe_z_loss_coeff": (ResumeRule.REPEATED, _STEP),
     "trainer.moe_router_bias_update_rate": (ResumeRule.REPEATED, _STEP),
-    "trainer.memory_gb": (ResumeRule.REPEATED, "`trainer.micro_batch_tokens` = auto is chosen for it"),
-    "trainer.memory_fraction": (ResumeRule.REPEATED, "`trainer.micro_batch_tokens` = auto is chosen for it"),
+    "trainer.memory_gb": (ResumeRule.REPEATED, _CHOSEN),
+    "trainer.memory_fraction": (ResumeRule.REPEATED, _CHOSEN),
     "trainer.threads": (ResumeRule.REPEATED, _STEP),
     "trainer.recompute_logprobs": (ResumeRule.REPEATED, _STEP),
     "trainer.epochs_per_batch": (ResumeRule.REPEATED, _STEP),
     "trainer.num_mini_batches": (ResumeRule.REPEATED, _STEP),
+    "weights.transport": (ResumeRule.REPEATED, _CHOSEN),
+    "weights.backend": (ResumeRule.REPEATED, _CHOSEN),
+    "weights.delta": (ResumeRule.REPEATED, _CHOSEN),
+    "cluster.nodes": (ResumeRule.REPEATED, _CHOSEN),
     "parallel": (ResumeRule.REPEATED, _LAYOUT),
     "placement": (ResumeRule.REPEATED, "the model is the same, but its float additions have another order"),
     "optimizer.name": (ResumeRule.FIXED, "the state in the checkpoint is that optimizer's"),

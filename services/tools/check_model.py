@@ -26,10 +26,10 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from protocol.device.checkpoint_shapes import count_parameters, tensor_shapes
 from protocol.errors import SettingsError
 from protocol.host.prctl import die_with_parent
 from rollout.engines.listed_models import engines_with
-from services.preflight.model import count_parameters
 from services.runtime.errors import configure_logging
 from trainer.backends.plain_copy import quantization_of, write_plain
 from trainer.backends.safetensors_reader import SafetensorsReader
@@ -156,7 +156,7 @@ def check_model(
     _check_layout(architecture, parallel)
     try:
         check_model_files(model_dir)
-        parameters = count_parameters(model_dir) or 0
+        parameters = count_parameters(tensor_shapes(model_dir))
         with SafetensorsReader(model_dir) as reader:
             check_names(reader, architecture, Layout.of(ParallelConfig(), architecture.layers))
     except (SettingsError, SafetensorError, OSError) as error:
@@ -194,7 +194,7 @@ def _check_sharded(model_dir: Path, config: Mapping[str, Any], facts: dict[str, 
     stated = {label: text[field] for label, field in STATED.items() if field in text}
     facts |= {"config": {"model_type": config.get("model_type", "?"), "name": name, **stated}}
     facts |= _sizes(ONE_RANK)
-    parameters = count_parameters(model_dir) or 0
+    parameters = count_parameters(tensor_shapes(model_dir))
     facts |= {"parameters": parameters, "needed_gb": check_memory(model_dir, parameters, 1)}
     positions, vocabulary = int(text.get("max_position_embeddings") or LONGEST), int(text["vocab_size"])
     with _expected(model_dir, vocabulary, positions) as (batch, expected):

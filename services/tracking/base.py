@@ -51,6 +51,9 @@ class LineReader(Protocol):
     def version_of(self, item: Any) -> int | None:
         """Return the version of an item that is a step's; None of any other."""
 
+    def finish(self) -> None:
+        """Wait for no other file from here on: the run is over."""
+
 
 class Tracker(Protocol):
     """One run in a tracking library. Methods block; any exception means that the tracker is opened again."""

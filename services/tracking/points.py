@@ -43,6 +43,10 @@ class PointReader:
         """Return the version of a step's point."""
         return item.version if any(name.startswith("train/") for name in item.numbers) else None
 
+    def finish(self) -> None:
+        """Take the event log as it is."""
+        self._tables.waits = False
+
 
 def point_of(file: str, data: bytes, ordinal: int) -> TrackedPoint | None:
     """Return the point of a line; None if it is not a line of a step or an evaluation.

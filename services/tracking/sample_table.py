@@ -29,6 +29,10 @@ class SampleTables:
         """Begin without having read anything."""
         self._tail = EventTail(run_dir)
         self._browser = SampleBrowser(run_dir, self._tail)
+        self._last_in_vain = -1
+        """Number of the log's newest event when a wait for more was in vain."""
+        self.waits = True
+        """Whether to wait for events."""
 
     def rows(self, step: int) -> Sequence[Sequence[Any]]:
         """Return a row of `COLUMNS` for each of the step's first samples; none if they are not kept."""
@@ -45,9 +49,18 @@ class SampleTables:
         return rows
 
     def _read_until(self, step: int) -> None:
-        """Read the event log until it has a step, without which the step's records are not found."""
+        """Read the event log until it has a step, without which the step's records are not found.
+
+        After a wait in vain the next one is for a log that has grown.
+        """
         end = time.monotonic() + LOGGED_S
-        while max(self._tail.read_all().trained_steps(), default=-1) < step and time.monotonic() < end:
+        while max(self._tail.read_all().trained_steps(), default=-1) < step:
+            last = self._tail.last_sequence
+            if not self.waits or last == self._last_in_vain:
+                return
+            if time.monotonic() >= end:
+                self._last_in_vain = last
+                return
             time.sleep(POLL_S)
 
 

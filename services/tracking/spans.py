@@ -60,6 +60,9 @@ class SpanReader:
     def version_of(self, item: TraceSpan) -> None:
         """Return None: spans are not drawn over versions."""
 
+    def finish(self) -> None:
+        """Do nothing: a span needs no other file."""
+
     def _spans(self, records: Iterable[Record]) -> list[TraceSpan]:
         drawn = [record for record in records if record["ph"] in "Xi"]
         processes = self._records.processes

@@ -66,6 +66,7 @@ class TrackedRun:
 
     def finish(self) -> None:
         """Send the remaining points, once more also after a failure, and close the library."""
+        self._reader.finish()
         self._retry_at = float("-inf")
         while self.advance():
             pass

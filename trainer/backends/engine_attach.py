@@ -95,7 +95,7 @@ def check_model_buffers(
     Args:
         own: the model's buffers.
         engine: the engine's buffers by name; one whose name ends with `ROTARY` is a table of angles.
-        rotaries: the model's rotary embeddings.
+        rotaries: the rotary embeddings of the model's layers.
 
     Raises:
         SettingsError: a buffer is not on both sides, or differs.
@@ -103,33 +103,49 @@ def check_model_buffers(
     tables = {name: tensor for name, tensor in engine.items() if name.endswith(ROTARY)}
     others = {name: tensor for name, tensor in engine.items() if name not in tables}
     check_buffers({name: own[name] for name in own.keys() & others.keys()} if tables else own, others)
-    for name, table in tables.items():
-        _check_angles(rotaries, name, table)
+    matched = {each for name, table in tables.items() for each in _matching(rotaries, name, table)}
+    if tables and (lacking := [each for each in range(len(rotaries)) if each not in matched]):
+        raise SettingsError(
+            f"buffer {next(iter(tables))}: of the {len(rotaries)} rotary embeddings that the model's config "
+            f"makes, the engine has no angles of number {lacking[0] + 1}"
+        )
 
 
 @torch.no_grad()
-def _check_angles(rotaries: Sequence[Angles], name: str, table: torch.Tensor) -> None:
-    """Compare a table [positions, R], cos then sin of every angle, with the angles of a rotary embedding."""
+def _matching(rotaries: Sequence[Angles], name: str, table: torch.Tensor) -> list[int]:
+    """Return the indices of the rotary embeddings with the angles of a table.
+
+    Args:
+        rotaries: the embeddings.
+        name: the table's.
+        table: [positions, R], cos then sin of every angle.
+
+    Raises:
+        SettingsError: none has them.
+    """
     if not rotaries:
         raise SettingsError(
             f"buffer {name} of the engine: the trainer's model has no rotary embedding to compare it with"
         )
+    matching = list(range(len(rotaries)))
     for start in range(0, len(table), ROWS):
         rows = table[start : start + ROWS].float()
         positions = torch.arange(start, start + len(rows), device=table.device)
-        made = [torch.cat(rotary(positions), dim=1) for rotary in rotaries]
-        found = [angles for angles in made if angles.shape == rows.shape]
+        made = {each: torch.cat(rotaries[each](positions), dim=1) for each in matching}
+        found = {each: angles for each, angles in made.items() if angles.shape == rows.shape}
         if not found:
             raise SettingsError(
-                f"buffer {name}: for {rows.shape[1]} dimensions in the engine, for {made[0].shape[1]} in the "
-                "trainer"
+                f"buffer {name}: for {rows.shape[1]} dimensions in the engine, for "
+                f"{made[matching[0]].shape[1]} in the trainer"
             )
         # one rounding of the table's dtype, and a few of an angle of up to so many radians: a GPU's powers
         # differ from the host's in those
         bound = 2 * torch.finfo(table.dtype).eps + 8 * (start + len(rows)) * torch.finfo(torch.float32).eps
-        difference = min(float((rows - angles).abs().max()) for angles in found)
-        if not difference <= bound:
+        differences = {each: float((rows - angles).abs().max()) for each, angles in found.items()}
+        matching = [each for each, difference in differences.items() if difference <= bound]
+        if not matching:
             raise SettingsError(
-                f"buffer {name}: the engine's rotary angles are {difference:g} from those that the "
-                "model's config makes"
+                f"buffer {name}: the engine's rotary angles are {min(differences.values()):g} from those "
+                "that the model's config makes"
             )
+    return matching

@@ -215,7 +215,8 @@ class MegatronBackend(Offloadable, Backend):
             layout, place = self._part.layout, self._position.place
             parameters = parameters_in(self._plan, self._parameters, parameters, layout, place)
         check_parameters(self._parameters, masters, parameters)
-        check_model_buffers(self._buffers, buffers, [rotary.halves for rotary in self._rotaries])
+        used = sorted({self._model_spec.rope_of(layer) for layer in range(self._model_spec.layers)})
+        check_model_buffers(self._buffers, buffers, [self._rotaries[number].halves for number in used])
         if not self.lora.rank:
             self._optimizer.leave_parameters()
         take_parameters(self._parameters, parameters)

@@ -91,8 +91,8 @@ def planned_tokens(work: Planned, room: float) -> int:
         raise SettingsError(refusal(work, whole))
     if (expected := work.expected(tokens)).peak > whole:
         log.warning(
-            "memory.tight tokens=%d expected=%s free_gb=%.1f: out of memory, a step would be repeated with "
-            "a smaller trainer.micro_batch_tokens",
+            "memory.tight tokens=%d expected=%s free_gb=%.1f: a step may run out of memory: lower "
+            "trainer.micro_batch_tokens",
             tokens,
             expected,
             whole / GIB,

@@ -101,21 +101,27 @@ def test_arguments_that_no_engine_has_are_found_for_each_engine(tmp_path: Path) 
 
 
 @pytest.mark.parametrize(
-    ("name", "words"),
+    ("name", "engine", "words"),
     [
-        ("deepseek-v3", "biases of the routers of deepseek_v3 have none; use shm"),
-        ("gpt-oss", "gpt_oss has the experts' matrices transposed; use shm"),
+        ("deepseek-v3", "megatron", "biases of the routers of deepseek_v3 have none; use shm"),
+        ("gpt-oss", "megatron", "gpt_oss has the experts' matrices transposed; use shm"),
+        (
+            "deepseek-v2",
+            "vllm",
+            "vLLM computes the latent attention of deepseek_v2 with tensors that it makes after loading",
+        ),
         (
             "qwen2",
+            "vllm",
             "model.layers.0.self_attn.q_proj.weight alternates with others in the trainer's "
             "decoder.layers.0.self_attention.linear_qkv.weight, and does not in engine 'vllm'",
         ),
     ],
 )
 def test_masters_of_a_model_are_not_shared_where_the_engine_lacks_them(
-    name: str, words: str, tmp_path: Path
+    name: str, engine: str, words: str, tmp_path: Path
 ) -> None:
-    model, engine = save_model(name, tmp_path), "vllm" if name == "qwen2" else "megatron"
+    model = save_model(name, tmp_path)
     shared = ("weights.transport=shared", f"engine.name={engine}")
     settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *shared)
     problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
@@ -133,7 +139,9 @@ def test_ranks_of_vllm_share_where_they_divide_heads_and_vocabulary_as_the_train
     assert "vLLM pads a vocabulary of 131 tokens to a multiple of 64 before it divides it" in problem
 
 
-@pytest.mark.parametrize(("name", "engine"), [("qwen2", "megatron"), ("qwen2-tied", "vllm")])
+@pytest.mark.parametrize(
+    ("name", "engine"), [("qwen2", "megatron"), ("qwen2-tied", "vllm"), ("deepseek-v2", "megatron")]
+)
 def test_masters_are_shared_where_trainer_and_engine_lay_out_alike(
     name: str, engine: str, tmp_path: Path
 ) -> None:

@@ -43,6 +43,11 @@ def test_every_row_has_a_reason() -> None:
         ("prompts.seed", ResumeRule.FIXED),
         ("bound.max_attempts", ResumeRule.FREE),
         ("optimizer.lr", ResumeRule.REPEATED),
+        ("cluster.nodes", ResumeRule.REPEATED),
+        ("weights.transport", ResumeRule.REPEATED),
+        ("weights.backend", ResumeRule.REPEATED),
+        ("weights.delta", ResumeRule.REPEATED),
+        ("weights.bucket_mb", DEFAULT[0]),
         ("bus.host", DEFAULT[0]),
     ],
 )

@@ -1,6 +1,7 @@
 """Tests the tables of samples: those of the recorded run, and when a point has one."""
 
 import time
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -40,6 +41,53 @@ def test_a_step_is_waited_for_that_the_event_log_has_not_got_yet(run_dir: Path) 
         with log.open("ab") as file:
             file.writelines(lines[commit:])
         assert {row[0] for row in rows.result(timeout=60)} == {6}
+
+
+class Clock:
+    """Time that passes in waits alone."""
+
+    now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr("services.tracking.sample_table.time", clock)
+    return clock
+
+
+def waited(clock: Clock, tables: SampleTables, steps: range) -> Iterator[bool]:
+    """Whether each step was waited for."""
+    for step in steps:
+        before = clock.now
+        tables.rows(step)
+        yield clock.now > before
+
+
+def test_a_log_that_does_not_grow_is_waited_for_once(run_dir: Path, clock: Clock) -> None:
+    log, lines = run_dir / AUDIT, (run_dir / AUDIT).read_bytes().splitlines(keepends=True)
+    log.unlink()
+    tables = SampleTables(run_dir)
+    assert [*waited(clock, tables, range(3, 6))] == [True, False, False]
+    log.write_bytes(lines[0])
+    assert [*waited(clock, tables, range(3, 6))] == [True, False, False]
+    log.write_bytes(b"".join(lines))
+    assert {row[0] for row in tables.rows(6)} == {6}
+
+
+def test_the_log_of_a_run_that_is_over_is_not_waited_for(run_dir: Path, clock: Clock) -> None:
+    (run_dir / AUDIT).unlink()
+    reader = PointReader(run_dir, 1)
+    reader.finish()
+    for line in (run_dir / FILE).read_bytes().splitlines():
+        reader.items(FILE, line, 0)
+    assert clock.now == 0.0
 
 
 def test_a_step_without_records_has_no_rows(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:

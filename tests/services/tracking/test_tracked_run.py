@@ -1,6 +1,7 @@
 """Tests that a tracker gets every step once, across restarts and failures of its library."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -73,6 +74,16 @@ def make_steps(settings: Settings, steps: range, epoch: str = "e1") -> None:
 
 def tracked(settings: Settings, library: Library, clock: Clock | None = None) -> TrackedRun:
     return TrackedRun("wandb", settings, library.open, clock or Clock())
+
+
+def test_the_end_of_a_run_does_not_wait_for_its_event_log(
+    settings: Settings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.tracking.sample_table.time.sleep", pytest.fail)
+    library = Library()
+    make_steps(settings, range(3))
+    tracked(replace(settings, tracking=replace(settings.tracking, samples_every=1)), library).finish()
+    assert library.versions == [1, 2, 3]
 
 
 def test_steps_are_sent_once_and_the_state_says_how_far(settings: Settings) -> None:

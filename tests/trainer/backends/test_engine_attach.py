@@ -12,6 +12,9 @@ from protocol.errors import SettingsError, WeightError
 from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
 from tests.trainer.checkpoints import save_part
 from tests.trainer.reference.test_backend import assert_same_bits, batch, exported, make
+from trainer.backends.engine_attach import check_model_buffers
+from trainer.megatron.families.rope import Rope
+from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.reference.backend import DTYPES, ReferenceBackend
 
 
@@ -183,6 +186,21 @@ def test_a_table_of_rotary_angles_is_compared_with_ones_own(model_dir: Path, dty
         with pytest.raises(SettingsError, match=said):
             backend.attach(parameters, wrong)
     backend.attach(parameters, angles(model_dir, dtype))
+
+
+def test_every_rotary_embedding_of_the_model_is_one_of_the_engines() -> None:
+    whole, local = (Rotary.of(Rope(theta), 16, torch.device("cpu")).halves for theta in (1e6, 1e4))
+    tables = [torch.cat(angles(torch.arange(64)), dim=1) for angles in (whole, local)]
+
+    def check(*layers: int) -> None:
+        engine = {f"layers.{i}.cos_sin_cache": tables[number] for i, number in enumerate(layers)}
+        check_model_buffers({}, engine, [whole, local])
+
+    check(1, 0)
+    check(0, 1, 1)
+    for same, lacking in ((0, 2), (1, 1)):
+        with pytest.raises(SettingsError, match=f"no angles of number {lacking}"):
+            check(same, same)
 
 
 def test_a_backend_that_was_not_made_for_it_refuses(model_dir: Path) -> None:

@@ -68,6 +68,7 @@ def test_a_given_budget_is_kept_with_a_warning_where_it_is_tight(caplog: pytest.
     assert not caplog.records
     assert planned_tokens(given(30000), room) == 30000
     assert "memory.tight tokens=30000" in caplog.text
+    assert "a step may run out of memory: lower trainer.micro_batch_tokens" in caplog.text
 
 
 def test_a_given_budget_is_refused_where_even_the_smallest_does_not_fit() -> None:
