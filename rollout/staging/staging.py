@@ -192,8 +192,12 @@ class Staging:
         """Return the receiver of the last version, which may still be connected, or a new one."""
         if self._receiver is None or self._transport != manifest.transport:
             self.close()
-            self._receiver, self._transport = make_receiver(manifest.transport), manifest.transport
+            self._receiver, self._transport = self._make_receiver(manifest.transport), manifest.transport
         return self._receiver
+
+    def _make_receiver(self, transport: str) -> WeightReceiver:
+        """Return a new receiver."""
+        return make_receiver(transport)
 
     def take(self, manifest: WeightManifest) -> Served:
         """Take the staged version for a commit; the copy counts as empty from then on.
