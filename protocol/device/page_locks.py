@@ -48,13 +48,18 @@ class PageLocks:
         self.nbytes = 0
         """Bytes that are locked."""
 
+    @property
+    def usable(self) -> bool:
+        """Whether there are calls to lock pages by."""
+        return self._calls is not None
+
     def lock(self, tensor: torch.Tensor) -> bool:
         """Lock the storage of a tensor, unless it is; return whether it is locked now."""
         storage = tensor.untyped_storage()
         if self._calls is None or not storage.nbytes() or self.holds(tensor):
             return self._calls is not None
         with self._context():
-            if error := self._lock(storage):
+            if error := _error_of(self._calls.lock, storage.data_ptr(), storage.nbytes()):
                 log.warning("device.pages_not_locked error=%s locked_mib=%d", error, self.nbytes >> 20)
                 with suppress(RuntimeError):
                     torch.ones(1, device=self._device)  # reports it now, else the next kernel would
@@ -72,8 +77,8 @@ class PageLocks:
         locked, self._locked, self.nbytes = self._locked, {}, 0
         if locked:
             self._unlocking = threading.Thread(
-                target=self._unlock, args=(locked, self._unlocking), name="tether-unlock", daemon=True
-            )
+                target=self._unlock, args=(locked, self._unlocking), name="tether-unlock"
+            )  # no daemon: calls of CUDA would go on while the interpreter ends
             self._unlocking.start()
 
     def wait(self, seconds: float) -> bool:
@@ -86,14 +91,6 @@ class PageLocks:
         """Return a block in which CUDA's calls are about the device; threads begin with another."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _lock(self, storage: torch.UntypedStorage) -> object:
-        """Lock a storage; return the error, or 0."""
-        assert self._calls is not None
-        try:
-            return self._calls.lock(storage.data_ptr(), storage.nbytes())
-        except RuntimeError as error:  # of a torch that checks the number
-            return error
-
     def _unlock(self, locked: dict[int, torch.UntypedStorage], before: threading.Thread | None) -> None:
         if before is not None:
             before.join()
@@ -101,6 +98,14 @@ class PageLocks:
         with self._context():
             while locked:
                 address, storage = locked.popitem()
-                if error := self._calls.unlock(address):
-                    log.warning("device.pages_not_unlocked error=%d", error)
+                if error := _error_of(self._calls.unlock, address):
+                    log.warning("device.pages_not_unlocked error=%s", error)
                 del storage
+
+
+def _error_of(call: Callable[..., int], *arguments: int) -> object:
+    """Return the error of a call, or 0."""
+    try:
+        return call(*arguments)
+    except RuntimeError as error:  # of a torch that checks the number
+        return error

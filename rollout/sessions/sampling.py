@@ -90,9 +90,8 @@ class SamplingRules:
         if self.mode == "run":
             return None, tuple(sorted(others))
         if self.mode == "refuse":
-            raise _refused(
-                name, others[name], REFUSED + OR_CONTEXT * (name in APPLIED), "unsupported_parameter"
-            )
+            is_applied = name in APPLIED and (name != "seed" or self.seeds)
+            raise _refused(name, others[name], REFUSED + OR_CONTEXT * is_applied, "unsupported_parameter")
         return self._asked(others), ()
 
     def _is_own(self, name: str, value: Any) -> bool:

@@ -63,8 +63,8 @@ class InProcessStaging:
         finally:
             del fetching  # its error refers to this frame, and to the tensors that the fetch has read
 
-    def sleep(self) -> None:
-        """Discard the staged version, and refuse to stage until `wake`.
+    async def sleep(self) -> None:
+        """Discard the staged version, and refuse to stage until `wake`; a cancelled call does so too.
 
         Raises:
             WeightError: a version is being staged and stays.
@@ -73,7 +73,7 @@ class InProcessStaging:
             raise WeightError("a version is being staged: the engine cannot sleep now")
         self._asleep = True
         self.staging.discard()
-        self.staging.close()
+        await asyncio.to_thread(self.staging.close)  # it may wait
 
     def wake(self) -> None:
         """Allow staging: the memory of the copy was taken again."""

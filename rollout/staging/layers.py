@@ -29,6 +29,7 @@ from rollout.staging.places import BUFFERS
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.staging import Staging
 from rollout.weights.base import ReceivedSlice, WeightReceiver
+from rollout.weights.registry import make_receiver
 
 log = logging.getLogger("tether.rollout")
 
@@ -36,28 +37,39 @@ COPY_THREADS = 8
 """Threads that copy to pinned memory: one reads some GB/s, the bus of a GPU takes 50."""
 COPY_BYTES = 8 << 20
 """Most bytes that one of them copies at a time."""
+UNLOCKING_SHARE = 0.1
+"""Share of a fetch's deadline that it waits until the version before is unlocked; then it locks no pages."""
+CANCEL_S = 0.05
+"""Interval in which it looks meanwhile whether it was cancelled."""
+CLOSE_S = 20.0
+"""Most seconds that `close` waits for the driver to unlock pages; its thread continues after that."""
 
 
 class PieceBuffer:
     """Memory through which tensors go from the host to the parameters' device, as many at a time as fit."""
 
-    def __init__(self, nbytes: int, device: torch.device) -> None:
+    def __init__(
+        self, nbytes: int, device: torch.device, pinned: Sequence[torch.Tensor] | None = None
+    ) -> None:
         """Allocate it.
 
         Args:
             nbytes: of the largest tensor.
             device: of the live parameters.
+            pinned: `BUFFERS` times uint8 [nbytes] of the host, through which go tensors that the device does
+                not read itself. None: on a GPU pinned memory, else there is none.
         """
         on_gpu = device.type == "cuda"
         self.locks = PageLocks(device)
         """Where tensors lie that the device reads itself."""
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
         """On the device; an engine that sleeps releases its storage."""
-        self._pinned = [
-            torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(BUFFERS if on_gpu else 0)
-        ]
-        self._read = [torch.cuda.Event() for _ in self._pinned]
-        """For each of them, when the device has read it."""
+        if pinned is None:
+            count = BUFFERS if on_gpu else 0
+            pinned = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
+        self._pinned = pinned
+        self._read = [torch.cuda.Event() for _ in pinned] if on_gpu else []
+        """For each of them, when the GPU has read it."""
         self._next = 0
 
     def batches(self, pieces: Iterable[ReceivedSlice]) -> Iterator[list[ReceivedSlice]]:
@@ -85,10 +97,12 @@ class PieceBuffer:
                 self.memory[start : start + part.nbytes].copy_(part, non_blocking=True)
         else:
             turn, self._next = self._next, (self._next + 1) % BUFFERS
-            self._read[turn].synchronize()
+            if self._read:
+                self._read[turn].synchronize()
             copy_by_threads(self._pinned[turn], parts)
             self.memory[:end].copy_(self._pinned[turn][:end], non_blocking=True)
-            self._read[turn].record()
+            if self._read:
+                self._read[turn].record()
         return [
             ReceivedSlice(
                 piece.entry,
@@ -149,6 +163,12 @@ class LayeredStaging(Staging):
         super().discard()
         self._forget()
 
+    def close(self) -> None:
+        super().close()
+        self._staged = None
+        self._forget()
+        self.buffer.locks.wait(CLOSE_S)
+
     def _forget(self) -> None:
         self._pieces, self._manifest = [], None
         self.buffer.locks.unlock()
@@ -196,10 +216,22 @@ class LayeredStaging(Staging):
         for piece in pieces:
             into.destination(piece.entry.name, piece.box)  # it is known then, and takes the commit no time
         self._pieces, self._into, self._manifest = pieces, into, manifest
-        if receiver.lockable and self.buffer.locks.wait(end - time.monotonic()):
+        share = time.monotonic() + deadline_s * UNLOCKING_SHARE
+        if receiver.lockable and self._unlocked(manifest, min(share, end)):
             self._lock(manifest, end)
         elif self.buffer.memory.is_cuda:
-            log.warning("engine.staging pages_not_locked files_can_be_written=%s", receiver.lockable)
+            log.warning("engine.staging pages_not_locked lockable=%s", receiver.lockable)
+
+    def _make_receiver(self, transport: str) -> WeightReceiver:
+        return make_receiver(transport, shared=self.buffer.locks.usable)
+
+    def _unlocked(self, manifest: WeightManifest, end: float) -> bool:
+        """Wait until the version before is unlocked, until `end` at most; return whether it is."""
+        while not self.buffer.locks.wait(CANCEL_S):
+            self._refuse_cancelled(manifest)
+            if time.monotonic() > end:
+                return False
+        return True
 
     def _lock(self, manifest: WeightManifest, end: float) -> None:
         """Lock the version's pages for the device, until `end` at most; the commit copies the others."""

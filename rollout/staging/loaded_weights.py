@@ -24,7 +24,7 @@ ELEMENTS = 1 << 16
 
 
 def check_loaded(trace: LoaderTrace, model_dir: Path) -> None:
-    """Compare live parameters with a model's files; arguments and errors as in `repacked`.
+    """Compare live parameters with a model's files; parameters, arguments and errors as in `repacked`.
 
     Raises:
         EngineError: naming the first parameter that differs.
@@ -40,6 +40,8 @@ def check_loaded(trace: LoaderTrace, model_dir: Path) -> None:
 def repacked(trace: LoaderTrace, model_dir: Path) -> Iterator[tuple[str, str]]:
     """Compare the beginnings of the first and the last tensor in every parameter with a model's files.
 
+    Parameters of a trained draft head are left out.
+
     Args:
         trace: where the loader put the tensors; no version has been committed yet.
         model_dir: without safetensors, the engine made up its weights, and the comparison is skipped.
@@ -51,7 +53,7 @@ def repacked(trace: LoaderTrace, model_dir: Path) -> Iterator[tuple[str, str]]:
     """
     places: dict[str, list[Copy]] = {}
     for copy in trace.copies():
-        if not has_head([copy.name]):  # that has files of its own
+        if not has_head([copy.name]):  # the model's files lack a draft head's tensors
             places.setdefault(copy.parameter, []).append(copy)
     try:
         with ExitStack() as stack:

@@ -11,7 +11,7 @@ from protocol.device.slice_digests import Digests
 from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
-from protocol.weights.draft_head import without_head
+from protocol.weights.draft_head import has_head, without_head
 from rollout.engines.base import Served
 from rollout.staging.placement import Destinations, ExpectedTensor, Slice, SlicePlacement
 from rollout.weights.base import WeightReceiver
@@ -112,7 +112,8 @@ class Staging:
                     f"tensor {entry.name} is {entry.dtype}{list(entry.shape)}, "
                     f"the engine's {name} is {source.dtype}{list(source.shape)}"
                 )
-        unknown = sorted(without_head(entries).keys() - self._sources.keys() - self.elsewhere)
+        named = entries if has_head(self._sources) else without_head(entries)
+        unknown = sorted(named.keys() - self._sources.keys() - self.elsewhere)
         if unknown:
             hint = " (its embeddings are tied)" if self._tied else ""
             raise WeightError(f"version {version}: the engine has no place for tensor {unknown[0]}{hint}")
@@ -191,8 +192,12 @@ class Staging:
         """Return the receiver of the last version, which may still be connected, or a new one."""
         if self._receiver is None or self._transport != manifest.transport:
             self.close()
-            self._receiver, self._transport = make_receiver(manifest.transport), manifest.transport
+            self._receiver, self._transport = self._make_receiver(manifest.transport), manifest.transport
         return self._receiver
+
+    def _make_receiver(self, transport: str) -> WeightReceiver:
+        """Return a new receiver."""
+        return make_receiver(transport)
 
     def take(self, manifest: WeightManifest) -> Served:
         """Take the staged version for a commit; the copy counts as empty from then on.

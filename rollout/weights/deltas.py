@@ -47,6 +47,8 @@ class VersionImage:
         self._layout = 0
         self._anchors: int | None = 0
         """Anchors that were verified; None once a version came as changes."""
+        self._counted: int | None = None
+        """Digest of the last of them: one that is staged again is no other anchor."""
 
     def advance(self, manifest: WeightManifest, deadline: Deadline) -> list[torch.Tensor]:
         """Return the buckets of a version, from the last one that was verified or from the anchor.
@@ -99,7 +101,8 @@ class VersionImage:
         if len(manifest.chain) > 1:
             self._anchors = None
         if self._anchors is not None:
-            self._anchors += 1
+            self._anchors += manifest.digest != self._counted
+            self._counted = manifest.digest
             if self._anchors > 1 or not manifest.chain:
                 self._digest, self._buckets = None, []
 

@@ -4,7 +4,6 @@ It is a directory, or a URL that fsspec knows.
 """
 
 import mmap
-import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -33,12 +32,12 @@ class FileReceiver:
 
     lasting = True
 
-    def __init__(self, *, shared: bool | None = None) -> None:
+    def __init__(self, *, shared: bool = False) -> None:
         """Begin without a version.
 
         Args:
-            shared: whether files are mapped as memory that is shared with their writer, where they can be
-                written: locking a private page copies it. None: in a process that uses a GPU.
+            shared: whether files are mapped as memory that is shared with their writer, where the file system
+                does so: locking a private page copies it.
         """
         self.digest = 0
         self.lockable = False
@@ -60,15 +59,14 @@ class FileReceiver:
         if manifest.chain or "://" in manifest.location:
             yield from self._made(manifest, deadline, digests)
             return
-        wanted_shared = torch.cuda.is_initialized() if self._shared is None else self._shared
         mapped, bucket = -1, torch.empty(0, dtype=torch.uint8)
         for entry in manifest.tensors:
             deadline.remaining(f"reading {entry.name}")
             if entry.bucket != mapped:
                 path = Path(manifest.location) / bucket_name(entry.bucket)
-                is_shared = wanted_shared and os.access(path, os.W_OK)
+                mapped = entry.bucket
+                bucket, is_shared = _map(path, manifest.buckets[mapped], entry, self._shared)
                 self.lockable = self.lockable and is_shared
-                mapped, bucket = entry.bucket, _map(path, manifest.buckets[entry.bucket], entry, is_shared)
             tensor = _view(entry, bucket)
             digests.add(tensor)
             yield whole_tensor(entry, tensor)
@@ -94,23 +92,31 @@ class FileReceiver:
         self.digest = manifest.digest
 
 
-def _map(path: Path, nbytes: int, first: TensorEntry, is_shared: bool) -> torch.Tensor:
+def _map(path: Path, nbytes: int, first: TensorEntry, shared: bool) -> tuple[torch.Tensor, bool]:
+    """Return a file's bytes, and whether their pages are shared with its writer.
+
+    They are private where a file may not be written, or its file system, such as one in FUSE, shares none.
+    """
+    # torch requires writable memory. This module never writes to it; writes to a copy are private.
+    if shared:
+        with suppress(OSError):
+            return _mapped(path, nbytes, first, "r+b", mmap.ACCESS_WRITE), True
     try:
-        with path.open("r+b" if is_shared else "rb") as file:
-            size = file.seek(0, 2)
-            if size < nbytes:
-                raise WeightError(
-                    f"{path}: {size} bytes, the manifest says {nbytes} (first tensor {first.name})"
-                )
-            if nbytes == 0:
-                return torch.empty(0, dtype=torch.uint8)
-            # torch requires writable memory. This module never writes to it; writes to a copy are private.
-            access = mmap.ACCESS_WRITE if is_shared else mmap.ACCESS_COPY
-            memory = mmap.mmap(file.fileno(), nbytes, access=access)
-            with suppress(OSError):  # before Linux 5.14 pages come one after the other
-                memory.madvise(MADV_POPULATE_READ)
+        return _mapped(path, nbytes, first, "rb", mmap.ACCESS_COPY), False
     except OSError as error:
         raise WeightError(f"{path}: {error.strerror or error} (first tensor {first.name})") from error
+
+
+def _mapped(path: Path, nbytes: int, first: TensorEntry, mode: str, access: int) -> torch.Tensor:
+    with path.open(mode) as file:
+        size = file.seek(0, 2)
+        if size < nbytes:
+            raise WeightError(f"{path}: {size} bytes, the manifest says {nbytes} (first tensor {first.name})")
+        if nbytes == 0:
+            return torch.empty(0, dtype=torch.uint8)
+        memory = mmap.mmap(file.fileno(), nbytes, access=access)
+    with suppress(OSError):  # before Linux 5.14 pages come one after the other
+        memory.madvise(MADV_POPULATE_READ)
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 

@@ -22,8 +22,12 @@ RECEIVERS: dict[str, Callable[[], WeightReceiver]] = {
 }
 
 
-def make_receiver(transport: str) -> WeightReceiver:
+def make_receiver(transport: str, *, shared: bool = False) -> WeightReceiver:
     """Return the receiver of a manifest's transport; it checks each manifest before it uses it.
+
+    Args:
+        transport: of a manifest.
+        shared: see `FileReceiver`; the others map no files.
 
     Raises:
         WeightError: the transport is unknown; lists the known ones.
@@ -31,4 +35,4 @@ def make_receiver(transport: str) -> WeightReceiver:
     make = RECEIVERS.get(transport)
     if make is None:
         raise WeightError(f"transport {transport!r} is not known; there are {', '.join(sorted(RECEIVERS))}")
-    return CheckedReceiver(make())
+    return CheckedReceiver(FileReceiver(shared=shared) if make is FileReceiver else make())

@@ -166,7 +166,7 @@ class InProcessEngine(Engine):
         await self.check()
         if self._model.memory is None:
             return await super().sleep()
-        self._staging.sleep()
+        await self._staging.sleep()
         await self._between_steps(self._release_memory)
 
     async def wake(self) -> None:
@@ -195,7 +195,7 @@ class InProcessEngine(Engine):
             self._wake.notify_all()
         if self._thread is not None:
             await asyncio.to_thread(self._thread.join)
-            self._staging.staging.close()
+            await asyncio.to_thread(self._staging.staging.close)
             if self._model.memory is not None and torch.cuda.is_available():
                 # this process may live on and use the device
                 await asyncio.to_thread(self._model.memory.release)

@@ -47,7 +47,9 @@ def remember(model: nn.Module, *args: Any, **kwargs: Any) -> None:
                 for key, tensor in made.items()
                 if hasattr(tensor, "weight_loader")
             }
-            unloaded = {key: made[key].detach().cpu() for key in made.keys() - _made[layer].keys()}
+            unloaded = {
+                key: made[key].detach().to("cpu", copy=True) for key in made.keys() - _made[layer].keys()
+            }
             vars(layer)[UNLOADED] = partial(_parameters, unloaded)  # a function: no tensor of the live layer
 
 

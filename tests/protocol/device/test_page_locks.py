@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.device.page_locks import PageLocks
+from protocol.device.page_locks import LockCalls, PageLocks
 from tests.protocol.device.page_calls import kernel_calls, locked_kib
 
 CPU = torch.device("cpu")
@@ -52,6 +52,27 @@ def test_refused_lock_leaves_the_others_locked(tmp_path: Path, caplog: pytest.Lo
     assert locks.holds(first)
     assert not locks.holds(second)
     assert locked_kib(tmp_path / "a") == PAGES >> 10
+
+
+def test_call_that_raises_is_reported_and_the_others_go_on(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    calls, failed = kernel_calls(), list[int]()
+
+    def unlock(address: int) -> int:
+        error = calls.unlock(address)
+        if not failed:
+            failed.append(address)
+            raise RuntimeError("invalid argument")
+        return error
+
+    locks = PageLocks(CPU, LockCalls(calls.lock, unlock))
+    for name in "ab":
+        assert locks.lock(mapped(tmp_path / name))
+    locks.unlock()
+    assert locks.wait(10)
+    assert caplog.messages == ["device.pages_not_unlocked error=invalid argument"]
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
 def test_nothing_is_locked_without_cuda(tmp_path: Path) -> None:

@@ -83,6 +83,18 @@ async def test_parameters_of_the_run_are_accepted_and_others_are_refused_by_name
                 await client.chat.completions.create(model="m", messages=[USER], **{name: value})
 
 
+@pytest.mark.parametrize(
+    ("name", "seeds", "advised"),
+    [("temperature", False, True), ("seed", True, True), ("seed", False, False), ("min_p", True, False)],
+)
+def test_refusal_advises_context_where_the_engine_could_generate_so(
+    name: str, seeds: bool, advised: bool
+) -> None:
+    with pytest.raises(RequestRefused, match=f"{name} = 1 would change") as refused:
+        SamplingRules("refuse", OWN, seeds=seeds).read({name: 1})
+    assert (' or "context"' in str(refused.value)) == advised
+
+
 async def test_parameters_may_be_left_to_the_run() -> None:
     async with served(rules=SamplingRules("run")) as (client, session, _, _):
         raw = await client.chat.completions.with_raw_response.create(

@@ -1,8 +1,10 @@
 """Tests places of versions: what each allocates, and commits that are whole, refused or poisoned."""
 
+import fcntl
+import os
+import threading
 import time
 from collections.abc import Iterator
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +24,6 @@ from rollout.staging.rank_status import RankState
 from rollout.staging.staging import digest_of, whole_source
 from rollout.staging.staging_plan import trace
 from rollout.weights.base import ReceivedSlice
-from rollout.weights.files import FileReceiver
 from rollout.weights.registry import RECEIVERS
 from tests.protocol.device.page_calls import kernel_calls, locked_kib
 from tests.rollout.staging.models import SHAPES, Fused, traced
@@ -251,19 +252,16 @@ def test_discarded_layers_keep_no_file_mapped(tmp_path: Path) -> None:
         assert str(tmp_path) not in Path("/proc/self/maps").read_text()
 
 
-def locking(calls: LockCalls, monkeypatch: pytest.MonkeyPatch, **live: torch.Tensor) -> LayeredStaging:
+def locking(calls: LockCalls, **live: torch.Tensor) -> LayeredStaging:
     """Return a staging that maps files as with a GPU, and locks them by `calls`."""
-    monkeypatch.setitem(RECEIVERS, "shm", partial(FileReceiver, shared=True))
     layers = LayeredStaging({name: whole_source(one) for name, one in live.items()})
     layers.buffer.locks = PageLocks(torch.device("cpu"), calls)
     return layers
 
 
-def test_pages_of_a_version_are_locked_until_its_commit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_pages_of_a_version_are_locked_until_its_commit(tmp_path: Path) -> None:
     live = {name: torch.zeros(64, 64) for name in "abc"}
-    layers = locking(kernel_calls(), monkeypatch, **live)
+    layers = locking(kernel_calls(), **live)
     for number in (1, 2):
         new = {name: torch.randn(64, 64) for name in live}
         manifest = write_shm(tmp_path / f"v{number}", new, number)
@@ -278,22 +276,30 @@ def test_pages_of_a_version_are_locked_until_its_commit(
         assert digest_of(live) == manifest.digest
 
 
-@pytest.mark.parametrize("limit", [0, 1])
-def test_version_whose_pages_cannot_be_locked_is_committed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, limit: int
-) -> None:
-    live = torch.zeros(64)
-    layers = locking(kernel_calls(limit=limit, refused=12), monkeypatch, a=live)
-    manifest = write_shm(tmp_path / "v1", {"a": torch.randn(64)}, 1)
+@pytest.mark.parametrize("limit", [0, 1, 2])
+def test_pages_that_are_not_locked_go_through_pinned_memory(tmp_path: Path, limit: int) -> None:
+    live = {name: torch.zeros(64) for name in "ab"}
+    layers = locking(kernel_calls(limit=limit, refused=12), **live)
+    pinned, locks = torch.zeros(2, 4 * 64, dtype=torch.uint8), layers.buffer.locks
+    layers.buffer = PieceBuffer(4 * 64, torch.device("cpu"), list(pinned))
+    layers.buffer.locks = locks
+    new = {name: torch.randn(64) for name in live}
+    manifest = write_shm(tmp_path / "v1", new, 1, bucket_bytes=1)
+    assert len(manifest.buckets) == 2
     layers.fetch(manifest, 10)
+    assert [locks.holds(piece.tensor) for piece in layers._pieces] == [limit > 0, limit > 1]
     layers.take(manifest)
     layers.apply()
-    assert digest_of({"a": live}) == manifest.digest
+    assert digest_of(live) == manifest.digest
+    expected = torch.zeros(2, 64)
+    for row, tensor in enumerate(list(new.values())[limit:]):
+        expected[row] = tensor
+    assert torch.equal(pinned.view(torch.float32), expected)
 
 
-def test_cancelled_staging_unlocks_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cancelled_staging_unlocks_pages(tmp_path: Path) -> None:
     calls = kernel_calls()
-    layers = locking(calls, monkeypatch, a=torch.zeros(64), b=torch.zeros(64))
+    layers = locking(calls, a=torch.zeros(64), b=torch.zeros(64))
 
     def lock(address: int, nbytes: int) -> int:
         layers.cancel()  # another thread does, while the first pages are locked
@@ -309,11 +315,75 @@ def test_cancelled_staging_unlocks_pages(tmp_path: Path, monkeypatch: pytest.Mon
     assert layers.staged is None
 
 
-def test_private_pages_are_not_locked(tmp_path: Path) -> None:
-    layers = LayeredStaging({"a": whole_source(torch.zeros(64))})
-    layers.buffer.locks = PageLocks(torch.device("cpu"), kernel_calls())
+def test_closed_layers_have_unlocked_their_pages(tmp_path: Path) -> None:
+    layers = locking(kernel_calls(), a=torch.zeros(64))
     layers.fetch(write_shm(tmp_path / "v1", {"a": torch.ones(64)}, 1), 10)
+    assert layers.buffer.locks.nbytes == 4 * 64
+    layers.close()
+    assert layers.buffer.locks.wait(0)
+    assert str(tmp_path) not in Path("/proc/self/maps").read_text()
+    assert layers.staged is None
+
+
+class CancelledWait(PageLocks):
+    """Locks of a staging that another thread cancels while it waits for them."""
+
+    layers: LayeredStaging
+
+    def wait(self, seconds: float) -> bool:
+        self.layers.cancel()
+        return super().wait(seconds)
+
+
+def test_version_does_not_wait_long_for_the_pages_of_the_one_before(tmp_path: Path) -> None:
+    live, calls, may_unlock = torch.zeros(64), kernel_calls(), threading.Event()
+    slow = LockCalls(calls.lock, lambda address: calls.unlock(address) if may_unlock.wait(60) else 1)
+    layers = locking(slow, a=live)
+    for number in (1, 2):
+        manifest = write_shm(tmp_path / f"v{number}", {"a": torch.randn(64)}, number)
+        layers.fetch(manifest, 2)
+        assert bool(layers.buffer.locks.nbytes) == (number == 1)
+        layers.take(manifest)
+        layers.apply()
+        assert digest_of({"a": live}) == manifest.digest
+    locks = layers.buffer.locks
+    layers.buffer.locks = cancelled = CancelledWait(torch.device("cpu"), slow)
+    cancelled.layers, cancelled._unlocking = layers, locks._unlocking
+    with pytest.raises(WeightError, match="staging of version 2 was cancelled"):
+        layers.fetch(manifest, 600)
+    may_unlock.set()
+    assert locks.wait(10)
+
+
+def test_private_pages_are_not_locked(tmp_path: Path) -> None:
+    live = torch.zeros(64)
+    layers = locking(kernel_calls(), a=live)
+    manifest = write_shm(tmp_path / "v1", {"a": torch.ones(64)}, 1)
+    path = Path(manifest.location) / "bucket_00000.bin"
+    sealed = os.memfd_create("sealed", os.MFD_ALLOW_SEALING)
+    try:
+        os.write(sealed, path.read_bytes())
+        fcntl.fcntl(sealed, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE)  # it cannot be mapped as shared
+        path.unlink()
+        path.symlink_to(f"/proc/self/fd/{sealed}")
+        layers.fetch(manifest, 10)
+    finally:
+        os.close(sealed)
     assert layers.buffer.locks.nbytes == 0  # the kernel would copy each
+    layers.take(manifest)
+    layers.apply()
+    assert digest_of({"a": live}) == manifest.digest
+
+
+def test_files_are_mapped_as_shared_only_to_lock_their_pages(tmp_path: Path) -> None:
+    manifest = write_shm(tmp_path / "v1", {"a": torch.ones(64)}, 1)
+    for calls, mode in ((None, "rw-p"), (kernel_calls(), "rw-s")):
+        layers = LayeredStaging({"a": whole_source(torch.zeros(64))})
+        layers.buffer.locks = PageLocks(torch.device("cpu"), calls)
+        layers.fetch(manifest, 10)
+        maps = Path("/proc/self/maps").read_text().splitlines()
+        assert [line.split()[1] for line in maps if str(tmp_path) in line] == [mode]
+        layers.close()
 
 
 def test_threads_copy_parts_to_their_offsets() -> None:

@@ -4,8 +4,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from protocol.errors import WeightError
+from protocol.weights.draft_head import PREFIX
 from rollout.engines.contract.models import tiny_model, weights, write_shm
 from rollout.staging.staging import Staging, stored_once, whole_source
 from tests.rollout.staging.models import OLD, staging
@@ -25,6 +27,15 @@ def test_tied_version_is_accepted_by_an_untied_engine(tmp_path: Path) -> None:
         Staging({name: whole_source(t) for name, t in weights(tied).items()}, tied=True).check(
             write_shm(tmp_path / "u", weights(untied), 1)
         )
+
+
+def test_head_is_left_out_only_by_an_engine_without_one(tmp_path: Path) -> None:
+    target = whole_source(torch.empty(4))
+    version = {name: torch.ones(4) for name in ("a", f"{PREFIX}b", f"{PREFIX}c")}
+    manifest = write_shm(tmp_path / "v1", version, 1)
+    assert Staging({"a": target}).check(manifest) == {}
+    with pytest.raises(WeightError, match=rf"no place for tensor {PREFIX}c"):
+        Staging({"a": target, f"{PREFIX}b": target}).check(manifest)
 
 
 def test_cancel_before_a_fetch_ends_that_fetch_alone(tmp_path: Path) -> None:

@@ -356,6 +356,17 @@ def test_anchor_that_no_changes_follow_leaves_memory(tmp_path: Path, delta: bool
     assert (image.read < bucket_bytes) == delta
 
 
+def test_anchor_that_is_staged_again_stays_for_changes(tmp_path: Path) -> None:
+    tensors = {"a": torch.randn(1 << 10)}
+    config, image = WeightConfig(delta=True, anchor_every=4), deltas.VersionImage()
+    with closing(disk_sender(config, tmp_path, layout_of(tensors.items(), config))) as sender:
+        manifest = sender.publish("e1", 0, tensors.items())
+        for nbytes in (4 << 10, 0, 0):
+            image.advance(manifest, Deadline(manifest, 10))
+            image.verified(manifest)
+            assert image.read == nbytes
+
+
 @pytest.mark.parametrize(
     ("ranks", "words"), [(2, ["delta"]), (3, ["delta", "apart"]), (2, ["apart"])], ids=str
 )
