@@ -184,7 +184,7 @@ class Backend(ABC):
         """Return the hidden states of a batch's tokens, for a draft head; on one rank alone.
 
         Raises:
-            torch.OutOfMemoryError: nothing is left behind.
+            torch.OutOfMemoryError: the policy can train on.
         """
         raise NotImplementedError(f"{type(self).__name__} trains no draft head")
 

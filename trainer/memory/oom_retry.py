@@ -127,7 +127,7 @@ class OomRetry:
         return self._repeat(runner, batch, passes, together=False)
 
     def once(self, passes: Callable[[], T]) -> T:
-        """Make passes without gradients that nothing depends on, with a budget that stays as it is.
+        """Make passes without gradients that can be left out, with a budget that stays as it is.
 
         Raises:
             torch.OutOfMemoryError: they ran out of memory.

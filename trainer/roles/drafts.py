@@ -47,7 +47,7 @@ class DraftTraining(ABC):
     def restore_parts(self, checkpoint: Path) -> None:
         """Load what `copy_parts` returned; a checkpoint that was made without a head leaves it as it is.
 
-        Nothing is `left` of the last batch then.
+        What was `left` of a batch is dropped.
 
         Raises:
             SettingsError: the checkpoint has another head; names both.
