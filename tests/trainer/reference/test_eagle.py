@@ -68,6 +68,23 @@ def test_head_learns_to_draft_what_its_target_says(
 
 
 @pytest.mark.parametrize("backend", ["reference", "fsdp"])
+def test_head_leaves_the_next_step_of_its_policy_as_it_is(
+    backend: str, target: PreTrainedModel, head_dir: Path, tmp_path: Path
+) -> None:
+    samples = [SampleSpec([1 + i, 5, 2, 7], [0] * 4, reward=float(i)) for i in range(2)]
+    batch, found = batch_of([(scored(GroupSpec(samples=samples)), 1)], step=0, algorithm=ALGORITHM), []
+    for learns in (True, False):
+        models = make_models(backend, tmp_path / "model", head_dir)
+        assert models.drafts is not None
+        if learns:
+            learnt(models.drafts, texts(target, 3))
+        assert models.policy.train_step(batch).grad_norm
+        found.append({name: tensor.clone() for name, tensor in models.policy.export()})
+        models.close()
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
+
+
+@pytest.mark.parametrize("backend", ["reference", "fsdp"])
 def test_states_are_those_from_which_transformers_predicts_a_token(
     backend: str, target: PreTrainedModel, head_dir: Path, tmp_path: Path
 ) -> None:
