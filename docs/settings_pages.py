@@ -61,6 +61,7 @@ MEANING: Mapping[ResumeRule, str] = {
     "`tether drain D` first",
     ResumeRule.REPEATED: "takes effect; steps after the last checkpoint are made again with the new "
     "value, unless they come out the same",
+    ResumeRule.TRAINED: "takes effect, but is refused while `engine.draft_lr` is above 0, before and after",
     ResumeRule.FREE: "takes effect",
 }
 RESUME_INTRODUCTION = """\

@@ -91,7 +91,7 @@ def make_backend(
         frozen: models that `Backend.load_frozen` will load, for which memory is planned.
         critic_dir: Hugging Face directory of the critic's model, for which memory is planned; None: there is
             no critic.
-        served: bytes of versions that this rank will keep on its device for engines.
+        served: bytes of versions that this rank will keep on its device for engines, and of a draft head.
 
     Raises:
         SettingsError: no backend has that name, or it cannot work with these settings.

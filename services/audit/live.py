@@ -38,7 +38,7 @@ from services.audit.budget import Budget, compute_alone
 from services.audit.recompute import Means, means_of, recomputers
 from services.audit.records import Expectations
 from services.audit.second_worker import Rewards, second_worker
-from services.audit.versions import read_version
+from services.audit.versions import model_digest, read_version
 from services.run_record.evaluations import read_evaluations
 from services.runtime.user_modules import add_user_modules
 from services.settings.sections import Settings
@@ -167,6 +167,7 @@ class LiveAudit:
         stats: StepStats,
         digests: tuple[int, int],
         exported: int = 0,
+        manifests: tuple[WeightManifest | None, WeightManifest | None] = (None, None),
     ) -> None:
         """Have a committed step audited, unless it has no audited group or an earlier step is being audited.
 
@@ -175,12 +176,16 @@ class LiveAudit:
             plan, stats: of the step.
             digests: of the versions before and after it.
             exported: as in `AuditedStep`.
+            manifests: of the versions published last, before the step and by it; None: there is none.
         """
         if not self._is_on:
             return
         self._digests[plan.step + 1] = digests[1]
         self._digests.pop(plan.step + 1 - MOST_DIGESTS, None)
-        unchanged = self._unchanged.after(stats, digests, learns=is_learning(self._settings, plan.step))
+        compared = digests
+        if self._settings.engine.trained_head:  # which changes though the model does not
+            compared = model_digest(manifests[0], plan.step), model_digest(manifests[1], plan.step + 1)
+        unchanged = self._unchanged.after(stats, compared, learns=is_learning(self._settings, plan.step))
         if self.is_due(plan) or (self._unchanged.is_fault and not self._work.full()):
             self._work.put_nowait(AuditedStep(command, plan, stats, digests, unchanged, exported))
 

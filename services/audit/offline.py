@@ -30,6 +30,7 @@ from trainer.backends.base import StepStats
 from trainer.step.train_command import TrainCommand, plan_command
 
 STEPS = 10**9
+HEAD_DIGESTS = "versions: their digests cover the head that engine.draft_lr trained, which is not made again"
 
 
 class Recorded(Protocol):
@@ -61,6 +62,8 @@ class Numerics:
     """Rows whose log-probabilities were not recomputed for lack of memory."""
     not_held: str = ""
     """Why the next step could not be read; empty: all were."""
+    not_compared: str = ""
+    """Why no version can be exact; empty: it can."""
     alarms: list[Alarm] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
@@ -71,6 +74,7 @@ class Numerics:
             "numerics_tokens": self.tokens,
             **({"numerics_rows_left_out": self.rows_left_out} if self.rows_left_out else {}),
             **({"numerics_not_held": self.not_held} if self.not_held else {}),
+            **({"numerics_not_compared": self.not_compared} if self.not_compared else {}),
             "alarms": [line_of(alarm) for alarm in self.alarms],
         }
 
@@ -94,6 +98,7 @@ def _audit_steps(recorded: Recorded, rewards: Rewards) -> Numerics:
     settings = recorded.settings
     shadow, algorithm, found = Shadow(settings), make_algorithm(settings.algorithm), Numerics()
     dtype, digests = settings.engine.dtype, {}
+    found.not_compared = HEAD_DIGESTS if settings.engine.trained_head else ""
     exact = shadow.tensors()
     unchanged = Unchanged(dtype)
     auditor = Auditor(

@@ -5,6 +5,7 @@ from collections.abc import Mapping
 import torch
 
 from protocol.messages import WeightManifest
+from protocol.weights.buckets import manifest_digest
 from protocol.weights.draft_head import without_head
 from protocol.weights.lora import LoraConfig, adapter_targets
 from rollout.weights.files import FileReceiver
@@ -21,6 +22,13 @@ def read_version(manifest: WeightManifest, timeout_s: float) -> dict[str, torch.
     wanted = {entry.name: (tuple((0, n) for n in entry.shape),) for entry in manifest.tensors}
     found = FileReceiver().slices(manifest, wanted, timeout_s)
     return without_head({piece.entry.name: piece.tensor.clone() for pieces in found for piece in pieces})
+
+
+def model_digest(manifest: WeightManifest | None, version: int) -> int:
+    """Return the digest of a version without its draft head; 0 if the manifest is not the version's."""
+    if manifest is None or manifest.version != version:
+        return 0
+    return manifest_digest(list(without_head({entry.name: entry for entry in manifest.tensors}).values()))
 
 
 def merged_version(

@@ -31,6 +31,9 @@ from trainer.roles.models import FrozenModels, FrozenRole, RankModels
 from trainer.roles.placed import PlacedCritic, PlacedRole, RoleLink
 from trainer.step.train_command import TrainCommand
 
+HEAD_ITEM_BYTES = 20
+"""float32 master, published copy, two moments and gradient of a draft head's parameter."""
+
 
 def build_models(settings: Settings) -> RankModels:
     """Return this rank's parts of the run's models, loaded, on a rank of the policy.
@@ -166,8 +169,18 @@ def build_backend(settings: Settings) -> Backend:
         shared=settings.shares_masters,
         frozen=frozen_specs(settings),
         critic_dir=fetch_critic(settings) if settings.critic_beside else None,
-        served=settings.served_bytes(count_parameters(tensor_shapes(model_dir))),
+        served=settings.served_bytes(_parameters(model_dir)) + head_bytes(settings),
     )
+
+
+def head_bytes(settings: Settings) -> int:
+    """Return the bytes that a rank has of a draft head that is trained, and of its training."""
+    head = settings.engine.trained_head
+    return HEAD_ITEM_BYTES * _parameters(Path(head)) if head else 0
+
+
+def _parameters(directory: Path) -> int:
+    return count_parameters(tensor_shapes(directory))
 
 
 def train_command(

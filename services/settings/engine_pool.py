@@ -48,7 +48,13 @@ def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
         _check_drafts(base, "engine")
         _check_staging(base, "engine")
     for number, entry in enumerate(pool):
-        engine_with(base, entry.engine, f"services.pool.{number}.engine")
+        prefix = f"services.pool.{number}.engine"
+        lr = engine_with(base, entry.engine, prefix).draft_lr
+        if lr not in (0, base.draft_lr):
+            raise SettingsError(
+                f"setting {prefix}.draft_lr: {lr}, but versions have the head that engine.draft_lr, "
+                f"{base.draft_lr}, trains; leave it out, or set it to 0"
+            )
 
 
 def check_staging(pool: Sequence[PoolEntry], base: EngineConfig, transport: str, lora: LoraConfig) -> None:

@@ -62,7 +62,11 @@ def check_fixed(changes: Sequence[Change], settings: Settings) -> None:
     Raises:
         SettingsError: names each of them, both values and the reason.
     """
-    fixed = [change for change in changes if change.rule is ResumeRule.FIXED]
+    untrained = any(change.dotted == "engine.draft_lr" and not change.old for change in changes)
+    refused = {ResumeRule.FIXED}
+    if settings.engine.draft_lr and not untrained:
+        refused.add(ResumeRule.TRAINED)
+    fixed = [change for change in changes if change.rule in refused]
     if fixed:
         problems = "; ".join(
             f"setting {change.dotted} is {_shown(change.old)} in the run and {_shown(change.new)} now, "

@@ -16,6 +16,7 @@ class ResumeRule(StrEnum):
     FIXED = "fixed"  # refused
     DRAINED = "drained"  # refused while samples wait to be trained
     REPEATED = "repeated"  # takes effect; steps that no checkpoint covers are made again with it
+    TRAINED = "trained"  # refused while it is trained
     FREE = "free"  # takes effect
 
 
@@ -51,6 +52,7 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
         "a group that was begun with a record is continued on it, and verified with it",
     ),
     "engine.dtype": (ResumeRule.REPEATED, "weights are published in it"),
+    "engine.draft_model": (ResumeRule.TRAINED, "checkpoints hold the head that was made of it"),
     "engine.draft_lr": (ResumeRule.REPEATED, "versions have the head if it is trained"),
     "trainer.backend": (ResumeRule.FIXED, "each backend has checkpoints of its own form"),
     "trainer.dtype": (ResumeRule.REPEATED, "a checkpoint holds masters, of which parameters are made"),

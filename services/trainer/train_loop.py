@@ -221,7 +221,8 @@ class TrainLoop:
             self._audit.note_digest(time.monotonic() - began)
         if step.command is not None:
             digests = self._model.digest, digest
-            self._audit.observe(step.command, step.plan, step.stats, digests, exported)
+            manifests = self._model.published, manifest
+            self._audit.observe(step.command, step.plan, step.stats, digests, exported, manifests)
         if manifest is not None:
             self._audit.hold(manifest)
 

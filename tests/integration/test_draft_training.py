@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 from services.run_record.steps import read_steps
 from tests.changes import VLLM, slow_unless_changed
 from tests.contracts.engine_draft_models import write_head
-from tests.integration.command import audit, pids, tether_up, until
+from tests.integration.command import audit, pids, tether, tether_up, until
 from tests.integration.loop import ROOT
 
 STEPS, EVERY, KILLED = 12, 3, 5
@@ -41,6 +41,10 @@ def test_head_that_is_trained_between_steps_survives_the_trainer(tmp_path: Path)
     steps = read_steps(run_dir / "metrics.jsonl")
     assert [step["step"] for step in steps] == list(range(STEPS))
     assert (audited := audit(run_dir))["code"] == 0, audited
+    verified = tether("verify", str(run_dir), "--numerics", "--json")
+    numerics = json.loads(verified.stdout)
+    assert (verified.returncode, numerics["alarms"], numerics["numerics_exact"]) == (0, [], 0)
+    assert "head that engine.draft_lr trained" in numerics["numerics_not_compared"]
     trained = [step for step in steps if step.get("draft_loss") is not None]
     assert trained
     assert all(0 < step["drafts_s"] <= step["wait_s"] for step in trained)

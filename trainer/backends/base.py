@@ -181,7 +181,11 @@ class Backend(ABC):
         )
 
     def last_states(self, batch: Batch) -> LastStates:
-        """Return the hidden states of a batch's tokens, for a draft head; on one rank alone."""
+        """Return the hidden states of a batch's tokens, for a draft head; on one rank alone.
+
+        Raises:
+            torch.OutOfMemoryError: the policy can train on.
+        """
         raise NotImplementedError(f"{type(self).__name__} trains no draft head")
 
     @property

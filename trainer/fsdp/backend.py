@@ -201,7 +201,7 @@ class FsdpBackend(SavedStepper, Backend):
         return frozen(model.module, numbers_of(spec, partial(self._evaluate, model)))
 
     def last_states(self, batch: Batch) -> LastStates:
-        return self._retry.alone(self._model.passes, batch, lambda: self._model.last_states(batch))
+        return self._retry.once(lambda: self._model.last_states(batch))
 
     @property
     def device(self) -> torch.device:

@@ -126,6 +126,22 @@ class OomRetry:
         """Make passes without gradients, in which replicas do not wait for each other; else as `step`."""
         return self._repeat(runner, batch, passes, together=False)
 
+    def once(self, passes: Callable[[], T]) -> T:
+        """Make passes without gradients that can be left out, with a budget that stays as it is.
+
+        Raises:
+            torch.OutOfMemoryError: they ran out of memory.
+            SettingsError: they did, and this rank cannot leave its passes.
+        """
+        try:
+            return passes()
+        except torch.OutOfMemoryError as error:
+            cause = _cause(error)
+        self._clear()  # here the error is gone, and with it all that its frames held
+        if not self._is_whole:
+            raise self._stuck(cause)
+        raise torch.OutOfMemoryError(cause)
+
     def _repeat(self, runner: Budgeted, batch: Batch, passes: Callable[[], T], *, together: bool) -> T:
         first, cause = self.tokens, ""
         while True:
@@ -135,7 +151,7 @@ class OomRetry:
             try:
                 result = passes()
             except torch.OutOfMemoryError as error:
-                cause = str(error).partition(". ")[0]
+                cause = _cause(error)
             except _DroppedPasses as dropped:
                 cause, found = "another rank ran out of memory", dropped.outcome
             else:
@@ -163,11 +179,7 @@ class OomRetry:
     def _shrunk(self, cause: str, packing: DividedBatch, together: bool) -> Outcome:
         """Halve the budget on the rank that was short."""
         if not self._is_whole or (together and not self._agrees):
-            raise SettingsError(
-                f"the trainer ran out of memory with {self.tokens} tokens a micro-batch ({cause}), and a "
-                "rank cannot leave its passes here, so the step cannot be repeated: lower "
-                f"trainer.micro_batch_tokens; or {REMEDY}"
-            )
+            raise self._stuck(cause)
         divisible = any(len(samples) > 1 for samples in packing.samples)
         tokens = max(1, min(self.tokens, max(packing.sizes)) // 2)
         outcome = Outcome.REPEAT if divisible and tokens < self.tokens else Outcome.SMALLEST
@@ -175,6 +187,13 @@ class OomRetry:
             return self._agreed(outcome, tokens)
         self.tokens = tokens
         return outcome
+
+    def _stuck(self, cause: str) -> SettingsError:
+        return SettingsError(
+            f"the trainer ran out of memory with {self.tokens} tokens a micro-batch ({cause}), and a "
+            "rank cannot leave its passes here, so the step cannot be repeated: lower "
+            f"trainer.micro_batch_tokens; or {REMEDY}"
+        )
 
     def _agreed(self, outcome: Outcome, tokens: int) -> Outcome:
         """Return the worst outcome of all replicas, and take over the smallest budget. A collective."""
@@ -184,6 +203,10 @@ class OomRetry:
         worst, smallest = state.tolist()
         self.tokens = -smallest
         return Outcome(worst)
+
+
+def _cause(error: torch.OutOfMemoryError) -> str:
+    return str(error).partition(". ")[0]
 
 
 def _warning(first: int, tokens: int, cause: str) -> str:

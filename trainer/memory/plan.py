@@ -29,7 +29,7 @@ class MemoryPlan:
         Args:
             work: the run.
             device: of the rank.
-            served: bytes of versions that the rank will keep there for engines.
+            served: bytes of versions that the rank will keep there for engines, and of a draft head.
 
         Raises:
             SettingsError: a step does not fit; names settings that would.
@@ -51,7 +51,7 @@ class MemoryPlan:
     def peaks(self, tokens: int) -> tuple[float | None, float | None]:
         """Return the largest memory that a rank had allocated since `begin_step`, and the expected one, GiB.
 
-        Versions that it serves are in both. None on a CPU. A collective.
+        Versions that it serves, and a draft head, are in both. None on a CPU. A collective.
 
         Args:
             tokens: the budget that was in force.
@@ -107,7 +107,8 @@ def room_of(trainer: TrainerConfig, free: int, total: int, served: int) -> float
         trainer: its settings.
         free: bytes of the device that are free.
         total: all of them.
-        served: bytes of versions that the rank will keep there; `trainer.memory_gb` is without them.
+        served: bytes of versions, and of a draft head, that the rank will keep there; `trainer.memory_gb` is
+            without them.
     """
     return trainer.memory_gb * GIB or USED_SHARE * (min(free, trainer.memory_fraction * total) - served)
 

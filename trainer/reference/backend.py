@@ -136,10 +136,9 @@ class ReferenceBackend(SavedStepper, Backend):
     def last_states(self, batch: Batch) -> LastStates:
         tokens, sample, position = padded(batch.to(self._device))
         states = read_by_output(self._model, {"input_ids": tokens})[sample, position - 1]
-        layers: Any = self._model
-        return LastStates(
-            states, *(layer().weight for layer in (layers.get_input_embeddings, layers.get_output_embeddings))
-        )
+        model: Any = self._model
+        layers = model.get_input_embeddings(), model.get_output_embeddings()
+        return LastStates(states, *(layer.weight.detach() for layer in layers))
 
     @property
     def device(self) -> torch.device:

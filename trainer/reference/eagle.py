@@ -28,7 +28,8 @@ from trainer.storage.host_state import HostCopies, HostState
 log = logging.getLogger("tether.trainer")
 
 UPDATE_TOKENS = 512
-"""Most tokens of an update with several samples, which a step may have to wait for."""
+"""Most tokens of an update with several samples, for which a step may have to wait, and most positions that
+any update learns, whose logits take memory."""
 PASSES = 2
 """Updates with each sample, at most: the head is not fitted to the few texts of one step."""
 LOGITS_WEIGHT = 0.1
@@ -117,9 +118,16 @@ class EagleTraining(DraftTraining):
         while self.left and int(lengths[[*samples, self.left[-1]]].sum()) <= UPDATE_TOKENS:
             samples.append(self.left.pop())
         part = self._batch.select(torch.tensor(samples))
-        loss = self._loss(part.to(self._device), self._policy.last_states(part))
+        try:
+            loss = self._loss(part.to(self._device), self._policy.last_states(part))
+            if loss is not None:
+                loss.backward()
+        except torch.OutOfMemoryError as error:
+            log.warning("draft_head.out_of_memory tokens=%d cause=%s", len(part.tokens), error)
+            self._stepper.zero_grad()
+            self.left = [sample for sample in self.left if sample not in samples]
+            return
         if loss is not None:
-            loss.backward()
             self._stepper.step()
             self._losses.append(float(loss.detach()))
 
@@ -131,6 +139,7 @@ class EagleTraining(DraftTraining):
         }
 
     def restore_parts(self, checkpoint: Path) -> None:
+        self._batch, self.left, self._losses = None, [], []  # of steps after the checkpoint
         if not (checkpoint / HEAD).is_dir():
             log.warning("checkpoint.no_draft_head directory=%s", checkpoint)
             return
@@ -146,8 +155,10 @@ class EagleTraining(DraftTraining):
         sampled = torch.zeros_like(tokens, dtype=torch.bool)
         sampled[sample, position] = part.sampled_mask
         learnt = sampled[:, 2:]  # the first state that can be drafted predicts the third token
-        if not learnt.any():
+        places = learnt.nonzero()
+        if not len(places):
             return None
+        rows, columns = places[:: -(-len(places) // UPDATE_TOKENS)].T
         embeddings = F.embedding(tokens[:, 1:-1], found.embedding).float()
         drafted = self._head(states[:, 1:-1], embeddings)
-        return eagle_loss(drafted[learnt], states[:, 2:][learnt], found.output.float())
+        return eagle_loss(drafted[rows, columns], states[:, 2:][rows, columns], found.output.float())

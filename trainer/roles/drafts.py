@@ -37,7 +37,7 @@ class DraftTraining(ABC):
 
     @abstractmethod
     def update(self) -> None:
-        """Make one update with a few of the samples that are `left`."""
+        """Make one update with a few of the samples that are `left`, or drop them for lack of memory."""
 
     @abstractmethod
     def copy_parts(self) -> Mapping[str, HostState]:
@@ -46,6 +46,8 @@ class DraftTraining(ABC):
     @abstractmethod
     def restore_parts(self, checkpoint: Path) -> None:
         """Load what `copy_parts` returned; a checkpoint that was made without a head leaves it as it is.
+
+        What was `left` of a batch is dropped.
 
         Raises:
             SettingsError: the checkpoint has another head; names both.

@@ -1,18 +1,24 @@
 """Tests that a step comes out the same where the models beside the policy have ranks of their own."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import msgspec
 import pytest
 import torch
 
-from services.runtime.training import build_models
+from rollout.engines.base import EngineConfig
+from services.runtime.training import build_models, head_bytes
+from services.settings.sections import Settings
+from tests.contracts.engine_draft_models import tiny_shallow
 from tests.services.runtime.apart_ranks import Case, make_steps, measured
 from tests.trainer.classifiers import save_classifier
+from tests.trainer.heads import learnt, make_models, texts, write_random_head
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import save_model
 from trainer.config import ParallelConfig
 from trainer.execution.executor import Executor
+from trainer.reference.eagle import EagleTraining
 from trainer.roles.config import PlacementConfig
 
 MODULE = "tests.services.runtime.apart_ranks"
@@ -79,3 +85,21 @@ def test_any_layouts_make_the_same_step(
     backend: str, parallel: ParallelConfig, placement: PlacementConfig, tmp_path: Path
 ) -> None:
     compare(Case(backend, *models(tmp_path), parallel, placement), tmp_path, 1e-5)
+
+
+def test_planned_memory_of_a_head_is_what_its_training_holds(tmp_path: Path) -> None:
+    target = tiny_shallow(1)
+    target.save_pretrained(tmp_path / "model")
+    head = write_random_head(target, tmp_path)
+    ranks = make_models("reference", tmp_path / "model", head)
+    drafts = ranks.drafts
+    assert isinstance(drafts, EagleTraining)
+    learnt(drafts, texts(target, 0))
+    masters = list(drafts._stepper.masters.values())
+    moments = [it for state in drafts._stepper.optimizer.state.values() for it in state.values() if it.ndim]
+    held = sum(it.nbytes for it in (*masters, *moments, *drafts.published.values()))
+    gradients = sum(it.nbytes for it in masters)
+    ranks.close()
+    trained = EngineConfig(drafts="model", draft_model=str(head), draft_lr=1e-4)
+    assert head_bytes(Settings(engine=trained)) == held + gradients
+    assert head_bytes(Settings(engine=replace(trained, draft_lr=0.0))) == 0

@@ -73,6 +73,10 @@ def test_without_a_pool_every_worker_has_the_one_engine() -> None:
             "[{ engine = { draft_model = '/heads/one' } }]",
             r"services\.pool\.0\.engine\.draft_model: no drafts come from it while .* is 'off'",
         ),
+        (
+            "[{}, { engine = { name = 'vllm', drafts = 'model', draft_model = '/e', draft_lr = 1e-4 } }]",
+            r"services\.pool\.1\.engine\.draft_lr: 0\.0001, but .* engine\.draft_lr, 0\.0, trains",
+        ),
     ],
 )
 def test_a_wrong_pool_is_refused_by_name(pool: str, words: str) -> None:

@@ -9,6 +9,7 @@ import pytest
 
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import SettingsError
+from rollout.engines.base import EngineConfig
 from services.settings.load import FILE, dump_settings, load_settings, recorded_settings
 from services.settings.resume import (
     Change,
@@ -96,6 +97,24 @@ def test_a_drained_setting_is_refused_while_samples_wait(dotted: str) -> None:
     check_drained(changes, 0)
     with pytest.raises(SettingsError, match=rf"setting {dotted} is .* in the run and .* now: .*3 groups"):
         check_drained(changes, 3)
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "is_refused"),
+    [(1e-4, 1e-4, True), (1e-4, 1e-5, True), (0, 1e-4, False), (1e-4, 0, False)],
+)
+def test_another_head_is_refused_while_it_is_trained(before: float, now: float, is_refused: bool) -> None:
+    old, new = (
+        replace(SCRATCH, engine=EngineConfig(drafts="model", draft_model=head, draft_lr=lr))
+        for head, lr in (("/a", before), ("/b", now))
+    )
+    changes = list(differences(old, new))
+    if not is_refused:
+        return check_fixed(changes, new)
+    with pytest.raises(
+        SettingsError, match=r'engine\.draft_model is "/a" in the run and "/b" now.*checkpoints'
+    ):
+        check_fixed(changes, new)
 
 
 def test_another_kind_of_model_is_refused() -> None:

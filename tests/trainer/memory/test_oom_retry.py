@@ -133,3 +133,17 @@ def test_one_sample_that_is_too_long_is_an_error_that_names_settings_and_changes
     ):
         backend.train_step(make_batch(NAME, 0))
     assert all(torch.equal(before[name], tensor) for name, tensor in backend.export())
+
+
+@pytest.mark.parametrize("kind", [Fsdp], indirect=True)
+def test_states_for_a_head_leave_the_budget_of_steps_as_it_is(
+    kind: Any, open_backend: Callable[..., Any]
+) -> None:
+    backend, batch = open_backend(), make_batch(NAME, 0)
+    fsdp.limit_forward(backend, LIMIT)
+    with pytest.raises(torch.OutOfMemoryError):
+        backend.last_states(batch)
+    assert Fsdp.tokens(backend) == BUDGET
+    one = batch.select(torch.tensor([0]))
+    expected = open_backend().last_states(one).states[1:]
+    assert torch.equal(backend.last_states(one).states[1:], expected)

@@ -5,13 +5,16 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from transformers import PreTrainedModel
 
 from protocol.errors import SettingsError
 from protocol.weights.draft_head import PREFIX, head_shapes
+from rollout.engines.contract.models import VOCAB
 from tests.contracts.engine_draft_models import tiny_shallow
-from tests.trainer.heads import ROUNDS, learnt, make_models, texts, write_random_head
+from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
+from tests.trainer.heads import ALGORITHM, ROUNDS, learnt, make_models, texts, write_random_head
 from trainer.batch import Batch
 from trainer.execution.commands import CopyWeightsCommand, DigestWeightsCommand
 from trainer.execution.executor import Executor
@@ -62,6 +65,23 @@ def test_head_learns_to_draft_what_its_target_says(
     assert last < losses[1] - 0.2
     assert before < 0.05
     assert accepted(target, drafts.published, head_dir, held) > 0.4
+
+
+@pytest.mark.parametrize("backend", ["reference", "fsdp"])
+def test_head_leaves_the_next_step_of_its_policy_as_it_is(
+    backend: str, target: PreTrainedModel, head_dir: Path, tmp_path: Path
+) -> None:
+    samples = [SampleSpec([1 + i, 5, 2, 7], [0] * 4, reward=float(i)) for i in range(2)]
+    batch, found = batch_of([(scored(GroupSpec(samples=samples)), 1)], step=0, algorithm=ALGORITHM), []
+    for learns in (True, False):
+        models = make_models(backend, tmp_path / "model", head_dir)
+        assert models.drafts is not None
+        if learns:
+            learnt(models.drafts, texts(target, 3))
+        assert models.policy.train_step(batch).grad_norm
+        found.append({name: tensor.clone() for name, tensor in models.policy.export()})
+        models.close()
+    assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
 
 
 @pytest.mark.parametrize("backend", ["reference", "fsdp"])
@@ -169,3 +189,74 @@ def test_checkpoint_of_another_head_is_refused(
     )
     with pytest.raises(SettingsError, match=r"of another model: layers\.0\.mlp\.down_proj\.weight"):
         make_models("reference", tmp_path / "model", head_dir).restore(tmp_path)
+
+
+def limit_logits(monkeypatch: pytest.MonkeyPatch, positions: int) -> None:
+    """Make torch run out of memory in the loss over the logits of more positions."""
+    whole = F.cross_entropy
+
+    def limited(logits: torch.Tensor, *others: torch.Tensor) -> torch.Tensor:
+        if len(logits) > positions:
+            raise torch.OutOfMemoryError(f"out of memory: logits of {len(logits)} positions")
+        return whole(logits, *others)
+
+    monkeypatch.setattr(F, "cross_entropy", limited)
+
+
+def test_long_sample_is_learnt_at_512_positions(
+    head_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    limit_logits(monkeypatch, 512)
+    tokens = [(7 * i) % VOCAB for i in range(1200)]
+    sample = SampleSpec(tokens, [0] * len(tokens))
+    group = scored(GroupSpec(group=0, prompt=[1, 2], samples=[sample]))
+    long = batch_of([(group, 1)], step=0, algorithm=ALGORITHM)
+    models = make_models("reference", tmp_path / "model", head_dir)
+    assert models.drafts is not None
+    learnt(models.drafts, long)
+    assert models.drafts.join(long) is not None
+    assert not caplog.messages
+    models.close()
+
+
+@pytest.mark.parametrize("backend", ["reference", "fsdp"])
+def test_samples_that_do_not_fit_in_memory_are_dropped(
+    backend: str,
+    target: PreTrainedModel,
+    head_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    models, batch = make_models(backend, tmp_path / "model", head_dir), texts(target, 3)
+    drafts = models.drafts
+    assert isinstance(drafts, EagleTraining)
+    before = {name: tensor.clone() for name, tensor in drafts.published.items()}
+    with monkeypatch.context() as short:
+        limit_logits(short, 0)
+        learnt(drafts, batch)
+    assert "draft_head.out_of_memory tokens=" in caplog.text
+    assert drafts.join(batch) is None
+    assert all(torch.equal(drafts.published[name], tensor) for name, tensor in before.items())
+    learnt(drafts, batch)
+    assert drafts.join(batch) is not None
+    models.close()
+
+
+def test_restored_head_does_not_learn_the_samples_of_an_abandoned_step(
+    target: PreTrainedModel, head_dir: Path, tmp_path: Path
+) -> None:
+    models = make_models("reference", tmp_path / "model", head_dir)
+    drafts = models.drafts
+    assert drafts is not None
+    for name, state in (("with", models.copy_state()), ("without", RankModels(models.policy).copy_state())):
+        place = tmp_path / name
+        place.mkdir()
+        state.write(place)
+        drafts.join(texts(target, 1))
+        drafts.update()
+        assert drafts.left
+        models.restore(place)
+        assert not drafts.left
+        assert drafts.join(texts(target, 2)) is None
+    models.close()
