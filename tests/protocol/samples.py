@@ -169,6 +169,8 @@ SAMPLES: dict[str, AnyMessage] = {
         cancelled_tokens=3,
         cancelled_length_mean=1.5,
         reward_model_mean=-0.5,
+        drafts_s=0.25,
+        draft_loss=2.5,
     ),
     "weight_manifest": WeightManifest(
         epoch="e1",

@@ -57,7 +57,7 @@ def test_a_missing_module_names_the_users_directories_alone(
     environment = [
         str(Path(sys.executable).parent),
         "__editable__.tether_rl.finder.__path_hook__",
-        sys.path[-1],
+        next(path for path in sys.path if path.endswith("site-packages")),
     ]
     for given, searched in (([str(tmp_path)] * 2, str(tmp_path)), ([], "any directory")):
         monkeypatch.setattr(sys, "path", [*environment, *given])
