@@ -205,7 +205,6 @@ class SglangEngine(MultiProcessEngine):
         body = {
             "rid": name,
             "input_ids": list(request.prompt),
-            "extra_key": self._weights.cache_key,
             "return_logprob": True,
             "return_routed_experts": self._mixture is not None,
             "lora_path": self._adapters.get(request.adapter),

@@ -92,6 +92,8 @@ class SchedulerRank:
         self.weights = WeightState()
         self._staging: RankStaging | None = None
         self._memory: RankMemory | None = None
+        self.prefixes = "0"
+        """Key of the prefixes in the cache that the live weights computed."""
         self._recompute = False
         self._paused = False
         self.profile = StepProfile()
@@ -155,6 +157,7 @@ class SchedulerRank:
         result = self.staging.commit(decoded)
         if result.applied:
             self.weights.serve(Served(decoded.epoch, decoded.version, decoded.digest))
+            self._separate_prefixes()
             if self._recompute and not slept and not self._drop_kv():
                 error = "the new weights are live, but the old KV cache could not be dropped"
                 result = replace(result, poisoned=True, error=error)
@@ -224,6 +227,13 @@ class SchedulerRank:
             Path(self.scheduler.server_args.model_path),
         )
 
+    def _separate_prefixes(self) -> None:
+        """Have requests that wait for their first token take none of the old weights' prefixes."""
+        before, self.prefixes = self.prefixes, str(int(self.prefixes) + 1)
+        for request in self.scheduler.waiting_queue:
+            if not request.output_ids:  # else it was put back: its own prefix is kept with its tokens
+                request.extra_key = self.prefixes + request.extra_key.removeprefix(before)
+
     def _drop_kv(self) -> bool:
         """Retract running requests, with their tokens, and empty the cache; false if SGLang refuses."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
@@ -282,7 +292,13 @@ def _add_calls(requests: list[Any] | None, receiver: Any) -> list[Any] | None:
 
 
 def _run_calls(process: Callable[..., Any], scheduler: Any, requests: list[Any]) -> Any:
-    """Handle requests as SGLang does, then run our calls that arrived with them."""
+    """Handle requests as SGLang does, then run our calls that arrived with them.
+
+    A request gets its key of prefixes here: a commit may have come since it was sent.
+    """
+    for request in requests:
+        if _ranks and hasattr(request, "extra_key"):
+            request.extra_key = _ranks[0].prefixes
     result = process(scheduler, [request for request in requests if not isinstance(request, RankCall)])
     for request in requests:
         if isinstance(request, RankCall):
