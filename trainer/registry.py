@@ -153,7 +153,7 @@ def make_draft_training(policy: Backend, directory: Path, lr: float) -> DraftTra
         lr: learning rate.
     """
     drafts: DraftTraining = load("trainer.reference.eagle:EagleTraining")(directory, lr, policy)
-    policy.beside = drafts.published
+    policy.extra_tensors = drafts.published
     return drafts
 
 

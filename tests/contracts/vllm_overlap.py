@@ -4,8 +4,8 @@ vLLM turns that off on a CPU, where nothing is gained. Its scheduler, engine loo
 here; only streams and events, which a CPU lacks, are replaced, by ones that are always ready.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import asynccontextmanager, contextmanager, nullcontext
 from functools import partial
 from multiprocessing import parent_process
 from typing import Any
@@ -29,6 +29,17 @@ def overlapping(engine: Any) -> Iterator[None]:
         yield
     finally:
         undo()
+
+
+@asynccontextmanager
+async def started(engine: Any) -> AsyncIterator[Any]:
+    """Start an engine that schedules asynchronously, and close it after the block."""
+    with overlapping(engine):
+        await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
 
 
 def _turn_on() -> Callable[[], None]:

@@ -1,4 +1,4 @@
-"""A naive synchronous loop of GRPO, in transformers and torch alone; and the reward of the run beside it.
+"""A naive synchronous loop of GRPO, in transformers and torch alone, and the reward of the compared run.
 
 Each version generates a batch, all of which trains the next one. A sample's random numbers are drawn from its
 group and place, as a run's are with `run.deterministic`.

@@ -117,7 +117,7 @@ class Backend(ABC):
     targets: Sequence[AdapterTarget] = ()
     """The weights that have an adapter."""
     replicas: Replicas = ((0,),)
-    beside: Mapping[str, torch.Tensor] = MappingProxyType({})
+    extra_tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
     """Tensors that versions have after the model's, a draft head's; on one rank alone."""
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:

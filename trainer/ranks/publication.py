@@ -30,12 +30,12 @@ class Publication:
         pieces = tuple(WeightPiece(i, whole(shape)) for i, shape in enumerate(shapes.values()))
         return cls(tuple(shapes), tuple(shapes.values()), (pieces,))
 
-    def joined(self, beside: Mapping[str, torch.Tensor]) -> Publication:
+    def with_tensors(self, extra: Mapping[str, torch.Tensor]) -> Publication:
         """Return a publication that has further tensors on its only rank; itself without any."""
-        if not beside:
+        if not extra:
             return self
         shapes = dict(zip(self.names, self.shapes, strict=True))
-        return Publication.by_rank_0(shapes | {name: tuple(it.shape) for name, it in beside.items()})
+        return Publication.by_rank_0(shapes | {name: tuple(it.shape) for name, it in extra.items()})
 
     def gathered(self) -> Publication:
         """Return the publication of the same tensors by rank 0."""

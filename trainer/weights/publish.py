@@ -41,7 +41,7 @@ def published(backend: Backend, dtype: str, *, in_parts: bool = False) -> Iterat
     """Yield what engines get, adapters scaled, a draft head last: this rank's pieces, or all on rank 0."""
     tensors = backend.pieces() if in_parts else backend.export()
     scaled = as_published(tensors, backend.targets, backend.lora)
-    return in_dtype(chain(scaled, backend.beside.items()), dtype)
+    return in_dtype(chain(scaled, backend.extra_tensors.items()), dtype)
 
 
 def published_digest(backend: Backend, dtype: str) -> int:

@@ -115,7 +115,7 @@ def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> Wei
     """Return the layout of versions, in the parts of the ranks or, where these gather, in one."""
     from trainer.weights.part_layout import blank_manifest  # imports torch
 
-    publication = backend.publication.joined(backend.beside)
+    publication = backend.publication.with_tensors(backend.extra_tensors)
     if len(publication.parts) > 1 and (reason := _why_gathered(config)):
         log.info("weights.gathered transport=%s reason=%s rank=%d", config.transport, reason, rank)
         publication = publication.gathered()

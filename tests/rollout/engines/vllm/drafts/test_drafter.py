@@ -15,7 +15,7 @@ from rollout.engines.registry import make_engine
 from rollout.engines.vllm.drafts.drafter import VerifiedDrafts
 from rollout.staging.staging import digest_of
 from tests.contracts.engine_draft_models import tiny_shallow, write_eagle
-from tests.contracts.vllm_overlap import overlapping
+from tests.contracts.vllm_overlap import started
 
 
 def test_accepted_share_counts_drafts_that_were_verified() -> None:
@@ -56,12 +56,8 @@ async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
         num_speculative_tokens=3,
     )
     engine = make_engine(config, tmp_path / "model", "vllm.test")
-    with overlapping(engine):
-        await engine.start()
-    try:
+    async with started(engine):
         yield engine
-    finally:
-        await engine.close()
 
 
 @pytest.mark.engine

@@ -16,7 +16,7 @@ from rollout.engines.base import Engine, EngineConfig, KvPolicy, Request, Sampli
 from rollout.engines.contract.models import logits_of, weights, write_shm
 from rollout.engines.registry import make_engine
 from tests.contracts.engine_draft_models import tiny_shallow, write_eagle
-from tests.contracts.vllm_overlap import overlapping
+from tests.contracts.vllm_overlap import started
 from tests.trainer.heads import ROUNDS, learnt, make_models, texts, write_random_head
 from trainer.reference.eagle import EagleHead
 
@@ -33,12 +33,8 @@ async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
     save_file(tensors, tmp_path / HEAD)
     save_file({**tensors, "fc.weight": torch.zeros_like(tensors["fc.weight"])}, place / HEAD)
     engine = make_engine(config_of(place, 3), tmp_path / "model", "vllm.test")
-    with overlapping(engine):
-        await engine.start()
-    try:
+    async with started(engine):
         yield engine
-    finally:
-        await engine.close()
 
 
 def config_of(head: Path, drafted: int) -> EngineConfig:
