@@ -31,7 +31,8 @@ def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     """Yield what the engines of a run cannot do with the model."""
     for engine in engines_of(settings):
         yield from _rank_problems(engine, model)
-        yield from _dense_layer_problems(engine, model)
+        if engine.name == "sglang":
+            yield from _sglang_problems(engine, model)
         if engine.name == "vllm" and model.is_made:
             yield from refusals(check_draft_model, engine, model.config, model.place, settings.lora)
         if engine.name == "sglang_jax":
@@ -50,16 +51,25 @@ def _rank_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]
         )
 
 
-def _dense_layer_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
-    """Refuse layers without experts in a family whose SGLang model asks every layer for its router."""
-    layers = model.config.get("mlp_only_layers")
-    if engine.name == "sglang" and model.config.get("model_type") == "qwen3_moe" and layers:
+def _sglang_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
+    """Refuse what SGLang's model of a family cannot compute: it would end at its start, with a traceback."""
+    family, place = model.config.get("model_type"), model.place / "config.json"
+    if family == "qwen3_moe" and (
+        layers := model.config.get("mlp_only_layers")
+    ):  # all are asked for a router
         yield Problem(
-            f"{model.place / 'config.json'}: SGLang has no qwen3_moe with layers without experts "
-            f"(mlp_only_layers = {layers})",
+            f"{place}: SGLang has no qwen3_moe with layers without experts (mlp_only_layers = {layers})",
             "use vllm, hf or megatron",
             "engine.name",
             "sglang",
+        )
+    stated = model.config.get("dtype") or model.config.get("torch_dtype")
+    if family == "gpt_oss" and stated and stated != engine.dtype:
+        yield Problem(
+            f"{place}: SGLang makes routers and experts of gpt_oss in the type that it states, {stated}",
+            f"set it to {stated}, or state {engine.dtype} there",
+            "engine.dtype",
+            engine.dtype,
         )
 
 

@@ -86,6 +86,7 @@ def tiny_latent(
         v_head_dim=128,
         max_position_embeddings=2048,
         moe_layer_freq=1,  # SGLang reads it, and every published model has it
+        scoring_func="softmax",  # the same
         **others,
     )
     model = DeepseekV2ForCausalLM(config).eval()

@@ -47,6 +47,11 @@ GENERATION_DEFAULTS = {
 """What a model's generation_config.json recommends, and no engine may apply."""
 
 
+def state_dtype(config: Path, dtype: str) -> None:
+    """Write the type into a config.json, as of a model that is stored in it."""
+    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}))
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=SETUPS)
 async def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -58,6 +63,7 @@ async def bench(
     published = {name: weights(model, dtype) for name, model in models.items()}
     directory: Path = tmp_path_factory.mktemp(setup.name)
     models["A"].save_pretrained(directory / "model")
+    state_dtype(directory / "model/config.json", setup.dtype)
     (directory / "model/generation_config.json").write_text(json.dumps(GENERATION_DEFAULTS))
     if setup.lora.rank:
         made = {name: adapted(models["A"], setup.lora, seed, dtype) for seed, name in enumerate(models)}

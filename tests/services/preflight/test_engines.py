@@ -35,6 +35,16 @@ def test_sglang_refuses_layers_without_experts(tmp_path: Path) -> None:
     )
 
 
+def test_sglang_computes_gpt_oss_in_the_type_of_its_config(tmp_path: Path) -> None:
+    model = model_in(tmp_path / "model", model_type="gpt_oss", dtype="float32")
+    sglang = ("engine.name=sglang", "engine.dtype=bfloat16")
+    (text,) = [one for one in found(with_model(tmp_path / "run", model, *sglang)) if "gpt_oss in" in one]
+    assert "setting engine.dtype = 'bfloat16'" in text
+    assert text.endswith("the type that it states, float32; set it to float32, or state bfloat16 there")
+    alike = with_model(tmp_path / "run", model, "engine.name=sglang", "engine.dtype=float32")
+    assert not any("gpt_oss in" in one for one in found(alike))
+
+
 def test_routing_replay_needs_experts(tmp_path: Path) -> None:
     dense = found(demo(tmp_path / "run", "engine.name=hf", "trainer.routing_replay=true"))
     assert any("setting trainer.routing_replay = True: the model in" in text for text in dense), dense
