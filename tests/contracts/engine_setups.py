@@ -66,7 +66,7 @@ PARTIAL = LoraConfig(rank=8, target_modules=("q_proj", "v_proj", "o_proj", "up_p
 MARGINS = {"float32": 0.0, "float16": 0.0025, "bfloat16": 0.02}
 """Three times what rounding does to a logit of the tiny model."""
 SHALLOW = 0.12
-"""The same of the shallow model in bfloat16, whose logits are seven times as large."""
+"""Margin of the shallow model in bfloat16, whose logits are seven times as large."""
 FP8 = 0.2
 """Margin of weights and activations in 8 bits."""
 CACHE = {"kv_cache_memory_bytes": 1 << 30}
