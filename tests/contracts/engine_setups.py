@@ -71,6 +71,8 @@ FP8 = 0.2
 """Margin of weights and activations in 8 bits."""
 CACHE = {"kv_cache_memory_bytes": 1 << 30}
 """Argument with which vLLM does not profile how much memory is free, while other engines take some."""
+EXPERT_PARALLEL = {"vllm": {"enable_expert_parallel": True}, "sglang": {"ep_size": 2}}
+"""Engine -> arguments with which its ranks divide the experts."""
 PROCESSED = (
     "rollout/staging/shadows.py",
     "rollout/engines/multi_process/processed_layers.py",
@@ -107,6 +109,12 @@ def in_fp8(name: str, model: Model, *, quantization: str = "fp8", **arguments: A
         margin=FP8,
         arguments={"quantization": quantization, **(CACHE if name == "vllm" else {}), **arguments},
     )
+
+
+def divided(name: str, model: Model, dtype: str = "float32", **arguments: Any) -> Setup:
+    """Return a set-up of an engine whose two ranks divide the experts."""
+    given = {**EXPERT_PARALLEL[name], **arguments}
+    return Setup(name, KvPolicy.RECOMPUTE, ranks=2, dtype=dtype, model=model, arguments=given)
 
 
 ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
@@ -202,26 +210,9 @@ SETUPS = [
         SLOW,
     ),
     engine_under_test("vllm-lora-tp2", Setup("vllm", KvPolicy.KEEP, ranks=2, lora=PARTIAL), ENGINE, SLOW),
+    engine_under_test("vllm-ep2", divided("vllm", "experts"), ENGINE, SLOW),
     engine_under_test(
-        "vllm-ep2",
-        Setup(
-            "vllm", KvPolicy.RECOMPUTE, ranks=2, model="experts", arguments={"enable_expert_parallel": True}
-        ),
-        ENGINE,
-        SLOW,
-    ),
-    engine_under_test(
-        "vllm-ep2-gpus",
-        Setup(
-            "vllm",
-            KvPolicy.RECOMPUTE,
-            ranks=2,
-            dtype="bfloat16",
-            model="all_experts",
-            arguments={"enable_expert_parallel": True, **CACHE},
-        ),
-        ENGINE,
-        *TWO_GPUS,
+        "vllm-ep2-gpus", divided("vllm", "all_experts", "bfloat16", **CACHE), ENGINE, *TWO_GPUS
     ),
     engine_under_test("vllm-shared", Setup("vllm", KvPolicy.RECOMPUTE, shares=True), ENGINE, SLOW),
     engine_under_test("vllm-sleeps", Setup("vllm", KvPolicy.KEEP, sleeps=True, arguments=CACHE), ENGINE, GPU),
@@ -330,19 +321,9 @@ SETUPS = [
     ),
     engine_under_test("sglang-keep", Setup("sglang", KvPolicy.KEEP), ENGINE, LONG_START, SLOW),
     engine_under_test("sglang-tp2", Setup("sglang", KvPolicy.KEEP, ranks=2), ENGINE, LONG_START, SLOW),
+    engine_under_test("sglang-ep2", divided("sglang", "experts_only"), ENGINE, LONG_START, SLOW),
     engine_under_test(
-        "sglang-ep2",
-        Setup(
-            "sglang",
-            KvPolicy.RECOMPUTE,
-            ranks=2,
-            dtype="bfloat16",
-            model="experts_only",
-            arguments={"ep_size": 2},
-        ),
-        ENGINE,
-        LONG_START,
-        *TWO_GPUS,
+        "sglang-ep2-gpus", divided("sglang", "experts_only", "bfloat16"), ENGINE, LONG_START, *TWO_GPUS
     ),
     engine_under_test(
         "sglang-jax-recompute", Setup("sglang_jax", KvPolicy.RECOMPUTE), ENGINE, LONG_START, SLOW

@@ -53,21 +53,6 @@ def remember(model: nn.Module, *args: Any, **kwargs: Any) -> None:
             vars(layer)[UNLOADED] = partial(_parameters, unloaded)  # a function: no tensor of the live layer
 
 
-def attend_to_latents_on_cpu() -> None:
-    """Have SGLang's attention in torch compute with latent vectors.
-
-    It reads keys and values from its cache alone, where latent attention keeps vectors, but is handed
-    expanded keys and values with the first tokens of a request.
-    """
-    try:
-        from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
-    except ImportError:  # an older release
-        return
-    handlers.AttentionBackendRegistry.register(
-        "torch_native", lambda attention, batch: handlers.AttnForwardMethod.MLA
-    )
-
-
 class SglangRules:
     """SGLang's rules; see `LayerRules`."""
 

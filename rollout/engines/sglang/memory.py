@@ -7,7 +7,7 @@ On a CPU that saver has no effect: there the storages themselves are released.
 
 import asyncio
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -90,13 +90,3 @@ def _without_waiting_queue(scheduler: Any) -> Iterator[None]:
         yield
     finally:
         scheduler.waiting_queue = waiting
-
-
-def pin_nothing_without_gpu() -> None:
-    """Keep SGLang from pinning host memory, such as recorded experts, where there is no GPU."""
-    if torch.cuda.is_available():
-        return
-    with suppress(ImportError):
-        from sglang.srt.mem_cache.pool_host import common
-
-        common._cuda_host_register = lambda *unused: None

@@ -31,9 +31,10 @@ from rollout.engines.base import Served
 from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.processed_layers import plan_of
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
-from rollout.engines.sglang.layers import attend_to_latents_on_cpu, loader_of, remember, sglang_processings
+from rollout.engines.sglang.cpu import attend_to_latents, divide_experts, pin_nothing
+from rollout.engines.sglang.layers import loader_of, remember, sglang_processings
 from rollout.engines.sglang.lora import trace_adapter
-from rollout.engines.sglang.memory import RankMemory, empty_cache, pin_nothing_without_gpu
+from rollout.engines.sglang.memory import RankMemory, empty_cache
 from rollout.engines.sglang.sampling import CARRIER, record_version, sample_with_dropped_tokens_masked
 from rollout.engines.weight_state import WeightState
 from rollout.staging.places import StagingRoom
@@ -58,7 +59,9 @@ def load() -> None:
 
     for target, (kind, hook) in HOOKS.items():
         HookRegistry.register(target, hook, HookType(kind))
-    pin_nothing_without_gpu()
+    if not torch.cuda.is_available():
+        pin_nothing()
+        divide_experts()
 
 
 def _end(owner: int) -> None:
@@ -280,7 +283,7 @@ _ranks: list[SchedulerRank] = []
 def _create_rank(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
     """Create this process's rank, after `Scheduler.__init__`: model loaded, graphs captured."""
     if not torch.cuda.is_available():
-        attend_to_latents_on_cpu()
+        attend_to_latents()
     _ranks[:] = [SchedulerRank(scheduler)]
 
 
