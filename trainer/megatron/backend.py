@@ -5,6 +5,7 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 # isort: split
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -43,6 +44,7 @@ from trainer.megatron.roles.frozen import load_part, shapes_of
 from trainer.memory.expected import FIRST_TOKENS
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.publication import Publication, shared_out
+from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import MadePasses, StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
@@ -141,7 +143,7 @@ class MegatronBackend(Offloadable, Backend):
         rank = self._position.copy + self._position.copies * self._position.place.pp
         place = self._trainer.seed, self._optimizer.steps, rank
         with with_dropout(torch.nn.ModuleList(self._runner.chunks), self.lora, place):
-            return self._runner.train(batch, self.algorithm, measures)
+            return self._runner.train(batch, partial(micro_batch_loss, self.algorithm, measures), measures)
 
     @property
     def position(self) -> parallel.Position:
@@ -177,7 +179,7 @@ class MegatronBackend(Offloadable, Backend):
             return self._logprobs(runner, batch)
 
     def _logprobs(self, runner: Runner, batch: Batch) -> torch.Tensor:
-        return self._passes.alone(runner, batch, lambda: runner.logprobs(batch))
+        return self._passes.alone(runner, batch, lambda: runner.evaluate(batch))
 
     def keep_reference(self) -> None:
         """Keep a copy of the current weights as the reference model, or use the base of the adapters.
@@ -195,7 +197,7 @@ class MegatronBackend(Offloadable, Backend):
         self._reference = self._part.runner(chunks)
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
-        return load_part(spec, self._position, self._trainer, self._logprobs)
+        return load_part(spec, self._position, self._trainer, self._passes)
 
     @property
     def device(self) -> torch.device:
@@ -359,8 +361,4 @@ def load_frozen_apart(
     position = initialize(parallel, trainer)
     tokens = trainer.micro_batch_tokens or FIRST_TOKENS[position.device.type]
     passes = retry_of(position, tokens, lambda: None)
-
-    def evaluate(runner: Runner, batch: Batch) -> torch.Tensor:
-        return passes.alone(runner, batch, lambda: runner.logprobs(batch))
-
-    return load_part(spec, position, trainer, evaluate), position.replicas()
+    return load_part(spec, position, trainer, passes), position.replicas()

@@ -80,13 +80,13 @@ class MegatronCritic(Offloadable, Critic):
         return cls(policy.position.config, policy.tokens, model_dir, **settings)
 
     def values(self, batch: Batch) -> torch.Tensor:
-        return self._stepper.passes.alone(self._runner, batch, lambda: self._runner.values(batch))
+        return self._stepper.passes.alone(self._runner, batch, lambda: self._runner.evaluate(batch))
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
         step = self._stepper.step(
             batch,
-            lambda: self._runner.train_values(batch, measures),
+            lambda: self._runner.train(batch, measures.micro_batch_loss, measures),
             lr_scale=(lambda _: 1.0) if measures.tokens else None,
         )
         if not step.skipped:
