@@ -251,7 +251,7 @@ class FsdpBackend(SavedStepper, Backend):
 
     def close(self) -> None:
         self._reference = None
-        self._stepper.zero_grad()
+        super().close()
         self._leave()
 
     def _leave(self) -> None:

@@ -99,10 +99,6 @@ class FsdpCritic(SavedStepper, Critic):
         held = [*self._model.parameters(), *self._model.buffers(), *self._stepper.tensors()]
         return map(local_tensor, held), ()
 
-    def close(self) -> None:
-        """Release the gradients."""
-        self._stepper.zero_grad()
-
     def _forget_passes(self) -> None:
         """Drop what passes left that did not end."""
         forget_pass(self._model)

@@ -11,10 +11,10 @@ from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.reference.backend import DTYPES, ReferenceBackend, choose_device, require_one_rank
 from trainer.reference.frozen import architecture_of, in_dtype
-from trainer.reference.logprobs import passes
+from trainer.reference.logprobs import evaluate, passes
 from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.state import SavedStepper
-from trainer.reference.values import HEAD, ValueModel, evaluate_values, values_at
+from trainer.reference.values import HEAD, ValueModel, values_at
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.value_measures import ValueMeasures
@@ -75,7 +75,7 @@ class ReferenceCritic(SavedStepper, Critic):
         return cls(policy.device, policy.architecture, model_dir, **settings)
 
     def values(self, batch: Batch) -> torch.Tensor:
-        return evaluate_values(self._model, batch, self._trainer)
+        return evaluate(values_at, self._model, batch, self._trainer)
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
@@ -88,10 +88,6 @@ class ReferenceCritic(SavedStepper, Critic):
         self._stepper.zero_grad()
         weights = [*self._model.parameters(), *self._model.buffers()]
         return [*weights, *self._stepper.tensors()], ()
-
-    def close(self) -> None:
-        """Release the gradients."""
-        self._stepper.zero_grad()
 
     def _identity(self) -> dict[str, str]:
         optimizer = {} if self._optimizer.name == "adamw" else {"optimizer": self._optimizer.name}

@@ -113,12 +113,16 @@ class SavedStepper(Offloadable):
         self._place = device, rank
 
     def copy_state(self) -> HostState:
-        """See `Backend`."""
+        """See `TrainableModel`."""
         return copy_state(self._copies, self._stepper, self._identity(), *self._place)
 
     def restore(self, directory: Path) -> None:
-        """See `Backend`."""
+        """See `TrainableModel`."""
         load_state(directory, self._stepper, self._identity(), *self._place)
+
+    def close(self) -> None:
+        """Release the gradients."""
+        self._stepper.zero_grad()
 
     def _identity(self) -> dict[str, str]:
         """Return what a checkpoint has to be of."""
