@@ -101,7 +101,12 @@ class Runner:
             if router.bias is not None:
                 router.bias.copy_(updated_bias(router.bias, self.loads[router.layer].to(router.bias), rate))
 
-    def packing(self, batch: Batch) -> Packing:
+    def counts(self, batch: Batch) -> list[tuple[int, int]]:
+        """Return samples and tokens of each micro-batch of this rank over a batch."""
+        packing = self._packing(batch)
+        return list(zip(map(len, packing.samples), packing.sizes, strict=True))
+
+    def _packing(self, batch: Batch) -> Packing:
         """Return how a part is divided into micro-batches."""
         families = alone((batch.lengths - 1).tolist())
         if self.shares_prefixes:
@@ -117,7 +122,7 @@ class Runner:
             finish: computes the loss of a micro-batch.
             measures: joins the vectors of all micro-batches.
         """
-        packing = self._together(self.packing(batch))
+        packing = self._together(self._packing(batch))
         for router in self.routers:
             router.forget()
         outputs = self._run(batch, packing, finish)
@@ -139,11 +144,11 @@ class Runner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Run forward over the part, and return what the head gives of its sampled tokens, 0 elsewhere.
+        """Run forward over the part, and return the head's numbers of its sampled tokens, 0 elsewhere.
 
         Log-probabilities, or values: float32 [t] on the CPU, on every rank of the replica.
         """
-        packing = self._together(self.packing(batch))
+        packing = self._together(self._packing(batch))
         outputs = self._run(batch, packing)
         result = torch.zeros(len(batch.tokens), dtype=torch.float32, device=self.position.device)
         for place, values in outputs:
