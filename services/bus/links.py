@@ -8,9 +8,10 @@ to be another one) `on_lost` is called, and the next read of the registry opens 
 import asyncio
 import logging
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 import zmq
@@ -298,3 +299,25 @@ class Links(Generic[T]):
         del self._links[link.incarnation]
         link.close()
         self._on_lost(link)
+
+
+class LinkedSocket(ABC):
+    """A connecting end of an edge: the end of its `async with` block closes its links, and then itself."""
+
+    _links: Links[Any]
+
+    async def __aenter__(self) -> Self:
+        await self._links.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._links.__aexit__(kind, error, trace)
+        finally:
+            self._close()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Let calls that wait fail."""

@@ -109,6 +109,13 @@ class Receiver:
         self._router.pump.resume()
         return delivery
 
+    async def receive_waiting(self, most: int) -> list[Delivery]:
+        """Wait for the next message; return it and those that wait behind it, `most` in all."""
+        batch = [await self.receive()]
+        while self._inbox and len(batch) < most:
+            batch.append(await self.receive())
+        return batch
+
     def ack(self, delivery: Delivery) -> None:
         """Acknowledge a message that took effect, in the next iteration of the loop. Idempotent."""
         self._finish(delivery.envelope.id, None)
@@ -141,11 +148,6 @@ class Receiver:
         await asyncio.sleep(0)
         self._router.close()
         self._inbox.close()
-
-    @property
-    def waiting(self) -> int:
-        """Number of messages that `receive` would return without waiting."""
-        return len(self._inbox)
 
     def snapshot(self) -> dict[str, object]:
         """Return who waits for whom: messages waiting for `receive`, messages held, and the senders."""
