@@ -141,14 +141,9 @@ class Broadcaster:
         return outcome is SendResult.SENT
 
     def _on_frame(self, connection: bytes, frame: zmq.Frame) -> None:
-        try:
-            envelope, message = decode(frame.buffer)
-            if envelope.run != self._run or not isinstance(message, (Hello, *self._topic.answers)):
-                raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
-        except ProtocolError as error:
-            self.stats.malformed += 1
-            log.debug("bus.malformed topic=%s error=%s", self._topic.name, error)
-            return
+        envelope, message = decode(frame.buffer)
+        if envelope.run != self._run or not isinstance(message, (Hello, *self._topic.answers)):
+            raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
         if isinstance(message, Hello):
             self._on_hello(connection, message)
         elif connection not in self._peers:
@@ -247,14 +242,9 @@ class Listener(LinkedSocket):
                     self.stats.dropped_full += 1
 
     def _on_frame(self, link: Link[None], frame: zmq.Frame) -> None:
-        try:
-            envelope, message = decode(frame.buffer)
-            if envelope.run != self._run or not isinstance(message, (Heartbeat, *self._topic.carries)):
-                raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
-        except ProtocolError as error:
-            self.stats.malformed += 1
-            log.debug("bus.malformed topic=%s peer=%s error=%s", self._topic.name, link.incarnation, error)
-            return
+        envelope, message = decode(frame.buffer)
+        if envelope.run != self._run or not isinstance(message, (Heartbeat, *self._topic.carries)):
+            raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
         if isinstance(message, Heartbeat):
             if link.heartbeat(message):
                 self._flush()

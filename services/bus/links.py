@@ -18,7 +18,7 @@ import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from protocol.codec import encode
-from protocol.errors import TetherError
+from protocol.errors import ProtocolError, TetherError
 from protocol.messages import Heartbeat, Hello
 from protocol.topics import Topic
 from services.bus.config import BusConfig
@@ -138,7 +138,11 @@ class Link(Generic[T]):
             return
         self._stats.bytes_in += len(frame)
         self.heard_s = asyncio.get_running_loop().time()
-        self._owner.on_frame(self, frame)
+        try:
+            self._owner.on_frame(self, frame)
+        except ProtocolError as error:
+            self._stats.malformed += 1
+            log.debug("bus.malformed peer=%s error=%s", self.incarnation, error)
 
     def _check_writable(self) -> None:
         if self.full and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
@@ -149,8 +153,9 @@ class Link(Generic[T]):
 class Links(Generic[T]):
     """All links of one topic, within an `async with` block.
 
-    `on_frame` is called with every frame, `on_lost` with each link that was removed and closed, `on_writable`
-    when a full link has room again. An error of `discover` other than TetherError and OSError ends the block.
+    `on_frame` is called with every frame, and raises ProtocolError for a malformed one. `on_lost` is called
+    with each link that was removed and closed, `on_writable` when a full link has room again. An error of
+    `discover` other than TetherError and OSError ends the block.
     """
 
     def __init__(

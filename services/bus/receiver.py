@@ -175,17 +175,11 @@ class Receiver:
                 self.stats.unknown_peer += 1
                 return
             raise ProtocolError(f"{type(hello).__name__} without an id")
-        except ProtocolError as error:
-            self.stats.malformed += 1
+        except ProtocolError:
             if session is not None:
                 # so that the next heartbeat makes the sender repeat the message that this frame was
                 session.account.seen += 1
-            log.debug(
-                "bus.malformed topic=%s peer=%s error=%s",
-                self._topic.name,
-                session.incarnation if session else "?",
-                error,
-            )
+            raise
 
     def _on_message(self, connection: bytes, session: SenderSession, envelope: Envelope) -> None:
         id, account = envelope.id, session.account

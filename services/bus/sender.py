@@ -213,14 +213,9 @@ class Sender(LinkedSocket):
 
     # -- frames in
     def _on_frame(self, link: Link[Pending], frame: zmq.Frame) -> None:
-        try:
-            envelope, message = decode(frame.buffer)
-            if envelope.run != self._run or not isinstance(message, Ack | Heartbeat):
-                raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
-        except ProtocolError as error:
-            self.stats.malformed += 1
-            log.debug("bus.malformed topic=%s peer=%s error=%s", self._topic.name, link.incarnation, error)
-            return
+        envelope, message = decode(frame.buffer)
+        if envelope.run != self._run or not isinstance(message, Ack | Heartbeat):
+            raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
         if isinstance(message, Ack):
             self._on_ack(message)
         elif link.heartbeat(message):
