@@ -386,7 +386,7 @@ def _write_held(backend: MegatronBackend, directory: Path) -> None:
     """What each rank holds, in a file of its own."""
     directory.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().clone() for name, tensor in backend._parameters.items()}
-    save_file(held, directory / f"rank{backend._position.rank}.safetensors")
+    save_file(held, directory / f"rank{backend.position.rank}.safetensors")
     if dist.is_initialized():
         dist.barrier()
 
