@@ -174,11 +174,10 @@ class ReferenceBackend(SavedStepper, Backend):
             raise SettingsError(
                 "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
             )
-        self._stepper.zero_grad()
-        models = [model for model in (self._model, self._reference) if model is not None]
-        weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        every = [*weights, *self._stepper.tensors()]
-        return {id(tensor): tensor for tensor in every}.values(), ()
+        return super()._held()
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return [model for model in (self._model, self._reference) if model is not None]
 
     def close(self) -> None:
         """Release the reference model and the gradients."""

@@ -1,6 +1,5 @@
 """Trains a critic with plain torch and transformers: the oracle of the other backends' critics."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -83,11 +82,6 @@ class ReferenceCritic(SavedStepper, Critic):
         vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in packed]
         norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
         return measures.stats(measures.join(vectors, self._device), grad_norm=norm, skipped=skipped)
-
-    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        self._stepper.zero_grad()
-        weights = [*self._model.parameters(), *self._model.buffers()]
-        return [*weights, *self._stepper.tensors()], ()
 
     def _identity(self) -> dict[str, str]:
         optimizer = {} if self._optimizer.name == "adamw" else {"optimizer": self._optimizer.name}
