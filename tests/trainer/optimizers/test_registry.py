@@ -160,9 +160,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused(model_dir: Path, tmp_path:
 def test_moments_of_large_matrices_have_8_bits(model_dir: Path) -> None:
     backend = make(model_dir, optimizer=settings("adamw_8bit"))
     backend.train_step(batch())
-    kinds = {
-        p.numel() >= 4096: backend._stepper.optimizer.state[p]["state1"].dtype for p in backend._masters.values()
-    }
+    state = backend._stepper.optimizer.state
+    kinds = {p.numel() >= 4096: state[p]["state1"].dtype for p in backend._masters.values()}
     assert kinds == {True: torch.uint8, False: torch.float32}
 
 
