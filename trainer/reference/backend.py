@@ -25,7 +25,7 @@ from trainer.lora import merged, with_dropout, without_adapters
 from trainer.reference.frozen import frozen, in_dtype, load_model
 from trainer.reference.logprobs import evaluate, forward, logprobs_at, padded, passes
 from trainer.reference.lora import attach
-from trainer.reference.optimizer_step import MasterStepper
+from trainer.reference.optimizer_step import MasterStepper, masters_of
 from trainer.reference.state import SavedStepper
 from trainer.reference.values import ValueModel, values_at
 from trainer.roles.row_scores import numbers_of
@@ -74,12 +74,8 @@ class ReferenceBackend(SavedStepper, Backend):
         if adapters.rank:
             self.lora = adapters
             self.targets, self._trained = attach(self._model, adapters, trainer.seed)
-        self._masters = dict(self._trained)
+        self._masters = masters_of(self._trained, apart=shared or trainer.dtype != "float32")
         self._shared = shared
-        if shared or trainer.dtype != "float32":
-            self._masters = {
-                name: torch.nn.Parameter(p.detach().clone()) for name, p in self._masters.items()
-            }
         in_dtype(self._model, DTYPES[trainer.dtype])
         self._stepper = MasterStepper(self._trained, self._masters, optimizer, self._embeddings())
         self._reference: torch.nn.Module | None = None

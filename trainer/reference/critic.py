@@ -11,7 +11,7 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.reference.backend import DTYPES, ReferenceBackend, choose_device, require_one_rank
 from trainer.reference.frozen import architecture_of, in_dtype
 from trainer.reference.logprobs import evaluate, passes
-from trainer.reference.optimizer_step import MasterStepper
+from trainer.reference.optimizer_step import MasterStepper, masters_of
 from trainer.reference.state import SavedStepper
 from trainer.reference.values import HEAD, ValueModel, values_at
 from trainer.roles.config import CriticConfig
@@ -52,11 +52,7 @@ class ReferenceCritic(SavedStepper, Critic):
         self._architecture = f"{architecture} with a value head"
         self._model = ValueModel(model_dir, CRITIC).to(self._device)
         self._trained = dict(self._model.named_parameters())
-        self._masters: dict[str, torch.nn.Parameter] = self._trained
-        if trainer.dtype != "float32":
-            self._masters = {
-                name: torch.nn.Parameter(p.detach().clone()) for name, p in self._trained.items()
-            }
+        self._masters = masters_of(self._trained, apart=trainer.dtype != "float32")
         in_dtype(self._model, DTYPES[trainer.dtype])
         ends = ("model.embed_tokens.weight", HEAD[0])
         self._optimizer = config.optimizer(optimizer)
