@@ -9,7 +9,6 @@ acknowledged its score; until then its sender keeps it.
 import asyncio
 import functools
 import logging
-from typing import Any
 
 from protocol.codec import MAX_FRAME_BYTES
 from protocol.errors import FrameTooLarge
@@ -37,29 +36,19 @@ async def serve(process: Process) -> None:
     another reward worker.
     """
     settings = process.settings
-    identity: dict[str, Any] = {
-        "run": process.run,
-        "incarnation": process.incarnation,
-        "config": settings.bus,
-    }
     async with (
         ScorePool(settings.reward, add_user_modules(settings)) as pool,
-        Receiver(ROLLOUTS, **identity) as receiver,
-        Sender(
-            SCORED, role=Role.REWARD, discover=lambda: process.discover(SCORED.name), **identity
-        ) as sender,
+        process.binding_socket(Receiver, ROLLOUTS) as receiver,
+        process.connecting_socket(Sender, SCORED) as sender,
     ):
         if pool.scores_turns:
             check_turn_scores(settings.algorithm, reward_model=settings.reward_model.path)
-        process.metrics.watch("tether_bus_rollouts", "Bus counters, edge rollouts", receiver.stats.as_dict)
-        process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", sender.stats.as_dict)
         process.metrics.watch_labelled(
             "tether_verifier",
             "Calls of verifiers: how many, how long, and what they cost",
             ("verifier", "what"),
             lambda: pool.counts,
         )
-        process.edges |= {ROLLOUTS.name: receiver.snapshot, SCORED.name: sender.snapshot}
         process.info["endpoints"] = {ROLLOUTS.name: receiver.endpoint}
         meter = BusyMeter()
         process.on_heartbeat.append(lambda: process.info.update(meter.reading()))

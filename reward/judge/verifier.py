@@ -9,17 +9,7 @@ from reward.judge.question import OF_GROUP, make_question, template_fields
 from reward.judge.reading import make_reader
 from reward.verifiers.base import AwaitedVerifier, Notes
 
-__all__ = ["Judge", "Options", "load_judge", "needed_fields"]
-
-
-def load_judge(options: Options) -> "Judge":
-    """Return the verifier; no request is made.
-
-    Raises:
-        SettingsError: an option is wrong, or the key is not there.
-    """
-    check_options(options)
-    return Judge(options)
+__all__ = ["Judge", "Options", "needed_fields"]
 
 
 def needed_fields(options: Options) -> list[str]:
@@ -31,6 +21,12 @@ class Judge(AwaitedVerifier):
     """Verifier that asks a judge."""
 
     def __init__(self, options: Options) -> None:
+        """Check the options; no request is made.
+
+        Raises:
+            SettingsError: one is wrong, or the key is not there.
+        """
+        check_options(options)
         self._question = make_question(options)
         self._client = JudgeClient(options, read_key(options))
         self.at_once = self._question.whole

@@ -26,7 +26,7 @@ VERIFIERS = Registry(
         "exact_match": VerifierEntry("reward.verifiers.exact_match"),
         "function": VerifierEntry("reward.verifiers.function", "load_function"),
         "json_schema": VerifierEntry("reward.verifiers.json_schema"),
-        "judge": VerifierEntry("reward.judge.verifier", "load_judge"),
+        "judge": VerifierEntry("reward.judge.verifier", "Judge"),
         "last_integer": VerifierEntry("reward.verifiers.last_integer"),
         "math": VerifierEntry("reward.verifiers.math"),
         "positions": VerifierEntry("reward.verifiers.positions"),

@@ -10,15 +10,13 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from protocol.codec import decode_payload
-from protocol.errors import ProtocolError
 from protocol.messages import Rollout, ScoredRollout
 from protocol.rollout_view import RolloutView, decode_rollout
 from reward.workers.group_scoring import FELL_BACK, TIMED_OUT
 from services.audit.alarms import Culprit, Finding
 from trainer.config import AlgorithmConfig
 from trainer.step.plan import StepPlan
-from trainer.step.train_command import TrainCommand
+from trainer.step.train_command import TrainCommand, decode_scored
 
 TOLERANCE = 1e-4
 """Allowed difference of a reward, an advantage or a weight, relative to the larger of its size and 1."""
@@ -76,7 +74,7 @@ class TrainedGroup:
         for index, sample in enumerate(plan.samples):
             if is_chosen(sample.group):
                 rows.setdefault(sample.row, []).append(index)
-        scored = {place: _scored(command.records[place]) for place in rows}
+        scored = {place: decode_scored(command.records[place]) for place in rows}
         return [
             cls(one, decode_rollout(one.rollout), command.bounds[place], plan, tuple(rows[place]))
             for place, one in scored.items()
@@ -220,13 +218,6 @@ def check_group(group: TrainedGroup, expectations: Expectations) -> Iterator[Fin
     """Yield what contradicts a group's record."""
     for check in CHECKS:
         yield from check(group, expectations)
-
-
-def _scored(record: bytes) -> ScoredRollout:
-    message = decode_payload(record)
-    if not isinstance(message, ScoredRollout):
-        raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")
-    return message
 
 
 def turns_of(group: TrainedGroup) -> dict[int, list[tuple[int, int]]]:

@@ -66,7 +66,8 @@ class Shadow:
         if settings.algorithm.kl_coef > 0:
             self._executor.lead(KeepReferenceCommand())
         computed = settings.trainer.dtype if settings.trainer.fp8 == "off" else "fp8"
-        self._limit = max(LIMITS[computed], LIMITS[settings.engine.dtype])
+        self.limit = max(LIMITS[computed], LIMITS[settings.engine.dtype])
+        """Allowed relative difference."""
         backend = self._executor.models.policy
         assert isinstance(backend, ReferenceBackend)
         views = {} if settings.lora.rank else checkpoint_views(backend.model, model_tensors(backend.model))
@@ -75,11 +76,6 @@ class Shadow:
         self._chosen = _chosen(self._views)
         self._drops = settings.lora.dropout > 0
         """Whether the trainer's masks are of its layout, so that its steps are made again with others."""
-
-    @property
-    def limit(self) -> float:
-        """Allowed relative difference."""
-        return self._limit
 
     @torch.no_grad()
     def follow(

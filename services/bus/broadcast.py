@@ -22,7 +22,7 @@ from protocol.messages import AnyMessage, Heartbeat, Hello, Message, WeightManif
 from protocol.topics import Pattern, Topic
 from services.bus.config import BusConfig
 from services.bus.inbox import Inbox
-from services.bus.links import Discover, Link, Links
+from services.bus.links import Discover, Link, LinkedSocket, Links
 from services.bus.peers import MAX_PEERS
 from services.bus.router import Router, SendResult
 from services.bus.stats import BusStats
@@ -141,14 +141,9 @@ class Broadcaster:
         return outcome is SendResult.SENT
 
     def _on_frame(self, connection: bytes, frame: zmq.Frame) -> None:
-        try:
-            envelope, message = decode(frame.buffer)
-            if envelope.run != self._run or not isinstance(message, (Hello, *self._topic.answers)):
-                raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
-        except ProtocolError as error:
-            self.stats.malformed += 1
-            log.debug("bus.malformed topic=%s error=%s", self._topic.name, error)
-            return
+        envelope, message = decode(frame.buffer)
+        if envelope.run != self._run or not isinstance(message, (Hello, *self._topic.answers)):
+            raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
         if isinstance(message, Hello):
             self._on_hello(connection, message)
         elif connection not in self._peers:
@@ -183,7 +178,7 @@ class Broadcaster:
                 self._send(connection, peer, kind, self._newest[kind])
 
 
-class Listener:
+class Listener(LinkedSocket):
     """Connecting end of a BROADCAST edge, with a link to every broadcaster; used by `async with`.
 
     After a reconnect the newest sticky message is received again: readers must compare its content.
@@ -212,17 +207,8 @@ class Listener:
             on_writable=self._flush,
         )
 
-    async def __aenter__(self) -> Self:
-        await self._links.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self._links.__aexit__(kind, error, trace)
-        finally:
-            self._inbox.close()
+    def _close(self) -> None:
+        self._inbox.close()
 
     async def receive(self) -> Answer:
         """Wait for the next message and return it. Cancelled, it leaves every message in place.
@@ -256,14 +242,9 @@ class Listener:
                     self.stats.dropped_full += 1
 
     def _on_frame(self, link: Link[None], frame: zmq.Frame) -> None:
-        try:
-            envelope, message = decode(frame.buffer)
-            if envelope.run != self._run or not isinstance(message, (Heartbeat, *self._topic.carries)):
-                raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
-        except ProtocolError as error:
-            self.stats.malformed += 1
-            log.debug("bus.malformed topic=%s peer=%s error=%s", self._topic.name, link.incarnation, error)
-            return
+        envelope, message = decode(frame.buffer)
+        if envelope.run != self._run or not isinstance(message, (Heartbeat, *self._topic.carries)):
+            raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
         if isinstance(message, Heartbeat):
             if link.heartbeat(message):
                 self._flush()

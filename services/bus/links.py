@@ -8,16 +8,17 @@ to be another one) `on_lost` is called, and the next read of the registry opens 
 import asyncio
 import logging
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping
 from types import TracebackType
-from typing import Generic, Self, TypeVar
+from typing import Any, Generic, Self, TypeVar
 
 import msgspec
 import zmq
 from zmq.utils.monitor import recv_monitor_message
 
 from protocol.codec import encode
-from protocol.errors import TetherError
+from protocol.errors import ProtocolError, TetherError
 from protocol.messages import Heartbeat, Hello
 from protocol.topics import Topic
 from services.bus.config import BusConfig
@@ -137,7 +138,11 @@ class Link(Generic[T]):
             return
         self._stats.bytes_in += len(frame)
         self.heard_s = asyncio.get_running_loop().time()
-        self._owner.on_frame(self, frame)
+        try:
+            self._owner.on_frame(self, frame)
+        except ProtocolError as error:
+            self._stats.malformed += 1
+            log.debug("bus.malformed peer=%s error=%s", self.incarnation, error)
 
     def _check_writable(self) -> None:
         if self.full and int(self._socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT:
@@ -148,8 +153,9 @@ class Link(Generic[T]):
 class Links(Generic[T]):
     """All links of one topic, within an `async with` block.
 
-    `on_frame` is called with every frame, `on_lost` with each link that was removed and closed, `on_writable`
-    when a full link has room again. An error of `discover` other than TetherError and OSError ends the block.
+    `on_frame` is called with every frame, and raises ProtocolError for a malformed one. `on_lost` is called
+    with each link that was removed and closed, `on_writable` when a full link has room again. An error of
+    `discover` other than TetherError and OSError ends the block.
     """
 
     def __init__(
@@ -298,3 +304,25 @@ class Links(Generic[T]):
         del self._links[link.incarnation]
         link.close()
         self._on_lost(link)
+
+
+class LinkedSocket(ABC):
+    """A connecting end of an edge: the end of its `async with` block closes its links, and then itself."""
+
+    _links: Links[Any]
+
+    async def __aenter__(self) -> Self:
+        await self._links.__aenter__()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            await self._links.__aexit__(kind, error, trace)
+        finally:
+            self._close()
+
+    @abstractmethod
+    def _close(self) -> None:
+        """Let calls that wait fail."""

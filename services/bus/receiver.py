@@ -109,6 +109,13 @@ class Receiver:
         self._router.pump.resume()
         return delivery
 
+    async def receive_waiting(self, most: int) -> list[Delivery]:
+        """Wait for the next message; return it and those that wait behind it, `most` in all."""
+        batch = [await self.receive()]
+        while self._inbox and len(batch) < most:
+            batch.append(await self.receive())
+        return batch
+
     def ack(self, delivery: Delivery) -> None:
         """Acknowledge a message that took effect, in the next iteration of the loop. Idempotent."""
         self._finish(delivery.envelope.id, None)
@@ -142,11 +149,6 @@ class Receiver:
         self._router.close()
         self._inbox.close()
 
-    @property
-    def waiting(self) -> int:
-        """Number of messages that `receive` would return without waiting."""
-        return len(self._inbox)
-
     def snapshot(self) -> dict[str, object]:
         """Return who waits for whom: messages waiting for `receive`, messages held, and the senders."""
         return {
@@ -173,17 +175,11 @@ class Receiver:
                 self.stats.unknown_peer += 1
                 return
             raise ProtocolError(f"{type(hello).__name__} without an id")
-        except ProtocolError as error:
-            self.stats.malformed += 1
+        except ProtocolError:
             if session is not None:
                 # so that the next heartbeat makes the sender repeat the message that this frame was
                 session.account.seen += 1
-            log.debug(
-                "bus.malformed topic=%s peer=%s error=%s",
-                self._topic.name,
-                session.incarnation if session else "?",
-                error,
-            )
+            raise
 
     def _on_message(self, connection: bytes, session: SenderSession, envelope: Envelope) -> None:
         id, account = envelope.id, session.account

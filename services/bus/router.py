@@ -8,7 +8,7 @@ from enum import Enum
 
 import zmq
 
-from protocol.errors import SettingsError
+from protocol.errors import ProtocolError, SettingsError
 from protocol.topics import Topic
 from services.bus.config import BusConfig, bind_address, public_endpoint
 from services.bus.curve import Authenticator, secure_server
@@ -39,7 +39,8 @@ class SendResult(Enum):
 class Router:
     """Owner of context, socket and authenticator of a binding end.
 
-    `on_frame(peer, frame)` is called for each message of one frame; longer ones are counted as malformed.
+    `on_frame(peer, frame)` is called for each message of one frame, and raises ProtocolError for a malformed
+    one; longer ones are counted as malformed, too.
     """
 
     def __init__(
@@ -157,4 +158,8 @@ class Router:
             self._stats.malformed += 1
             return
         self._stats.bytes_in += len(frame)
-        self._on_frame(peer, frame)
+        try:
+            self._on_frame(peer, frame)
+        except ProtocolError as error:
+            self._stats.malformed += 1
+            log.debug("bus.malformed topic=%s error=%s", self._topic.name, error)

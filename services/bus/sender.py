@@ -9,8 +9,6 @@ frees.
 import asyncio
 import logging
 from collections import OrderedDict
-from types import TracebackType
-from typing import Self
 
 import zmq
 
@@ -20,7 +18,7 @@ from protocol.ids import new_token
 from protocol.messages import Ack, AnyMessage, Heartbeat
 from protocol.topics import Pattern, Topic
 from services.bus.config import BusConfig
-from services.bus.links import Discover, Link, Links
+from services.bus.links import Discover, Link, LinkedSocket, Links
 from services.bus.stats import BusStats
 
 log = logging.getLogger(__name__)
@@ -49,7 +47,7 @@ class Pending:
         """Number of the message on its link, from 1."""
 
 
-class Sender:
+class Sender(LinkedSocket):
     """Connecting end of a DELIVER edge, with a link to every live receiver; used by `async with`.
 
     `discover()` returns receiver incarnation -> endpoint. It is called every `heartbeat_s`, and raises
@@ -82,18 +80,6 @@ class Sender:
             on_lost=self._on_lost,
             on_writable=self._flush,
         )
-
-    async def __aenter__(self) -> Self:
-        await self._links.__aenter__()
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        try:
-            await self._links.__aexit__(kind, error, trace)
-        finally:
-            self._close()
 
     @property
     def outstanding(self) -> int:
@@ -227,14 +213,9 @@ class Sender:
 
     # -- frames in
     def _on_frame(self, link: Link[Pending], frame: zmq.Frame) -> None:
-        try:
-            envelope, message = decode(frame.buffer)
-            if envelope.run != self._run or not isinstance(message, Ack | Heartbeat):
-                raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
-        except ProtocolError as error:
-            self.stats.malformed += 1
-            log.debug("bus.malformed topic=%s peer=%s error=%s", self._topic.name, link.incarnation, error)
-            return
+        envelope, message = decode(frame.buffer)
+        if envelope.run != self._run or not isinstance(message, Ack | Heartbeat):
+            raise ProtocolError(f"{type(message).__name__} of run {envelope.run!r}")
         if isinstance(message, Ack):
             self._on_ack(message)
         elif link.heartbeat(message):

@@ -15,12 +15,11 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
-import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from protocol.errors import SettingsError, WeightError
 from protocol.host.atomic_file import write_atomically
@@ -32,6 +31,7 @@ from rollout.weights.registry import make_receiver
 from services.run_record.evaluations import BEST, Evaluation, counted_evaluations, last_lines
 from services.settings.evaluation import BestScore
 from services.settings.sections import Settings
+from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.lora import merged, save_adapter
 from trainer.storage.checksums import sealed
 from trainer.storage.hf_export import write_hf
@@ -132,7 +132,8 @@ class BestCheckpoint:
             return
         published = dataclasses.replace(lora, alpha=float(lora.rank), use_rslora=False)  # B is scaled
         save_adapter(snapshot.items(), target.with_name(f"adapter_{target.name}"), published, source)
-        base = dict(_tensors(source))
+        with SafetensorsReader(source) as reader:
+            base = {name: reader.whole(name) for name in sorted(reader.names)}
         for item in adapter_targets({name: tuple(tensor.shape) for name, tensor in base.items()}, lora):
             base[item.weight] = merged(item, base[item.weight], snapshot, published)
         write_hf(iter(base.items()), target, source)
@@ -143,10 +144,3 @@ class BestCheckpoint:
         aside.unlink(missing_ok=True)
         aside.symlink_to(target)
         os.replace(aside, self._directory / name)
-
-
-def _tensors(directory: Path) -> Iterator[tuple[str, torch.Tensor]]:
-    for path in sorted(directory.glob("*.safetensors")):
-        with safe_open(str(path), framework="pt") as file:
-            for name in file.keys():  # noqa: SIM118 (not a mapping)
-                yield name, file.get_tensor(name)

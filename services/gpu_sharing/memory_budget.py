@@ -11,9 +11,8 @@ from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig, WeightConfig
+from trainer.memory.expected import GIB, ITEM_BYTES
 
-GIB = 1 << 30
-ITEM_BYTES = {"float32": 4, "float16": 2, "bfloat16": 2}
 SIZED_BY_FRACTION = ("sglang", "vllm")
 """Engines that take `engine.memory_fraction` of the device for any model."""
 CONTEXT_GB = 1.5

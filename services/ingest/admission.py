@@ -46,9 +46,7 @@ class Admission:
     async def admit_loop(self) -> None:
         """Admit arriving records, in batches of the waiting ones, until cancelled."""
         while True:
-            batch = [await self._receiver.receive()]
-            while self._receiver.waiting and len(batch) < BATCH:
-                batch.append(await self._receiver.receive())
+            batch = await self._receiver.receive_waiting(BATCH)
             with self._meter.working():
                 await self._admit(batch)
 

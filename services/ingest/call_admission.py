@@ -78,9 +78,7 @@ class CallAdmission:
     async def journal_loop(self) -> None:
         """Journal arriving calls, in batches of the waiting ones, until cancelled."""
         while True:
-            batch = [await self._receiver.receive()]
-            while self._receiver.waiting and len(batch) < BATCH:
-                batch.append(await self._receiver.receive())
+            batch = await self._receiver.receive_waiting(BATCH)
             await self._put([delivery for delivery in batch if isinstance(delivery.message, Call)])
             for delivery in batch:
                 if isinstance(delivery.message, Recall):

@@ -85,14 +85,10 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
     try:
         await reconciler.reconcile_and_archive()
         await process.ledger.guard()
-        config = process.settings.bus
         async with (
-            Receiver(SCORED, run=process.run, incarnation=process.incarnation, config=config) as receiver,
-            Receiver(CALLS, run=process.run, incarnation=process.incarnation, config=config) as called,
+            process.binding_socket(Receiver, SCORED) as receiver,
+            process.binding_socket(Receiver, CALLS) as called,
         ):
-            process.metrics.watch("tether_bus_calls", "Bus counters, edge calls", called.stats.as_dict)
-            process.metrics.watch("tether_bus_scored", "Bus counters, edge scored", receiver.stats.as_dict)
-            process.edges |= {SCORED.name: receiver.snapshot, CALLS.name: called.snapshot}
             process.info["spool"] = spool.id
             process.info["endpoints"] = {SCORED.name: receiver.endpoint, CALLS.name: called.endpoint}
             await process.register()

@@ -1,12 +1,12 @@
 """Finds settings that a critic's model rules out. It reads files and builds no model."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
-import msgspec
-
 from protocol.errors import SettingsError
+from rollout.tokenizer_files import vocabulary_of
 from services.preflight.model import ModelFacts
 from services.preflight.problem import Problem
 from services.settings.hub import fetch_critic
@@ -19,28 +19,6 @@ from trainer.megatron.families.stages import export_plan
 from trainer.megatron.layout import Layout
 
 SETTING = "critic.path"
-TOKENIZER = "tokenizer.json"
-
-
-class AddedToken(msgspec.Struct):
-    """Token of a tokenizer.json outside its model."""
-
-    content: str
-    id: int
-
-
-class TokenizerModel(msgspec.Struct):
-    """Model of a tokenizer.json, as far as it is read."""
-
-    vocab: dict[str, int]
-    """Token -> its number."""
-
-
-class Tokenizer(msgspec.Struct):
-    """Content of a tokenizer.json, as far as it is read."""
-
-    model: TokenizerModel
-    added_tokens: tuple[AddedToken, ...] = ()
 
 
 def critic_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
@@ -110,13 +88,11 @@ def _token_problems(settings: Settings, model: ModelFacts, config: dict[str, Any
         )
 
 
-def _tokens(directory: Path) -> dict[str, int]:
-    """Return the number of each token of a tokenizer; empty if there is no file that says so."""
-    try:
-        found = msgspec.json.decode((directory / TOKENIZER).read_bytes(), type=Tokenizer)
-    except (OSError, msgspec.MsgspecError):
-        return {}
-    return found.model.vocab | {token.content: token.id for token in found.added_tokens}
+def _tokens(directory: Path) -> Mapping[str, int]:
+    """Return the number of each token of a model's tokenizer; empty if there is none that can be loaded."""
+    with suppress(SettingsError):
+        return vocabulary_of(directory)
+    return {}
 
 
 def _named(settings: Settings) -> tuple[str, object]:

@@ -11,13 +11,13 @@ import dataclasses
 import importlib
 import resource
 import time
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 
 from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
 from protocol.errors import EngineError, SettingsError
 from protocol.host.key_proof import fetch_with_keys
-from protocol.topics import CALLS, ROLLOUTS, WEIGHTS, Role, Topic
+from protocol.topics import CALLS, ROLLOUTS, WEIGHTS, Role
 from rollout.engines.base import Engine, EngineConfig, Occupancy
 from rollout.engines.multi_process.engine import MultiProcessEngine
 from rollout.engines.registry import ENGINES, import_engine, make_engine
@@ -59,8 +59,7 @@ async def serve(process: Process) -> None:
     """
     settings = process.settings
     fetch_with_keys(settings.bus.curve_dir)
-    refuse(distribution_problems(settings.sampling))
-    refuse(session_endpoint_problems(settings))
+    refuse([*distribution_problems(settings.sampling), *session_endpoint_problems(settings)])
     await asyncio.to_thread(fetch_model, settings)
     add_user_modules(settings)
     prompts = await asyncio.to_thread(make_source, settings.prompts)
@@ -78,11 +77,12 @@ async def serve(process: Process) -> None:
     try:
         if turn is not None and not await turn.acquire():
             return
-        await _start(process, engine)
-        if shared is not None:
-            process.info[DESCRIBED] = str(shared)
-            await process.register()
-        async with _listener(process) as listener, _senders(process, environment) as (sender, calls):
+        await _start(process, engine, shared)
+        async with (
+            process.connecting_socket(Listener, WEIGHTS) as listener,
+            process.connecting_socket(Sender, ROLLOUTS) as sender,
+            _calls(process, environment) as calls,
+        ):
             runner = GroupRunner(process, engine, renderer, environment, prompts, sender, calls)
             profiles = EngineProfiles(process, engine, runner.nudge)
             updater = WeightUpdater(
@@ -142,12 +142,13 @@ def allow_open_files(groups: int, samples: int, each: int) -> None:
     resource.setrlimit(resource.RLIMIT_NOFILE, (required, hard))
 
 
-async def _start(process: Process, engine: Engine) -> None:
-    """Start the engine, and note how long it took."""
+async def _start(process: Process, engine: Engine, shared: Path | None) -> None:
+    """Start the engine, and note how long it took and where the file is that describes its weights."""
     with process.waiting("engine start"):
         began = time.monotonic()
         await engine.start()
         process.info["draft_digest"] = engine.draft_digest or None
+        process.info |= {DESCRIBED: str(shared)} if shared else {}
         process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
     await process.ready("engine")
 
@@ -198,44 +199,13 @@ async def read_occupancy(engine: Engine, limit_s: float) -> Occupancy:
         return Occupancy()
 
 
-def _listener(process: Process) -> Listener:
-    listener = Listener(
-        WEIGHTS,
-        run=process.run,
-        incarnation=process.incarnation,
-        role=Role.ROLLOUT,
-        config=process.settings.bus,
-        discover=lambda: process.discover(WEIGHTS.name),
-    )
-    process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", listener.stats.as_dict)
-    return listener
-
-
-@contextlib.asynccontextmanager
-async def _senders(process: Process, environment: Environment) -> AsyncIterator[tuple[Sender, Sender | None]]:
-    """Connect to reward workers and, where calls are recorded, to the ingest."""
-    async with contextlib.AsyncExitStack() as stack:
-        rollouts = await stack.enter_async_context(_sender(process, ROLLOUTS))
-        # a recorded call of an earlier lease would be context, one that is generated again is trained
-        recorded = environment.has_calls and not process.settings.run.deterministic
-        calls = await stack.enter_async_context(_sender(process, CALLS)) if recorded else None
-        yield rollouts, calls
-
-
-def _sender(process: Process, topic: Topic) -> Sender:
-    sender = Sender(
-        topic,
-        run=process.run,
-        incarnation=process.incarnation,
-        role=Role.ROLLOUT,
-        config=process.settings.bus,
-        discover=lambda: process.discover(topic.name),
-    )
-    process.metrics.watch(
-        f"tether_bus_{topic.name}", f"Bus counters, edge {topic.name}", sender.stats.as_dict
-    )
-    process.edges[topic.name] = sender.snapshot
-    return sender
+def _calls(
+    process: Process, environment: Environment
+) -> contextlib.AbstractAsyncContextManager[Sender | None]:
+    """Return a connection to the ingest where calls are recorded."""
+    # a recorded call of an earlier lease would be context, one that is generated again is trained
+    recorded = environment.has_calls and not process.settings.run.deterministic
+    return process.connecting_socket(Sender, CALLS) if recorded else contextlib.nullcontext()
 
 
 def _device(settings: Settings, engine: Engine) -> DeviceLock:

@@ -9,11 +9,14 @@ import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from protocol.errors import TetherError
 from protocol.ids import new_incarnation
-from protocol.topics import Role
+from protocol.topics import Role, Topic
+from services.bus.broadcast import Broadcaster, Listener
+from services.bus.receiver import Receiver
+from services.bus.sender import Sender
 from services.ledger.interface import Peer
 from services.ledger.redis.ledger import RedisLedger
 from services.observability.http import HttpServer
@@ -24,6 +27,9 @@ from services.runtime.run_ledger import open_ledger
 from services.runtime.start_time import seconds_since_start
 from services.settings.sections import Settings
 
+B = TypeVar("B", Receiver, Broadcaster)
+C = TypeVar("C", Sender, Listener)
+S = TypeVar("S", bound=Receiver | Broadcaster | Sender | Listener)
 log = logging.getLogger("tether")
 
 NUMBER = re.compile(r"\d+")
@@ -146,9 +152,31 @@ class Process:
             await self.register()
             await asyncio.sleep(self.settings.ledger.ttl_s / 3)
 
-    async def discover(self, topic: str) -> Mapping[str, str]:
-        """Return the endpoints that serve `topic`: incarnation -> endpoint."""
-        return await self.ledger.endpoints(topic)
+    def binding_socket(self, kind: type[B], topic: Topic) -> B:
+        """Make the socket of a topic that this process binds, as yet without an endpoint."""
+        return self._shown(
+            topic, kind(topic, run=self.run, incarnation=self.incarnation, config=self.settings.bus)
+        )
+
+    def connecting_socket(self, kind: type[C], topic: Topic) -> C:
+        """Make the socket of a topic that connects to the processes whose endpoints the registry has."""
+        socket = kind(
+            topic,
+            run=self.run,
+            incarnation=self.incarnation,
+            role=self.role,
+            config=self.settings.bus,
+            discover=lambda: self.ledger.endpoints(topic.name),
+        )
+        return self._shown(topic, socket)
+
+    def _shown(self, topic: Topic, socket: S) -> S:
+        """Show the counters of a socket in the metrics, and who waits for whom in `/health`."""
+        name = topic.name
+        self.metrics.watch(f"tether_bus_{name}", f"Bus counters, edge {name}", socket.stats.as_dict)
+        if isinstance(socket, Receiver | Sender):
+            self.edges[name] = socket.snapshot
+        return socket
 
     async def stopped_within(self, seconds: float) -> bool:
         """Wait at most `seconds` for the stop event; return whether it is set."""

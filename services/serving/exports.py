@@ -3,10 +3,9 @@
 from pathlib import Path
 from typing import Any
 
-from safetensors.torch import load_file
-
 from protocol.errors import SettingsError
 from protocol.messages import WeightManifest
+from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.storage.checksums import check_model_files
 from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.files import FileSender
@@ -34,13 +33,11 @@ def load_model(directory: Path) -> dict[str, Any]:
     """Return all tensors of a Hugging Face directory, by name.
 
     Raises:
-        SettingsError: there are none, or a file of the directory is damaged.
+        SettingsError: one is missing, or a file of the directory is damaged.
     """
     check_model_files(directory)
-    files = sorted(directory.glob("*.safetensors"))
-    if not files:
-        raise SettingsError(f"no safetensors in {directory}")
-    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+    with SafetensorsReader(directory) as reader:
+        return {name: reader.whole(name) for name in sorted(reader.names)}
 
 
 def publish_model(

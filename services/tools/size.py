@@ -8,7 +8,7 @@ from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name
-from services.preflight.memory import critic_workload, planned_of, weights_apart, workload_of
+from services.preflight.memory import critic_workload, planned_of, weights_apart
 from services.preflight.model import ModelFacts, read_facts, read_model
 from services.settings.automatic import ALONE
 from services.settings.load import load_settings
@@ -17,7 +17,7 @@ from trainer.config import ParallelConfig
 from trainer.fsdp.layout import TENSOR_SIZE
 from trainer.fsdp.memory.expected import ShardedWorkload
 from trainer.megatron.families.numbers import Architecture
-from trainer.megatron.memory.expected import parameters_of_stage
+from trainer.megatron.memory.expected import Workload, parameters_of_stage
 from trainer.megatron.memory.layouts import TENSOR_RANKS, FittingLayout, fitting_layouts
 from trainer.memory.expected import GIB, ITEM_BYTES, TOKENS_STEP, USED_SHARE, largest_budget, refusal
 
@@ -83,82 +83,68 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
         gpu_gb: memory of one GPU, GiB.
 
     Raises:
-        SettingsError: a setting is wrong, or the trainer does not support the model; or `[placement]` leaves
-            no GPU to the policy.
+        SettingsError: a setting is wrong, the trainer does not support the model, a file cannot be read, or
+            the GPUs cannot be divided so.
     """
     settings = load_settings(config, overrides)
-    if settings.trainer.backend not in ("megatron", "fsdp"):
-        raise SettingsError(
-            f"setting trainer.backend: {settings.trainer.backend!r} has no layouts: use megatron or fsdp"
+    ranks, room = _policy_ranks(settings, gpus), gpu_gb * GIB * USED_SHARE
+    model = read_model(settings) if settings.trainer.backend == "fsdp" else _configuration(settings)
+    work = planned_of(settings, model)
+    layouts: list[FittingLayout] = []
+    engines: list[EngineRoom] = []
+    if isinstance(work, Workload):
+        parameters = parameters_of_stage(dataclasses.replace(work, parallel=ParallelConfig()), 0)
+        layouts = fitting_layouts(work, ranks, int(gpu_gb * GIB), settings.context_tokens)
+        engines += _engine_rooms(settings, parameters, work.architecture, int(gpu_gb * GIB))
+    elif isinstance(work, ShardedWorkload):
+        parameters = work.model.whole  # no arithmetic of its engine is known
+        tensor_ranks = settings.parallel.tensor_model_parallel_size
+        parallel = ParallelConfig(
+            data_parallel_size=ranks // tensor_ranks, tensor_model_parallel_size=tensor_ranks
         )
-    placed = settings.placement.total
-    if placed >= gpus:
+        work = dataclasses.replace(work, parallel=parallel)
+        if (tokens := largest_budget(work, room)) >= settings.context_tokens:
+            layouts = [FittingLayout(parallel, tokens, work.expected(tokens))]
+    else:
         raise SettingsError(
-            f"section [placement]: it takes {placed} GPUs of the trainer's {gpus}, and leaves none to the "
-            "policy; give --gpus more, or place fewer"
+            "setting trainer.backend: 'fsdp' computes sizes from the model's files, which are yet to be made"
         )
-    if settings.trainer.backend == "fsdp":
-        return _sharded_sizes(settings, gpus, gpus - placed, gpu_gb)
-    model = _configuration(settings)
-    work = workload_of(settings, model)
-    whole = parameters_of_stage(dataclasses.replace(work, parallel=ParallelConfig()), 0)
-    critic = 0
-    if settings.placement.critic:
-        critic = critic_workload(settings, model).expected(TOKENS_STEP).peak
-    layouts = fitting_layouts(work, gpus - placed, int(gpu_gb * GIB), settings.context_tokens)
+    critic = critic_workload(settings, model).expected(TOKENS_STEP).peak if settings.placement.critic else 0
     return Sizes(
         model=settings.model.path or "[model.scratch]",
-        parameters=whole,
+        parameters=parameters,
         gpus=gpus,
         gpu_gb=gpu_gb,
         sample_tokens=settings.context_tokens,
         critic_apart=critic,
         apart=weights_apart(settings, work),
         layouts=layouts,
-        engines=list(_engine_rooms(settings, whole, work.architecture, int(gpu_gb * GIB))),
-        remedy="" if layouts else refusal(work, gpu_gb * GIB * USED_SHARE),
+        engines=engines,
+        remedy="" if layouts else refusal(work, room),
     )
 
 
-def _sharded_sizes(settings: Settings, gpus: int, ranks: int, gpu_gb: float) -> Sizes:
-    """Return what fits of a model that is sharded over all ranks; no engine's arithmetic is known for it.
+def _policy_ranks(settings: Settings, gpus: int) -> int:
+    """Return how many of the trainer's GPUs the policy has.
 
     Raises:
-        SettingsError: the model has no weights yet, a file cannot be read, or the tensor-parallel ranks do
-            not divide the GPUs.
+        SettingsError: `[placement]` leaves it none, its tensor-parallel ranks do not divide them, or its
+            backend has no layouts.
     """
-    model = read_model(settings)
-    work = planned_of(settings, model)
-    if not isinstance(work, ShardedWorkload):
+    backend, placed = settings.trainer.backend, settings.placement.total
+    if backend not in ("megatron", "fsdp"):
+        raise SettingsError(f"setting trainer.backend: {backend!r} has no layouts: use megatron or fsdp")
+    if placed >= gpus:
         raise SettingsError(
-            "setting trainer.backend: 'fsdp' computes sizes from the model's files, which are yet to be made"
+            f"section [placement]: it takes {placed} GPUs of the trainer's {gpus}, and leaves none to the "
+            "policy; give --gpus more, or place fewer"
         )
-    room, tensor_ranks = gpu_gb * GIB * USED_SHARE, settings.parallel.tensor_model_parallel_size
-    if ranks % tensor_ranks:
+    ranks, tensor_ranks = gpus - placed, settings.parallel.tensor_model_parallel_size
+    if backend == "fsdp" and ranks % tensor_ranks:
         raise SettingsError(
             f"setting {TENSOR_SIZE}: {tensor_ranks}: it does not divide the policy's {ranks} GPUs"
         )
-    parallel = ParallelConfig(
-        data_parallel_size=ranks // tensor_ranks, tensor_model_parallel_size=tensor_ranks
-    )
-    work = dataclasses.replace(work, parallel=parallel)
-    tokens = largest_budget(work, room)
-    critic = 0
-    if settings.placement.critic:
-        critic = critic_workload(settings, model).expected(TOKENS_STEP).peak
-    fits = tokens >= settings.context_tokens
-    return Sizes(
-        model=settings.model.path or "[model.scratch]",
-        parameters=work.model.whole,
-        gpus=gpus,
-        gpu_gb=gpu_gb,
-        sample_tokens=settings.context_tokens,
-        critic_apart=critic,
-        apart=weights_apart(settings, work),
-        layouts=[FittingLayout(parallel, tokens, work.expected(tokens))] if fits else [],
-        engines=[],
-        remedy="" if fits else refusal(work, room),
-    )
+    return ranks
 
 
 def _configuration(settings: Settings) -> ModelFacts:

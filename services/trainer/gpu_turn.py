@@ -14,13 +14,14 @@ from protocol.errors import SettingsError, TetherError
 from protocol.messages import Action, Control
 from services.bus.broadcast import Broadcaster
 from services.gpu_sharing.device_lock import DeviceLock, given_device
-from services.gpu_sharing.memory_budget import GIB, check_budget
+from services.gpu_sharing.memory_budget import check_budget
 from services.gpu_sharing.turn import TURN, Turn, holders
 from services.preflight.memory import expected_gb
 from services.preflight.model import read_model
 from services.runtime.process import Process
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
+from trainer.memory.expected import GIB
 
 log = logging.getLogger("tether.turns")
 

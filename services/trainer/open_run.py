@@ -5,9 +5,8 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.codec import decode_payload
 from protocol.errors import ProtocolError, SettingsError, TetherError
-from protocol.messages import ScoredRollout, WeightManifest
+from protocol.messages import WeightManifest
 from protocol.rollout_view import sample_lengths
 from protocol.topics import Role
 from services.bus.broadcast import Broadcaster
@@ -17,7 +16,7 @@ from services.run_record.steps import StepLog
 from services.runtime.process import Process
 from services.runtime.training import train_command
 from trainer.data.samples import check_scored
-from trainer.step.train_command import TrainCommand
+from trainer.step.train_command import TrainCommand, decode_scored
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.spool import Spool, is_made
@@ -74,10 +73,7 @@ class OpenRun:
         causes = {}
         for record in self.spool.stored([(group.group, group.token) for group in batch.groups]):
             try:
-                message = decode_payload(record.payload)
-                if not isinstance(message, ScoredRollout):
-                    raise ProtocolError(f"is a {type(message).__name__}, not a ScoredRollout")
-                check_scored(message, batch.step)
+                check_scored(decode_scored(record.payload), batch.step)
             except ProtocolError as found:
                 named = str(found).removeprefix(f"group {record.group}: ")
                 causes[record.group, record.token] = f"group {record.group}: {named}"
@@ -91,11 +87,11 @@ class OpenRun:
         Returns none if a record cannot be read: a measurement does not end a run.
         """
         try:
-            messages = [decode_payload(payload) for payload in self.spool.find(groups)]
+            records = [decode_scored(payload) for payload in self.spool.find(groups)]
         except TetherError as error:
             log.warning("dropped.unreadable error=%s", error)
             return []
-        return [sample_lengths(m.rollout) for m in messages if isinstance(m, ScoredRollout)]
+        return [sample_lengths(record.rollout) for record in records]
 
     async def forget(self, groups: Sequence[int], journal_from: int = 0) -> bool:
         """Delete groups from the spool; returns whether that succeeded, as a later call may try again.

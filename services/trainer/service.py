@@ -59,10 +59,7 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
     """Load the model, open the run and train. `turn` is a colocated run's."""
     settings, run_dir = process.settings, process.settings.run_dir
     runner = await load_model(process, turn)
-    async with Broadcaster(
-        WEIGHTS, run=process.run, incarnation=process.incarnation, config=settings.bus
-    ) as broadcaster:
-        process.metrics.watch("tether_bus_weights", "Bus counters, edge weights", broadcaster.stats.as_dict)
+    async with process.binding_socket(Broadcaster, WEIGHTS) as broadcaster:
         run = OpenRun(
             process=process,
             epoch=new_epoch(),
@@ -117,7 +114,7 @@ async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
     process = run.process
     reports = await process.ledger.reports(0)
     await until_written(process, lambda: run.steps.backfill(reports))
-    loops = {"weights.answers": loop.answers_loop(), "audit": loop.audit_loop()}
+    loops = {"weights.answers": loop.answers_loop(), "audit": loop.audit.audit_loop()}
     if runner.shared_engine is not None:
         loops["engine.watch"] = runner.shared_engine.watch_loop()
     async with running_loops(loops):

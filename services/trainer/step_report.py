@@ -1,6 +1,5 @@
 """Measures and reports each step, and names the cause for which skipped steps halt the run."""
 
-import dataclasses
 import logging
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -29,20 +28,9 @@ LIKELY: Mapping[str, str] = {
     "gradient": "optimizer.lr, trainer.dtype, algorithm.advantage_eps, the weights of rewards",
 }
 """Keyword in the cause -> settings to check."""
+PARTS = ("wait", "train", "publish", "checkpoint")
+"""Parts that a step is made of, with others."""
 Part = Literal["wait", "train", "publish", "checkpoint", "drafts"]
-
-
-@dataclass(frozen=True, slots=True)
-class StepTimes:
-    """Seconds between two reports; names and meanings are as in `StepReport`. The others are `step_s`."""
-
-    step_s: float
-    wait_s: float
-    train_s: float
-    publish_s: float
-    checkpoint_s: float
-    other_s: float
-    drafts_s: float | None = None
 
 
 class StepClock:
@@ -63,21 +51,17 @@ class StepClock:
         finally:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - began
 
-    def lap(self) -> StepTimes:
-        """Return the times since the last lap, or since the start, and begin the next one."""
+    def lap(self) -> dict[str, float]:
+        """Return the times since the last lap, or since the start, and begin the next one.
+
+        They are `step_s`, its parts and `drafts_s`, if there was such a part, as in `StepReport`.
+        """
         now = self._now()
         step_s, self._last = now - self._last, now
         seconds, self._seconds = self._seconds, {}
-        drafts_s = seconds.pop("drafts", None)
-        return StepTimes(
-            step_s=step_s,
-            wait_s=seconds.get("wait", 0.0),
-            train_s=seconds.get("train", 0.0),
-            publish_s=seconds.get("publish", 0.0),
-            checkpoint_s=seconds.get("checkpoint", 0.0),
-            other_s=step_s - sum(seconds.values()),
-            drafts_s=drafts_s,
-        )
+        drafts = {"drafts_s": seconds.pop("drafts")} if "drafts" in seconds else {}
+        parts = {f"{part}_s": seconds.get(part, 0.0) for part in PARTS}
+        return {"step_s": step_s, **parts, "other_s": step_s - sum(seconds.values()), **drafts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +118,7 @@ class StepReporter:
         step: TrainedStep,
         *,
         epoch: str,
-        times: StepTimes,
+        times: Mapping[str, float],
         status: LedgerStatus,
         peers: Sequence[Peer],
         warnings: tuple[str, ...] = (),
@@ -153,7 +137,7 @@ class StepReporter:
         }
         lengths = [tokens for group in step.dropped_lengths for tokens in group]
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
-        values, tokens = {**step.stats.measured(), **dataclasses.asdict(times)}, step.plan.stats.step_tokens
+        values, tokens = {**step.stats.measured(), **times}, step.plan.stats.step_tokens
         values.pop("warnings", None)
         warnings = step.stats.warnings + ((mismatch,) if mismatch else ()) + warnings
         return msgspec.structs.replace(
@@ -165,9 +149,9 @@ class StepReporter:
             dropped_by_reason=_increase(before.dropped_by_reason, status.dropped_by_reason),
             dropped_length_mean=sum(lengths) / len(lengths) if lengths else None,
             dropped_length_groups=len(step.dropped_lengths),
-            tokens_per_s=tokens / times.step_s if times.step_s > 0 else None,
-            train_tokens_per_s=tokens / times.train_s if times.train_s > 0 else None,
-            mfu=model_flops_utilization(step.flops, times.train_s, self._devices),
+            tokens_per_s=tokens / times["step_s"] if times["step_s"] > 0 else None,
+            train_tokens_per_s=tokens / times["train_s"] if times["train_s"] > 0 else None,
+            mfu=model_flops_utilization(step.flops, times["train_s"], self._devices),
             pause_ms=pause_ms,
             time=time.time(),
             engine_busy=busy[Role.ROLLOUT],

@@ -71,7 +71,7 @@ class TrainLoop:
         self._clock = StepClock()
         self._reporter = StepReporter(run.process, runner.device_name)
         self._skips = SkipLimit(run.process.settings.trainer.max_skipped_steps)
-        self._audit = LiveAudit(run.process.settings)
+        self.audit = LiveAudit(run.process.settings)
 
     async def answers_loop(self) -> None:
         """Note what engines answer, until cancelled."""
@@ -80,15 +80,11 @@ class TrainLoop:
             registered = {peer.incarnation for peer in await self._process.ledger.peers(Role.ROLLOUT)}
             self._reporter.note_answer(message, registered)
 
-    async def audit_loop(self) -> None:
-        """Audit steps that were made, until cancelled."""
-        await self._audit.audit_loop()
-
     async def run(self) -> None:
         """Make steps until the run is done or the process is to stop."""
         status = await self._process.ledger.status()
         self._reporter.start(status)
-        self._audit.hold(self._model.published)
+        self.audit.hold(self._model.published)
         if not status.done:
             await self._runner.engine_ready(self._model.published)
         while not status.done and not self._process.stop.is_set():
@@ -181,7 +177,7 @@ class TrainLoop:
         with self._clock.part("wait"):
             if settings.is_lockstep and not await generated_before(self._process, version):
                 return None
-        alarms = self._audit.take_alarms()
+        alarms = self.audit.take_alarms()
         peers = await self._process.ledger.peers()
         before = await self._process.ledger.status()
         report = self._reporter.report(
@@ -214,17 +210,17 @@ class TrainLoop:
     async def _audit_step(self, step: TrainedStep, digest: int, manifest: WeightManifest | None) -> None:
         """Have a committed step audited, and the version that it made held."""
         exported = 0
-        if manifest is not None and self._audit.wants_digest(step.plan):
+        if manifest is not None and self.audit.wants_digest(step.plan):
             began = time.monotonic()
             with self._clock.part("publish"):
                 exported = await self._runner.digest()
-            self._audit.note_digest(time.monotonic() - began)
+            self.audit.note_digest(time.monotonic() - began)
         if step.command is not None:
             digests = self._model.digest, digest
             manifests = self._model.published, manifest
-            self._audit.observe(step.command, step.plan, step.stats, digests, exported, manifests)
+            self.audit.observe(step.command, step.plan, step.stats, digests, exported, manifests)
         if manifest is not None:
-            self._audit.hold(manifest)
+            self.audit.hold(manifest)
 
     async def _act_on(self, alarms: Sequence[Alarm]) -> None:
         """Do what `audit.action` says about alarms; they are shown already."""

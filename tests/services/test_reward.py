@@ -42,7 +42,7 @@ async def served(settings: Settings) -> AsyncIterator[tuple[Process, Sender, asy
                 incarnation="rollout.1",
                 role=Role.ROLLOUT,
                 config=settings.bus,
-                discover=lambda: process.discover(ROLLOUTS.name),
+                discover=lambda: process.ledger.endpoints(ROLLOUTS.name),
             ) as rollouts,
             asyncio.TaskGroup() as tasks,
         ):

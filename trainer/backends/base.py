@@ -107,8 +107,56 @@ class FrozenModel:
     """Everything that it has on the device."""
 
 
-class Backend(ABC):
+class TrainableModel(ABC):
     """A model under training. Every method is called on every rank in the same order (collectives inside)."""
+
+    @abstractmethod
+    def train_step(self, batch: Batch) -> StepStats:
+        """Make one optimizer update; `batch` is the part of it that this rank's replica works on.
+
+        `batch.totals` are the update's. There may be several in a step.
+        """
+
+    @abstractmethod
+    def copy_state(self) -> HostState:
+        """Return this rank's part of a checkpoint (parameters, optimizer, RNG), copied to host memory.
+
+        The model may change then; the copies are valid until the next call.
+        """
+
+    @abstractmethod
+    def restore(self, directory: Path) -> None:
+        """Load what this rank has of the checkpoint of any layout that the model can have, bit for bit.
+
+        Raises:
+            SettingsError: the checkpoint is of another model, or of a layout that cannot be read; names both.
+        """
+
+    @abstractmethod
+    def offload(self) -> int:
+        """Move everything that training has on the device to the host, and return the number of bytes.
+
+        Until `onload` only `close` may be called.
+
+        Raises:
+            SettingsError: an engine reads the masters; they stay on the device.
+        """
+
+    @abstractmethod
+    def onload(self) -> None:
+        """Move what `offload` moved back to the device, bit for bit; return at once if they are there.
+
+        Raises:
+            TetherError: the device has no room for it; the state stays on the host.
+        """
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release the model and leave the process groups; idempotent."""
+
+
+class Backend(TrainableModel):
+    """The policy under training."""
 
     architecture: str
     """Name in the model's config.json, for the manifest."""
@@ -143,13 +191,6 @@ class Backend(ABC):
             trained: tokens that carry gradient.
         """
         return None
-
-    @abstractmethod
-    def train_step(self, batch: Batch) -> StepStats:
-        """Make one optimizer update; `batch` is the part of it that this rank's replica works on.
-
-        `batch.totals` are the update's. There may be several in a step.
-        """
 
     @abstractmethod
     def logprobs(self, batch: Batch) -> torch.Tensor:
@@ -229,39 +270,6 @@ class Backend(ABC):
         """
         return self.export()
 
-    @abstractmethod
-    def copy_state(self) -> HostState:
-        """Return this rank's part of a checkpoint (parameters, optimizer, RNG), copied to host memory.
-
-        The model may change then; the copies are valid until the next call.
-        """
-
-    @abstractmethod
-    def restore(self, directory: Path) -> None:
-        """Load what this rank has of the checkpoint of any layout that the backend can have, bit for bit.
-
-        Raises:
-            SettingsError: the checkpoint is of another model, or of a layout that cannot be read; names both.
-        """
-
-    @abstractmethod
-    def offload(self) -> int:
-        """Move everything that training has on the device to the host, and return the number of bytes.
-
-        Until `onload` only `close` may be called.
-
-        Raises:
-            SettingsError: an engine reads the masters; they stay on the device.
-        """
-
-    @abstractmethod
-    def onload(self) -> None:
-        """Move what `offload` moved back to the device, bit for bit; return at once if they are there.
-
-        Raises:
-            TetherError: the device has no room for it; the state stays on the host.
-        """
-
     def masters(self) -> Mapping[str, torch.Tensor]:
         """Return the dense fp32 tensors that the optimizer steps, by name.
 
@@ -299,7 +307,3 @@ class Backend(ABC):
             f"setting weights.transport: {type(self).__name__} does not share weights with an engine "
             "(trainer.backend)"
         )
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the model and leave the process groups; idempotent."""

@@ -1,8 +1,8 @@
 """Reads tensors of a checkpoint directory, whole or some rows of them."""
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -14,8 +14,11 @@ from protocol.weights.boxes import Box
 INDEX = "model.safetensors.index.json"
 
 
-class SafetensorsReader:
-    """Tensors of a checkpoint directory by name, in one file or many. Files are mapped, not read whole."""
+class SafetensorsReader(ExitStack[None]):
+    """Tensors of a checkpoint directory by name, in one file or many, which the end of `with` closes.
+
+    Files are mapped, not read whole.
+    """
 
     def __init__(self, model_dir: Path) -> None:
         """Open the directory.
@@ -23,6 +26,7 @@ class SafetensorsReader:
         Raises:
             SettingsError: the directory has no safetensors, or its index names a missing file.
         """
+        super().__init__()
         self.model_dir = model_dir
         self._open: dict[str, Any] = {}
         index = model_dir / INDEX
@@ -78,15 +82,5 @@ class SafetensorsReader:
 
     def _file(self, name: str) -> Any:
         if name not in self._open:
-            self._open[name] = safe_open(str(self.model_dir / name), framework="pt").__enter__()
+            self._open[name] = self.enter_context(safe_open(str(self.model_dir / name), framework="pt"))
         return self._open[name]
-
-    def __enter__(self) -> "SafetensorsReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for file in self._open.values():
-            file.__exit__(None, None, None)
-        self._open.clear()

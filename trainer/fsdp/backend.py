@@ -2,7 +2,7 @@
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
@@ -38,7 +38,7 @@ from trainer.ranks.publication import Publication, shared_out
 from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
-from trainer.reference.shards import DATA, TENSOR, gathered, local_tensor
+from trainer.reference.shards import DATA, TENSOR, gathered
 from trainer.reference.state import SavedStepper
 from trainer.roles.row_scores import numbers_of
 from trainer.step.loss import micro_batch_loss
@@ -101,7 +101,7 @@ class FsdpBackend(SavedStepper, Backend):
             self._models: list[ShardedModel | ShardedValues] = [self._model]
             self._retry = make_retry(self._model.passes, self.mesh, self._forget_passes)
             failed.pop_all()
-        super().__init__(self.device, self._rank)
+        super().__init__(self.device, self.mesh.get_rank())
 
     def _attach(self, adapters: LoraConfig, model: Any) -> None:
         if adapters.rank:
@@ -192,8 +192,11 @@ class FsdpBackend(SavedStepper, Backend):
 
         After a restart call it before `restore`: checkpoints do not hold the reference.
         """
-        if self._reference is None:
-            self._reference = self._model if self.lora.rank else self._frozen(self._directory, "model.path")
+        if self._reference is None and self.lora.rank:
+            self._reference = self._model
+        elif self._reference is None:
+            self._reference = ShardedModel(self._directory, "model.path", self.mesh, self._trainer)
+            self._models.append(self._reference)
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
         model = load_frozen(spec, self.mesh, self._trainer)
@@ -239,33 +242,21 @@ class FsdpBackend(SavedStepper, Backend):
         if self._plan is None:
             yield from self.export()
             return
-        own = (piece for _, piece in self._plan.published(self._rank))
+        own = (piece for _, piece in self._plan.published(self.mesh.get_rank()))
         for name, piece in self._plan.cut(self._published[1], self.mesh.get_local_rank(DATA), own):
             yield name, piece.to(self.device, DTYPES[self._trainer.dtype])
 
-    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        self._stepper.zero_grad()
-        models = [model.module for model in (self._model, self._reference) if model is not None]
-        held = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        return map(local_tensor, (*held, *self._stepper.tensors())), ()
+    def _modules(self) -> list[torch.nn.Module]:
+        return [model.module for model in (self._model, self._reference) if model is not None]
 
     def close(self) -> None:
         self._reference = None
-        self._stepper.zero_grad()
+        super().close()
         self._leave()
 
     def _leave(self) -> None:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
-
-    @property
-    def _rank(self) -> int:
-        return self.mesh.get_rank()
-
-    def _frozen(self, directory: Path, setting: str) -> ShardedModel:
-        model = ShardedModel(directory, setting, self.mesh, self._trainer)
-        self._models.append(model)
-        return model
 
     def _evaluate(self, model: ShardedModel | ShardedValues, batch: Batch) -> torch.Tensor:
         return self._retry.alone(model.passes, batch, lambda: model.evaluate(batch))
@@ -300,7 +291,7 @@ class FsdpBackend(SavedStepper, Backend):
         """Yield each tensor on its owner, rank 0 if it is not named."""
         for name, group in groupby(views, key=lambda view: view.parameter):
             whole = gathered(parameters[name].to(self.device))
-            own = [view for view in group if owners.get(view.name, 0) == self._rank]
+            own = [view for view in group if owners.get(view.name, 0) == self.mesh.get_rank()]
             if own:
                 whole = whole.to(DTYPES[self._trainer.dtype])
                 yield from ((view.name, view.within(whole)) for view in own)

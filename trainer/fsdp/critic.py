@@ -1,6 +1,6 @@
 """Trains a critic that is sharded over the ranks."""
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from trainer.fsdp.model import ShardedValues
 from trainer.fsdp.passes import Pass, forget_pass, make_retry
 from trainer.fsdp.stepper import make_stepper
 from trainer.reference.critic import CRITIC
-from trainer.reference.shards import DATA, gathered, local_tensor
+from trainer.reference.shards import DATA, gathered
 from trainer.reference.state import SavedStepper
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic
@@ -93,15 +93,6 @@ class FsdpCritic(SavedStepper, Critic):
         norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
         stats = measures.stats(torch.cat([sums, maxima]), grad_norm=norm, skipped=skipped)
         return msgspec.structs.replace(stats, warnings=stats.warnings + warnings)
-
-    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        self._stepper.zero_grad()
-        held = [*self._model.parameters(), *self._model.buffers(), *self._stepper.tensors()]
-        return map(local_tensor, held), ()
-
-    def close(self) -> None:
-        """Release the gradients."""
-        self._stepper.zero_grad()
 
     def _forget_passes(self) -> None:
         """Drop what passes left that did not end."""

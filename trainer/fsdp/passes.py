@@ -87,16 +87,6 @@ NO_ROWS, NO_STRETCHES = Pass.padded([], NO_SAMPLES), Pass.packed([], NO_SAMPLES)
 
 
 @dataclass(frozen=True, slots=True)
-class OwnPasses:
-    """A rank's division of its samples."""
-
-    samples: list[list[int]]
-    """The samples of each pass."""
-    sizes: list[int]
-    """Tokens of each pass."""
-
-
-@dataclass(frozen=True, slots=True)
 class Inputs:
     """Inputs of a transformers model for one pass."""
 
@@ -142,10 +132,9 @@ class Passes:
             out[batch.sampled_mask & torch.isin(batch.sample_index, one.samples)] = found.cpu()
         return out
 
-    def packing(self, batch: Batch) -> "OwnPasses":
-        """Return how this rank divides a batch."""
-        passes = self._own(batch)
-        return OwnPasses([one.samples.tolist() for one in passes], [one.tokens for one in passes])
+    def counts(self, batch: Batch) -> list[tuple[int, int]]:
+        """Return samples and tokens of each pass of this rank over a batch."""
+        return [(len(one.samples), one.tokens) for one in self._own(batch)]
 
     def _own(self, batch: Batch) -> list[Pass]:
         budget = self.micro_batch_tokens

@@ -40,14 +40,20 @@ def _statistics(
     logits: torch.Tensor, local: torch.Tensor, temperature: float, softcap: float
 ) -> torch.Tensor:
     scaled = logits.to(torch.float32, copy=True)
-    if softcap:
-        scaled.div_(softcap).tanh_().mul_(softcap)
-    if temperature != 1.0:
-        scaled.div_(temperature)
-    highest = scaled.amax(-1)
-    chosen = scaled.gather(-1, local[:, None])[:, 0]
+    highest, chosen = _scale(scaled, local, temperature, softcap)
     exponentials = scaled.sub_(highest[:, None]).exp()
     return torch.stack([highest, exponentials.sum(-1), torch.linalg.vecdot(exponentials, scaled), chosen])
+
+
+def _scale(
+    logits: torch.Tensor, local: torch.Tensor, temperature: float, softcap: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Bound and scale float32 logits in place; return the largest of each row, and the one at `local`."""
+    if softcap:
+        logits.div_(softcap).tanh_().mul_(softcap)
+    if temperature != 1.0:
+        logits.div_(temperature)
+    return logits.amax(-1), logits.gather(-1, local[:, None])[:, 0]
 
 
 def statistics_in_place(
@@ -59,14 +65,9 @@ def statistics_in_place(
 
 
 def _totals(logits: torch.Tensor, local: torch.Tensor, temperature: float, softcap: float) -> torch.Tensor:
-    bounded = logits.float()  # the same memory if they are float32
-    if softcap:
-        bounded.div_(softcap).tanh_().mul_(softcap)
-    if temperature != 1.0:
-        bounded.div_(temperature)
-    highest = bounded.amax(-1)
-    chosen = bounded.gather(-1, local[:, None])[:, 0]
-    total = bounded.sub_(highest[:, None]).exp_().sum(-1)
+    scaled = logits.float()  # the same memory if they are float32
+    highest, chosen = _scale(scaled, local, temperature, softcap)
+    total = scaled.sub_(highest[:, None]).exp_().sum(-1)
     return torch.stack([highest, total, torch.zeros_like(total), chosen])
 
 

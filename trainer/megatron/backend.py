@@ -5,6 +5,7 @@ import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 # isort: split
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -43,11 +44,12 @@ from trainer.megatron.roles.frozen import load_part, shapes_of
 from trainer.memory.expected import FIRST_TOKENS
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.publication import Publication, shared_out
+from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import MadePasses, StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
 
-class MegatronBackend(Offloadable, Backend):
+class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
     """A Hugging Face checkpoint trained under tensor, pipeline, context and data parallelism.
 
     Results do not depend on the layout. Without torchrun it is a world of one. On a machine without CUDA it
@@ -84,12 +86,11 @@ class MegatronBackend(Offloadable, Backend):
         self.architecture = self._model_spec.name
         check_ranks(self._model_spec.experts, parallel)
         self._plan = export_plan(self._model_spec, Layout.of(parallel, self._model_spec.layers))
-        self._position = initialize(parallel, trainer)
-        self.replicas = self._position.replicas()
-        self._closed = False
+        self.position = initialize(parallel, trainer)
+        self.replicas = self.position.replicas()
         try:
             self._memory = self._plan_memory(optimizer, adapters, shared, frozen, critic_dir, served)
-            self._part = ModelPart(self._model_spec, self._position, trainer)
+            self._part = ModelPart(self._model_spec, self.position, trainer)
             chunks = self._part.build()
             self._parameters = self._part.load(model_dir, chunks)
             self._trained, self._published = self._parameters, self._plan
@@ -98,7 +99,7 @@ class MegatronBackend(Offloadable, Backend):
             self._buffers, self._rotaries = buffers_of(chunks[0]), chunks[0].rotaries
             self._exporter = Exporter(
                 self._part.layout,
-                self._position,
+                self.position,
                 torch.float32 if shared else DTYPES[trainer.dtype],
                 self._parameter,
             )
@@ -106,7 +107,7 @@ class MegatronBackend(Offloadable, Backend):
         except BaseException:
             self.close()
             raise
-        self._host, self._copies = HostOffload(self._position.device), HostCopies()
+        self._host, self._copies = HostOffload(self.position.device), HostCopies()
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:
         return self._model_spec.layer_flops(lengths.double())
@@ -138,15 +139,10 @@ class MegatronBackend(Offloadable, Backend):
 
     def _train(self, batch: Batch, measures: StepMeasures) -> MadePasses:
         """Run the passes of an update. Tensor ranks draw the same masks, all others masks of their own."""
-        rank = self._position.copy + self._position.copies * self._position.place.pp
+        rank = self.position.copy + self.position.copies * self.position.place.pp
         place = self._trainer.seed, self._optimizer.steps, rank
         with with_dropout(torch.nn.ModuleList(self._runner.chunks), self.lora, place):
-            return self._runner.train(batch, self.algorithm, measures)
-
-    @property
-    def position(self) -> parallel.Position:
-        """This rank's place in the layout."""
-        return self._position
+            return self._runner.train(batch, partial(micro_batch_loss, self.algorithm, measures), measures)
 
     @property
     def tokens(self) -> int:
@@ -159,7 +155,7 @@ class MegatronBackend(Offloadable, Backend):
 
     @property
     def device_name(self) -> str:
-        device = self._position.device
+        device = self.position.device
         return torch.cuda.get_device_name(device) if device.type == "cuda" else ""
 
     def flops(self, lengths: torch.Tensor, shared: torch.Tensor, trained: int) -> float:
@@ -177,7 +173,7 @@ class MegatronBackend(Offloadable, Backend):
             return self._logprobs(runner, batch)
 
     def _logprobs(self, runner: Runner, batch: Batch) -> torch.Tensor:
-        return self._passes.alone(runner, batch, lambda: runner.logprobs(batch))
+        return self._passes.alone(runner, batch, lambda: runner.evaluate(batch))
 
     def keep_reference(self) -> None:
         """Keep a copy of the current weights as the reference model, or use the base of the adapters.
@@ -195,24 +191,24 @@ class MegatronBackend(Offloadable, Backend):
         self._reference = self._part.runner(chunks)
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
-        return load_part(spec, self._position, self._trainer, self._logprobs)
+        return load_part(spec, self.position, self._trainer, self._passes)
 
     @property
     def device(self) -> torch.device:
-        return self._position.device
+        return self.position.device
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         return self._masters or super().masters()
 
     def master_parts(self) -> Mapping[str, torch.Tensor]:
-        slices = slices_of(self._plan, self.masters(), self._part.layout, self._position.place)
+        slices = slices_of(self._plan, self.masters(), self._part.layout, self.position.place)
         return {name: part for name, (_, part) in slices.items()}
 
     def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
         # under adapters these are the base, which is constant and has no masters
         masters = self._parameters if self.lora.rank else self.masters()
         if self._parameters.keys().isdisjoint(parameters):  # an engine of other layers names the checkpoint's
-            layout, place = self._part.layout, self._position.place
+            layout, place = self._part.layout, self.position.place
             parameters = parameters_in(self._plan, self._parameters, parameters, layout, place)
         check_parameters(self._parameters, masters, parameters)
         used = sorted({self._model_spec.rope_of(layer) for layer in range(self._model_spec.layers)})
@@ -262,12 +258,12 @@ class MegatronBackend(Offloadable, Backend):
 
     def copy_state(self) -> HostState:
         model = self._part.description(self.lora)
-        return copy_part(self._copies, self._trained, self._optimizer, model, self._position.rank)
+        return copy_part(self._copies, self._trained, self._optimizer, model, self.position.rank)
 
     def restore(self, directory: Path) -> None:
         # Parameters that have separate masters may be an engine's.
         model, fill = self._part.description(self.lora), not self._masters
-        restore_part(directory, self._trained, self._optimizer, model, self._position.rank, fill=fill)
+        restore_part(directory, self._trained, self._optimizer, model, self.position.rank, fill=fill)
         self._optimizer.fill_parameters()
 
     def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
@@ -281,11 +277,6 @@ class MegatronBackend(Offloadable, Backend):
             kept += self._reference_model.parameters()
         return kept, blank
 
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            parallel.finalize()
-
     def _plan_memory(
         self,
         config: OptimizerConfig,
@@ -297,7 +288,7 @@ class MegatronBackend(Offloadable, Backend):
     ) -> MemoryPlan:
         work = Workload(
             architecture=self._model_spec,
-            parallel=self._position.config,
+            parallel=self.position.config,
             trainer=self._trainer,
             optimizer=config,
             adapters=adapters,
@@ -306,7 +297,7 @@ class MegatronBackend(Offloadable, Backend):
             shared=shared,
             critic=read_critic(critic_dir) if critic_dir else None,
         )
-        return MemoryPlan(work, self._position.device, served)
+        return MemoryPlan(work, self.position.device, served)
 
     def _make_stepper(self, chunks: list[PackedModel], optimizer: OptimizerConfig, *, apart: bool) -> None:
         """Make what runs and steps the loaded chunks; `apart` as in `ModelPart.stepper`."""
@@ -331,7 +322,7 @@ class MegatronBackend(Offloadable, Backend):
             ((stage, lora_rules(rules, adapters)) for stage, rules in enumerate(stages)), layout
         )
         self._trained = lora.attach(
-            part, stages[self._position.place.pp], adapters, self._position, self._trainer.seed
+            part, stages[self.position.place.pp], adapters, self.position, self._trainer.seed
         )
 
     def _parameter(self, name: str) -> torch.Tensor:
@@ -359,8 +350,4 @@ def load_frozen_apart(
     position = initialize(parallel, trainer)
     tokens = trainer.micro_batch_tokens or FIRST_TOKENS[position.device.type]
     passes = retry_of(position, tokens, lambda: None)
-
-    def evaluate(runner: Runner, batch: Batch) -> torch.Tensor:
-        return passes.alone(runner, batch, lambda: runner.logprobs(batch))
-
-    return load_part(spec, position, trainer, evaluate), position.replicas()
+    return load_part(spec, position, trainer, passes), position.replicas()

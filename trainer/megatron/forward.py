@@ -6,7 +6,7 @@ The hidden state of a token predicts the next one, so the last token of a sample
 
 import dataclasses
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import tee
 from typing import Any, NamedTuple
@@ -23,7 +23,6 @@ from megatron.core.tensor_parallel import (
     gather_from_sequence_parallel_region,
 )
 
-from trainer.algorithms.base import Algorithm
 from trainer.batch import Batch
 from trainer.data.prefix_tree import alone, batch_families
 from trainer.layers.head import linear_logprobs, logprobs_alone
@@ -36,12 +35,13 @@ from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
 from trainer.roles.value_measures import ValueMeasures
-from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import MadePasses, StepMeasures
 
 log = logging.getLogger("tether.trainer")
 
 APART = "samples share no prefix: the state of a gated delta net has seen all of it"
+Finish = Callable[..., tuple[torch.Tensor, Any]]
+"""(trained tokens, what the head gives of them) -> loss of a micro-batch, and what was measured of it."""
 
 
 class Runner:
@@ -94,18 +94,6 @@ class Runner:
         self._long_after = max((rope.original_max_position_embeddings for rope in scaled), default=0)
         self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}
 
-    def train(self, batch: Batch, algorithm: Algorithm, measures: StepMeasures) -> MadePasses:
-        """Run forward and backward over the part; the model's buffers then hold the step's gradients."""
-        return self._train(batch, partial(micro_batch_loss, algorithm, measures), measures)
-
-    @torch.no_grad()
-    def logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the log-probabilities of the part's sampled tokens, 0 elsewhere.
-
-        float32 [t] on the CPU, on every rank of the replica.
-        """
-        return self._evaluate(batch)
-
     @torch.no_grad()
     def update_biases(self, rate: float) -> None:
         """Move the biases of routers' choices after a step, by the loads of its passes; 0 leaves them."""
@@ -113,7 +101,12 @@ class Runner:
             if router.bias is not None:
                 router.bias.copy_(updated_bias(router.bias, self.loads[router.layer].to(router.bias), rate))
 
-    def packing(self, batch: Batch) -> Packing:
+    def counts(self, batch: Batch) -> list[tuple[int, int]]:
+        """Return samples and tokens of each micro-batch of this rank over a batch."""
+        packing = self._packing(batch)
+        return list(zip(map(len, packing.samples), packing.sizes, strict=True))
+
+    def _packing(self, batch: Batch) -> Packing:
         """Return how a part is divided into micro-batches."""
         families = alone((batch.lengths - 1).tolist())
         if self.shares_prefixes:
@@ -121,9 +114,15 @@ class Runner:
         limits = self.micro_batch_tokens, self.micro_batch_size
         return Packing.of(families, self.position, *limits, copies=self._copies)
 
-    def _train(self, batch: Batch, finish: Any, measures: StepMeasures | ValueMeasures) -> MadePasses:
-        """Run forward and backward; `finish` turns the trained tokens' scores into a loss."""
-        packing = self._together(self.packing(batch))
+    def train(self, batch: Batch, finish: Finish, measures: StepMeasures | ValueMeasures) -> MadePasses:
+        """Run forward and backward over the part; the model's buffers then hold the step's gradients.
+
+        Args:
+            batch: the part.
+            finish: computes the loss of a micro-batch.
+            measures: joins the vectors of all micro-batches.
+        """
+        packing = self._together(self._packing(batch))
         for router in self.routers:
             router.forget()
         outputs = self._run(batch, packing, finish)
@@ -144,9 +143,12 @@ class Runner:
         return MadePasses(torch.cat([sums, largest[:-1]]), int(largest[-1]), *map(int, counts.tolist()))
 
     @torch.no_grad()
-    def _evaluate(self, batch: Batch) -> torch.Tensor:
-        """Run forward, and return the head's value of each sampled token, 0 elsewhere: float32 [t]."""
-        packing = self._together(self.packing(batch))
+    def evaluate(self, batch: Batch) -> torch.Tensor:
+        """Run forward over the part, and return the head's numbers of its sampled tokens, 0 elsewhere.
+
+        Log-probabilities, or values: float32 [t] on the CPU, on every rank of the replica.
+        """
+        packing = self._together(self._packing(batch))
         outputs = self._run(batch, packing)
         result = torch.zeros(len(batch.tokens), dtype=torch.float32, device=self.position.device)
         for place, values in outputs:
@@ -170,7 +172,7 @@ class Runner:
         dist.all_reduce(most, dist.ReduceOp.MAX, mpu.get_expert_tensor_and_model_parallel_group())
         return packing.filled(int(most), self.position)
 
-    def _run(self, batch: Batch, packing: Packing, finish: Any = None) -> list[Any]:
+    def _run(self, batch: Batch, packing: Packing, finish: Finish | None = None) -> list[Any]:
         """Run all passes; without `finish`, which makes a loss, forward alone."""
         if self.replays_routing:
             check_recorded(batch.experts, self.architecture.experts, self.architecture.layers)
@@ -224,7 +226,7 @@ class Runner:
         )
 
     def _forward(
-        self, temperature: float, finish: Any, micro_batches: Iterator[MicroBatch], model: Any
+        self, temperature: float, finish: Finish | None, micro_batches: Iterator[MicroBatch], model: Any
     ) -> tuple[torch.Tensor, Any]:
         """Make megatron's forward step: return the stage's output, and what turns it into a loss."""
         micro = next(micro_batches)
@@ -232,7 +234,7 @@ class Runner:
         return hidden, partial(self._score, temperature, finish, micro)
 
     def _score(
-        self, temperature: float, finish: Any, micro: MicroBatch, hidden: torch.Tensor
+        self, temperature: float, finish: Finish | None, micro: MicroBatch, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         if self.position.sequence_parallel:
             rows = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=True)

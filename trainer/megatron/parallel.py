@@ -158,6 +158,18 @@ def finalize() -> None:
             _owns_torch = False
 
 
+class GroupMember:
+    """A model in the process groups."""
+
+    _closed = False
+
+    def close(self) -> None:
+        """Leave the process groups. Idempotent."""
+        if not self._closed:
+            self._closed = True
+            finalize()
+
+
 def _check_layout(sizes: tuple[int, ...]) -> None:
     """Check that megatron's groups, which another backend of this process made, have these sizes."""
     current = (

@@ -43,25 +43,13 @@ class _DroppedPasses(Exception):
         self.outcome = outcome
 
 
-class DividedBatch(Protocol):
-    """A division of samples into micro-batches."""
-
-    @property
-    def samples(self) -> Sequence[Sequence[int]]:
-        """The samples of each micro-batch."""
-
-    @property
-    def sizes(self) -> Sequence[int]:
-        """Tokens of each micro-batch."""
-
-
 class Budgeted(Protocol):
     """Passes of a model, with a budget."""
 
     micro_batch_tokens: int
 
-    def packing(self, batch: Batch) -> DividedBatch:
-        """Return how this rank divides its samples under the budget; no collective."""
+    def counts(self, batch: Batch) -> Sequence[tuple[int, int]]:
+        """Return samples and tokens of each pass that this rank makes under the budget; no collective."""
 
 
 class OomRetry:
@@ -163,7 +151,7 @@ class OomRetry:
             self._clear()
             outcome = found
             if outcome is None:
-                outcome = self._shrunk(cause, runner.packing(batch), together)
+                outcome = self._shrunk(cause, runner.counts(batch), together)
             if outcome is Outcome.SMALLEST:
                 raise SettingsError(
                     f"the trainer ran out of memory with one sample a micro-batch ({cause}): {REMEDY}"
@@ -176,12 +164,12 @@ class OomRetry:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _shrunk(self, cause: str, packing: DividedBatch, together: bool) -> Outcome:
+    def _shrunk(self, cause: str, counts: Sequence[tuple[int, int]], together: bool) -> Outcome:
         """Halve the budget on the rank that was short."""
         if not self._is_whole or (together and not self._agrees):
             raise self._stuck(cause)
-        divisible = any(len(samples) > 1 for samples in packing.samples)
-        tokens = max(1, min(self.tokens, max(packing.sizes)) // 2)
+        divisible = any(samples > 1 for samples, _ in counts)
+        tokens = max(1, min(self.tokens, max(tokens for _, tokens in counts)) // 2)
         outcome = Outcome.REPEAT if divisible and tokens < self.tokens else Outcome.SMALLEST
         if together:
             return self._agreed(outcome, tokens)

@@ -23,11 +23,11 @@ from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.lora import merged, with_dropout, without_adapters
 from trainer.reference.frozen import frozen, in_dtype, load_model
-from trainer.reference.logprobs import evaluate, forward, padded, passes
+from trainer.reference.logprobs import evaluate, forward, logprobs_at, padded, passes
 from trainer.reference.lora import attach
-from trainer.reference.optimizer_step import MasterStepper
+from trainer.reference.optimizer_step import MasterStepper, masters_of
 from trainer.reference.state import SavedStepper
-from trainer.reference.values import ValueModel, evaluate_values
+from trainer.reference.values import ValueModel, values_at
 from trainer.roles.row_scores import numbers_of
 from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import StepMeasures
@@ -74,15 +74,10 @@ class ReferenceBackend(SavedStepper, Backend):
         if adapters.rank:
             self.lora = adapters
             self.targets, self._trained = attach(self._model, adapters, trainer.seed)
-        self._masters = dict(self._trained)
+        self._masters = masters_of(self._trained, apart=shared or trainer.dtype != "float32")
         self._shared = shared
-        if shared or trainer.dtype != "float32":
-            self._masters = {
-                name: torch.nn.Parameter(p.detach().clone()) for name, p in self._masters.items()
-            }
         in_dtype(self._model, DTYPES[trainer.dtype])
         self._stepper = MasterStepper(self._trained, self._masters, optimizer, self._embeddings())
-        self._optimizer = self._stepper.optimizer
         self._reference: torch.nn.Module | None = None
         super().__init__(self._device)
 
@@ -111,13 +106,13 @@ class ReferenceBackend(SavedStepper, Backend):
         )
 
     def logprobs(self, batch: Batch) -> torch.Tensor:
-        return evaluate(self._model, batch, self._trainer)
+        return evaluate(logprobs_at, self._model, batch, self._trainer)
 
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
         if self._reference is None:
             raise RuntimeError("keep_reference has not been called")
         with without_adapters(self._reference):
-            return evaluate(self._reference, batch, self._trainer)
+            return evaluate(logprobs_at, self._reference, batch, self._trainer)
 
     def keep_reference(self) -> None:
         """Keep a copy of the current weights, or use the base of the adapters; further calls have no effect.
@@ -175,16 +170,15 @@ class ReferenceBackend(SavedStepper, Backend):
             raise SettingsError(
                 "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
             )
-        self._optimizer.zero_grad()
-        models = [model for model in (self._model, self._reference) if model is not None]
-        weights = [tensor for model in models for tensor in (*model.parameters(), *model.buffers())]
-        every = [*weights, *self._stepper.tensors()]
-        return {id(tensor): tensor for tensor in every}.values(), ()
+        return super()._held()
+
+    def _modules(self) -> list[torch.nn.Module]:
+        return [model for model in (self._model, self._reference) if model is not None]
 
     def close(self) -> None:
         """Release the reference model and the gradients."""
         self._reference = None
-        self._optimizer.zero_grad()
+        super().close()
 
     def _embeddings(self) -> list[torch.Tensor]:
         """Return the masters of the embedding and of the output layer, as far as they are trained."""
@@ -224,10 +218,10 @@ def load_frozen(spec: FrozenSpec, trainer: TrainerConfig, device: torch.device) 
     if spec.is_classifier:
         classifier = ValueModel(spec.directory, setting).to(device)
         in_dtype(classifier, dtype)
-        run = partial(evaluate_values, classifier, trainer=trainer)
+        run = partial(evaluate, values_at, classifier, trainer=trainer)
         return frozen(classifier, numbers_of(spec, run))
     model = in_dtype(load_model(spec.directory, setting).to(device), dtype)
-    return frozen(model, partial(evaluate, model, trainer=trainer))
+    return frozen(model, partial(evaluate, logprobs_at, model, trainer=trainer))
 
 
 def load_frozen_apart(

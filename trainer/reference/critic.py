@@ -1,6 +1,5 @@
 """Trains a critic with plain torch and transformers: the oracle of the other backends' critics."""
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,10 @@ from trainer.batch import Batch, trained_tokens
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.reference.backend import DTYPES, ReferenceBackend, choose_device, require_one_rank
 from trainer.reference.frozen import architecture_of, in_dtype
-from trainer.reference.logprobs import passes
-from trainer.reference.optimizer_step import MasterStepper
+from trainer.reference.logprobs import evaluate, passes
+from trainer.reference.optimizer_step import MasterStepper, masters_of
 from trainer.reference.state import SavedStepper
-from trainer.reference.values import HEAD, ValueModel, evaluate_values, values_at
+from trainer.reference.values import HEAD, ValueModel, values_at
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.value_measures import ValueMeasures
@@ -53,11 +52,7 @@ class ReferenceCritic(SavedStepper, Critic):
         self._architecture = f"{architecture} with a value head"
         self._model = ValueModel(model_dir, CRITIC).to(self._device)
         self._trained = dict(self._model.named_parameters())
-        self._masters: dict[str, torch.nn.Parameter] = self._trained
-        if trainer.dtype != "float32":
-            self._masters = {
-                name: torch.nn.Parameter(p.detach().clone()) for name, p in self._trained.items()
-            }
+        self._masters = masters_of(self._trained, apart=trainer.dtype != "float32")
         in_dtype(self._model, DTYPES[trainer.dtype])
         ends = ("model.embed_tokens.weight", HEAD[0])
         self._optimizer = config.optimizer(optimizer)
@@ -75,7 +70,7 @@ class ReferenceCritic(SavedStepper, Critic):
         return cls(policy.device, policy.architecture, model_dir, **settings)
 
     def values(self, batch: Batch) -> torch.Tensor:
-        return evaluate_values(self._model, batch, self._trainer)
+        return evaluate(values_at, self._model, batch, self._trainer)
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
@@ -83,15 +78,6 @@ class ReferenceCritic(SavedStepper, Critic):
         vectors = [self._accumulate(batch.select(samples).to(self._device), measures) for samples in packed]
         norm, skipped = self._stepper.step() if measures.tokens else (0.0, "")
         return measures.stats(measures.join(vectors, self._device), grad_norm=norm, skipped=skipped)
-
-    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        self._stepper.zero_grad()
-        weights = [*self._model.parameters(), *self._model.buffers()]
-        return [*weights, *self._stepper.tensors()], ()
-
-    def close(self) -> None:
-        """Release the gradients."""
-        self._stepper.zero_grad()
 
     def _identity(self) -> dict[str, str]:
         optimizer = {} if self._optimizer.name == "adamw" else {"optimizer": self._optimizer.name}

@@ -1,9 +1,11 @@
-"""Computes log-probabilities with models of transformers, on padded samples.
+"""Computes numbers of tokens, such as log-probabilities, with models of transformers, on padded samples.
 
 Shapes: k tokens that a pass asks for.
 """
 
 import inspect
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
@@ -12,6 +14,7 @@ from trainer.config import TrainerConfig
 from trainer.data.packing import pack_padded
 from trainer.functional.logprobs import token_logprobs
 
+M = TypeVar("M", bound=torch.nn.Module)
 AUTO_TOKENS = 4096
 """Tokens of a forward pass, padding included, where `trainer.micro_batch_tokens` is 0."""
 
@@ -50,14 +53,27 @@ def forward(model: torch.nn.Module, part: Batch, place: torch.Tensor) -> tuple[t
     return token_logprobs(rows, part.tokens[place].long(), part.temperature)
 
 
+def logprobs_at(model: torch.nn.Module, part: Batch, place: torch.Tensor) -> torch.Tensor:
+    """Return the log-probabilities that `forward` returns."""
+    return forward(model, part, place)[0]
+
+
 @torch.no_grad()
-def evaluate(model: torch.nn.Module, batch: Batch, trainer: TrainerConfig) -> torch.Tensor:
-    """Return the log-probabilities of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
+def evaluate(
+    compute: Callable[[M, Batch, torch.Tensor], torch.Tensor], model: M, batch: Batch, trainer: TrainerConfig
+) -> torch.Tensor:
+    """Return a number for each of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU.
+
+    Args:
+        compute: (model, micro-batch on its device, k tokens of it) -> their numbers [k], as `logprobs_at`.
+        model: the model.
+        batch: any samples.
+        trainer: size of a pass.
+    """
     device = next(model.parameters()).device
     out = torch.zeros(len(batch.tokens))
     for samples in passes(batch, trainer):
         part = batch.select(samples).to(device)
-        logprobs, _ = forward(model, part, part.sampled_mask.nonzero()[:, 0])
-        sampled = batch.sampled_mask & torch.isin(batch.sample_index, samples)
-        out[sampled] = logprobs.cpu()
+        found = compute(model, part, part.sampled_mask.nonzero()[:, 0])
+        out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = found.cpu()
     return out

@@ -10,6 +10,11 @@ from trainer.optimizers.registry import make_optimizer
 from trainer.reference.shards import gathered
 
 
+def masters_of(trained: Mapping[str, torch.nn.Parameter], *, apart: bool) -> dict[str, torch.nn.Parameter]:
+    """Return the parameters themselves, or copies of them if the masters are to be apart."""
+    return {name: torch.nn.Parameter(p.detach().clone()) if apart else p for name, p in trained.items()}
+
+
 class MasterStepper:
     """The optimizer of a model. Weight decay leaves out vectors (norms and biases), as in Megatron-core."""
 

@@ -5,7 +5,7 @@ tensor-parallel rank; it is loaded on any number of ranks.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -106,6 +106,7 @@ class SavedStepper(Offloadable):
     """A rank's part of a model of transformers, whose state is the one of its `MasterStepper`."""
 
     _stepper: MasterStepper
+    _model: Any
 
     def __init__(self, device: torch.device, rank: int = 0) -> None:
         """Save and move the state of a rank from and to its device."""
@@ -113,12 +114,25 @@ class SavedStepper(Offloadable):
         self._place = device, rank
 
     def copy_state(self) -> HostState:
-        """See `Backend`."""
+        """See `TrainableModel`."""
         return copy_state(self._copies, self._stepper, self._identity(), *self._place)
 
     def restore(self, directory: Path) -> None:
-        """See `Backend`."""
+        """See `TrainableModel`."""
         load_state(directory, self._stepper, self._identity(), *self._place)
+
+    def close(self) -> None:
+        """Release the gradients."""
+        self._stepper.zero_grad()
+
+    def _modules(self) -> list[torch.nn.Module]:
+        """Return the modules whose tensors leave the device with the stepper's."""
+        return [self._model]
+
+    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+        self._stepper.zero_grad()
+        weights = [tensor for model in self._modules() for tensor in (*model.parameters(), *model.buffers())]
+        return map(local_tensor, (*weights, *self._stepper.tensors())), ()
 
     def _identity(self) -> dict[str, str]:
         """Return what a checkpoint has to be of."""

@@ -7,9 +7,8 @@ from safetensors import safe_open
 
 from protocol.errors import SettingsError
 from trainer.batch import Batch
-from trainer.config import TrainerConfig
 from trainer.reference.frozen import load_model
-from trainer.reference.logprobs import padded, passes
+from trainer.reference.logprobs import padded
 
 HEAD = ("score.weight", "score.bias")
 """Names of the value head in a checkpoint of Hugging Face."""
@@ -74,21 +73,9 @@ def values_at(model: ValueModel, part: Batch, place: torch.Tensor) -> torch.Tens
     Args:
         model: on the micro-batch's device.
         part: the micro-batch.
-        place: the k tokens: their indices, or a mask of all.
+        place: int64 [k], the tokens.
     """
     ids, sample, position = padded(part)
     rows = sample * ids.size(1) + position - 1
     values: torch.Tensor = model({"input_ids": ids}, rows[place])
     return values
-
-
-@torch.no_grad()
-def evaluate_values(model: ValueModel, batch: Batch, trainer: TrainerConfig) -> torch.Tensor:
-    """Return the values of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
-    device = next(model.parameters()).device
-    out = torch.zeros(len(batch.tokens))
-    for samples in passes(batch, trainer):
-        part = batch.select(samples).to(device)
-        found = values_at(model, part, part.sampled_mask)
-        out[batch.sampled_mask & torch.isin(batch.sample_index, samples)] = found.cpu()
-    return out

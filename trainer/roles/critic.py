@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from trainer.backends.base import StepStats
+from trainer.backends.base import TrainableModel
 from trainer.config import OptimizerConfig
 from trainer.roles.config import CriticConfig
 
@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
     import torch
 
     from trainer.batch import Batch
-    from trainer.storage.host_state import HostState
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,10 +30,10 @@ class CriticSpec:
     """Settings of the policy's optimizer; the critic's differ in the fields of `config`."""
 
 
-class Critic(ABC):
-    """A critic under training. Every method is called on every rank in the same order (collectives inside).
+class Critic(TrainableModel):
+    """A critic under training, in the policy's layout, or on ranks and in a layout of its own.
 
-    Its layout is the policy's, or it has ranks and a layout of its own.
+    A batch of `train_step` has `values` and `returns`, and the measurements are of the critic alone.
     """
 
     config: CriticConfig
@@ -47,19 +46,8 @@ class Critic(ABC):
         the replica's ranks; 0 where not sampled.
         """
 
-    def begin_updates(self, part: Batch) -> None:  # noqa: B027 (a critic beside the policy has them)
+    def begin_updates(self, part: Batch) -> None:
         """Take notice of the `returns` of a replica's part, before the first update of a step."""
-
-    @abstractmethod
-    def train_step(self, batch: Batch) -> StepStats:
-        """Make one optimizer step on a replica's part, which has `values` and `returns`.
-
-        The measurements are of the critic alone; None: not measured.
-        """
-
-    @abstractmethod
-    def copy_state(self) -> HostState:
-        """Return this rank's part of a checkpoint, copied to host memory; valid until the next call."""
 
     def finish_save(self) -> str:
         """Wait until ranks of its own have written their parts of a checkpoint.
@@ -68,27 +56,3 @@ class Critic(ABC):
             Why one could not; empty if all are on disk, or there are no such ranks.
         """
         return ""
-
-    @abstractmethod
-    def restore(self, directory: Path) -> None:
-        """Load what this rank has of a checkpoint of any layout, bit for bit.
-
-        Raises:
-            SettingsError: the checkpoint is of another model; names both.
-        """
-
-    @abstractmethod
-    def offload(self) -> int:
-        """Move everything on the device to the host, and return the number of bytes."""
-
-    @abstractmethod
-    def onload(self) -> None:
-        """Move what `offload` moved back to the device, bit for bit.
-
-        Raises:
-            TetherError: the device has no room for it; the state stays on the host.
-        """
-
-    @abstractmethod
-    def close(self) -> None:
-        """Release the model; idempotent."""

@@ -68,7 +68,10 @@ def plan_command(command: TrainCommand, algorithm: Algorithm) -> StepPlan:
         BoundViolation: a token over the bound would carry gradient.
     """
     return plan_step(
-        ((_scored(record), bound) for record, bound in zip(command.records, command.bounds, strict=True)),
+        (
+            (decode_scored(record), bound)
+            for record, bound in zip(command.records, command.bounds, strict=True)
+        ),
         step=command.step,
         algorithm=algorithm,
         temperature=command.temperature,
@@ -95,7 +98,8 @@ def schedule_updates(command: TrainCommand, plan: StepPlan, algorithm: Algorithm
     )
 
 
-def _scored(record: bytes) -> ScoredRollout:
+def decode_scored(record: bytes) -> ScoredRollout:
+    """Decode a record of the spool. Raises ProtocolError: it is no scored rollout."""
     message = decode_payload(record)
     if not isinstance(message, ScoredRollout):
         raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")

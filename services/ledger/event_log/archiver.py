@@ -16,14 +16,13 @@ from typing import Any
 from protocol.errors import SettingsError, TetherError
 from protocol.host.file_lock import locked
 from services.ledger.event_log.events import decode_line
-from services.ledger.event_log.hash_chain import append
+from services.ledger.event_log.hash_chain import append, last_line
 from services.ledger.interface import Ledger
 
 FILE = "audit.jsonl"
 """Name of the archive in a run's directory."""
 HELD_S = 5.0
 """Seconds to wait while another archiver of the run holds the file."""
-_TAIL = 1 << 16
 
 
 class LostWrites(TetherError):
@@ -114,19 +113,13 @@ def _last_sequence(path: Path) -> int:
     except FileNotFoundError:
         return 0
     with file:
-        end = file.seek(0, os.SEEK_END)
-        tail, start = b"", end
-        while start > 0 and tail.count(b"\n") < 2:
-            start = max(0, start - _TAIL)
-            file.seek(start)
-            tail = file.read(end - start)
-        complete = tail[: tail.rfind(b"\n") + 1]
-        if len(complete) < len(tail):
-            file.truncate(start + len(complete))
+        end, line = last_line(file.fileno())
+        if end < os.fstat(file.fileno()).st_size:
+            file.truncate(end)
             os.fsync(file.fileno())
-        if not complete:
+        if not line:
             return 0
-        event = decode_line(complete.splitlines()[-1])
+        event = decode_line(line)
         if event.seq < 1:
             raise _damaged(path, f"has a last line that is not an event ({event.kind})")
         return event.seq

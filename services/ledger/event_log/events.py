@@ -40,6 +40,13 @@ class GroupEvent(LedgerEvent, frozen=True, kw_only=True):
     """Number of the group."""
 
 
+class LeasedGroupEvent(GroupEvent, frozen=True, kw_only=True):
+    """A state change of one group, under a lease."""
+
+    token: str
+    """Token of the lease; empty if the group was dropped while it waited."""
+
+
 # -- the run
 
 
@@ -124,11 +131,9 @@ class AppliedEvent(LedgerEvent, frozen=True, kw_only=True, tag="applied"):
     """Version served."""
 
 
-class LeaseEvent(GroupEvent, frozen=True, kw_only=True, tag="lease"):
+class LeaseEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="lease"):
     """New, WAITING or expired -> LEASED."""
 
-    token: str
-    """New token of the group."""
     holder: str
     """Incarnation of the process that holds the lease."""
     engine: str
@@ -153,45 +158,33 @@ class ExpireEvent(GroupEvent, frozen=True, kw_only=True, tag="expire"):
     """A lease ran out and gave up its place in rule F; it stays valid until the group is leased again."""
 
 
-class ExtendEvent(GroupEvent, frozen=True, kw_only=True, tag="extend"):
+class ExtendEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="extend"):
     """An expired lease has its place in rule F again. Extending a live lease is no event."""
 
-    token: str
-    """Token of the lease."""
 
-
-class ReleaseEvent(GroupEvent, frozen=True, kw_only=True, tag="release"):
+class ReleaseEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="release"):
     """LEASED -> WAITING, by the holder."""
 
-    token: str
-    """Token of the lease."""
     reason: str
     """Why, as the holder says."""
 
 
-class AcceptEvent(GroupEvent, frozen=True, kw_only=True, tag="accept"):
+class AcceptEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="accept"):
     """LEASED -> SCORED."""
 
-    token: str
-    """Token of the lease."""
     counts: dict[int, int]
     """Sampled tokens by version."""
     reward: float | None = None
     """Mean over the samples; left out if the ingest did not say it."""
 
 
-class LostEvent(GroupEvent, frozen=True, kw_only=True, tag="lost"):
+class LostEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="lost"):
     """SCORED -> WAITING: the spool does not hold the record."""
 
-    token: str
-    """Token that the record was accepted under."""
 
-
-class DropEvent(GroupEvent, frozen=True, kw_only=True, tag="drop"):
+class DropEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="drop"):
     """WAITING, LEASED or SCORED -> DROPPED."""
 
-    token: str
-    """Current token of the group; empty if it was WAITING."""
     reason: str
     """Drop reason that is counted."""
     detail: str

@@ -100,7 +100,9 @@ def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path, timeout_s=HELD_S, create=True) as handle:
-        end, link = _end(handle)
+        end, last = last_line(handle)
+        match = _LINK.search(last)
+        link = match[1] if match else _FIRST
         if end < os.fstat(handle).st_size:
             os.ftruncate(handle, end)
         lines = []
@@ -124,16 +126,15 @@ def _write(handle: int, data: bytes, offset: int) -> None:
         data, offset = data[written:], offset + written
 
 
-def _end(handle: int) -> tuple[int, bytes]:
-    """Return where the last complete line of a log ends, and its link."""
+def last_line(handle: int) -> tuple[int, bytes]:
+    """Return where the last complete line of a file ends, and that line; 0 and none if there is none."""
     size = start = os.fstat(handle).st_size
     tail = b""
-    while start > 0 and b"\n" not in tail:
+    while start > 0 and tail.count(b"\n") < 2:
         start = max(0, start - _TAIL)
         tail = os.pread(handle, size - start, start)
-    end = start + tail.rfind(b"\n") + 1
-    match = _LINK.search(os.pread(handle, min(_LENGTH, end), max(0, end - _LENGTH)))
-    return end, match[1] if match else _FIRST
+    lines = tail[: tail.rfind(b"\n") + 1]
+    return start + len(lines), lines[lines[:-1].rfind(b"\n") + 1 :]
 
 
 def _link(previous: bytes, body: bytes) -> bytes:

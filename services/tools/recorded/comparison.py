@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from safetensors.torch import load_file
 
-from protocol.codec import decode_payload
-from protocol.messages import Rollout, ScoredRollout
+from protocol.messages import Rollout
 from services.settings.load import run_settings
 from services.settings.resume import differences
 from services.settings.resume_rules import NOT_COMPARED
 from services.tools.recorded.run import RecordedRun
+from trainer.step.train_command import decode_scored
 
 SHOWN = 8
 """Settings that are shown at most."""
@@ -105,8 +105,7 @@ def _batch_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found
 def _record_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
     """Yield the differences of a step's groups, each in the order in which its values were made."""
     for records in zip(*(run.command(step).records for run in runs), strict=True):
-        groups = [decode_payload(record) for record in records]
-        ours, theirs = (group for group in groups if isinstance(group, ScoredRollout))
+        ours, theirs = map(decode_scored, records)
         for what, one, other in _rollout_differences(ours.rollout, theirs.rollout):
             yield f"group {ours.rollout.group}, {what}", one, other
         for sample, (one, other) in enumerate(zip(ours.rewards.numpy(), theirs.rewards.numpy(), strict=True)):

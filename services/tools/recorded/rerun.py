@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import torch
 
-from protocol.codec import decode_payload, encode_payload
+from protocol.codec import encode_payload
 from protocol.errors import SettingsError, TetherError
 from protocol.host.atomic_file import directory_written_aside, write_atomically
 from protocol.messages import ScoredRollout
@@ -37,7 +37,7 @@ from services.tools.recorded.run import RecordedRun
 from services.tools.replay import leading, other_settings, save_state
 from trainer.execution.commands import CopyWeightsCommand, DigestWeightsCommand, RestoreCommand
 from trainer.execution.executor import Executor
-from trainer.step.train_command import TrainCommand
+from trainer.step.train_command import TrainCommand, decode_scored
 from trainer.storage.archive import Archive
 from trainer.storage.hf_export import write_hf
 from trainer.storage.stored import StoredMessage
@@ -124,8 +124,7 @@ class Rerun:
         self._write_log(end)
 
     def _groups(self, step: int) -> list[ScoredRollout]:
-        found = [decode_payload(record) for record in self._recorded.command(step).records]
-        return [group for group in found if isinstance(group, ScoredRollout)]
+        return [decode_scored(record) for record in self._recorded.command(step).records]
 
     def _hold(self, executor: Executor, version: int) -> None:
         """Hold the newest version, and drop those under which no token remains to be sampled."""

@@ -42,7 +42,7 @@ class RecordedRun:
         return tuple(self._steps)
 
     def step(self, step: int) -> LoggedStep:
-        """Return what the log records of a step.
+        """Return the record of a step in the log.
 
         Raises:
             SettingsError: the step was never made, or a rewind abandoned it.

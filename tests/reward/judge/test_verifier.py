@@ -14,7 +14,7 @@ from reward.group import ResponseGroup
 from reward.judge.config import Options, read_key
 from reward.judge.question import make_question
 from reward.judge.reading import Unreadable, make_reader
-from reward.judge.verifier import load_judge
+from reward.judge.verifier import Judge
 from reward.verifiers.base import Notes
 from tests.reward.judge_server import asked, judge_server
 
@@ -194,7 +194,7 @@ def test_the_last_list_gives_the_scores_of_a_group(
 )
 def test_wrong_options_are_refused_and_named(changes: dict[str, Any], says: str) -> None:
     with pytest.raises(SettingsError, match=says) as caught:
-        load_judge(options(**changes))
+        Judge(options(**changes))
     assert "secret@" not in str(caught.value)
     assert "key=" not in str(caught.value)
 
@@ -218,7 +218,7 @@ async def test_the_documented_ranking_runs_as_it_is_written(tmp_path: Path) -> N
     replies = iter(["I cannot say", "2 > 2", "First 1 > 2. No: 2 > 1"])
     async with judge_server(lambda _: next(replies)) as server:
         own = {"prompt": "", "messages": "own_judge:messages", "parse": "own_judge:parse", "backoff_s": 0.0}
-        judge = load_judge(options(url=server.url, **own))
+        judge = Judge(options(url=server.url, **own))
         assert await judge.answer(GROUP, [0, 1], Notes()) == [0.0, 1.0]
         await judge.close()
     assert "<2>\n{5}\n</2>" in server.last_content()
@@ -226,8 +226,8 @@ async def test_the_documented_ranking_runs_as_it_is_written(tmp_path: Path) -> N
 
 async def test_a_judge_scores_a_sample_or_a_whole_group() -> None:
     async with judge_server(lambda request: "1" if asked(request) == "Rate 4" else "[0.25, 1]") as server:
-        each = load_judge(options(url=server.url))
-        whole = load_judge(options(url=server.url, prompt="{responses}"))
+        each = Judge(options(url=server.url))
+        whole = Judge(options(url=server.url, prompt="{responses}"))
         assert (each.at_once, whole.at_once) == (False, True)
         assert await each.answer(GROUP, [0], Notes()) == [1.0]
         assert await whole.answer(GROUP, [0, 1], Notes()) == [0.25, 1.0]

@@ -20,7 +20,7 @@ def test_newest_export_is_the_one_with_the_highest_step(tmp_path: Path) -> None:
 
 
 def test_a_directory_without_tensors_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="no safetensors in"):
+    with pytest.raises(SettingsError, match=r"lacks \*.safetensors"):
         load_model(tmp_path)
 
 

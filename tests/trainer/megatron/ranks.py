@@ -51,6 +51,7 @@ from trainer.megatron import cpu, parallel
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import PlannedShapes, ReceivedShapes
 from trainer.reference.shards import local_tensor
+from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import StepMeasures
 from trainer.weights.part_layout import blank_manifest
 from trainer.weights.publish import publish, published
@@ -301,7 +302,7 @@ def _pass(backend: MegatronBackend, batch: Batch, *, samples: int) -> dict[str, 
     backend._optimizer.zero_grad()
     backend._runner.micro_batch_size = samples
     measures = StepMeasures.of_batch(batch, ALGORITHM.config)
-    found = backend._runner.train(batch, ALGORITHM, measures)
+    found = backend._runner.train(batch, partial(micro_batch_loss, ALGORITHM, measures), measures)
     assert found.micro_batches >= len(batch.lengths) // samples
     assert found.shared_share > 0.2 if samples > 1 else found.shared_share == 0
     stepped = {name: p for name, p in backend._parameters.items() if p.requires_grad}
@@ -385,7 +386,7 @@ def _write_held(backend: MegatronBackend, directory: Path) -> None:
     """What each rank holds, in a file of its own."""
     directory.mkdir(parents=True, exist_ok=True)
     held = {name: tensor.detach().clone() for name, tensor in backend._parameters.items()}
-    save_file(held, directory / f"rank{backend._position.rank}.safetensors")
+    save_file(held, directory / f"rank{backend.position.rank}.safetensors")
     if dist.is_initialized():
         dist.barrier()
 

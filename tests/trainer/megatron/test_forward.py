@@ -3,6 +3,7 @@
 test_layouts.py runs the schedule, the families on a CPU, and shared tokens in every layout.
 """
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from trainer.batch import Batch
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import interleaved_shapes
+from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import MadePasses, StepMeasures
 
 SHAPES = [(size,) for size in (5, 7, 11, 13)]
@@ -75,7 +77,8 @@ def passes_of(
     backend.keep_reference()
     backend._optimizer.zero_grad()
     runner = backend._runner
-    made = runner.train(batch, ALGORITHM, StepMeasures.of_batch(batch, ALGORITHM.config))
+    measures = StepMeasures.of_batch(batch, ALGORITHM.config)
+    made = runner.train(batch, partial(micro_batch_loss, ALGORITHM, measures), measures)
     found = {name: p.main_grad.clone() for name, p in backend._trained.items() if p.requires_grad}
     found |= {"logprobs": backend.logprobs(batch), "reference": backend.reference_logprobs(batch)}
     found |= {"measures": made.vector, "loads": runner.loads}

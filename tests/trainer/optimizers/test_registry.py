@@ -113,7 +113,7 @@ def test_three_steps_equal_the_librarys_own(name: str, model_dir: Path) -> None:
         for optimizer in optimizers:
             optimizer.step()
 
-    backend._optimizer.register_step_pre_hook(step_plain)
+    backend._stepper.optimizer.register_step_pre_hook(step_plain)
     before = exported(backend)
     for step in range(STEPS):
         assert backend.train_step(batch(step, seed=step)).skipped == ""
@@ -160,9 +160,8 @@ def test_a_checkpoint_of_another_optimizer_is_refused(model_dir: Path, tmp_path:
 def test_moments_of_large_matrices_have_8_bits(model_dir: Path) -> None:
     backend = make(model_dir, optimizer=settings("adamw_8bit"))
     backend.train_step(batch())
-    kinds = {
-        p.numel() >= 4096: backend._optimizer.state[p]["state1"].dtype for p in backend._masters.values()
-    }
+    state = backend._stepper.optimizer.state
+    kinds = {p.numel() >= 4096: state[p]["state1"].dtype for p in backend._masters.values()}
     assert kinds == {True: torch.uint8, False: torch.float32}
 
 
@@ -190,7 +189,7 @@ def test_a_resumed_optimizer_of_the_user_continues_its_schedule(
     fresh.restore(tmp_path)
     for made in (backend, fresh):
         made.train_step(batch(2, seed=2))
-        assert made._optimizer.param_groups[0]["lr"] == pytest.approx(LR * 5 / 8)
+        assert made._stepper.optimizer.param_groups[0]["lr"] == pytest.approx(LR * 5 / 8)
 
 
 def test_state_that_no_checkpoint_holds_is_refused(model_dir: Path, tmp_path: Path) -> None:

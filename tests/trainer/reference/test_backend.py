@@ -340,7 +340,7 @@ def test_offloading_between_steps_frees_the_state_and_changes_no_bit(model_dir: 
         by_turns.train_step(batch(step, seed=step))
         held = by_turns.offload()
         assert by_turns.offload() == held
-        moments = [value for state in by_turns._optimizer.state.values() for value in state.values()]
+        moments = [value for state in by_turns._stepper.optimizer.state.values() for value in state.values()]
         assert all(tensor.untyped_storage().nbytes() == 0 for tensor in moments)
         assert held >= sum(tensor.nbytes for tensor in moments)
         if dtype == "bfloat16":  # those of a float32 model are mapped from its file

@@ -24,7 +24,7 @@ def policy_of(world: World) -> Any:
 
 def before_optimizer(world: World, change: Any) -> None:
     """Call `change` on the optimizer before each of its steps."""
-    optimizer = policy_of(world)._optimizer
+    optimizer = policy_of(world)._stepper.optimizer
     step = optimizer.step
 
     def changed() -> Any:
@@ -36,7 +36,7 @@ def before_optimizer(world: World, change: Any) -> None:
 
 @fault("training that changes nothing", "no_op", "update")
 def no_op(world: World) -> None:
-    policy_of(world)._optimizer.step = lambda: None
+    policy_of(world)._stepper.optimizer.step = lambda: None
 
 
 @fault("weight decay on norms", "update", sections={"optimizer": DECAY})
@@ -68,7 +68,7 @@ def lost_micro_batch(world: World) -> None:
     def lossy(part: Batch, measures: Any) -> Any:
         vector, made[0] = accumulate(part, measures), made[0] + 1
         if made[0] == 1:
-            policy._optimizer.zero_grad()
+            policy._stepper.optimizer.zero_grad()
         return vector
 
     policy.train_step, policy._accumulate = train_step, lossy

@@ -6,7 +6,6 @@ gathered.
 """
 
 import dataclasses
-import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,7 +15,7 @@ from types import MappingProxyType
 from typing import Any
 
 from protocol.device.checkpoint_shapes import tensor_shapes
-from protocol.errors import SettingsError
+from protocol.host.json_file import read_object
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.backends.base import FrozenSpec, keeps_copy
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
@@ -250,8 +249,5 @@ def read_size(model_dir: Path, ranks: int = 1) -> ModelSize:
     Raises:
         SettingsError: a file cannot be read.
     """
-    try:
-        config = json.loads((model_dir / "config.json").read_text())
-    except (OSError, ValueError) as error:
-        raise SettingsError(f"{model_dir}: {error}") from None
+    config = read_object(model_dir / "config.json", f"{model_dir}: config.json")
     return ModelSize.of(tensor_shapes(model_dir), config, plan_of(config) if ranks > 1 else {}, ranks)

@@ -15,7 +15,7 @@ from torch.nn.functional import pad
 
 from trainer.layers.attention.segmented import AttentionSegment, segments_of
 from trainer.layers.attention.terms import AttentionTerms
-from trainer.layers.attention.visible import VisibleKeys, to_device
+from trainer.layers.attention.visible import VisibleKeys, ranges, to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,5 +94,4 @@ def token_positions(lengths: Sequence[int], keys: VisibleKeys | None) -> torch.T
     """
     sizes = torch.tensor(lengths)
     starts = torch.zeros_like(sizes) if keys is None else keys.starts
-    behind = starts - sizes.cumsum(0) + sizes
-    return torch.arange(int(sizes.sum())) + behind.repeat_interleave(sizes)
+    return ranges(starts, sizes)

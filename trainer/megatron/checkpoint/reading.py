@@ -10,7 +10,6 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 import torch
@@ -220,8 +219,11 @@ def listed(different: Mapping[str, tuple[Any, Any]]) -> str:
     )
 
 
-class CheckpointReader:
-    """A checkpoint of the current format, open for reading. Tensors are loaded when they are asked for."""
+class CheckpointReader(ExitStack[None]):
+    """A checkpoint of the current format, open for reading until the end of `with`.
+
+    Tensors are loaded when they are asked for.
+    """
 
     def __init__(self, directory: Path, saved: Mapping[str, Any], model: TrainedModel) -> None:
         """Open the files of all ranks.
@@ -234,6 +236,7 @@ class CheckpointReader:
         Raises:
             SettingsError: it is of another model, or lacks a part; names it.
         """
+        super().__init__()
         check_model(directory, saved, model)
         self.directory = directory
         try:
@@ -242,7 +245,6 @@ class CheckpointReader:
             raise SettingsError(f"{directory / LAYOUT} describes no layout: {error}") from error
         self.model = SavedModel(replace(model, layout=layout))
         self._now = model
-        self._stack = ExitStack()
         self._files: dict[int, Any] = {}
         try:
             self._open_all(layout.stage_ranks * layout.pp)
@@ -253,7 +255,7 @@ class CheckpointReader:
             self._shards_of = {(kind, key): shards for kind in kinds for key, shards in found[kind].items()}
             self._check_complete()
         except BaseException:
-            self._stack.close()
+            self.close()
             raise
 
     @property
@@ -302,7 +304,7 @@ class CheckpointReader:
             if not path.exists():
                 raise SettingsError(f"the checkpoint lacks {path}: it is incomplete")
             try:
-                self._files[rank] = self._stack.enter_context(safe_open(str(path), framework="pt"))
+                self._files[rank] = self.enter_context(safe_open(str(path), framework="pt"))
             except (OSError, SafetensorError) as error:
                 raise SettingsError(f"{path} cannot be read: {error}") from error
 
@@ -334,12 +336,3 @@ class CheckpointReader:
                         f"{self.directory} lacks a part of {kind} of {parameter} (stage {stage}, part "
                         f"{number} of those that ranks have): it is incomplete"
                     )
-
-    def __enter__(self) -> "CheckpointReader":
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._files.clear()
-        self._stack.close()

@@ -15,7 +15,8 @@ import torch.distributed as dist
 from protocol.messages import WeightPiece
 from protocol.weights.boxes import Box, size_of, whole
 from trainer.backends.early_export import EarlyExport, Tensors
-from trainer.megatron.convert.reshard import Piece, TensorPlan, stretch
+from trainer.megatron.convert.reshard import TensorPlan, stretch
+from trainer.megatron.convert.rules import Segment
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
 from trainer.ranks.publication import Publication
@@ -28,17 +29,21 @@ class PublishedPiece:
     tensor: int
     """Index into the plans."""
     box: Box
-    rows: tuple[Piece, ...]
+    rows: tuple[Segment, ...]
     """Rows of the rank's parameter that make up the box, in order."""
-    held: Mapping[int, tuple[Piece, ...]]
+    held: Mapping[int, tuple[Segment, ...]]
     """Number of each rank that has the box, in the grid of the parameter -> its rows."""
 
 
-def joined(plan: TensorPlan, rows: Sequence[Piece], parameter: torch.Tensor) -> torch.Tensor:
+def joined(plan: TensorPlan, rows: Sequence[Segment], parameter: torch.Tensor) -> torch.Tensor:
     """Return the box that rows of a parameter make up: a view, if they follow each other there, or a copy."""
-    views = [stretch(parameter, plan.dim, row.local_start, row.length, row.local_matrix) for row in rows]
+    views = _views(plan, rows, parameter)
     found: torch.Tensor = (views[0] if len(views) == 1 else torch.cat(views, plan.dim)).detach()
     return found if rows[0].matrix is None else found.unsqueeze(0)
+
+
+def _views(plan: TensorPlan, rows: Iterable[Segment], parameter: torch.Tensor) -> list[torch.Tensor]:
+    return [stretch(parameter, plan.dim, row.local_start, row.length, row.local_matrix) for row in rows]
 
 
 class Exporter:
@@ -115,7 +120,7 @@ class Exporter:
             pieces = [piece for piece in plan.pieces if piece.rank == number]
             holder = self._layout.holder_of(plan.stage, number)
             if holder == self._position.rank:
-                rows = self._rows(plan, pieces)
+                rows = _views(plan, pieces, self._held(plan.parameter))
             else:
                 lengths = [piece.length for piece in pieces]
                 shape = [*plan.shape] if pieces[0].matrix is None else [*plan.shape[1:]]
@@ -127,18 +132,13 @@ class Exporter:
                 stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix).copy_(part)
         return tensor
 
-    def _rows(self, plan: TensorPlan, pieces: Iterable[Piece]) -> list[torch.Tensor]:
-        held = self._held(plan.parameter)
-        return [
-            stretch(held, plan.dim, piece.local_start, piece.length, piece.local_matrix) for piece in pieces
-        ]
-
     def _send(self, plan: TensorPlan, owner: int) -> None:
         place = self._position.place
         number = self._layout.number_of(place, expert=plan.expert)
         pieces = [piece for piece in plan.pieces if piece.rank == number]
         if pieces and self._position.rank == self._layout.holder_of(plan.stage, number):
-            dist.send(torch.cat(self._rows(plan, pieces), plan.dim).contiguous(), owner)
+            views = _views(plan, pieces, self._held(plan.parameter))
+            dist.send(torch.cat(views, plan.dim).contiguous(), owner)
 
 
 def published_pieces(plans: Sequence[TensorPlan], layout: Layout) -> tuple[tuple[PublishedPiece, ...], ...]:
@@ -146,7 +146,7 @@ def published_pieces(plans: Sequence[TensorPlan], layout: Layout) -> tuple[tuple
     parts: list[list[PublishedPiece]] = [[] for _ in range(layout.ranks)]
     elements = [0] * layout.ranks
     for index, plan in enumerate(plans):
-        groups: dict[tuple[int | None, tuple[int, ...]], list[Piece]] = {}
+        groups: dict[tuple[int | None, tuple[int, ...]], list[Segment]] = {}
         for piece in plan.pieces:
             numbers = (piece.rank, *(copy.rank for copy in piece.copies))
             groups.setdefault((piece.matrix, numbers), []).append(piece)
@@ -177,9 +177,9 @@ def _holders(plan: TensorPlan, numbers: Sequence[int], layout: Layout) -> list[i
     ]
 
 
-def adjacent(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
+def adjacent(pieces: Iterable[Segment]) -> list[tuple[Segment, ...]]:
     """Group pieces that follow each other in the tensor."""
-    runs: list[list[Piece]] = []
+    runs: list[list[Segment]] = []
     for piece in pieces:
         last = runs[-1][-1] if runs else None
         if last is not None and (last.matrix, last.start + last.length) == (piece.matrix, piece.start):
@@ -189,7 +189,7 @@ def adjacent(pieces: Iterable[Piece]) -> list[tuple[Piece, ...]]:
     return [tuple(run) for run in runs]
 
 
-def box_of_rows(plan: TensorPlan, rows: Sequence[Piece]) -> Box:
+def box_of_rows(plan: TensorPlan, rows: Sequence[Segment]) -> Box:
     """Return the box of a tensor that rows which follow each other are."""
     first, last = rows[0], rows[-1]
     box = list(whole(plan.shape))

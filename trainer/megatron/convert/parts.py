@@ -8,7 +8,8 @@ import torch
 from protocol.errors import SettingsError
 from protocol.weights.boxes import Box
 from trainer.megatron.convert.export import adjacent, box_of_rows
-from trainer.megatron.convert.reshard import Piece, TensorPlan, stretch
+from trainer.megatron.convert.reshard import TensorPlan, stretch
+from trainer.megatron.convert.rules import Segment
 from trainer.megatron.layout import Layout, Place
 
 Slices = dict[str, tuple[Box, torch.Tensor]]
@@ -99,12 +100,12 @@ def _place(tensor: torch.Tensor) -> tuple[object, ...]:
     return tensor.data_ptr(), tensor.shape, tensor.stride()
 
 
-def _pieces(plan: TensorPlan, layout: Layout, place: Place) -> list[Piece]:
+def _pieces(plan: TensorPlan, layout: Layout, place: Place) -> list[Segment]:
     number = layout.number_of(place, expert=plan.expert)
     return plan.on_rank(number)
 
 
-def _part(plan: TensorPlan, parameter: torch.Tensor, pieces: Sequence[Piece]) -> torch.Tensor:
+def _part(plan: TensorPlan, parameter: torch.Tensor, pieces: Sequence[Segment]) -> torch.Tensor:
     first, *others = pieces
     if not others:
         part: torch.Tensor = stretch(parameter, plan.dim, first.local_start, first.length, first.local_matrix)

@@ -1,6 +1,6 @@
 """Plans for each Hugging Face tensor the training ranks' rows that make it up: pure, plain data.
 
-The plan names the pieces of every tensor; a piece is rows of one rank's parameter. Loading reads the plan
+The plan names the pieces of every tensor: segments of the ranks' parameters. Loading reads the plan
 backwards. An engine with ranks of its own needs no other plan: it cuts these pieces once more, at the
 boundaries of its ranks.
 """
@@ -10,25 +10,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from protocol.errors import SettingsError
-from trainer.megatron.convert.rules import Rule
+from trainer.megatron.convert.rules import Rule, Segment
 from trainer.megatron.layout import Layout
-
-
-@dataclass(frozen=True, slots=True)
-class Piece:
-    """Rows of a tensor: `length` at `start` are the rows at `local_start` of a rank's parameter."""
-
-    rank: int
-    """Number of the rank in the grid of the parameter, see `Layout.grid`."""
-    start: int
-    local_start: int
-    length: int
-    local_matrix: int | None = None
-    """Index in a parameter that is a stack of matrices, see `Segment`."""
-    matrix: int | None = None
-    """Index in a tensor that is a stack of matrices."""
-    copies: tuple["Piece", ...] = ()
-    """Pieces with the same rows on other ranks of the grid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,13 +25,13 @@ class TensorPlan:
     """Pipeline rank."""
     parameter: str
     """Name on the ranks of that stage."""
-    pieces: tuple[Piece, ...]
+    pieces: tuple[Segment, ...]
     expert: bool = False
     """Whether the parameter is an expert's."""
     exact: bool = False
     """Whether the tensor is float32 even if the others are not."""
 
-    def on_rank(self, number: int) -> list[Piece]:
+    def on_rank(self, number: int) -> list[Segment]:
         """Return the pieces that the rank with this number in the grid has, in order."""
         return [each for piece in self.pieces for each in (piece, *piece.copies) if each.rank == number]
 
@@ -79,11 +62,9 @@ def plan_of(parts: Iterable[tuple[int, Sequence[Rule]]], layout: Layout) -> tupl
 
 
 def _tensor_plans(rule: Rule, layout: Layout, stage: int) -> list[TensorPlan]:
-    holders: dict[str, dict[tuple[int, int], list[Piece]]] = {name: {} for name in rule.shapes}
-    for s in rule.segments(layout.grid(expert=rule.expert)):
-        holders[s.name].setdefault((s.matrix or 0, s.start), []).append(
-            Piece(s.rank, s.start, s.local_start, s.length, s.local_matrix, s.matrix)
-        )
+    holders: dict[str, dict[tuple[int, int], list[Segment]]] = {name: {} for name in rule.shapes}
+    for one in rule.segments(layout.grid(expert=rule.expert)):
+        holders[one.name].setdefault((one.matrix or 0, one.start), []).append(one)
     return [
         TensorPlan(
             name,

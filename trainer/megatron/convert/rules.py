@@ -31,6 +31,8 @@ class Segment:
     """Index in a parameter that is a stack of matrices; None if it is one matrix or vector."""
     matrix: int | None = None
     """Index in a Hugging Face tensor that is a stack of matrices; None if it is one matrix or vector."""
+    copies: tuple["Segment", ...] = ()
+    """In a plan: segments with the same rows on other ranks of the grid."""
 
 
 @dataclass(frozen=True, slots=True)

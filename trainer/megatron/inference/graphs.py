@@ -76,7 +76,7 @@ class DecodeGraphs:
         self._logits = torch.empty(0)
 
     def _make(self, inputs: torch.Tensor) -> PaddedStep:
-        """Return the step for inputs of this shape; the first ones are those of a step that is due."""
+        """Return the step for inputs of this shape; the first ones belong to a step that is due."""
 
         def run() -> None:
             found = self._step(inputs)

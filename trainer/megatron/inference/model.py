@@ -62,7 +62,7 @@ class OutputRows:
         return hidden.flatten(0, 1).index_select(0, self.index).unsqueeze(1), *inputs[1:]
 
 
-class CachedModel:
+class CachedModel(parallel.GroupMember):
     """The model, or one tensor rank's part, beside other users of megatron-core. Not thread-safe.
 
     Several ranks call the same methods with the same arguments in the same order, and get the same logits.
@@ -107,7 +107,7 @@ class CachedModel:
         self.shapes = {name: plan.shape for name, plan in self._plan.items()}
         cpu.install()
         position = parallel.initialize(parts, "auto", 0)
-        self._device, self._place, self._closed = position.device, position.place, False
+        self._device, self._place = position.device, position.place
         self.graphs = DecodeGraphs(self._step, running, length)
         self._windows = set(map(self.architecture.window_of, range(self.architecture.layers)))
         try:
@@ -237,11 +237,9 @@ class CachedModel:
         self.cache.clear(pages)
 
     def close(self) -> None:
-        """Leave the process groups. Idempotent."""
-        if not self._closed:
-            self._closed = True
-            self.graphs.drop()
-            parallel.finalize()
+        """Drop the graphs, and leave the process groups. Idempotent."""
+        self.graphs.drop()
+        super().close()
 
     def _logits(self, tokens: torch.Tensor, masks: dict[int, torch.Tensor] | None) -> torch.Tensor:
         found: torch.Tensor = self.module(

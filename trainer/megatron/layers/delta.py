@@ -24,6 +24,7 @@ from trainer.layers.attention.segmented import AttentionSegment
 from trainer.megatron.families.delta import DeltaNet
 from trainer.megatron.layers.attention.rotary import RotarySequences
 from trainer.megatron.layers.dense import by_heads, joining_heads, rms_norm
+from trainer.megatron.layers.tensor_parallel import empty_parameter
 
 
 class DeltaNetLayer(MegatronModule):
@@ -43,16 +44,13 @@ class DeltaNetLayer(MegatronModule):
         self._convolve, self._delta_rule = causal_conv1d_fn, torch_chunk_gated_delta_rule
         self.delta = delta
         ranks = config.tensor_model_parallel_size
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-
-        def empty(*shape: int) -> torch.nn.Parameter:
-            return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-
+        values = delta.value_heads // ranks
         self.in_proj = by_heads(config, config.hidden_size, delta.key_heads * sum(delta.sizes))
-        self.conv = empty(delta.key_heads * sum(delta.sizes[:3]) // ranks, 1, delta.kernel)
-        self.dt_bias, self.a_log = empty(delta.value_heads // ranks), empty(delta.value_heads // ranks)
+        channels = delta.key_heads * sum(delta.sizes[:3]) // ranks
+        self.conv = empty_parameter(config, channels, 1, delta.kernel)
+        self.dt_bias, self.a_log = empty_parameter(config, values), empty_parameter(config, values)
         self.norm = torch.nn.Module()
-        self.norm.weight = empty(delta.value)
+        self.norm.weight = empty_parameter(config, delta.value)
         self.out_proj = joining_heads(config, delta.value_heads * delta.value)
 
     def forward(

@@ -18,6 +18,8 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.transformer_config import TransformerConfig
 
+from trainer.megatron.layers.tensor_parallel import empty_parameter, whole_parameter
+
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return x / sqrt(mean(x^2) + eps) * weight, over the last dimension."""
@@ -68,9 +70,7 @@ class RMSNorm(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__()
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = torch.nn.init.ones_(whole_parameter(config, hidden_size))
         self.eps = eps
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -93,8 +93,7 @@ class LayerNorm(RMSNorm):
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__(config, hidden_size, eps)
-        self.bias = torch.nn.Parameter(torch.zeros_like(self.weight))
-        self.bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.bias = torch.nn.init.zeros_(whole_parameter(config, hidden_size))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return F.layer_norm(x, (x.size(-1),), self.weight, self.bias, self.eps)
@@ -115,9 +114,8 @@ class ProjectionNorm(torch.nn.Module):
     ) -> None:
         """Take the size of a head as `hidden_size`, and the number of heads over all ranks."""
         super().__init__()
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
         here = heads * hidden_size // config.tensor_model_parallel_size
-        self.weight = torch.nn.Parameter(torch.ones(here, dtype=config.params_dtype, device=device))
+        self.weight = torch.nn.init.ones_(empty_parameter(config, here))
         self.size = heads * hidden_size
         self.eps = eps
 

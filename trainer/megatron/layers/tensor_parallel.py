@@ -1,13 +1,31 @@
-"""Prepares megatron's tensor-parallel layers: marks of their parameters, and their weight gradients."""
+"""Makes and marks parameters of megatron's tensor-parallel layers, and their weight gradients."""
 
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
 
 import torch
 from megatron.core.tensor_parallel import layers, set_tensor_model_parallel_attributes
+from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.layers.head import add_product
 from trainer.megatron.convert.rules import Direct, Rule
+
+
+def empty_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """Return an uninitialized parameter of a model with this configuration."""
+    device = None if config.use_cpu_initialization else torch.cuda.current_device()
+    return torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+
+
+def whole_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
+    """Return an uninitialized parameter that every tensor rank has whole.
+
+    With `sequence_parallel` each rank has only its tokens: the mark makes megatron add up its gradient over
+    the ranks.
+    """
+    parameter = empty_parameter(config, *shape)
+    parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+    return parameter
 
 
 def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:

@@ -105,7 +105,7 @@ EXPERTS = (
 
 
 def activations_of(*, sparse: bool = False, delta: bool = False) -> tuple[Activation, ...]:
-    """Return what a layer keeps, with experts if `sparse`, with a gated delta net if `delta`."""
+    """Return the activations that a layer keeps, with experts if `sparse`, a gated delta net if `delta`."""
     return *COMMON, *(DELTA if delta else ATTENTION), *(EXPERTS if sparse else MLP)
 
 

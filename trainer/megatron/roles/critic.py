@@ -27,7 +27,7 @@ from trainer.roles.value_measures import ValueMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
 
-class MegatronCritic(Offloadable, Critic):
+class MegatronCritic(parallel.GroupMember, Offloadable, Critic):
     """A Hugging Face checkpoint whose output layer is a value head."""
 
     def __init__(
@@ -60,7 +60,6 @@ class MegatronCritic(Offloadable, Critic):
         self._position = parallel.initialize(
             layout, trainer.device, trainer.seed, trainer.process_group_timeout_s
         )
-        self._closed = False
         try:
             self._part = ModelPart(spec, self._position, trainer)
             chunks = self._part.build()
@@ -80,13 +79,13 @@ class MegatronCritic(Offloadable, Critic):
         return cls(policy.position.config, policy.tokens, model_dir, **settings)
 
     def values(self, batch: Batch) -> torch.Tensor:
-        return self._stepper.passes.alone(self._runner, batch, lambda: self._runner.values(batch))
+        return self._stepper.passes.alone(self._runner, batch, lambda: self._runner.evaluate(batch))
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
         step = self._stepper.step(
             batch,
-            lambda: self._runner.train_values(batch, measures),
+            lambda: self._runner.train(batch, measures.micro_batch_loss, measures),
             lr_scale=(lambda _: 1.0) if measures.tokens else None,
         )
         if not step.skipped:
@@ -107,11 +106,6 @@ class MegatronCritic(Offloadable, Critic):
     def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         kept, blank = self._stepper.held()
         return [*self._parameters.values(), *kept], blank
-
-    def close(self) -> None:
-        if not self._closed:
-            self._closed = True
-            parallel.finalize()
 
 
 def load_critic_apart(

@@ -1,8 +1,7 @@
 """Holds this rank's part of a model that is never trained, in the layout of the policy."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Sequence
 
 import torch
 
@@ -19,22 +18,18 @@ from trainer.megatron.model import whole_part
 from trainer.megatron.parallel import Position
 from trainer.megatron.part import ModelPart
 from trainer.megatron.roles.value_runner import ValueRunner
+from trainer.memory.oom_retry import OomRetry
 from trainer.roles.row_scores import numbers_of
 
-Evaluate = Callable[[Runner, Batch], torch.Tensor]
-"""(runner, batch) -> log-probabilities, or values, of the batch's tokens."""
 
-
-def load_part(
-    spec: FrozenSpec, position: Position, trainer: TrainerConfig, evaluate: Evaluate
-) -> FrozenModel:
+def load_part(spec: FrozenSpec, position: Position, trainer: TrainerConfig, passes: OomRetry) -> FrozenModel:
     """Load this rank's part. A collective.
 
     Args:
         spec: which model.
         position: this rank's place in the policy's layout.
         trainer: dtype, and limits of a micro-batch.
-        evaluate: makes the passes.
+        passes: the budget of its passes.
 
     Raises:
         SettingsError: the model is not supported, or does not fit the layout; names the setting.
@@ -52,7 +47,11 @@ def load_part(
         raise SettingsError(f"setting {spec.role}.path: {error}") from error
     whole_part(chunks).requires_grad_(False)
     runner = part.runner(chunks, ValueRunner if spec.is_classifier else Runner)
-    return FrozenModel(numbers_of(spec, partial(evaluate, runner)), list(parameters.values()))
+
+    def evaluate(batch: Batch) -> torch.Tensor:
+        return passes.alone(runner, batch, lambda: runner.evaluate(batch))
+
+    return FrozenModel(numbers_of(spec, evaluate), list(parameters.values()))
 
 
 def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:

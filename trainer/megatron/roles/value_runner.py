@@ -5,26 +5,15 @@ from typing import Any
 import torch
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 
-from trainer.batch import Batch
-from trainer.megatron.forward import Runner
+from trainer.megatron.forward import Finish, Runner
 from trainer.megatron.micro_batches import MicroBatch
-from trainer.roles.value_measures import ValueMeasures
-from trainer.step.measures import MadePasses
 
 
 class ValueRunner(Runner):
     """Runs a model over batches, in the place of log-probabilities with values."""
 
-    def train_values(self, batch: Batch, measures: ValueMeasures) -> MadePasses:
-        """Run forward and backward over the part, as `train` does."""
-        return self._train(batch, measures.micro_batch_loss, measures)
-
-    def values(self, batch: Batch) -> torch.Tensor:
-        """Return the values of the part's sampled tokens, 0 elsewhere; as `logprobs` does."""
-        return self._evaluate(batch)
-
     def _score(
-        self, temperature: float, finish: Any, micro: MicroBatch, hidden: torch.Tensor
+        self, temperature: float, finish: Finish | None, micro: MicroBatch, hidden: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, Any]:
         if self.position.sequence_parallel:  # every tensor rank computes all values
             hidden = gather_from_sequence_parallel_region(hidden, tensor_parallel_output_grad=False)

@@ -13,7 +13,8 @@ from tests.trainer.megatron.models import make_batch, save_model
 from trainer.config import ParallelConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.convert.parts import parameters_in, slices_of
-from trainer.megatron.convert.reshard import Piece, TensorPlan
+from trainer.megatron.convert.reshard import TensorPlan
+from trainer.megatron.convert.rules import Segment
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.layout import Layout
@@ -114,14 +115,14 @@ def test_an_engine_that_lacks_a_tensor_or_rotates_otherwise_is_refused(place: Pl
 
 
 def test_a_tensor_in_unequal_turns_cannot_be_shared() -> None:
-    equal = (Piece(0, 0, 1, 2), Piece(0, 2, 5, 2), Piece(0, 4, 9, 2))
+    equal = Segment("q", 0, 0, 1, 2), Segment("q", 2, 0, 5, 2), Segment("q", 4, 0, 9, 2)
     parameter = torch.arange(12)
     assert slices_of([TensorPlan("q", (6,), 0, 0, "p", equal)], {"p": parameter})["q"][1].tolist() == [
         [1, 2],
         [5, 6],
         [9, 10],
     ]
-    for unequal in (Piece(0, 4, 10, 2), Piece(0, 4, 9, 1)):
+    for unequal in (Segment("q", 4, 0, 10, 2), Segment("q", 4, 0, 9, 1)):
         with pytest.raises(SettingsError, match="tensor q does not lie in equal turns in p"):
             slices_of([TensorPlan("q", (6,), 0, 0, "p", (*equal[:2], unequal))], {"p": parameter})
 

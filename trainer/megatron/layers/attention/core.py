@@ -17,6 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from trainer.layers.attention.kernels import packed_attention
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.layers.attention.rotary import RotarySequences
+from trainer.megatron.layers.tensor_parallel import empty_parameter
 
 # isort: split
 from megatron.core import parallel_state as mpu
@@ -64,8 +65,7 @@ class PackedAttention(MegatronModule):
         self.terms = terms
         if terms.sinks:
             heads = config.num_attention_heads // config.tensor_model_parallel_size
-            device = None if config.use_cpu_initialization else torch.cuda.current_device()
-            self.sinks = torch.nn.Parameter(torch.empty(heads, dtype=config.params_dtype, device=device))
+            self.sinks = empty_parameter(config, heads)
 
     def forward(
         self,

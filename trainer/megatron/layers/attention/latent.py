@@ -24,6 +24,7 @@ from trainer.megatron.families.latent import Latent
 from trainer.megatron.layers.attention.core import PackedAttention
 from trainer.megatron.layers.attention.rotary import RotarySequences
 from trainer.megatron.layers.dense import RMSNorm, by_heads, joining_heads
+from trainer.megatron.layers.tensor_parallel import whole_parameter
 
 EPS = 1e-6
 """Epsilon of the norms of low rank: transformers has it fixed, regardless of `rms_norm_eps`."""
@@ -138,11 +139,7 @@ class ReplicatedLinear(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        self.weight = torch.nn.Parameter(
-            torch.empty(outputs, inputs, dtype=config.params_dtype, device=device)
-        )
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = whole_parameter(config, outputs, inputs)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.linear(x, self.weight)

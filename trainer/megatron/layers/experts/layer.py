@@ -18,6 +18,7 @@ from trainer.megatron.layers.dense import SwigluMLP, swiglu
 from trainer.megatron.layers.experts.balance import RoutedTokens
 from trainer.megatron.layers.experts.dispatch import Exchange, ExpertOrder
 from trainer.megatron.layers.experts.router import ExpertRouter
+from trainer.megatron.layers.tensor_parallel import empty_parameter, whole_parameter
 
 # isort: split
 
@@ -33,8 +34,7 @@ def stack(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 
     The mark makes megatron add up its gradients over the ranks with the same experts, and step it apart.
     """
-    device = None if config.use_cpu_initialization else torch.cuda.current_device()
-    parameter = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
+    parameter = empty_parameter(config, *shape)
     parameter.allreduce = False  # type: ignore[attr-defined]
     return parameter
 
@@ -176,10 +176,7 @@ class SharedGate(torch.nn.Module):
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        shape = (1, config.hidden_size)
-        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.weight = whole_parameter(config, 1, config.hidden_size)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """Map [S, B, H] to [S, B, 1]."""

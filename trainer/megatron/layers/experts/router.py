@@ -18,6 +18,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from protocol.errors import SettingsError, TetherError
 from trainer.megatron.families.experts import Experts
 from trainer.megatron.layers.experts.balance import RoutedTokens, auxiliary_loss, tokens_by_sample, z_loss
+from trainer.megatron.layers.tensor_parallel import whole_parameter
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,17 +52,10 @@ class ExpertRouter(torch.nn.Module):
         """
         super().__init__()
         self.config, self.experts, self.layer = config, experts, layer
-        device = None if config.use_cpu_initialization else torch.cuda.current_device()
-        shape = (experts.count, config.hidden_size)
-        self.weight = torch.nn.Parameter(torch.empty(shape, dtype=config.params_dtype, device=device))
-        self.weight.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
-        bias = torch.zeros(experts.count, dtype=torch.float32, device=device)
+        self.weight = whole_parameter(config, experts.count, config.hidden_size)
+        bias = torch.zeros(experts.count, dtype=torch.float32, device=self.weight.device)
         self.bias = torch.nn.Parameter(bias, requires_grad=False) if experts.bias else None
-        self.logit_bias = None
-        if experts.biases:
-            bias = torch.empty(experts.count, dtype=config.params_dtype, device=device)
-            self.logit_bias = torch.nn.Parameter(bias)
-            self.logit_bias.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
+        self.logit_bias = whole_parameter(config, experts.count) if experts.biases else None
         self.forget()
 
     def forget(self) -> None:
