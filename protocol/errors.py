@@ -62,6 +62,7 @@ class Reason(StrEnum):
     STRAGGLER = "straggler"  # policy wait: the step waits for an unscored group
     STALE_EPOCH = "stale_epoch"  # a newer trainer has taken over
     STALE_ENGINE = "stale_engine"  # the engine does not serve this epoch yet
+    REFUTED = "refuted"  # an audit has refuted the engine
     STALE_STEP = "stale_step"  # not the step that is running
     PENDING = "pending"  # a change of the bound waits until rule F holds with it
     BUSIER = "busier"  # a worker with fewer groups waits for the room

@@ -178,6 +178,11 @@ class RunState:
         """Free the place in rule F of every lease of a holder."""
         self._expire(lambda group: group.holder == holder)
 
+    def held_by(self, holder: str) -> list[Group]:
+        """Return the LEASED groups of a holder: live leases in the order of their ends, then expired ones."""
+        held = [group for group in self.of(GroupState.LEASED) if group.holder == holder]
+        return sorted(held, key=lambda one: (one.expired, 0 if one.expired else one.expires_ms, one.group))
+
     def _expire(self, ends: Callable[[Group], bool]) -> None:
         for group in sorted(self.live(), key=lambda group: (group.expires_ms, group.group)):
             if ends(group):
@@ -334,6 +339,8 @@ class ProcessRegistry:
     """Milliseconds."""
     entries: dict[str, tuple[int, Peer]] = field(default_factory=dict)
     """Incarnation -> end of its time-to-live (ms of `clock`), and the process."""
+    refuted: set[str] = field(default_factory=set)
+    """Engines that an audit refutes."""
 
     def live(self) -> list[Peer]:
         """Remove dead processes and return the others in order of incarnation."""
