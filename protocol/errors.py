@@ -77,8 +77,8 @@ class Reason(StrEnum):
 LEASE_LOST = frozenset(
     {Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE, Reason.BOUND}
 )
-"""Refusals to extend a lease: another worker has it, its group has ended, or it ran out and there is no room
-for it under the bound."""
+"""Refusals to extend a lease, or to accept its group: another worker has it, its group has ended, or it ran
+out and there is no room for it under the bound."""
 
 
 class Refused(TetherError):
