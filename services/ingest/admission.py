@@ -64,15 +64,16 @@ class Admission:
             for delivery, message, _ in checked
         ]
         await until_written(process, partial(self._spool.put_many, records))
-        accepted, needless = list[tuple[Delivery, TakenGroup]](), list[tuple[int, str]]()
+        accepted, refused = list[tuple[Delivery, TakenGroup]](), list[tuple[Delivery, str]]()
+        needless = list[tuple[int, str]]()
         for delivery, message, counts in checked:
             try:
                 accepted.append((delivery, await self._accept(message, counts)))
             except Refused as refusal:
                 process.metrics.count(f"accept.refused.{refusal.reason}")
+                refused.append((delivery, str(refusal)))
                 if refusal.reason in LEASE_LOST:  # a checkpoint may never cover that group
                     needless.append((message.rollout.group, message.rollout.token))
-                self._receiver.refuse(delivery, str(refusal))
         if accepted:
             sequence = (await process.ledger.head()).sequence
             entry = accept_entry(head.epoch, [group for _, group in accepted], sequence)
@@ -82,6 +83,8 @@ class Admission:
             self._receiver.ack(delivery)
         if needless:
             await until_written(process, partial(self._spool.remove, needless))
+        for delivery, why in refused:
+            self._receiver.refuse(delivery, why)
 
     async def _checked(self, batch: Sequence[Delivery], version: int) -> list[Checked]:
         """Return the rollouts that can be trained on, with their tokens per version; finish the others."""

@@ -250,11 +250,7 @@ class Ledger(Protocol):
         """Record that a process lives, for `ttl_ms`."""
 
     async def unregister(self, incarnation: str, *, refuted: bool = False) -> None:
-        """Forget a process, and what it acknowledged as an engine; the leases that it holds expire.
-
-        With `refuted`, because an audit refutes the engine, they are released, and `lease` and `applied`
-        refuse the engine until it is unregistered without that.
-        """
+        """Forget a process; its leases expire, or are released if it is `refuted`: REFUTED until forgotten."""
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         """Return the processes whose time-to-live is not over, of one role or of all."""
@@ -275,8 +271,7 @@ class Ledger(Protocol):
         """Lease the next group: a WAITING or expired one first, else a new one.
 
         Repeating it with the same `request` returns the same lease. Refuses BOUND, PENDING, DONE, EXHAUSTED,
-        DRAINING, HALTED, REFUTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER for `groups`, as lease.lua says (-1:
-        never).
+        DRAINING, HALTED, REFUTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER for `groups`, see lease.lua (-1: no).
         """
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:

@@ -12,15 +12,7 @@ import logging
 import time
 from dataclasses import dataclass
 
-from protocol.errors import (
-    EngineError,
-    EpisodeError,
-    FrameTooLarge,
-    PoisonedError,
-    Reason,
-    Refused,
-    SettingsError,
-)
+from protocol.errors import EngineError, EpisodeError, FrameTooLarge, Reason, Refused, SettingsError
 from protocol.ids import new_token
 from protocol.messages import Rollout
 from rollout.engines.base import Engine, Sampling
@@ -38,7 +30,6 @@ from services.ledger.interface import Lease
 from services.observability.busy import BusyMeter
 from services.observability.metrics import Metrics
 from services.rollout.call_sender import recording_of
-from services.rollout.weight_updater import REFUTED
 from services.runtime.event_loop import is_set_within
 from services.runtime.process import Process
 
@@ -161,8 +152,7 @@ class GroupRunner:
         """Lease until the process is to stop, then drain: finish within `drain_s`, hand back the rest.
 
         Raises:
-            Refused: HALTED, if the run was halted.
-            PoisonedError: an audit refutes the engine.
+            Refused: HALTED, if the run was halted; REFUTED, if an audit refutes the engine.
             TetherError: too many episodes do not end.
         """
         async with asyncio.TaskGroup() as tasks:
@@ -239,10 +229,8 @@ class GroupRunner:
                         groups=len(self._held) if self._takes_turns else -1,
                     )
                 except Refused as refusal:
-                    if refusal.reason is Reason.HALTED:
+                    if refusal.reason in (Reason.HALTED, Reason.REFUTED):
                         raise
-                    if refusal.reason is Reason.REFUTED:
-                        raise PoisonedError(REFUTED) from refusal
                     self._process.metrics.count(f"lease.refused.{refusal.reason}")
                     set_detail(refusal.reason)
                     delay = POLL_S[0] if await self._nudged_within(delay) else min(delay * 2, POLL_S[1])

@@ -42,7 +42,6 @@ POLL_S = 1.0
 RETRY_S = 0.5
 """Seconds after which a version that could not be staged is tried again."""
 MAX_ERROR_CHARACTERS = 500
-REFUTED = "an audit refutes this engine (audit.action = quarantine)"
 
 
 class WeightUpdater:
@@ -103,7 +102,7 @@ class WeightUpdater:
             elif isinstance(message, Control) and message.action is Action.TURN and self._on_turn:
                 self._on_turn()
             elif isinstance(message, Control) and message.engine == self._process.incarnation:
-                raise PoisonedError(REFUTED)
+                raise PoisonedError("an audit refutes this engine (audit.action = quarantine)")
 
     async def poll_loop(self) -> None:
         """Read the current manifest from the ledger, at the start and then regularly, until cancelled."""
@@ -300,8 +299,6 @@ class WeightUpdater:
         try:
             await self._process.ledger.applied(self._process.incarnation, manifest.epoch, manifest.version)
         except Refused as refusal:
-            if refusal.reason is Reason.REFUTED:
-                raise PoisonedError(REFUTED) from refusal
             if refusal.reason is not Reason.STALE_EPOCH:
                 raise
             log.info("weights.stale_epoch version=%d epoch=%s", manifest.version, manifest.epoch)

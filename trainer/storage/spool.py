@@ -123,11 +123,7 @@ class Spool:
             connection.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
 
     def remove(self, records: Iterable[tuple[int, str]]) -> None:
-        """Delete records (group, token) that the ledger has refused.
-
-        Raises:
-            SpoolError: the file cannot be written; no record was deleted.
-        """
+        """Delete records (group, token) that the ledger has refused. Raises SpoolError."""
         with self.transaction("write") as connection:
             connection.executemany("DELETE FROM records WHERE grp = ? AND token = ?", records)
 

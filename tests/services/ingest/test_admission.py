@@ -59,7 +59,7 @@ def group(number: int, token: str) -> ScoredRollout:
 
 
 async def test_a_refused_group_leaves_nothing_on_disk(tmp_path: Path) -> None:
-    """Of a worker that was away until its group was made by another, and then covered by a checkpoint."""
+    """A worker was away until its group was made by another, and then until a checkpoint covered that."""
     async with admitting(tmp_path) as (ledger, sender):
         lease = await ledger.lease(request="r", engine="engine", holder="engine", lease_ms=60_000)
         await sender.send(group(lease.group, lease.token))
