@@ -250,7 +250,7 @@ class Ledger(Protocol):
         """Record that a process lives, for `ttl_ms`."""
 
     async def unregister(self, incarnation: str, *, refuted: bool = False) -> None:
-        """Forget a process; its leases expire, or are released if it is `refuted`: REFUTED until forgotten."""
+        """Forget a process; its leases expire, or are released if it is `refuted`, and refused so then."""
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         """Return the processes whose time-to-live is not over, of one role or of all."""
