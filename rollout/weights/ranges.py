@@ -5,6 +5,7 @@ So a link that loses connections delays a version, and one that is dead is refus
 """
 
 import asyncio
+import logging
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,6 +34,7 @@ CANCELLED_WITHIN_S = 0.02
 PAUSE_S = 0.1
 """Seconds before the second attempt; twice as many before each one after it."""
 T = TypeVar("T")
+logging.getLogger("fsspec.http").setLevel(logging.INFO)  # below, it logs URLs, whose path may be a secret
 
 
 class RangeReader:
