@@ -9,13 +9,11 @@ from typing import Annotated
 
 import msgspec
 
-from protocol.messages.base import Message
+from protocol.messages.base import Count, Message
 from protocol.tensors import Array
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 """A time that a peer has measured: no NaN or infinity, which would spoil a mean."""
-Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
-"""Tokens that a peer has counted."""
 UNKNOWN_EXPERT = 2**16 - 1
 """In place of an expert whose index was not recorded."""
 
