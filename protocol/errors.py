@@ -62,6 +62,7 @@ class Reason(StrEnum):
     STRAGGLER = "straggler"  # policy wait: the step waits for an unscored group
     STALE_EPOCH = "stale_epoch"  # a newer trainer has taken over
     STALE_ENGINE = "stale_engine"  # the engine does not serve this epoch yet
+    REFUTED = "refuted"  # an audit has refuted the engine
     STALE_STEP = "stale_step"  # not the step that is running
     PENDING = "pending"  # a change of the bound waits until rule F holds with it
     BUSIER = "busier"  # a worker with fewer groups waits for the room
@@ -76,8 +77,8 @@ class Reason(StrEnum):
 LEASE_LOST = frozenset(
     {Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE, Reason.BOUND}
 )
-"""Refusals to extend a lease: another worker has it, its group has ended, or it ran out and there is no room
-for it under the bound."""
+"""Refusals to extend a lease, or to accept its group: another worker has it, its group has ended, or it ran
+out and there is no room for it under the bound."""
 
 
 class Refused(TetherError):

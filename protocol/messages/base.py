@@ -4,7 +4,12 @@ New fields are appended with defaults: an older reader ignores them, a newer rea
 in the default.
 """
 
+from typing import Annotated
+
 import msgspec
+
+Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]
+"""A number of messages or tokens that a peer has counted: sums of such numbers fit 64 bits."""
 
 
 class Message(msgspec.Struct, frozen=True, kw_only=True, tag_field="kind"):

@@ -1,8 +1,14 @@
 """Defines the messages of the bus itself: hello, acknowledgement, heartbeat, and control from the trainer."""
 
 from enum import StrEnum
+from typing import Annotated
 
-from protocol.messages.base import Message
+import msgspec
+
+from protocol.messages.base import Count, Message
+
+ShortName = Annotated[str, msgspec.Meta(max_length=256)]
+"""A name that a receiver keeps for as long as the peer is connected."""
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
@@ -11,11 +17,11 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     A peer repeats it while it waits for acknowledgements.
     """
 
-    sender: str
+    sender: ShortName
     """Incarnation of the sender."""
-    role: str
+    role: ShortName
     """Role of the sender, a `protocol.topics.Role`."""
-    sent: int = 0
+    sent: Count = 0
     """Messages sent on this connection before this one. Those that have not arrived by then are lost, and
     count as seen."""
 

@@ -5,11 +5,15 @@ of all rows together, K turns of all samples together. A sample is one row unles
 `protocol.rollout_view` decodes and checks them, `protocol.turns` the turns.
 """
 
+from typing import Annotated
+
 import msgspec
 
-from protocol.messages.base import Message
+from protocol.messages.base import Count, Message
 from protocol.tensors import Array
 
+Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
+"""A time that a peer has measured: no NaN or infinity, which would spoil a mean."""
 UNKNOWN_EXPERT = 2**16 - 1
 """In place of an expert whose index was not recorded."""
 
@@ -45,7 +49,7 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     """The prompt as text, for verifiers."""
     metadata: msgspec.Raw = msgspec.Raw(b"\x80")
     """MessagePack map from the prompt source (answer, task name, tests ...), for verifiers."""
-    generate_s: float = 0.0
+    generate_s: Seconds = 0.0
     """Seconds from the lease to the last token."""
     environment_rewards: Array | None = None
     """float32 [n]: rewards of the environment, if it gives any."""
@@ -63,10 +67,10 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     """int32 [C, 5], rows (sample, number, row, first, end): the own tokens from `first` up to `end` of a row
     are the answer of a journalled `Call`; row -1: no token of the call is in the message. None: no call was
     journalled."""
-    read_tokens: int = 0
+    read_tokens: Count = 0
     """Tokens that the engine was given to continue, of all calls of the model in all attempts at the group's
     samples; 0: not counted. Calls that a record answered are left out."""
-    cached_tokens: int = 0
+    cached_tokens: Count = 0
     """Part of `read_tokens` whose KV the engine had in its prefix cache."""
     row_texts: tuple[str, ...] = ()
     """[R]: the rows' own tokens as text, special ones too, for readers, where `responses` are not the text of
@@ -118,7 +122,7 @@ class ScoredRollout(Message, tag="scored", frozen=True, kw_only=True):
     """Verifier name -> float32 [n], its scores before weighting."""
     scorer: str = ""
     """Incarnation of the reward worker."""
-    score_s: float = 0.0
+    score_s: Seconds = 0.0
     """Seconds spent scoring."""
     remarks: tuple[Remark, ...] = ()
     """What judges said, at most one of each verifier and sample; their scores are in `components`."""

@@ -5,6 +5,8 @@ So a link that loses connections delays a version, and one that is dead is refus
 """
 
 import asyncio
+import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -23,6 +25,8 @@ CONNECTIONS = 8
 """Ranges that are read at once: one connection to a distant server does not fill its link."""
 RANGE_BYTES = (256 << 10, 4 << 20)
 """Least and most bytes of a range."""
+INDEX_BYTES = 256 << 20
+"""Most bytes of a file that is read whole."""
 TRIES = 4
 """Attempts at a range."""
 CANCELLED_WITHIN_S = 0.02
@@ -30,6 +34,7 @@ CANCELLED_WITHIN_S = 0.02
 PAUSE_S = 0.1
 """Seconds before the second attempt; twice as many before each one after it."""
 T = TypeVar("T")
+logging.getLogger("fsspec.http").setLevel(logging.INFO)  # below, it logs URLs, whose path may be a secret
 
 
 class RangeReader:
@@ -63,8 +68,8 @@ class RangeReader:
         self._all(check, ((name, nbytes) for name, nbytes in sizes if nbytes))
 
     def contents(self, names: Iterable[str]) -> list[bytes]:
-        """Return all bytes of each file. Raises WeightError, which names the file."""
-        return self._all(self._range, ((name, None, None) for name in names))
+        """Return all bytes of each file, `INDEX_BYTES` at most. Raises WeightError, which names the file."""
+        return self._all(self._range, ((name, 0, INDEX_BYTES) for name in names))
 
     def read(self, name: str, target: NDArray[np.uint8], first: int = 0) -> None:
         """Fill memory with a file's bytes from `first` on. Raises WeightError, which names the file."""
@@ -88,7 +93,7 @@ class RangeReader:
         futures = [self._pool.submit(function, *call) for call in calls]
         return [future.result() for future in futures]
 
-    def _range(self, name: str, start: int | None, end: int | None) -> bytes:
+    def _range(self, name: str, start: int, end: int) -> bytes:
         """Return bytes of a file, fewer at its end; the deadline counts, and so many attempts."""
         doing, attempt = f"reading {self._shown}/{name}", 0
         while True:
@@ -107,14 +112,22 @@ class RangeReader:
             else:
                 return found
 
-    def _answer(self, path: str, start: int | None, end: int | None, doing: str) -> bytes:
+    def _answer(self, path: str, start: int, end: int, doing: str) -> bytes:
         """Read once; raises any error of the file system, and WeightError once the deadline is cancelled."""
         limit_s = self._deadline.remaining(doing) / 2
         if not self._files.async_impl:  # reads of local files end
             return bytes(self._files.cat_file(path, start=start, end=end))
+
+        async def refuse_whole(answer: Any) -> None:
+            """Refuse more than was asked for before it is read: a file may be larger than the memory."""
+            if answer.status == 200 and (answer.content_length or math.inf) > end - start:
+                answer.close()
+                raise WeightError(f"{doing}: the server sends the whole file, it has to serve ranges")
+
+        checks = {"raise_for_status": refuse_whole} if "http" in self._files.protocol else {}
         # fsspec's own call in this thread could not be cancelled
         reading = asyncio.run_coroutine_threadsafe(
-            self._files._cat_file(path, start=start, end=end), self._files.loop
+            self._files._cat_file(path, start=start, end=end, **checks), self._files.loop
         )
         last = time.monotonic() + limit_s
         try:

@@ -4,7 +4,7 @@ import logging
 from collections.abc import Sequence
 from functools import partial
 
-from protocol.errors import ProtocolError, Reason, Refused
+from protocol.errors import LEASE_LOST, ProtocolError, Reason, Refused
 from protocol.messages import ScoredRollout, ScoreFailure
 from services.bus.receiver import Delivery, Receiver
 from services.ledger.interface import TakenGroup
@@ -62,11 +62,16 @@ class Admission:
             for delivery, message, _ in checked
         ]
         await until_written(process, partial(self._spool.put_many, records))
-        accepted = [
-            (delivery, group)
-            for delivery, message, counts in checked
-            if (group := await self._accept(delivery, message, counts))
-        ]
+        accepted, refused = list[tuple[Delivery, TakenGroup]](), list[tuple[Delivery, str]]()
+        needless = list[tuple[int, str]]()
+        for delivery, message, counts in checked:
+            try:
+                accepted.append((delivery, await self._accept(message, counts)))
+            except Refused as refusal:
+                process.metrics.count(f"accept.refused.{refusal.reason}")
+                refused.append((delivery, str(refusal)))
+                if refusal.reason in LEASE_LOST:  # a checkpoint may never cover that group
+                    needless.append((message.rollout.group, message.rollout.token))
         if accepted:
             sequence = (await process.ledger.head()).sequence
             entry = accept_entry(head.epoch, [group for _, group in accepted], sequence)
@@ -74,6 +79,10 @@ class Admission:
         for delivery, _ in accepted:
             process.metrics.count("accepted")
             self._receiver.ack(delivery)
+        if needless:
+            await until_written(process, partial(self._spool.remove, needless))
+        for delivery, why in refused:
+            self._receiver.refuse(delivery, why)
 
     async def _checked(self, batch: Sequence[Delivery], version: int) -> list[Checked]:
         """Return the rollouts that can be trained on, with their tokens per version; finish the others."""
@@ -115,19 +124,10 @@ class Admission:
         process.metrics.count("tokens.filtered", tokens)
         self._receiver.ack(delivery)
 
-    async def _accept(
-        self, delivery: Delivery, message: ScoredRollout, counts: dict[int, int]
-    ) -> TakenGroup | None:
-        """Return the group as the ledger accepted it; None if the ledger, and so this ingest, refused it."""
+    async def _accept(self, message: ScoredRollout, counts: dict[int, int]) -> TakenGroup:
+        """Return the group as the ledger accepted it. Raises Refused."""
         rollout = message.rollout
-        try:
-            return await self._process.ledger.accept(
-                rollout.group, rollout.token, counts, mean_reward(message)
-            )
-        except Refused as refusal:
-            self._process.metrics.count(f"accept.refused.{refusal.reason}")
-            self._receiver.refuse(delivery, str(refusal))
-            return None
+        return await self._process.ledger.accept(rollout.group, rollout.token, counts, mean_reward(message))
 
     async def _release(self, delivery: Delivery, failure: ScoreFailure) -> None:
         """Hand a group back whose scoring failed; a failure is never a reward.

@@ -249,8 +249,8 @@ class Ledger(Protocol):
     async def register(self, peer: Peer, ttl_ms: int) -> None:
         """Record that a process lives, for `ttl_ms`."""
 
-    async def unregister(self, incarnation: str) -> None:
-        """Forget a process, and what it acknowledged as an engine; the leases that it holds expire."""
+    async def unregister(self, incarnation: str, *, refuted: bool = False) -> None:
+        """Forget a process; its leases expire, or are released if it is `refuted`, and refused so then."""
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         """Return the processes whose time-to-live is not over, of one role or of all."""
@@ -261,8 +261,8 @@ class Ledger(Protocol):
     async def applied(self, engine: str, epoch: str, version: int) -> None:
         """Record that an engine serves (epoch, version).
 
-        A smaller version than is recorded for the same incarnation and epoch is ignored. Refuses STALE_EPOCH
-        if `epoch` is not on the current branch, WRONG_STATE if `version` is not committed.
+        A smaller version than is recorded for the same incarnation and epoch is ignored. Refuses REFUTED;
+        STALE_EPOCH if `epoch` is not on the current branch, WRONG_STATE if `version` is not committed.
         """
 
     async def lease(
@@ -271,7 +271,7 @@ class Ledger(Protocol):
         """Lease the next group: a WAITING or expired one first, else a new one.
 
         Repeating it with the same `request` returns the same lease. Refuses BOUND, PENDING, DONE, EXHAUSTED,
-        DRAINING, HALTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER for `groups`, as lease.lua says (-1: never).
+        DRAINING, HALTED, REFUTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER for `groups`, see lease.lua (-1: no).
         """
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:

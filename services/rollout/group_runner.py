@@ -152,7 +152,7 @@ class GroupRunner:
         """Lease until the process is to stop, then drain: finish within `drain_s`, hand back the rest.
 
         Raises:
-            Refused: HALTED, if the run was halted.
+            Refused: HALTED, if the run was halted; REFUTED, if an audit refutes the engine.
             TetherError: too many episodes do not end.
         """
         async with asyncio.TaskGroup() as tasks:
@@ -229,7 +229,7 @@ class GroupRunner:
                         groups=len(self._held) if self._takes_turns else -1,
                     )
                 except Refused as refusal:
-                    if refusal.reason is Reason.HALTED:
+                    if refusal.reason in (Reason.HALTED, Reason.REFUTED):
                         raise
                     self._process.metrics.count(f"lease.refused.{refusal.reason}")
                     set_detail(refusal.reason)

@@ -13,6 +13,8 @@ from protocol.errors import SettingsError, TetherError, Unavailable
 from services.observability.printable import one_line, printable
 
 EXIT_FAILED, EXIT_SETTINGS = 1, 2
+MOST = 10_000
+"""Characters of a log line's message: a peer's text in it may be as long as a frame."""
 
 
 def configure_logging(name: str) -> None:
@@ -34,7 +36,9 @@ class LineFormatter(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = one_line(record.message)
+        message = record.message
+        left_out = f" ... ({len(message) - MOST} more)" if len(message) > MOST else ""
+        record.message = one_line(message[:MOST]) + left_out
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:

@@ -230,7 +230,8 @@ class TrainLoop:
             if action == "stop":
                 await self._halt(alarm.sentence())
             elif action == "quarantine" and engine and alarm.is_of_engine:
-                await self._process.ledger.unregister(engine)  # its leases expire: they are leased again
+                # the ledger releases its groups and leases it none, whether or not it hears the broadcast
+                await self._process.ledger.unregister(engine, refuted=True)
                 self._run.broadcaster.publish(
                     Control(action=Action.QUARANTINE, engine=engine), epoch=self._run.epoch
                 )

@@ -3,8 +3,9 @@
 import pytest
 
 from protocol.errors import Reason, Refused, SettingsError
+from protocol.ids import new_token
 from protocol.staleness import Bound, Policy
-from services.ledger.interface import Peer
+from services.ledger.interface import Lease, Peer
 from tests.contracts.ledger_rig import Driver, spec
 from tests.services.ledger.verify.logs import verify_events
 
@@ -185,6 +186,35 @@ class RunContract:
         assert (again.group, again.attempt) == (first.group, 2)
         await driver.refused(Reason.NOT_HELD, ledger.accept(first.group, first.token, {0: 1}))
         await ledger.accept(second.group, second.token, {0: 1})  # nobody has taken that over
+        assert verify_events(list(await ledger.events(0, 1000))).violations == []
+
+    async def test_refuted_engine_holds_nothing_and_gets_no_lease_until_it_ends(self, driver: Driver) -> None:
+        ledger = driver.ledger
+        await driver.begin(B=3, engines=("eng", "wrong"))
+
+        async def lease(engine: str) -> Lease:
+            return await ledger.lease(request=new_token(), engine=engine, holder=engine, lease_ms=600_000)
+
+        mine, expired, live = await lease("eng"), await lease("wrong"), await lease("wrong")
+        await driver.reaped(expired)
+        before = (await ledger.status()).sequence
+        for _ in range(2):  # again after a lost answer
+            await ledger.unregister("wrong", refuted=True)
+        events = [(event["event"], event["group"]) for event in await ledger.events(before, 1000)]
+        assert events == [("release", live.group), ("release", expired.group)]
+        for held in (expired, live):  # what it has generated is not trained
+            await driver.refused(Reason.NOT_HELD, ledger.extend(held.group, held.token, 600_000))
+            await driver.refused(Reason.NOT_HELD, ledger.accept(held.group, held.token, {0: 1}))
+        # it lives on, as it has not heard of it
+        await ledger.register(Peer("rollout", "wrong", {}), 600_000)
+        await driver.refused(Reason.REFUTED, ledger.applied("wrong", "e1", 0))
+        await driver.refused(Reason.REFUTED, lease("wrong"))
+        await ledger.accept(mine.group, mine.token, {0: 1})
+        again = await lease("eng")
+        assert (again.group, again.attempt) == (expired.group, 2)
+        await ledger.unregister("wrong")
+        await ledger.applied("wrong", "e1", 0)
+        assert (await lease("wrong")).group == live.group
         assert verify_events(list(await ledger.events(0, 1000))).violations == []
 
     async def test_endpoints_are_those_of_the_registry(self, driver: Driver) -> None:

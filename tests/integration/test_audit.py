@@ -3,6 +3,8 @@
 import json
 from pathlib import Path
 
+import pytest
+
 from services.audit.live import FILE
 from tests.changes import slow_unless_changed
 from tests.integration.command import tether
@@ -27,6 +29,20 @@ class TurnedOnce(HFEngine):
         mark.touch()
         return loaded
 """
+DEAF = """
+from protocol.messages import Control
+from services.bus.broadcast import Listener
+
+receive = Listener.receive
+
+async def without_control(self):
+    while isinstance((found := await receive(self))[1], Control):
+        pass
+    return found
+
+Listener.receive = without_control
+"""
+"""The link of a worker that is away each time that the trainer tells it something."""
 VERIFIER = """
 from pathlib import Path
 
@@ -45,9 +61,9 @@ COMMON = (
 pytestmark = slow_unless_changed("services/audit/", "services/trainer/train_loop.py", "services/rollout/")
 
 
-def up(tmp_path: Path, *settings: str) -> tuple[int, str]:
+def up(tmp_path: Path, *settings: str, engine: str = ENGINE) -> tuple[int, str]:
     """Run the demo's job on the reference engine; returns the exit code and all that it printed."""
-    (tmp_path / "turned.py").write_text(ENGINE)
+    (tmp_path / "turned.py").write_text(engine)
     (tmp_path / "stateful.py").write_text(VERIFIER)
     given = [*COMMON, f'run.modules=["{tmp_path}"]', *settings]
     overrides = [part for setting in given for part in ("--set", setting)]
@@ -95,11 +111,19 @@ def test_verifier_that_scores_otherwise_the_second_time_halts_the_run_and_is_nam
     assert "the verifiers give 0.25" in str(found[0]["detail"])
 
 
-def test_engine_that_an_audit_refutes_is_replaced_and_the_run_is_completed(tmp_path: Path) -> None:
-    code, said = up(tmp_path, "engine.name=turned:TurnedOnce", "audit.action=quarantine", "run.steps=60")
+@pytest.mark.parametrize("heard", [True, False])
+def test_engine_that_an_audit_refutes_is_replaced_and_the_run_is_completed(
+    tmp_path: Path, heard: bool
+) -> None:
+    engine = ENGINE if heard else ENGINE + DEAF
+    settings = ("engine.name=turned:TurnedOnce", "audit.action=quarantine", "run.steps=60")
+    code, said = up(tmp_path, *settings, engine=engine)
     assert code == 0, said
     engines = {alarm["where"]["engine"] for alarm in alarms(tmp_path) if alarm["check"] == "logprob"}  # type: ignore[index]
     assert len(engines) == 1
     logs = "".join(path.read_text() for path in (tmp_path / "run" / "logs").glob("rollout*.log"))
-    assert "an audit refutes this engine" in logs
+    assert f"an audit refutes {'this engine' if heard else next(iter(engines))}" in logs
     assert json.loads(tether("verify", str(tmp_path / "run"), "--json").stdout)["violations"] == []
+    events = [json.loads(line) for line in (tmp_path / "run" / "audit.jsonl").read_text().splitlines()]
+    leased = [event["engine"] for event in events if event["event"] == "lease"]
+    assert (len(set(leased)), leased[-1] in engines) == (2, False)

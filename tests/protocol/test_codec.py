@@ -1,5 +1,6 @@
 """Frames: golden files, an independent reader, and noise that raises our own errors and nothing else."""
 
+import math
 import typing
 from concurrent.futures import ThreadPoolExecutor
 
@@ -12,8 +13,9 @@ from hypothesis import strategies as st
 from protocol import codec
 from protocol.codec import SCHEMA, decode, decode_envelope, encode, open_payload
 from protocol.errors import ChecksumMismatch, FrameTooLarge, ProtocolError, UnsupportedSchema
-from protocol.messages import AnyMessage, Hello, WeightApplied
-from tests.protocol.samples import GOLDEN, SAMPLES, frame_of
+from protocol.messages import AnyMessage, Hello, ScoredRollout, WeightApplied
+from protocol.tensors import Array
+from tests.protocol.samples import GOLDEN, ROLLOUT, SAMPLES, frame_of
 
 
 def test_every_message_has_a_sample() -> None:
@@ -51,9 +53,9 @@ def test_threads_that_encode_at_once_get_the_frames_of_their_own_messages() -> N
 
 def test_buffer_for_payloads_is_given_up_after_a_large_message(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "SCRATCH_BYTES", 100)
-    frames = [encode(Hello(sender="s" * size, role="r"), run="demo", id="m") for size in (10, 1000, 10)]
+    frames = [encode(Hello(sender="s" * size, role="r"), run="demo", id="m") for size in (10, 200, 10)]
     assert len(codec._thread.scratch) <= 100
-    assert [len(decode(frame)[1].sender) for frame in frames] == [10, 1000, 10]  # type: ignore[union-attr]
+    assert [len(decode(frame)[1].sender) for frame in frames] == [10, 200, 10]  # type: ignore[union-attr]
 
 
 def test_older_payload_without_new_fields_is_read() -> None:
@@ -111,6 +113,18 @@ def test_a_pause_that_no_clock_measures_is_refused(pause_ms: float) -> None:
     sent = WeightApplied(engine="rollout.0.a", epoch="e1", version=1, pause_ms=pause_ms)
     with pytest.raises(ProtocolError, match="pause_ms"):
         decode(encode(sent, run="demo", id="m1"))
+
+
+@pytest.mark.parametrize(
+    "changes", [{"generate_s": math.inf}, {"read_tokens": -1}, {"cached_tokens": 2**64 - 1}]
+)
+def test_a_group_with_a_measurement_that_nothing_measures_is_refused(changes: dict[str, float]) -> None:
+    sent = msgspec.structs.replace(ROLLOUT, **changes)
+    with pytest.raises(ProtocolError, match=next(iter(changes))):
+        decode(encode(sent, run="demo", id="m1"))
+    scored = ScoredRollout(rollout=ROLLOUT, rewards=Array.of([0.0], "float32"), score_s=math.nan)
+    with pytest.raises(ProtocolError, match="score_s"):
+        decode(encode(scored, run="demo", id="m1"))
 
 
 def test_other_schema_is_refused() -> None:

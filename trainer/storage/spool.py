@@ -122,6 +122,11 @@ class Spool:
         with self.transaction("write") as connection:
             connection.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
 
+    def remove(self, records: Iterable[tuple[int, str]]) -> None:
+        """Delete records (group, token) that the ledger has refused. Raises SpoolError."""
+        with self.transaction("write") as connection:
+            connection.executemany("DELETE FROM records WHERE grp = ? AND token = ?", records)
+
     def get_many(self, keys: Sequence[tuple[int, str]]) -> list[bytes]:
         """Return the payloads of `stored`, which raises what this raises."""
         return [record.payload for record in self.stored(keys)]

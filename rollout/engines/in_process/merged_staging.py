@@ -7,6 +7,8 @@ import torch
 from protocol.messages import WeightManifest
 from protocol.weights.lora import AdapterTarget, adapter_shapes
 from rollout.staging.staging import Staging, whole_source
+from rollout.weights.base import WeightReceiver
+from rollout.weights.verification import Deadline
 
 
 class MergedStaging(Staging):
@@ -43,10 +45,18 @@ class MergedStaging(Staging):
             {name: whole_source(tensor) for name, tensor in self.adapter.items()}, architecture=architecture
         )
 
-    def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
-        covered = super().fetch(manifest, deadline_s)
-        with torch.no_grad():
-            for target in self._targets:
-                change = self.adapter[target.b].float() @ self.adapter[target.a].float()
-                self.copy[target.weight].copy_(self.base[target.weight].float() + change)
-        return covered
+    def _place(
+        self,
+        receiver: WeightReceiver,
+        manifest: WeightManifest,
+        deadline_s: float,
+        copies: Mapping[str, str],
+    ) -> None:
+        """Receive A and B, and merge them; a version counts as staged only after the last weight."""
+        deadline = Deadline(manifest, deadline_s)
+        super()._place(receiver, manifest, deadline_s, copies)
+        for target in self._targets:
+            deadline.remaining(f"merging into {target.weight}")
+            self._refuse_cancelled(manifest)
+            change = self.adapter[target.b].float() @ self.adapter[target.a].float()
+            self.copy[target.weight].copy_(self.base[target.weight].float() + change)

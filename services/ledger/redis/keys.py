@@ -24,7 +24,8 @@ of the run's clock) | | `peer_info` | hash | incarnation -> JSON of role and inf
 incarnation -> JSON {topic: endpoint}; the field with the empty name counts changes | | `requests` | hash |
 lease request -> JSON of the lease granted for it, while the group is LEASED by it | | `waits` | hash | engine
 -> "groups time" of its last lease request, if that found no room: the groups that it had, and when (ms of the
-run's clock) | | `events` | stream | the event log; id `SEQ-0`, one field `e` with the JSON of the event |
+run's clock) | | `refuted` | set | incarnations of engines that an audit refutes, until they are
+unregistered | | `events` | stream | the event log; id `SEQ-0`, one field `e` with the JSON of the event |
 
 Group ids are zero-padded to 12 digits wherever they are members or fields, so that the order of strings is
 the order of ids.
@@ -33,7 +34,7 @@ the order of ids.
 NAMES = (
     "run", "lineage", "epochs", "groups", "waiting", "leases", "live", "expired", "scored", "fresh", "taken",
     "trained", "dropped", "reasons", "outcomes", "batch", "gone", "steps", "reports", "manifest", "engines",
-    "peers", "peer_info", "endpoints", "requests", "events", "wasted", "waits",
+    "peers", "peer_info", "endpoints", "requests", "events", "wasted", "waits", "refuted",
 )  # fmt: skip
 """Keys in the order in which every script gets them as KEYS."""
 

@@ -139,8 +139,8 @@ class RedisLedger:
     async def register(self, peer: Peer, ttl_ms: int) -> None:
         await self._run("register", peer.incarnation, encode_peer(peer), ttl_ms, encode_endpoints(peer))
 
-    async def unregister(self, incarnation: str) -> None:
-        await self._run("unregister", incarnation)
+    async def unregister(self, incarnation: str, *, refuted: bool = False) -> None:
+        await self._run("unregister", incarnation, int(refuted))
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         flat = await self._run("peers")

@@ -19,8 +19,6 @@ from services.ledger.event_log.events import (
     DrainEvent,
     ExtendEvent,
     LeaseEvent,
-    LostEvent,
-    ReleaseEvent,
     StepsEvent,
     fields_of,
 )
@@ -115,11 +113,11 @@ class MemoryLedger:
     async def register(self, peer: Peer, ttl_ms: int) -> None:
         self._registry.entries[peer.incarnation] = (self.clock() + ttl_ms, peer)
 
-    async def unregister(self, incarnation: str) -> None:
-        self._registry.entries.pop(incarnation, None)
+    async def unregister(self, incarnation: str, *, refuted: bool = False) -> None:
+        self._registry.forget(incarnation, refuted=refuted)
         if self._run_state is not None:
             self._run_state.engines.pop(incarnation, None)
-            self._run_state.expire_held(incarnation)
+            self._run_state.end_held(incarnation, refuted=refuted)
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         return [peer for peer in self._registry.live() if role is None or peer.role == role]
@@ -132,6 +130,7 @@ class MemoryLedger:
 
     async def applied(self, engine: str, epoch: str, version: int) -> None:
         run = self.run_state
+        self._registry.refuse_refuted(engine)
         if epoch not in run.lineage:
             raise Refused(Reason.STALE_EPOCH, f"epoch {epoch} is not of the current branch")
         if version > run.version:
@@ -192,6 +191,7 @@ class MemoryLedger:
             raise Refused(Reason.DRAINING)
         if run.sequence - run.archived > self._archive_limit:
             raise Refused(Reason.ARCHIVE_BEHIND, f"{run.sequence - run.archived} events are not archived")
+        self._registry.refuse_refuted(engine)
         epoch, version = run.engines.get(engine, ("", -1))
         if version < 0 or epoch not in run.lineage:
             raise Refused(Reason.STALE_ENGINE, f"{engine} serves epoch {epoch!r}")
@@ -244,13 +244,7 @@ class MemoryLedger:
         if known is not None and known.token != token and known.previous == token:
             return
         found = run.held(group, token)
-        run.transition(found, event)
-        found.previous, found.release_reason = token, reason
-        if event is Event.RELEASE:
-            run.append(ReleaseEvent(group=group, token=token, reason=reason))
-        else:
-            run.append(LostEvent(group=group, token=token))
-        run.apply_pending()
+        run.hand_back(found, event, reason)
 
     async def accept(
         self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None

@@ -19,6 +19,8 @@ from services.ledger.event_log.events import (
     ExpireEvent,
     HaltEvent,
     LedgerEvent,
+    LostEvent,
+    ReleaseEvent,
     UnhaltEvent,
 )
 from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken, TakenGroup
@@ -174,9 +176,27 @@ class RunState:
         now = self.clock()
         self._expire(lambda group: group.expires_ms <= now)
 
-    def expire_held(self, holder: str) -> None:
-        """Free the place in rule F of every lease of a holder."""
-        self._expire(lambda group: group.holder == holder)
+    def end_held(self, holder: str, *, refuted: bool) -> None:
+        """Free the place in rule F of every lease of a holder; release the groups of one that is refuted."""
+        if not refuted:
+            self._expire(lambda group: group.holder == holder)
+            return
+        live = sorted(self.live(), key=lambda group: (group.expires_ms, group.group))
+        expired = [group for group in self.of(GroupState.LEASED) if group.expired]
+        for group in [*live, *sorted(expired, key=lambda group: group.group)]:
+            if group.holder == holder:
+                self.hand_back(group, Event.RELEASE, "refuted")
+
+    def hand_back(self, group: Group, event: Event, reason: str) -> None:
+        """Make a group WAITING that is released or lost."""
+        token = group.token
+        self.transition(group, event)
+        group.previous, group.release_reason = token, reason
+        if event is Event.RELEASE:
+            self.append(ReleaseEvent(group=group.group, token=token, reason=reason))
+        else:
+            self.append(LostEvent(group=group.group, token=token))
+        self.apply_pending()
 
     def _expire(self, ends: Callable[[Group], bool]) -> None:
         for group in sorted(self.live(), key=lambda group: (group.expires_ms, group.group)):
@@ -334,6 +354,18 @@ class ProcessRegistry:
     """Milliseconds."""
     entries: dict[str, tuple[int, Peer]] = field(default_factory=dict)
     """Incarnation -> end of its time-to-live (ms of `clock`), and the process."""
+    refuted: set[str] = field(default_factory=set)
+    """Engines that an audit refutes."""
+
+    def forget(self, incarnation: str, *, refuted: bool) -> None:
+        """Remove a process; with `refuted` remember that an audit refutes the engine."""
+        self.entries.pop(incarnation, None)
+        self.refuted = (self.refuted - {incarnation}) | ({incarnation} if refuted else set())
+
+    def refuse_refuted(self, engine: str) -> None:
+        """Refuse an engine that an audit refutes."""
+        if engine in self.refuted:
+            raise Refused(Reason.REFUTED, f"an audit refutes {engine}")
 
     def live(self) -> list[Peer]:
         """Remove dead processes and return the others in order of incarnation."""

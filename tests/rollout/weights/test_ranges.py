@@ -1,10 +1,12 @@
 """Ranges over links that lose connections, are silent, or have no end."""
 
 import asyncio
+import functools
 import threading
 from collections.abc import Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
+from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -140,11 +142,28 @@ def test_reader_of_a_silent_server_ends_when_it_is_cancelled() -> None:
             files.read("file", np.zeros(3 * RANGE_BYTES[0], np.uint8))
 
 
-def test_server_without_ranges_is_refused() -> None:
-    async def everything(request: web.Request) -> web.Response:
-        return web.Response(body=bytes(1 << 20))
+def test_server_without_ranges_is_refused_before_its_files_are_read(tmp_path: Path) -> None:
+    """Python's own server, which people know, and one whose file does not end."""
+    (tmp_path / "file").write_bytes(bytes(1 << 20))
+    own = functools.partial(SimpleHTTPRequestHandler, directory=str(tmp_path))
+    sent = []
 
-    with server(everything) as url, range_reader(url, deadline(30)) as files:
-        assert files.contents(["file"]) == [bytes(1 << 20)]
-        with pytest.raises(WeightError, match=r"/file: 1048576 bytes from byte 0 on, expected 262144"):
-            files.read("file", np.zeros(1 << 20, np.uint8))
+    async def endless(request: web.Request) -> web.StreamResponse:
+        answer = web.StreamResponse()
+        await answer.prepare(request)
+        while True:
+            await answer.write(bytes(1 << 20))
+            sent.append(1)
+
+    refusal = "/file: the server sends the whole file, it has to serve ranges"
+    with ThreadingHTTPServer(("127.0.0.1", 0), own) as python, server(endless) as url:
+        threading.Thread(target=python.serve_forever).start()
+        with range_reader(f"http://127.0.0.1:{python.server_port}", deadline(30)) as files:
+            assert files.contents(["file"]) == [bytes(1 << 20)]
+            with pytest.raises(WeightError, match=refusal):
+                files.check_sizes([("file", 1 << 20)])
+        with range_reader(url, deadline(30)) as files:
+            with pytest.raises(WeightError, match=refusal):
+                files.contents(["file"])
+        python.shutdown()
+    assert len(sent) < 64  # what sockets hold, not what a deadline lets through

@@ -4,7 +4,9 @@ import asyncio
 import socket
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
+from typing import Any
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -103,6 +105,25 @@ async def test_peer_that_said_no_hello_is_unknown() -> None:
         await raw.say(frame(score(1), "m1"))
         await eventually(lambda: inbox.stats.unknown_peer == 2)
         assert (inbox.stats.malformed, inbox.stats.received) == (1, 0)
+
+
+@pytest.mark.parametrize("hello", [{"sent": 2**64 - 1}, {"sent": -1}, {"sender": "x" * 10**6}])
+async def test_hello_that_no_peer_says_is_malformed_and_stops_no_acknowledgement(
+    hello: dict[str, Any],
+) -> None:
+    groups: list[int] = []
+    async with receiver() as inbox, Raw(inbox.endpoint) as raw:
+        await raw.say(frame(msgspec.structs.replace(Hello(sender="raw.1", role="reward"), **hello)))
+        await eventually(lambda: inbox.stats.malformed == 1)
+        assert inbox.snapshot()["senders"] == {}
+        async with (
+            sender(Registry({"ingest.1": inbox.endpoint})) as outbox,
+            background(acknowledge(inbox, groups)),
+            asyncio.TaskGroup() as group,
+        ):
+            for index in range(20):
+                group.create_task(outbox.send(score(index)))
+    assert sorted(groups) == list(range(20))
 
 
 async def test_damaged_message_makes_the_sender_send_again() -> None:

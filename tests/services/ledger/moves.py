@@ -218,7 +218,8 @@ class Moves(RuleBasedStateMachine):
         self.both(lambda ledger: ledger.register(Peer("rollout", name, {"n": self.calls}), HOUR_MS))
         self.both(lambda ledger: ledger.peers())
         if pick((False, True)):
-            self.both(lambda ledger: ledger.unregister(name))
+            is_refuted = pick((False, False, True))
+            self.both(lambda ledger: ledger.unregister(name, refuted=is_refuted))
 
     def archived(self, pick: Pick) -> None:
         self.both(lambda ledger: ledger.archived(self.newest))

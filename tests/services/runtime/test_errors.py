@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from protocol.errors import SettingsError, TetherError
-from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, LineFormatter, describe_error
+from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, MOST, LineFormatter, describe_error
 
 FORGED = "evil\n12:00:00 ingest E forged.line \x1b[31m\u2028x\r"
 
@@ -26,6 +26,13 @@ def test_arguments_stay_on_their_line(lines: tuple[logging.Logger, io.StringIO])
     logger.warning("bus.refused message=%s", FORGED)
     (line,) = out.getvalue().splitlines()
     assert line.startswith("ingest W bus.refused message=evil\\x0a12:00:00 ingest E forged.line \\x1b[31m")
+
+
+def test_a_line_has_a_length_whatever_a_peer_says(lines: tuple[logging.Logger, io.StringIO]) -> None:
+    log, out = lines
+    log.warning("score.failed error=%s", "x" * 10**6)
+    assert len(out.getvalue()) < MOST + 100
+    assert out.getvalue().endswith("x ... (990019 more)\n")
 
 
 def test_lines_of_a_traceback_look_like_no_record(lines: tuple[logging.Logger, io.StringIO]) -> None:

@@ -213,6 +213,20 @@ local function drop(id, group, reason, detail, wasted, reward)
   finish(reason)
 end
 
+-- Hand a LEASED group back.
+local function release(id, group, reason)
+  local token = group.token
+  group.previous, group.why = token, reason
+  move(id, group, 'waiting')
+  append('release', {group = tonumber(id), token = token, reason = reason})
+  apply_pending()
+end
+
+-- Refuse an engine that an audit refutes.
+local function refuted(engine)
+  if redis.call('SISMEMBER', K.refuted, engine) == 1 then return refuse('refuted', 'an audit refutes ' .. engine) end
+end
+
 -- Return the group if `token` is its current one, else the group or nil, and a refusal.
 local function held(id, token)
   local group = read(pad(id))

@@ -1,8 +1,8 @@
 -- Record that an engine serves (epoch, version).
 -- ARGV: 1 engine incarnation, 2 epoch, 3 version
 -- Returns nothing; a version older than the one recorded for the same epoch changes nothing.
--- Refuses no_run, stale_epoch (not of the current branch), wrong_state (a version that is not committed).
-local absent = no_run()
+-- Refuses no_run, refuted, stale_epoch (not of the current branch), wrong_state (a version that is not committed).
+local absent = no_run() or refuted(ARGV[1])
 if absent then return absent end
 local version = tonumber(ARGV[3])
 if redis.call('SISMEMBER', K.lineage, ARGV[2]) == 0 then

@@ -2,7 +2,7 @@
 -- ARGV: 1 engine, 2 holder, 3 lease (ms), 4 token, 5 most unarchived events, 6 request, 7 groups that the worker has, -1 to take no turns
 -- Returns: JSON {group, token, epoch, version, deadline, max_staleness, attempt}; again the same for the same request while the group is
 -- LEASED by it
--- Refuses no_run, halted, draining, archive_behind, stale_engine, pending, done, exhausted, bound, busier. Groups that have used up their
+-- Refuses no_run, halted, draining, archive_behind, refuted, stale_engine, pending, done, exhausted, bound, busier. Groups that have used up their
 -- attempts are dropped on the way (at most 128), whatever the answer. `holds` and `refuse` are in `_shared.lua`.
 local WAITS_MS, BUSIER = 5000, 1.2
 local absent = no_run()
@@ -15,6 +15,8 @@ if R.draining == 1 then return refuse('draining') end
 if R.sequence - R.archived > tonumber(ARGV[5]) then
   return refuse('archive_behind', (R.sequence - R.archived) .. ' events are not archived')
 end
+local refutation = refuted(ARGV[1])
+if refutation then return refutation end
 local served = redis.call('HGET', K.engines, ARGV[1])
 if not served then return refuse('stale_engine', ARGV[1] .. ' has not acknowledged any version') end
 local epoch, version = string.match(served, '^(%S*) (%d+)$')

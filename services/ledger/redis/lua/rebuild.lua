@@ -9,7 +9,7 @@ if (R.sequence or -1) ~= S.found then
   return refuse('wrong_state', 'the ledger is at event ' .. (R.sequence or -1) .. ', not at ' .. S.found)
 end
 local clock = now()
-local registry = {peers = true, peer_info = true, endpoints = true}
+local registry = {peers = true, peer_info = true, endpoints = true, refuted = true}
 for _, name in ipairs(NAMES) do
   if not registry[name] then redis.call('DEL', K[name]) end
 end

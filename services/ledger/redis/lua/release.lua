@@ -9,8 +9,5 @@ if refusal then
   return refusal
 end
 if group.state ~= 'leased' then return refuse('wrong_state', 'group ' .. ARGV[1] .. ' is ' .. group.state) end
-group.previous, group.why = ARGV[2], ARGV[3]
-move(pad(ARGV[1]), group, 'waiting')
-append('release', {group = tonumber(ARGV[1]), token = ARGV[2], reason = ARGV[3]})
-apply_pending()
+release(pad(ARGV[1]), group, ARGV[3])
 return {'ok'}
