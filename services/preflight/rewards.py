@@ -12,6 +12,7 @@ from reward.verifiers.registry import VERIFIERS, make_verifier
 from reward.verifiers.reward_model import Options
 from reward.workers.group_scoring import check_fallbacks
 from reward.workers.pool import ScorePool
+from rollout.environments.registry import ENVIRONMENTS, EnvironmentEntry
 from rollout.prompts.base import Prompt
 from services.preflight.problem import Problem
 from services.settings.processes import gpu_list
@@ -27,7 +28,15 @@ REWARD_MODEL = Options("")
 
 
 def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Problem]:
-    """Yield verifiers that cannot be made, fall back to none, or need a field that no prompt has."""
+    """Yield verifiers that are missing, cannot be made, fall back to none, or need a field no prompt has."""
+    name = settings.environment.name
+    if not settings.reward.verifiers and not ENVIRONMENTS.get(name, EnvironmentEntry("")).gives_reward:
+        yield Problem(
+            f"environment {name!r} has no reward of its own, so no answer could be scored",
+            "name a verifier, or constant for an algorithm without rewards",
+            "reward.verifiers",
+            [],
+        )
     if wrong := check_fallbacks({item.component: item.fallback for item in settings.reward.verifiers}):
         yield Problem(f"setting reward.verifiers: {wrong}")
     for verifier in settings.reward.verifiers:

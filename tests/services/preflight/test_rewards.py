@@ -6,7 +6,8 @@ from typing import Any
 import pytest
 
 from reward.config import RewardConfig, VerifierConfig
-from services.preflight.rewards import reward_gpu_problems
+from rollout.config import EnvironmentConfig
+from services.preflight.rewards import reward_gpu_problems, verifier_problems
 from services.settings.processes import ServicesConfig
 from services.settings.sections import Settings
 
@@ -60,3 +61,14 @@ def test_shares_of_more_than_a_gpu_are_refused(too_much: dict[str, Any], text: s
     (problem,) = problems(**too_much)
     assert text in problem
     assert problem.startswith("setting services.reward_gpus")
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [("single_turn", 1), ("given", 1), ("tools", 1), ("gsm8k", 0), ("agent", 0), ("my_game:play", 0)],
+)
+def test_without_verifiers_the_environment_has_to_reward(environment: str, count: int) -> None:
+    settings = replace(
+        Settings(), environment=EnvironmentConfig(environment), reward=RewardConfig(verifiers=())
+    )
+    assert len(list(verifier_problems(settings, []))) == count
