@@ -58,7 +58,8 @@ def validated(
     try:
         built: tuple[T] = _adapter(plain).validate_python((values,))
     except ValidationError as error:
-        lines += [_problem(item, kind, prefix, secret, absent) for item in error.errors()]
+        others = [item for item in error.errors() if not isinstance(item["input"], bool) or not lines]
+        lines += [_problem(item, kind, prefix, secret, absent) for item in others]
     if lines:
         raise WrongSettings(lines)
     return built[0]

@@ -251,7 +251,7 @@ def read_size(model_dir: Path, ranks: int = 1) -> ModelSize:
         SettingsError: a file cannot be read.
     """
     try:
-        config = json.loads((model_dir / "config.json").read_text())
+        config = json.loads((model_dir / "config.json").read_bytes())
     except (OSError, ValueError) as error:
         raise SettingsError(f"{model_dir}: {error}") from None
     return ModelSize.of(tensor_shapes(model_dir), config, plan_of(config) if ranks > 1 else {}, ranks)
