@@ -53,7 +53,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
 
 
 def _launched(text: str) -> str:
-    """Return the arguments of slime's program in a script, of its lists and its command; other text as it is."""
+    """Return the arguments of slime's program in a script: lists and command; other text as it is."""
     plain = COMMENT.sub(r"\1", text).replace("\\\n", " ")
     return EXPANSION.sub("", "\n".join([*WHOLE_LIST.findall(plain), *PROGRAM.findall(plain)]) or plain)
 
