@@ -10,11 +10,10 @@ from protocol.validation import validated
 from reward.config import RewardConfig
 from reward.verifiers.registry import VERIFIERS, make_verifier
 from reward.verifiers.reward_model import Options
-from reward.workers.group_scoring import check_fallbacks
-from reward.workers.pool import ScorePool
+from reward.workers.pool import ScorePool, check_names
 from rollout.environments.registry import ENVIRONMENTS, EnvironmentEntry
 from rollout.prompts.base import Prompt
-from services.preflight.problem import Problem
+from services.preflight.problem import Problem, refusals
 from services.settings.processes import gpu_list
 from services.settings.sections import Settings
 from trainer.algorithms.registry import check_turn_scores
@@ -37,8 +36,7 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
             "reward.verifiers",
             [],
         )
-    if wrong := check_fallbacks({item.component: item.fallback for item in settings.reward.verifiers}):
-        yield Problem(f"setting reward.verifiers: {wrong}")
+    yield from refusals(check_names, settings.reward)
     for verifier in settings.reward.verifiers:
         try:
             if make_verifier(verifier.name, verifier.options).by_turn:
@@ -63,7 +61,8 @@ def trial_problems(
 ) -> Iterator[Problem]:
     """Score the response `RESPONSE` to the first prompt; yield the error of each verifier of the user.
 
-    It runs in a worker process, within the limits of `[reward]`.
+    Two of them are scored where a group has several samples: a function may compare them. It runs in a worker
+    process, within the limits of `[reward]`.
 
     Args:
         settings: of the run.
@@ -76,14 +75,14 @@ def trial_problems(
         alone = dataclasses.replace(verifier, fallback="")
         reward = dataclasses.replace(settings.reward, verifiers=(alone,), workers=1)
         try:
-            asyncio.run(_score(reward, modules, prompts[0]))
+            asyncio.run(_score(reward, modules, prompts[0], min(2, settings.sampling.samples_per_prompt)))
         except (RewardError, SettingsError) as error:
             yield Problem(f"verifier {verifier.component}, tried on prompt 0 and {RESPONSE!r}: {error}")
 
 
-async def _score(reward: RewardConfig, modules: Sequence[str], prompt: Prompt) -> None:
+async def _score(reward: RewardConfig, modules: Sequence[str], prompt: Prompt, samples: int) -> None:
     async with ScorePool(reward, modules) as pool:
-        await pool.score(prompt.text, [RESPONSE], prompt.metadata)
+        await pool.score(prompt.text, [RESPONSE] * samples, prompt.metadata)
 
 
 def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:

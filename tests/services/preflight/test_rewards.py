@@ -1,13 +1,15 @@
 """Tests which shares of a GPU's memory are refused where reward models are on it, too."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reward.config import RewardConfig, VerifierConfig
 from rollout.config import EnvironmentConfig
-from services.preflight.rewards import reward_gpu_problems, verifier_problems
+from rollout.prompts.base import Prompt
+from services.preflight.rewards import reward_gpu_problems, trial_problems, verifier_problems
 from services.settings.processes import ServicesConfig
 from services.settings.sections import Settings
 
@@ -72,3 +74,19 @@ def test_without_verifiers_the_environment_has_to_reward(environment: str, count
         Settings(), environment=EnvironmentConfig(environment), reward=RewardConfig(verifiers=())
     )
     assert len(list(verifier_problems(settings, []))) == count
+
+
+def test_verifiers_of_one_name_are_refused() -> None:
+    settings = replace(Settings(), reward=RewardConfig(verifiers=(VerifierConfig(), VerifierConfig())))
+    (problem,) = verifier_problems(settings, [])
+    assert "each needs a name of its own" in str(problem)
+
+
+@pytest.mark.parametrize(("samples", "count"), [(1, 0), (4, 1)])
+def test_a_function_of_a_group_is_tried_on_a_group(tmp_path: Path, samples: int, count: int) -> None:
+    (tmp_path / "one_score.py").write_text("def score(*, responses):\n    return [1.0]\n")
+    function = VerifierConfig("function", options={"path": "one_score:score"})
+    settings = Settings(reward=RewardConfig(verifiers=(function,)))
+    settings = replace(settings, sampling=replace(settings.sampling, samples_per_prompt=samples))
+    found = trial_problems(settings, [Prompt("1+1=")], [str(tmp_path)])
+    assert len(list(found)) == count
