@@ -111,10 +111,12 @@ def parse(text: str, dotted: str, kind: type) -> Any:
     That is its TOML value, or the text itself where it is not TOML or the setting is a string.
     """
     try:
-        value = tomllib.loads(f"x = {text}")["x"]
+        tables = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return text if _is_text(dotted, kind) and not isinstance(value, str) else value
+    if len(tables) > 1:  # a line break, and another name after it
+        return text
+    return text if _is_text(dotted, kind) and not isinstance(tables["x"], str) else tables["x"]
 
 
 def to_toml(value: Any) -> str:

@@ -157,6 +157,8 @@ def test_json_is_read_like_toml(tmp_path: Path, toml: Path) -> None:
         ("run.steps=many", "run.steps"),
         ("run.steps", "section.key=value"),
         ("=1", "section.key=value"),
+        ("run.steps=1\ny=2", "run.steps"),
+        ("RUN.steps=1", "RUN is not known; did you mean 'run'?"),
     ],
 )
 def test_a_wrong_override_is_named(override: str, said: str) -> None:
