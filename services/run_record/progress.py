@@ -59,7 +59,7 @@ class Progress:
         self._evaluations.read_rest()
         self._is_stopping = False
         self.is_on = False
-        """Whether the run was made or continued; what refuses that before changes nothing."""
+        """Whether the run was made or continued, after which no setting is refused."""
         self.is_full = False
         """Whether the disk of the run directory was full when it was read last."""
 

@@ -79,22 +79,6 @@ def test_a_held_out_prompt_that_repeats_a_trained_one_is_left_out(tmp_path: Path
         )
 
 
-def test_a_conversation_repeats_another_only_if_all_of_it_does(tmp_path: Path) -> None:
-    def row(question: str, system: str = "Be brief.") -> dict[str, object]:
-        said = [("system", system), ("user", question), ("assistant", "Sure?"), ("user", "Yes.")]
-        return {"prompt": [{"role": role, "content": text} for role, text in said], "answer": "1"}
-
-    rows = [row("1+1?"), row("2+2?"), row("3+3?"), row("1+1?", "Be long.")]
-    source = make_source(replace(written(tmp_path / "a.jsonl", rows), held_out=2))
-    assert [prompt.messages[1][1] for prompt in source.held_out()] == ["3+3?"]
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    path = tmp_path / "a.jsonl"
-    path.write_text('{"prompt": "x", "answer": "1"}\n', encoding="utf-8-sig")
-    assert make_source(PromptConfig(path=str(path))).at(0).text == "x"
-
-
 def test_held_out_prompts_may_have_a_file_of_their_own(tmp_path: Path) -> None:
     other = written(
         tmp_path / "held.jsonl",

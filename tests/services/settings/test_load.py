@@ -156,9 +156,6 @@ def test_json_is_read_like_toml(tmp_path: Path, toml: Path) -> None:
         ("zzz.x=1", "zzz is not known; use one of algorithm, audit, bound"),
         ("run.steps=many", "run.steps"),
         ("run.steps", "section.key=value"),
-        ("=1", "section.key=value"),
-        ("run.steps=1\ny=2", "run.steps"),
-        ("RUN.steps=1", "RUN is not known; did you mean 'run'?"),
     ],
 )
 def test_a_wrong_override_is_named(override: str, said: str) -> None:
@@ -181,32 +178,6 @@ def test_an_unknown_key_of_the_file_is_named(tmp_path: Path) -> None:
 )
 def test_an_unknown_variable_is_named(variable: str, said: str) -> None:
     assert said in refusal(None, **{variable: "2"})
-
-
-def test_two_variables_of_one_setting_have_to_agree() -> None:
-    both = {"TETHER_MAX_STALENESS": "2", "TETHER_BOUND__MAX_STALENESS": "3"}
-    assert "TETHER_BOUND__MAX_STALENESS and TETHER_MAX_STALENESS both set bound.max_staleness" in refusal(
-        None, **both
-    )
-    secret = {"TETHER_REDIS_URL": "redis://:secret@a", "TETHER_LEDGER__URL": "redis://:secret@b"}
-    assert "secret" not in refusal(None, **secret)
-    assert load(None, **dict.fromkeys(both, "2")).bound.max_staleness == 2
-
-
-def test_a_level_of_logs_that_is_none_is_refused() -> None:
-    assert "TETHER_LOG_LEVEL: 'verbose' is not known; use one of DEBUG" in refusal(
-        None, TETHER_LOG_LEVEL="verbose"
-    )
-
-
-def test_a_directory_is_answered_with_the_file_in_it(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").touch()
-    assert f"such as {tmp_path / 'config.toml'}" in refusal(tmp_path)
-
-
-def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
-    (tmp_path / "a.toml").write_text("[run]\nsteps = 7\n", encoding="utf-8-sig")
-    assert load(tmp_path / "a.toml").run.steps == 7
 
 
 def test_a_path_through_a_value_is_refused(toml: Path) -> None:
