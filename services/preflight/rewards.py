@@ -22,6 +22,8 @@ ENTRY_FIELDS = {"reasoning_gym": ("family", "entry")}
 """Verifier -> fields of the metadata that it needs, where no option names them."""
 RESPONSE = "an answer"
 """Response that verifiers of the user are tried on."""
+COMPARING = frozenset({"exact_match", "last_integer", "math", "positions"})
+"""Verifiers that compare with an answer; a call is cheap, and runs no code of the model or the user."""
 REWARD_MODEL = Options("")
 """The verifier `reward_model` with every option that has a default."""
 
@@ -54,6 +56,22 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
                     "reward.verifiers",
                     verifier.name,
                 )
+        yield from _wrong_answers(verifier.name, verifier.options, prompts)
+
+
+def _wrong_answers(name: str, options: dict[str, object], prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Yield the first of the prompts with an answer that a verifier of ours cannot compare with."""
+    if name not in COMPARING:
+        return
+    module = load(VERIFIERS[name].path)
+    bound = validated(module.Options, options, f"verifier {name}: option ")
+    for prompt in prompts:
+        try:
+            if prompt.metadata.get(bound.key) is not None:
+                module.score(prompt.text, RESPONSE, prompt.metadata, bound)
+        except RewardError as error:
+            yield Problem(f"verifier {name}, tried on prompt {prompt.index}: {error}")
+            return
 
 
 def trial_problems(

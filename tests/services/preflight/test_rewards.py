@@ -90,3 +90,27 @@ def test_a_function_of_a_group_is_tried_on_a_group(tmp_path: Path, samples: int,
     settings = replace(settings, sampling=replace(settings.sampling, samples_per_prompt=samples))
     found = trial_problems(settings, [Prompt("1+1=")], [str(tmp_path)])
     assert len(list(found)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "count"),
+    [
+        ("exact_match", ["9"], 1),
+        ("exact_match", 9, 0),
+        ("math", {"value": 9}, 1),
+        ("last_integer", "nine", 1),
+        ("positions", "9", 0),
+    ],
+)
+def test_an_answer_that_a_verifier_cannot_compare_with_is_named(
+    name: str, answer: object, count: int
+) -> None:
+    settings = Settings(reward=RewardConfig(verifiers=(VerifierConfig(name),)))
+    prompts = [
+        Prompt("4+5=", metadata={"answer": "9"}, index=0),
+        Prompt("4+5=", metadata={"answer": answer}, index=1),
+    ]
+    problems = [str(problem) for problem in verifier_problems(settings, prompts)]
+    assert [problem.partition(":")[0] for problem in problems] == [
+        f"verifier {name}, tried on prompt 1"
+    ] * count
