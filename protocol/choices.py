@@ -104,7 +104,8 @@ def checked_name(name: str, known: Iterable[str], what: str) -> str:
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return what to append to "NAME is not known; ": the most similar known name, or all of them."""
     names = sorted(known)
-    close = get_close_matches(name, names, n=1, cutoff=0.5)
+    close = [full for full in names if full.lower() == name.lower()]
+    close = close or get_close_matches(name, names, n=1, cutoff=0.5)
     close = close or [full for full in names if _abbreviates(name, full)][:1]
     return f"did you mean {close[0]!r}?" if close else f"use one of {', '.join(names)}"
 

@@ -7,7 +7,7 @@ everywhere.
 
 import dataclasses
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache
 from types import GenericAlias, MappingProxyType
 from typing import Any, TypeVar, get_args, get_type_hints
@@ -20,6 +20,8 @@ from protocol.errors import SettingsError
 
 T = TypeVar("T")
 CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False)
+KINDS = {"tuple_type": "expected a list, in brackets", "dataclass_type": "expected a table, {fields}"}
+"""pydantic's type of an error -> the message, where pydantic's own names types of Python."""
 OUTSIDE = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"})
 """pydantic's types of errors for a number outside its range."""
 
@@ -52,11 +54,14 @@ def validated(
         WrongSettings: with a line for every problem, which names the field, its value and the choices.
     """
     plain: type = kind
+    lines = [f"{prefix}{problem}" for problem in _truths(values, kind, ())]
     try:
         built: tuple[T] = _adapter(plain).validate_python((values,))
     except ValidationError as error:
-        lines = [_problem(item, kind, prefix, secret, absent) for item in error.errors()]
-        raise WrongSettings(lines) from None
+        others = [item for item in error.errors() if not isinstance(item["input"], bool) or not lines]
+        lines += [_problem(item, kind, prefix, secret, absent) for item in others]
+    if lines:
+        raise WrongSettings(lines)
     return built[0]
 
 
@@ -128,6 +133,21 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(alone, config=CONFIG)
 
 
+def _truths(value: Any, hint: Any, path: tuple[str, ...]) -> Iterator[str]:
+    """Yield a line for each true or false where a number belongs; pydantic would read 1 or 0."""
+    if isinstance(value, Mapping) and (inner := inner_dataclass(hint)):
+        for key, item in value.items():
+            yield from _truths(item, field_types(inner).get(key), (*path, str(key)))
+    elif isinstance(value, list | tuple):
+        for place, item in enumerate(value):
+            yield from _truths(item, next(iter(get_args(hint)), None), (*path, str(place)))
+    elif isinstance(value, bool):
+        plain = getattr(hint, "__origin__", hint)
+        kinds = {plain, *get_args(plain)}
+        if bool not in kinds and kinds & {int, float}:
+            yield f"{'.'.join(path)}: expected a number (got {str(value).lower()})"
+
+
 def _problem(
     error: Mapping[str, Any], kind: type, prefix: str, secret: str, absent: Mapping[str, str]
 ) -> str:
@@ -151,7 +171,9 @@ def _problem(
     if error["type"] in OUTSIDE and range_of(hint):
         return _outside(setting, value, hint)
     got = "" if secret and path[:1] == (secret,) else f" (got {value!r})"
-    return f"{setting}: {error['msg']}{got}"
+    inner = inner_dataclass(hint)
+    fields = f"such as {{ {next(iter(field_types(inner)))} = ... }}" if inner else ""
+    return f"{setting}: {KINDS.get(error['type'], error['msg']).format(fields=fields)}{got}"
 
 
 def _outside(what: str, value: Any, hint: Any) -> str:

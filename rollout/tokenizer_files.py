@@ -60,7 +60,7 @@ def load_plain(model_dir: Path, config: Mapping[str, Any]) -> PlainTokenizer | N
     specials = {name: config.get(name) for name in SPECIALS}
     if found != ALONE or config.keys() - {*SPECIALS, *WITHOUT_EFFECT}:
         return None
-    known = json.loads((model_dir / "tokenizer.json").read_text()).get("added_tokens", [])
+    known = json.loads((model_dir / "tokenizer.json").read_bytes()).get("added_tokens", [])
     ids = {token["content"]: int(token["id"]) for token in known if token["special"]}
     if not all(token is None or token in ids for token in specials.values()):
         return None
@@ -113,7 +113,7 @@ def load_tokenizer(model_dir: Path, *, alone: bool = True) -> Any:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         path = model_dir / "tokenizer_config.json"
-        config = json.loads(path.read_text()) if path.is_file() else {}
+        config = json.loads(path.read_bytes()) if path.is_file() else {}
         # For these, AutoTokenizer would use the tokenizer class of the model's family, with other tokens.
         if config.get("tokenizer_class") in GENERIC:
             plain = load_plain(model_dir, config) if alone else None
@@ -133,7 +133,7 @@ def end_ids(model_dir: Path, tokenizer: Any) -> list[int]:
     """Return the end-of-sequence ids of the tokenizer and of generation_config.json, which often has more."""
     path = model_dir / "generation_config.json"
     try:
-        found = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+        found = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None
     except (OSError, ValueError, AttributeError) as error:
         raise SettingsError(f"{path}: {error}") from None
     listed = found if isinstance(found, list) else [found]

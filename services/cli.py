@@ -6,6 +6,7 @@ command imports what it uses when it runs, so that `tether --help` and `tether s
 
 import functools
 import json
+import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -48,7 +49,7 @@ def init(
     from services.tools.new_run import write_run
 
     files = ", ".join(write_run(directory))
-    print(f"wrote {files}; next: tether up {directory / 'config.toml'}")
+    print(f"wrote {files}; next: tether check {shlex.quote(str(directory / 'config.toml'))}")
 
 
 Steps = Annotated[int | None, typer.Option(help="stop after so many steps")]

@@ -248,9 +248,9 @@ def _refusal(kind: Kind, name: str, revision: str, error: Exception) -> Settings
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT}: {_line(error)}"
     option = "" if kind is Kind.MODEL else f" --repo-type {kind}"
     return SettingsError(
-        f"{what}: it is not (completely) in {constants.HF_HUB_CACHE} and cannot be fetched ({why}); run this "
-        f"where the hub can be reached, or `hf download {name}{option}` there and copy the cache, or give a "
-        "directory"
+        f"{what}: there is no such directory here, it is not (completely) in {constants.HF_HUB_CACHE}, and "
+        f"cannot be fetched ({why}); run this where the hub can be reached, or `hf download {name}{option}` "
+        "there and copy the cache, or give a directory"
     )
 
 

@@ -22,7 +22,7 @@ def read_object(
         SettingsError: the file cannot be read, or holds no JSON object.
     """
     try:
-        found = json.loads(path.read_text())
+        found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
         raise kind(f"{what}: {getattr(error, 'strerror', None) or error}{remedy}") from None
     if not isinstance(found, dict):

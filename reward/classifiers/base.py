@@ -102,7 +102,7 @@ def check_classifier(directory: Path, named: str) -> None:
     """
     path = directory / "config.json"
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_bytes())
         names = list(config.get("architectures") or [])
     except (OSError, ValueError, AttributeError, TypeError) as error:
         raise SettingsError(

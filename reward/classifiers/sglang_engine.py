@@ -47,7 +47,7 @@ class SglangClassifier:
             raise SettingsError(
                 "option dtype: float32: SGLang's kernels on a GPU compute in bfloat16 or float16; use one"
             )
-        facts = json.loads((Path(options.path) / "config.json").read_text())
+        facts = json.loads((Path(options.path) / "config.json").read_bytes())
         self._pad = facts.get("pad_token_id")
         with tempfile.TemporaryDirectory(prefix="tether-reward-") as directory:
             write_model(Path(options.path), Path(directory))
@@ -181,7 +181,7 @@ def write_model(directory: Path, into: Path) -> None:
                 return
     save_file({BIAS: torch.zeros(1)}, into / BIAS_FILE, metadata={"format": "pt"})
     if (directory / INDEX).is_file():
-        index = json.loads((directory / INDEX).read_text())
+        index = json.loads((directory / INDEX).read_bytes())
         index["weight_map"][BIAS] = BIAS_FILE
         (into / INDEX).unlink()
         (into / INDEX).write_text(json.dumps(index))

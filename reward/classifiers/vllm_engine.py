@@ -49,7 +49,7 @@ class VllmClassifier:
             if on_gpu
             else {"kv_cache_memory_bytes": options.kv_cache_mb << 20}
         )
-        self._pad = json.loads((Path(options.path) / "config.json").read_text()).get("pad_token_id")
+        self._pad = json.loads((Path(options.path) / "config.json").read_bytes()).get("pad_token_id")
         self._parameters = PoolingParams(use_activation=False)
         self._llm = LLM(
             model=options.path,

@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from reward.verifiers.registry import required
+from reward.verifiers.registry import required_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,7 +24,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     Raises:
         RewardError: the metadata has no answer.
     """
-    answer = str(required(metadata, options.key))
+    answer = required_text(metadata, options.key)
     return float(_normal(response, options) == _normal(answer, options))
 
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import RewardError
-from reward.verifiers.registry import required
+from reward.verifiers.registry import required_text
 
 SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
 """The comma in 12,345."""
@@ -39,7 +39,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     Raises:
         RewardError: the answer is missing or not a whole number.
     """
-    answer = str(required(metadata, options.key)).rpartition(MARK)[2].strip().removesuffix(".")
+    answer = required_text(metadata, options.key).rpartition(MARK)[2].strip().removesuffix(".")
     expected = WHOLE.fullmatch(_bare(answer))
     if not expected:
         raise RewardError(f"the answer {answer[:80]!r} is not a whole number")

@@ -110,3 +110,17 @@ def required(metadata: Mapping[str, Any], field: str) -> Any:
             f"the metadata has no field {field!r}, but {', '.join(sorted(map(str, metadata))) or 'none'}"
         )
     return metadata[field]
+
+
+def required_text(metadata: Mapping[str, Any], field: str) -> str:
+    """Return a field of the metadata that a verifier compares with, as text.
+
+    Raises:
+        RewardError: it is missing, or neither text nor a number.
+    """
+    value = required(metadata, field)
+    if not isinstance(value, str | int | float):
+        raise RewardError(
+            f"the field {field!r} is {type(value).__name__}, not text or a number: {str(value)[:80]}"
+        )
+    return str(value)

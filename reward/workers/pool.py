@@ -73,14 +73,7 @@ class ScorePool:
         """
         for verifier in config.verifiers:
             find_verifier(verifier.name)
-        names = [verifier.component for verifier in config.verifiers]
-        if len({*names, *OWN}) != len(names) + len(OWN):
-            raise SettingsError(
-                f"setting reward.verifiers: {', '.join(names)}: each needs a name of its own, "
-                f"other than {', '.join(map(repr, OWN))}; give a `label`"
-            )
-        if wrong := check_fallbacks({item.component: item.fallback for item in config.verifiers}):
-            raise SettingsError(f"setting reward.verifiers: {wrong}")
+        check_names(config)
         self._config, self._modules, self._withheld = config, tuple(modules), frozenset(withheld)
         self._weights = {verifier.component: verifier.weight for verifier in config.verifiers} | {
             ENVIRONMENT: config.environment_weight,
@@ -256,3 +249,19 @@ def _group_frame(
         return msgspec.msgpack.encode([prompt_text, responses, packed, *rest])
     except UnicodeEncodeError as error:
         raise RewardError(f"prompt, response or metadata is no valid text: {error}") from None
+
+
+def check_names(config: RewardConfig) -> None:
+    """Check that verifiers have names of their own, and fall back to each other without a circle.
+
+    Raises:
+        SettingsError: they do not; says what to do.
+    """
+    names = [verifier.component for verifier in config.verifiers]
+    if len({*names, *OWN}) != len(names) + len(OWN):
+        raise SettingsError(
+            f"setting reward.verifiers: {', '.join(names)}: each needs a name of its own, "
+            f"other than {', '.join(map(repr, OWN))}; give a `label`"
+        )
+    if wrong := check_fallbacks({item.component: item.fallback for item in config.verifiers}):
+        raise SettingsError(f"setting reward.verifiers: {wrong}")

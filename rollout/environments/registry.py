@@ -38,6 +38,8 @@ class EnvironmentEntry(Entry):
     """Whether it exchanges text and records it, unless `environment.record` is off."""
     has_sandbox: bool = False
     """Whether something of it can run in a sandbox of the episode."""
+    gives_reward: bool = True
+    """Whether an episode may have a reward of the environment's own, so that it needs no verifier."""
     is_light: bool = False
     """Whether a sample of it is one request to the engine at a time, without any other resource."""
 
@@ -46,7 +48,7 @@ ENVIRONMENTS = Registry(
     {
         "agent": EnvironmentEntry("rollout.environments.agent", has_sessions=True),
         "command": EnvironmentEntry("rollout.environments.command", has_sessions=True, has_sandbox=True),
-        "given": EnvironmentEntry("rollout.environments.given", is_light=True),
+        "given": EnvironmentEntry("rollout.environments.given", gives_reward=False, is_light=True),
         "gsm8k": EnvironmentEntry("rollout.environments.gsm8k", is_light=True),
         "guess_number": EnvironmentEntry("rollout.environments.guess_number", is_light=True),
         "harbor": EnvironmentEntry(
@@ -54,9 +56,13 @@ ENVIRONMENTS = Registry(
         ),
         "openenv": EnvironmentEntry("rollout.environments.third_party.openenv"),
         "server": EnvironmentEntry("rollout.environments.server", has_sessions=True),
-        "single_turn": EnvironmentEntry("rollout.environments.single_turn", is_light=True),
+        "single_turn": EnvironmentEntry(
+            "rollout.environments.single_turn", gives_reward=False, is_light=True
+        ),
         "textarena": EnvironmentEntry("rollout.environments.third_party.textarena"),
-        "tools": EnvironmentEntry("rollout.environments.tools", records=True, has_sandbox=True),
+        "tools": EnvironmentEntry(
+            "rollout.environments.tools", records=True, has_sandbox=True, gives_reward=False
+        ),
         "verifiers": EnvironmentEntry("rollout.environments.third_party.verifiers", has_sessions=True),
     }
 )

@@ -45,7 +45,7 @@ class ProgramFolder:
     def write(self, name: str, text: str) -> Path:
         """Write a file that the program may read and change, before the program starts; return its path."""
         path = self.path / name
-        path.write_text(text)
+        path.write_text(text, "utf-8")
         self._hand_over(path)
         return path
 

@@ -114,6 +114,12 @@ class Prompt:
     index: int = -1
     """Position in the stream; -1 for a held-out prompt."""
 
+    @property
+    def question(self) -> str:
+        """All that was said, without system messages: by it a prompt is known to repeat another."""
+        said = [content for role, content in self.messages if role != "system"]
+        return "\n\n".join(said) or self.text
+
 
 class PromptSource(Protocol):
     """A stream of prompts; the same fingerprint and index give the same prompt in every process."""
@@ -137,7 +143,7 @@ class PromptSource(Protocol):
         """Return the prompts for evaluation, which never occur in the stream."""
 
     def trained_texts(self) -> Iterable[str]:
-        """Yield the text of every prompt of one pass; of none where prompts are generated without end."""
+        """Yield the question of every prompt of one pass; of none where prompts are generated without end."""
 
 
 class Order:
@@ -208,10 +214,10 @@ def source_settings(prompts: PromptConfig, own: SourceConfig) -> PromptConfig:
 
 
 def unseen(candidates: Sequence[Prompt], trained: Iterable[str]) -> list[Prompt]:
-    """Return the candidates whose text is not in `trained`, each text once, in order."""
+    """Return the candidates whose question is not in `trained`, each question once, in order."""
     seen = set(trained)
-    kept: dict[str, Prompt] = {p.text: p for p in reversed(candidates) if p.text not in seen}
-    return [p for p in candidates if kept.get(p.text) is p]
+    kept: dict[str, Prompt] = {p.question: p for p in reversed(candidates) if p.question not in seen}
+    return [p for p in candidates if kept.get(p.question) is p]
 
 
 def fingerprint_of(config: PromptConfig, content: bytes) -> str:

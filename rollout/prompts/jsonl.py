@@ -1,5 +1,6 @@
 """Reads prompts from a file with one JSON object per line."""
 
+from codecs import BOM_UTF8
 from typing import Any
 
 import msgspec
@@ -19,7 +20,7 @@ def make(config: PromptConfig) -> RowSource:
     def read(text: str, setting: str) -> list[Prompt]:
         path = local_path(text, setting)
         try:
-            lines = path.read_bytes().split(b"\n")
+            lines = path.read_bytes().removeprefix(BOM_UTF8).split(b"\n")
         except OSError as error:
             raise SettingsError(f"{path}: {error.strerror}") from None
         wheres = ((f"{path}:{number}", line) for number, line in enumerate(lines, 1) if line.strip())

@@ -156,7 +156,7 @@ class RowSource:
                 f"max_pass_rate, fewer than {max(1, config.count)}; widen them, or lower prompts.count"
             )
         self._train = eligible[: config.count or None]
-        self._held_out = unseen(candidates, (p.text for p in self._train))
+        self._held_out = unseen(candidates, (p.question for p in self._train))
         if candidates and not self._held_out:
             raise SettingsError(
                 f"{own or place}: all {len(candidates)} held-out prompts also occur in training"
@@ -181,7 +181,7 @@ class RowSource:
         return self._held_out
 
     def trained_texts(self) -> Iterable[str]:
-        return (prompt.text for prompt in self._train)
+        return (prompt.question for prompt in self._train)
 
 
 def prompts_of(rows: Iterable[tuple[str, Any]], config: PromptConfig) -> list[Prompt]:
@@ -233,11 +233,14 @@ def local_path(text: str, name: str) -> Path:
 def _check_fields(row: Any, config: PromptConfig, where: str) -> None:
     names = [config.answer_field] if config.template else [config.prompt_field, config.answer_field]
     if not isinstance(row, Mapping):
+        hint = '; a list in one file is read by prompts.source "hf"' if isinstance(row, list) else ""
         raise SettingsError(
-            f"{where}: expected an object with the field {names[0]!r}, got {type(row).__name__}"
+            f"{where}: expected an object with the field {names[0]!r}, got {type(row).__name__}{hint}"
         )
     for name in filter(None, names):
-        if row.get(name) is None:
+        if name in row and row[name] is None:
+            raise SettingsError(f"{where}: the field {name!r} is null; take such rows out of the data")
+        if name not in row:
             has = ", ".join(sorted(map(str, row))) or "none"
             raise SettingsError(
                 f"{where}: no field {name!r}, it has {has}; set prompts.prompt_field or prompts.answer_field"

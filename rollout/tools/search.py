@@ -87,7 +87,7 @@ def read_documents(path: Path) -> Iterator[tuple[str, str]]:
     Raises:
         SettingsError: a line is no JSON object with a `text`; names it.
     """
-    with path.open() as lines:
+    with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):
             try:
                 row = json.loads(line)

@@ -171,7 +171,7 @@ def _evaluations(settings: Settings, digests: dict[int, int]) -> Iterator[Alarm]
         return
     source = make_source(settings.prompts)
     sets = held_out_sets(source, settings.prompts, settings.eval.sets, STEPS)
-    texts = {name: [prompt.text for prompt in prompts] for name, prompts in sets.items()}
+    texts = {name: [prompt.question for prompt in prompts] for name, prompts in sets.items()}
     yield from shared_prompts(texts, set(source.trained_texts()))
 
 

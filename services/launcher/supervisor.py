@@ -136,7 +136,7 @@ async def run_up(settings: Settings, progress: Progress, compose: Callable[[], S
         original = await asyncio.to_thread(settings_of_fetched, settings, compose)
         settings = await asyncio.to_thread(pin_names, original)
         spec = await asyncio.to_thread(prepare, settings, local=True)
-        with recording_end(run_dir, lambda: progress.is_full):
+        with recording_end(run_dir, lambda: progress.is_full, lambda: progress.is_on):
             outcome = await _run_prepared(original, settings, spec, progress)
         await asyncio.to_thread(plot_run, run_dir)
     return outcome
@@ -160,6 +160,7 @@ async def _run_prepared(
         async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:
             await reconcile(ledger, settings)
             lines = await start_or_resume(ledger, settings, spec)
+            progress.is_on = True
             record_pins(original, settings)
             await ledger.guard()
             facts = describe_memory(settings, read_model(settings))

@@ -253,7 +253,7 @@ def read_endpoint(directory: Path) -> str | None:
     """
     path = Path(directory) / "endpoint.json"
     try:
-        url = str(json.loads(path.read_text())["url"])
+        url = str(json.loads(path.read_bytes())["url"])
         _ = urlsplit(url).port  # raises if there is no port to be read
         return url
     except FileNotFoundError:

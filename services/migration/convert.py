@@ -37,7 +37,7 @@ def convert(file: Path) -> str:
             value that has no counterpart.
     """
     try:
-        text = file.read_text()
+        text = file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SettingsError(f"{file} cannot be read: {error}") from None
     source = source_of(text)

@@ -226,6 +226,7 @@ LEFT: Mapping[str, Mapping[str, str]] = {
     "trl": {
         "per_device_*_batch_size": "set bound.groups_per_step: prompts of one step",
         "gradient_accumulation_steps": "set bound.groups_per_step: prompts of one step",
+        "max_prompt_length": "earlier releases cut prompts by it; render.max_prompt_tokens drops them",
         "steps_per_generation": "set bound.groups_per_step and trainer.num_mini_batches",
         "num_train_epochs": "set run.steps",
         "reward_funcs": OWN,
@@ -290,6 +291,9 @@ LEFT: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(("load", "ref-load", "save"), "run.dir; tether reads and writes Hugging Face models"),
         **dict.fromkeys(("rm-type", "custom-rm-path", "reward-key"), OWN),
         "global-batch-size": "follows from rollout-batch-size and num-steps-per-rollout",
+        **dict.fromkeys(("attention-dropout", "hidden-dropout"), "the policy is trained without dropout"),
+        **dict.fromkeys(("accumulate-*-in-fp32", "attention-softmax-in-fp32"), "always so, by default"),
+        "attention-backend": "set trainer.attention_backend",
         "balance-data": "tether always balances replicas",
         "kl-loss-type": "set algorithm.kl_estimator",
         **dict.fromkeys(("optimizer", "lr-decay-style"), "set [optimizer]"),

@@ -17,6 +17,11 @@ ROOT = "actor_rollout_ref"
 """Section that every file of verl has."""
 LIST = re.compile(r"\w+\+?=\(|\)")
 """The beginning or the end of a list in a shell script."""
+WHOLE_LIST = re.compile(r"^\s*\w+\+?=\((.*?)\)\s*$", re.DOTALL | re.MULTILINE)
+PROGRAM = re.compile(r"\btrain\w*\.py\b(.*?)(?:\s\d?>|[|&;]|$)", re.MULTILINE)
+COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
+EXPANSION = re.compile(r"\$\{\w+\[[@*]\]\}")
+"""All of a list, where a script gives it to a program."""
 SLIME = ("--rollout-batch-size", "--n-samples-per-prompt", "--hf-checkpoint", "--num-rollout")
 """Arguments of which a file of slime has one."""
 
@@ -35,7 +40,7 @@ def read(text: str, source: str) -> dict[str, Any]:
         SettingsError: the text does not have the form of its source.
     """
     if source == "slime":
-        return dict(_arguments(_words(text)))
+        return dict(_arguments(_words(_launched(text))))
     if source == "verl":
         return dict(_flat(_yaml(text))) if _is_tree(text) else _overrides(text) or dict(_flat(_yaml(text)))
     return _named(_yaml(text))
@@ -45,6 +50,12 @@ def nearest(name: str, known: Iterable[str]) -> str:
     """Return ", did you mean X?" for the most similar known name, empty if none is similar."""
     found = difflib.get_close_matches(name, [one for one in known if "*" not in one], n=1)
     return f", did you mean {found[0]}?" if found else ""
+
+
+def _launched(text: str) -> str:
+    """Return the arguments of slime's program in a script: lists and command; other text as it is."""
+    plain = COMMENT.sub(r"\1", text).replace("\\\n", " ")
+    return EXPANSION.sub("", "\n".join([*WHOLE_LIST.findall(plain), *PROGRAM.findall(plain)]) or plain)
 
 
 def _words(text: str) -> list[str]:
@@ -78,7 +89,8 @@ def _arguments(words: list[str]) -> Iterator[tuple[str, Any]]:
             continue
         if name:
             yield name, True if not values else values[0] if len(values) == 1 else values
-        name, values = word[2:], []
+        name, separator, value = word[2:].partition("=")
+        values = [value] if separator else []
 
 
 def _yaml(text: str) -> dict[str, Any]:

@@ -121,7 +121,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
         problems += reward_gpu_problems(settings)
         problems += [] if problems else trial_problems(settings, prompts, modules)
         if model:
-            problems += host_memory_problems(settings, model)
+            problems += [] if problems else host_memory_problems(settings, model)
             problems += attention_problems(settings, model, visible_gpus(os.environ))
             problems += kernel_problems(settings, model, visible_gpus(os.environ))
     return Findings(tuple(_each_once(problems)), model, source)

@@ -7,7 +7,7 @@ import dataclasses
 import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
@@ -219,8 +219,9 @@ def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem
         yield from _unknown_to_transformers(settings, "trainer.backend", backend, model)
     if backend == "megatron":
         yield from _megatron_problems("trainer.backend", settings, model)
-        if model.is_made and not any(model.place.glob("*.safetensors")):
-            yield Problem(f"the trainer needs weights, and {model.place} holds no *.safetensors")
+    read = ("*.safetensors", "*.bin") if backend in OF_TRANSFORMERS else ("*.safetensors",)
+    if model.is_made and backend != "scripted" and not any(chain(*map(model.place.glob, read))):
+        yield Problem(f"the trainer needs weights, and {model.place} holds no *.safetensors")
 
 
 def _division_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:

@@ -10,10 +10,10 @@ from protocol.validation import validated
 from reward.config import RewardConfig
 from reward.verifiers.registry import VERIFIERS, make_verifier
 from reward.verifiers.reward_model import Options
-from reward.workers.group_scoring import check_fallbacks
-from reward.workers.pool import ScorePool
+from reward.workers.pool import ScorePool, check_names
+from rollout.environments.registry import ENVIRONMENTS, EnvironmentEntry
 from rollout.prompts.base import Prompt
-from services.preflight.problem import Problem
+from services.preflight.problem import Problem, refusals
 from services.settings.processes import gpu_list
 from services.settings.sections import Settings
 from trainer.algorithms.registry import check_turn_scores
@@ -22,14 +22,23 @@ ENTRY_FIELDS = {"reasoning_gym": ("family", "entry")}
 """Verifier -> fields of the metadata that it needs, where no option names them."""
 RESPONSE = "an answer"
 """Response that verifiers of the user are tried on."""
+COMPARING = frozenset({"exact_match", "last_integer", "math", "positions"})
+"""Verifiers that compare with an answer; a call is cheap, and runs no code of the model or the user."""
 REWARD_MODEL = Options("")
 """The verifier `reward_model` with every option that has a default."""
 
 
 def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Problem]:
-    """Yield verifiers that cannot be made, fall back to none, or need a field that no prompt has."""
-    if wrong := check_fallbacks({item.component: item.fallback for item in settings.reward.verifiers}):
-        yield Problem(f"setting reward.verifiers: {wrong}")
+    """Yield verifiers that are missing, cannot be made, fall back to none, or need a field no prompt has."""
+    name = settings.environment.name
+    if not settings.reward.verifiers and not ENVIRONMENTS.get(name, EnvironmentEntry("")).gives_reward:
+        yield Problem(
+            f"environment {name!r} has no reward of its own, so no answer could be scored",
+            "name a verifier, or constant for an algorithm without rewards",
+            "reward.verifiers",
+            [],
+        )
+    yield from refusals(check_names, settings.reward)
     for verifier in settings.reward.verifiers:
         try:
             if make_verifier(verifier.name, verifier.options).by_turn:
@@ -47,6 +56,22 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
                     "reward.verifiers",
                     verifier.name,
                 )
+        yield from _wrong_answers(verifier.name, verifier.options, prompts)
+
+
+def _wrong_answers(name: str, options: dict[str, object], prompts: Sequence[Prompt]) -> Iterator[Problem]:
+    """Yield the first of the prompts with an answer that a verifier of ours cannot compare with."""
+    if name not in COMPARING:
+        return
+    module = load(VERIFIERS[name].path)
+    bound = validated(module.Options, options, f"verifier {name}: option ")
+    for prompt in prompts:
+        try:
+            if prompt.metadata.get(bound.key) is not None:
+                module.score(prompt.text, RESPONSE, prompt.metadata, bound)
+        except RewardError as error:
+            yield Problem(f"verifier {name}, tried on prompt {prompt.index}: {error}")
+            return
 
 
 def trial_problems(
@@ -54,7 +79,8 @@ def trial_problems(
 ) -> Iterator[Problem]:
     """Score the response `RESPONSE` to the first prompt; yield the error of each verifier of the user.
 
-    It runs in a worker process, within the limits of `[reward]`.
+    Two of them are scored where a group has several samples: a function may compare them. It runs in a worker
+    process, within the limits of `[reward]`.
 
     Args:
         settings: of the run.
@@ -67,14 +93,14 @@ def trial_problems(
         alone = dataclasses.replace(verifier, fallback="")
         reward = dataclasses.replace(settings.reward, verifiers=(alone,), workers=1)
         try:
-            asyncio.run(_score(reward, modules, prompts[0]))
+            asyncio.run(_score(reward, modules, prompts[0], min(2, settings.sampling.samples_per_prompt)))
         except (RewardError, SettingsError) as error:
             yield Problem(f"verifier {verifier.component}, tried on prompt 0 and {RESPONSE!r}: {error}")
 
 
-async def _score(reward: RewardConfig, modules: Sequence[str], prompt: Prompt) -> None:
+async def _score(reward: RewardConfig, modules: Sequence[str], prompt: Prompt, samples: int) -> None:
     async with ScorePool(reward, modules) as pool:
-        await pool.score(prompt.text, [RESPONSE], prompt.metadata)
+        await pool.score(prompt.text, [RESPONSE] * samples, prompt.metadata)
 
 
 def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:

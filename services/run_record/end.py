@@ -39,20 +39,26 @@ class RunEnd(msgspec.Struct, frozen=True):
 
 
 @contextlib.contextmanager
-def recording_end(run_dir: Path, was_full: Callable[[], bool] = lambda: False) -> Iterator[None]:
+def recording_end(
+    run_dir: Path, was_full: Callable[[], bool] = lambda: False, is_on: Callable[[], bool] = lambda: True
+) -> Iterator[None]:
     """Note when the block ends, and the error that ended it; while it runs there is no note.
+
+    Where settings are refused before the run is on, the note of the end before stays.
 
     Args:
         run_dir: the run directory.
         was_full: tells whether its disk was full when it was read last.
+        is_on: tells whether the run was made or continued.
 
     Raises:
         SettingsError: the block failed while the disk is or was full, whatever the error says: the ledger's
             server, which writes there, does not answer then, and gives room back as it ends.
     """
     path = run_dir / FILE
+    before = path.read_bytes() if path.is_file() else b""
     path.unlink(missing_ok=True)
-    error = ""
+    error, kept = "", b""
     try:
         yield
     except Exception as failure:
@@ -61,10 +67,11 @@ def recording_end(run_dir: Path, was_full: Callable[[], bool] = lambda: False) -
         if was_full() or is_full(run_dir):
             error = f"{_full(run_dir)} ({error})"
             raise SettingsError(error) from failure
+        kept = before if isinstance(cause, SettingsError) and not is_on() else b""
         raise
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide what ended the run
-            write_atomically(path, msgspec.json.encode(RunEnd(time.time(), error)))
+            write_atomically(path, kept or msgspec.json.encode(RunEnd(time.time(), error)))
 
 
 class Parent(msgspec.Struct, frozen=True):

@@ -57,6 +57,9 @@ class Progress:
         self._began = time.monotonic()
         self._evaluations = LineFollower(run_dir / EVALUATIONS)
         self._evaluations.read_rest()
+        self._is_stopping = False
+        self.is_on = False
+        """Whether the run was made or continued, after which no setting is refused."""
         self.is_full = False
         """Whether the disk of the run directory was full when it was read last."""
 
@@ -115,6 +118,7 @@ class Progress:
 
     def say_stopping(self, at_once: bool) -> None:
         """Print that a signal ends the run, now or after the groups in flight."""
+        self._is_stopping = True
         if at_once:
             self.note(
                 "stopping now: all processes are killed; the run can continue from its last committed step"
@@ -132,8 +136,9 @@ class Progress:
         self.is_full = full
 
     async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
-        # after the last step a process that is not in the registry has ended, it does not start
-        return await describe_waits(ledger, {} if self._version >= self._steps else children)
+        # at the end of a run a process that is not in the registry has ended, it does not start
+        ends = self._is_stopping or self._version >= self._steps
+        return await describe_waits(ledger, {} if ends else children)
 
     def _print_steps(self, restarts: int) -> None:
         for line in self._new_steps():

@@ -11,6 +11,7 @@ from typing import Any, NoReturn
 
 from protocol.errors import SettingsError, TetherError, Unavailable
 from services.observability.printable import one_line, printable
+from services.settings.sources import log_level
 
 EXIT_FAILED, EXIT_SETTINGS = 1, 2
 MOST = 10_000
@@ -20,9 +21,10 @@ MOST = 10_000
 def configure_logging(name: str) -> None:
     """Write log lines to standard error: time, `name`, level, `event key=value`.
 
-    `TETHER_LOG_LEVEL` sets the level; INFO by default.
+    Raises:
+        SettingsError: `TETHER_LOG_LEVEL` names no level.
     """
-    level = os.environ.get("TETHER_LOG_LEVEL", "INFO").upper()
+    level = log_level(os.environ)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(LineFormatter(f"%(asctime)s {name} %(levelname).1s %(message)s", "%H:%M:%S"))
     logging.basicConfig(level=level, handlers=[handler], force=True)

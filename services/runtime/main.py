@@ -61,9 +61,9 @@ def service_main(role: Role, serve: Serve) -> None:
     Exit codes are as in `services.runtime.errors`.
     """
     name = os.environ.get("TETHER_INSTANCE", role)
-    configure_logging(name)
-    raise_fd_limit()
     try:
+        configure_logging(name)
+        raise_fd_limit()
         settings = load_settings()
         os.environ.pop("TETHER_REDIS_URL", None)  # it may have a password: not for what this process starts
         run_loop(run_process(role, settings, name, serve), uvloop.new_event_loop)

@@ -6,6 +6,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from protocol.errors import SettingsError
+from protocol.host.hub import is_hub_name
 from services.serving.exports import newest_export
 from services.settings.load import FILE, compose_settings, run_settings
 from services.settings.sections import Settings
@@ -52,6 +53,11 @@ def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
         raise SettingsError(f"--follow: no run in {source}: there is no {FILE}")
     if path.is_file():
         settings = compose_settings(source, overrides)
+    elif not (path / "config.json").is_file() and not is_hub_name(source):
+        raise SettingsError(
+            f"{source} is no run, no settings file and no Hugging Face model: it has neither {FILE} nor "
+            "config.json; give one of them, or the name of a model on the hub"
+        )
     else:
         settings = compose_settings(None, [f"model.path={json.dumps(source)}", *overrides])
     return Serving(settings, Path(settings.model.path or settings.run.name).name)

@@ -59,7 +59,7 @@ def compose_settings(
         _assign(values, dotted, parse(text, dotted, Settings), source)
     for override in overrides:
         dotted, separator, text = override.partition("=")
-        if not separator:
+        if not separator or not dotted.strip():
             raise SettingsError(f"--set {override!r}: write section.key=value")
         if dotted.strip() == "ledger.url" and "@" in text:
             raise SettingsError(

@@ -28,6 +28,8 @@ SHORT_NAMES = {
 OTHER_VARIABLES = frozenset({"TETHER_CONFIG", "TETHER_LOG_LEVEL", "TETHER_INSTANCE"})
 """Variables that are read elsewhere: the settings file, the log level, the name of the process in its run."""
 
+LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+
 CLOUDS = ("AWS_", "GOOGLE_", "GCS_", "AZURE_")
 """How the names of variables begin with which services reach object stores."""
 
@@ -50,12 +52,13 @@ ABSENT = {
 def read_file(path: Path) -> dict[str, Any]:
     """Return the tables of a TOML or JSON file. Raises SettingsError, which names the file."""
     try:
-        text = path.read_text()
+        text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
+        inside = path / "config.toml"  # what `tether init` writes
+        example = inside if inside.is_file() else "deploy/configs/demo.toml"
         raise SettingsError(
-            f"settings file {path}: {error.strerror}; "
-            "give the path of a TOML file such as deploy/configs/demo.toml"
+            f"settings file {path}: {error.strerror}; give the path of a TOML file such as {example}"
         ) from None
     except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
         raise SettingsError(f"settings file {path}: {error}") from None
@@ -69,9 +72,10 @@ def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
     """Return (section.key, text, variable) for every `TETHER_*` variable that sets something.
 
     Raises:
-        SettingsError: a variable is not known.
+        SettingsError: a variable is not known, or two of them set one setting to different values.
     """
-    values = []
+    log_level(environ)
+    values: dict[str, tuple[str, str, str]] = {}
     for name, text in sorted(environ.items()):
         if not name.startswith("TETHER_") or name in OTHER_VARIABLES:
             continue
@@ -81,9 +85,24 @@ def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
         if dotted is None:
             known = [*SHORT_NAMES, *OTHER_VARIABLES]
             raise SettingsError(f"variable {name} is not known; {did_you_mean(name, known)}")
-        if text:
-            values.append((dotted, text, name))
-    return values
+        if not text:
+            continue
+        _, other, first = values.setdefault(dotted, (dotted, text, name))
+        if other != text:
+            raise SettingsError(
+                f"variables {first} and {name} both set {dotted}, to different values: unset one"
+            )
+    return list(values.values())
+
+
+def log_level(environ: Mapping[str, str]) -> str:
+    """Return the level of logs that `TETHER_LOG_LEVEL` names, or INFO. Raises SettingsError for others."""
+    text = environ.get("TETHER_LOG_LEVEL") or "INFO"
+    if text.upper() not in LOG_LEVELS:
+        raise SettingsError(
+            f"variable TETHER_LOG_LEVEL: {text!r} is not known; use one of {', '.join(LOG_LEVELS)}"
+        )
+    return text.upper()
 
 
 def parse(text: str, dotted: str, kind: type) -> Any:
@@ -92,10 +111,12 @@ def parse(text: str, dotted: str, kind: type) -> Any:
     That is its TOML value, or the text itself where it is not TOML or the setting is a string.
     """
     try:
-        value = tomllib.loads(f"x = {text}")["x"]
+        tables = tomllib.loads(f"x = {text}")
     except tomllib.TOMLDecodeError:
         return text
-    return text if _is_text(dotted, kind) and not isinstance(value, str) else value
+    if len(tables) > 1:  # a line break, and another name after it
+        return text
+    return text if _is_text(dotted, kind) and not isinstance(tables["x"], str) else tables["x"]
 
 
 def to_toml(value: Any) -> str:

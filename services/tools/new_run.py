@@ -23,10 +23,12 @@ def write_run(directory: Path) -> Sequence[str]:
         directory.mkdir(parents=True, exist_ok=True)
         if found := next(directory.iterdir(), None):
             raise SettingsError(f"{directory} is not empty, it has {found.name}: give a new directory")
-        files = {file.name.removesuffix(".txt"): file.read_text() for file in sorted(TEMPLATES.iterdir())}
+        files = {
+            file.name.removesuffix(".txt"): file.read_text("utf-8") for file in sorted(TEMPLATES.iterdir())
+        }
         files[PROMPTS] = prompts()
         for name, text in files.items():
-            (directory / name).write_text(text)
+            (directory / name).write_text(text, "utf-8")
     except OSError as error:
         raise SettingsError(f"{directory}: {error.strerror}: give a directory that can be written") from None
     return list(files)

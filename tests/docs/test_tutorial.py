@@ -69,5 +69,5 @@ def test_a_command_starts_where_files_have_our_names(tmp_path: Path) -> None:
         assert result.returncode == 0, result.stdout + result.stderr
         return result.stdout
 
-    assert "next: tether up mine/config.toml" in tether("init", "mine")
+    assert "next: tether check mine/config.toml" in tether("init", "mine")
     assert tether("check", "mine/config.toml").startswith("OK\n")

@@ -74,6 +74,10 @@ def test_check_range_refuses_what_is_outside(value: float) -> None:
         ({"inner": {"shar": 1}}, "setting inner.shar is not known; did you mean 'share'?"),
         ({"inner": {"share": 0.25}}, "share 0.25 is not for inner"),
         ({"text": 3}, "setting text: Input should be a valid string (got 3)"),
+        ({"count": True}, "setting count: expected a number (got true)"),
+        ({"more": [{"share": False}]}, "setting more.0.share: expected a number (got false)"),
+        ({"more": "x"}, "setting more: expected a list, in brackets (got 'x')"),
+        ({"more": ["x"]}, "setting more.0: expected a table, such as { share = ... } (got 'x')"),
     ],
 )
 def test_validated_names_the_setting_its_value_and_the_remedy(values: dict[str, Any], message: str) -> None:

@@ -31,7 +31,7 @@ class SafetensorsReader(ExitStack[None]):
         self._open: dict[str, Any] = {}
         index = model_dir / INDEX
         if index.exists():
-            self._files: dict[str, str] = json.loads(index.read_text())["weight_map"]
+            self._files: dict[str, str] = json.loads(index.read_bytes())["weight_map"]
             missing = sorted(name for name in set(self._files.values()) if not (model_dir / name).exists())
         else:
             files = sorted(path.name for path in model_dir.glob("*.safetensors"))

@@ -84,6 +84,6 @@ class EntropyControl:
             self.bonus = EntropyBonus.first(self._config)
             return
         try:
-            self.bonus = EntropyBonus(**json.loads(path.read_text()))
+            self.bonus = EntropyBonus(**json.loads(path.read_bytes()))
         except (ValueError, TypeError) as error:
             raise SettingsError(f"checkpoint {directory}: {FILE} is damaged: {error}") from error

@@ -165,7 +165,7 @@ def further_layers(source: Path, trained: Collection[str] = ()) -> Iterator[tupl
             that no other model loads.
     """
     config = source / "config.json"
-    layers = json.loads(config.read_text()).get("num_hidden_layers") if config.is_file() else None
+    layers = json.loads(config.read_bytes()).get("num_hidden_layers") if config.is_file() else None
     seen = set(trained)
     for path in sorted(source.glob("*.safetensors")):
         with safe_open(str(path), framework="pt") as file:
@@ -223,7 +223,7 @@ def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
         shutil.copyfile(path, directory / path.name)
     config = directory / "config.json"
     if config.is_file():
-        values = json.loads(config.read_text())
+        values = json.loads(config.read_bytes())
         values.pop("quantization_config", None)
         for key in ("dtype", "torch_dtype"):
             if key in values:

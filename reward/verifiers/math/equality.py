@@ -17,7 +17,7 @@ from protocol.errors import RewardError
 from reward.verifiers.math.final_answer import final_answer
 from reward.verifiers.math.limits import why_too_costly
 from reward.verifiers.math.reading import Item, bracketed, item, items, normalized
-from reward.verifiers.registry import required
+from reward.verifiers.registry import required_text
 
 for _module in ("parser", "grader"):  # they warn about every call without their own timeout
     logging.getLogger(f"math_verify.{_module}").setLevel(logging.ERROR)
@@ -46,7 +46,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     Raises:
         RewardError: the answer is missing, empty, or over the limits.
     """
-    answer = str(required(metadata, options.key))
+    answer = required_text(metadata, options.key)
     gold, prediction = normalized(answer), final_answer(response)
     if not any(character.isalnum() for character in gold):
         raise RewardError(f"the answer {answer[:80]!r} has neither a number nor a letter")

@@ -133,7 +133,7 @@ def read_task(path: Path, *, offline: bool) -> HarborTask:
         SettingsError: it is none, or has a setting that cannot be followed; names it.
     """
     try:
-        settings = tomllib.loads((path / "task.toml").read_text())
+        settings = tomllib.loads((path / "task.toml").read_text("utf-8"))
     except (OSError, tomllib.TOMLDecodeError) as error:
         raise SettingsError(f"Harbor task {path}: {error}") from None
     environment, verifier = settings.get("environment", {}), settings.get("verifier", {})
@@ -212,11 +212,13 @@ def main(arguments: list[str]) -> int:
         case [tasks, prompts]:
             folders = sorted(file.parent for file in Path(tasks).glob("*/task.toml"))
             lines = [
-                json.dumps({"prompt": (folder / "instruction.md").read_text(), FIELD: str(folder.absolute())})
+                json.dumps(
+                    {"prompt": (folder / "instruction.md").read_text("utf-8"), FIELD: str(folder.absolute())}
+                )
                 for folder in folders
                 if read_task(folder, offline=True)
             ]
-            Path(prompts).write_text("".join(f"{line}\n" for line in lines))
+            Path(prompts).write_text("".join(f"{line}\n" for line in lines), "utf-8")
             print(f"{len(lines)} tasks")
             return 0
     print(__doc__, file=sys.stderr)

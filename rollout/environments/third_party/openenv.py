@@ -159,7 +159,7 @@ async def write_prompts(url: str, path: Path, count: int, field: str) -> None:
         async with connected(options) as session:
             shown, _, _ = await session.asked("reset", {"seed": seed})
         lines.append(json.dumps({"prompt": shown, "reset": {"seed": seed}}))
-    path.write_text("".join(f"{line}\n" for line in lines))
+    path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
 
 
 def main(arguments: list[str]) -> int:

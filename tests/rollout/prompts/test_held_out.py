@@ -84,3 +84,15 @@ def test_a_set_that_cannot_be_used_is_named(tmp_path: Path, prompts: PromptConfi
         texts(prompts, HeldOutConfig(name="test"))
     with pytest.raises(SettingsError, match=r"eval set test: .*/nowhere"):
         texts(prompts, HeldOutConfig(name="test", path=str(tmp_path / "nowhere")))
+
+
+def test_a_conversation_repeats_another_only_if_all_of_it_does(tmp_path: Path) -> None:
+    def row(question: str, system: str = "Be brief.") -> str:
+        said = [("system", system), ("user", question), ("assistant", "Sure?"), ("user", "Yes.")]
+        return json.dumps({"prompt": [{"role": role, "content": text} for role, text in said], "answer": "1"})
+
+    rows = [row("1+1?"), row("2+2?"), row("3+3?"), row("1+1?", "Be long.")]
+    path = tmp_path / "a.jsonl"
+    path.write_text("\n".join(rows))
+    source = make_source(PromptConfig(path=str(path), held_out=2))
+    assert [prompt.messages[1][1] for prompt in source.held_out()] == ["3+3?"]

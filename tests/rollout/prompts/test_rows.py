@@ -132,7 +132,8 @@ def test_a_prompt_may_be_a_conversation_and_fields_may_have_other_names(tmp_path
     [
         ("{", "not JSON"),
         ("\xff", "not JSON"),
-        ("[1]", "expected an object"),
+        ("[1]", 'expected an object .* read by prompts.source "hf"'),
+        ('{"prompt": "x", "answer": null}', "the field 'answer' is null"),
         ('{"answer": "1"}', "no field 'prompt', it has answer"),
         ('{"prompt": "x"}', "no field 'answer', it has prompt"),
         ('{"prompt": "", "answer": "1"}', "is empty"),

@@ -157,6 +157,16 @@ def test_name_of_the_file_stays_within_its_comment(tmp_path: Path) -> None:
     assert "run" not in tomllib.loads(convert(hostile))
 
 
+def test_arguments_of_slimes_script_are_those_of_its_program(tmp_path: Path) -> None:
+    around = (
+        "ray start --head --num-gpus 8 --dashboard-host=0.0.0.0\n",
+        'ray job submit --address="http://127.0.0.1:8265" \\\n  -- python3 train.py --colocate \\\n'
+        "  --lr=2e-6 ${GRPO_ARGS[@]} 2>&1 | tee log.txt\n",
+    )
+    settings = converted(around[0] + SLIME + around[1], tmp_path)[0]
+    assert settings == converted(SLIME + "ARGS=(--lr 2e-6)", tmp_path)[0]
+
+
 def test_arguments_of_slime_become_settings(tmp_path: Path) -> None:
     settings, text = converted(SLIME, tmp_path)
     assert settings["prompts"] == {

@@ -1,12 +1,15 @@
 """Tests which shares of a GPU's memory are refused where reward models are on it, too."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from reward.config import RewardConfig, VerifierConfig
-from services.preflight.rewards import reward_gpu_problems
+from rollout.config import EnvironmentConfig
+from rollout.prompts.base import Prompt
+from services.preflight.rewards import reward_gpu_problems, trial_problems, verifier_problems
 from services.settings.processes import ServicesConfig
 from services.settings.sections import Settings
 
@@ -60,3 +63,54 @@ def test_shares_of_more_than_a_gpu_are_refused(too_much: dict[str, Any], text: s
     (problem,) = problems(**too_much)
     assert text in problem
     assert problem.startswith("setting services.reward_gpus")
+
+
+@pytest.mark.parametrize(
+    ("environment", "count"),
+    [("single_turn", 1), ("given", 1), ("tools", 1), ("gsm8k", 0), ("agent", 0), ("my_game:play", 0)],
+)
+def test_without_verifiers_the_environment_has_to_reward(environment: str, count: int) -> None:
+    settings = replace(
+        Settings(), environment=EnvironmentConfig(environment), reward=RewardConfig(verifiers=())
+    )
+    assert len(list(verifier_problems(settings, []))) == count
+
+
+def test_verifiers_of_one_name_are_refused() -> None:
+    settings = replace(Settings(), reward=RewardConfig(verifiers=(VerifierConfig(), VerifierConfig())))
+    (problem,) = verifier_problems(settings, [])
+    assert "each needs a name of its own" in str(problem)
+
+
+@pytest.mark.parametrize(("samples", "count"), [(1, 0), (4, 1)])
+def test_a_function_of_a_group_is_tried_on_a_group(tmp_path: Path, samples: int, count: int) -> None:
+    (tmp_path / "one_score.py").write_text("def score(*, responses):\n    return [1.0]\n")
+    function = VerifierConfig("function", options={"path": "one_score:score"})
+    settings = Settings(reward=RewardConfig(verifiers=(function,)))
+    settings = replace(settings, sampling=replace(settings.sampling, samples_per_prompt=samples))
+    found = trial_problems(settings, [Prompt("1+1=")], [str(tmp_path)])
+    assert len(list(found)) == count
+
+
+@pytest.mark.parametrize(
+    ("name", "answer", "count"),
+    [
+        ("exact_match", ["9"], 1),
+        ("exact_match", 9, 0),
+        ("math", {"value": 9}, 1),
+        ("last_integer", "nine", 1),
+        ("positions", "9", 0),
+    ],
+)
+def test_an_answer_that_a_verifier_cannot_compare_with_is_named(
+    name: str, answer: object, count: int
+) -> None:
+    settings = Settings(reward=RewardConfig(verifiers=(VerifierConfig(name),)))
+    prompts = [
+        Prompt("4+5=", metadata={"answer": "9"}, index=0),
+        Prompt("4+5=", metadata={"answer": answer}, index=1),
+    ]
+    problems = [str(problem) for problem in verifier_problems(settings, prompts)]
+    assert [problem.partition(":")[0] for problem in problems] == [
+        f"verifier {name}, tried on prompt 1"
+    ] * count

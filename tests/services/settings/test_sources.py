@@ -1,4 +1,4 @@
-"""Tests that names of Megatron and RLinf which do not exist here are refused with the reason."""
+"""Tests how files and variables are read, and that names of other libraries are refused with the reason."""
 
 from pathlib import Path
 
@@ -15,3 +15,48 @@ def test_absent_setting_is_refused_with_its_reason(tmp_path: Path, section: str,
     with pytest.raises(SettingsError) as refused:
         load_settings(None, [f'run.dir="{tmp_path}"', f"{section}.{name}=1"], environ={})
     assert f"setting {section}.{name} does not exist: {ABSENT[name]}" in str(refused.value)
+
+
+def refusal(path: Path | None = None, **variables: str) -> str:
+    with pytest.raises(SettingsError) as caught:
+        load_settings(str(path) if path else None, environ=variables)
+    return str(caught.value)
+
+
+def test_two_variables_of_one_setting_have_to_agree() -> None:
+    both = {"TETHER_MAX_STALENESS": "2", "TETHER_BOUND__MAX_STALENESS": "3"}
+    assert "TETHER_BOUND__MAX_STALENESS and TETHER_MAX_STALENESS both set bound.max_staleness" in refusal(
+        None, **both
+    )
+    secret = {"TETHER_REDIS_URL": "redis://:secret@a", "TETHER_LEDGER__URL": "redis://:secret@b"}
+    assert "secret" not in refusal(None, **secret)
+    assert load_settings(environ=dict.fromkeys(both, "2")).bound.max_staleness == 2
+
+
+def test_a_level_of_logs_that_is_none_is_refused() -> None:
+    assert "TETHER_LOG_LEVEL: 'verbose' is not known; use one of DEBUG" in refusal(
+        None, TETHER_LOG_LEVEL="verbose"
+    )
+
+
+def test_a_directory_is_answered_with_the_file_in_it(tmp_path: Path) -> None:
+    (tmp_path / "config.toml").touch()
+    assert f"such as {tmp_path / 'config.toml'}" in refusal(tmp_path)
+
+
+def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
+    (tmp_path / "a.toml").write_text("[run]\nsteps = 7\n", encoding="utf-8-sig")
+    assert load_settings(str(tmp_path / "a.toml"), environ={}).run.steps == 7
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("=1", "section.key=value"),
+        ("run.steps=1\ny=2", "run.steps"),
+        ("RUN.steps=1", "RUN is not known; did you mean 'run'?"),
+    ],
+)
+def test_an_override_is_one_name_and_one_value(override: str, said: str) -> None:
+    with pytest.raises(SettingsError, match=said):
+        load_settings(None, [override], environ={})

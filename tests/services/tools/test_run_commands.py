@@ -89,6 +89,15 @@ def test_status_of_a_failed_run_says_what_failed(run_dir: Path) -> None:
     assert ended(run_dir)["run_state"] == "stopped"
 
 
+def test_a_refused_start_leaves_the_end_before_it(run_dir: Path) -> None:
+    with recording_end(run_dir):
+        pass
+    before = (run_dir / "ended.json").read_bytes()
+    with pytest.raises(SettingsError), recording_end(run_dir, is_on=lambda: False):
+        raise SettingsError("setting run.name cannot change")
+    assert (run_dir / "ended.json").read_bytes() == before
+
+
 def test_status_of_a_run_that_failed_unexpectedly_says_how(run_dir: Path) -> None:
     failures = ExceptionGroup("tasks", [OSError(28, "No space left on device")])
     with pytest.raises(ExceptionGroup), recording_end(run_dir):
