@@ -25,7 +25,7 @@ from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
 from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path, start_error
 from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
 from rollout.engines.named_adapters import covering, named_tensors
-from rollout.engines.requests import check_request
+from rollout.engines.requests import check_request, spans_of
 from rollout.engines.sglang.launch import SglangServer, check_model
 from rollout.engines.sglang.lora import NAME
 from rollout.engines.sglang.plugin import RankSettings
@@ -274,10 +274,6 @@ def completion_of(request: Request, answer: dict[str, Any], mixture: Mixture | N
             f"request {request.id}: {len(tokens)} tokens, {len(logprobs)} log-probabilities, "
             f"versions {versions}"
         )
-    runs = [(version, len(list(same))) for version, same in itertools.groupby(versions)]
-    spans = tuple(
-        zip(itertools.accumulate(count for _, count in runs), (version for version, _ in runs), strict=True)
-    )
     # SGLang decodes top_k 1 as greedy: the only token has probability 1
     if request.sampling.temperature and request.sampling.top_k == 1:
         logprobs = (0.0,) * len(tokens)
@@ -288,8 +284,8 @@ def completion_of(request: Request, answer: dict[str, Any], mixture: Mixture | N
     # a request that was put back is counted again when it continues, with its own tokens
     cached = min(int(meta.get("cached_tokens") or 0), len(request.prompt))
     if mixture is None or not tokens:
-        return Completion(tokens, logprobs, spans, reason, None, cached)
+        return Completion(tokens, logprobs, spans_of(versions), reason, None, cached)
     inputs = len(request.prompt) + len(tokens) - 1
     found = base64.b64decode(meta.get("routed_experts") or "")
     experts = recorded_experts(request.id, mixture.rows(found), mixture, inputs, aborted=reason == "abort")
-    return Completion(tokens, logprobs, spans, reason, experts, cached)
+    return Completion(tokens, logprobs, spans_of(versions), reason, experts, cached)
