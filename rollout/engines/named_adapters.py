@@ -52,7 +52,7 @@ def read_named(adapters: Mapping[str, Path], model_dir: Path) -> dict[str, Named
     """
     if not adapters:
         return {}
-    shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(model_dir).items()}
+    shapes = checkpoint_shapes(model_dir)
     found = {}
     for name, directory in adapters.items():
         config, targets = read_peft(directory, shapes, f"adapter {name!r}: {directory}")

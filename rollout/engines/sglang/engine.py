@@ -179,11 +179,7 @@ class SglangEngine(MultiProcessEngine):
         if self._config.enable_return_routed_experts:
             self._mixture = Mixture.of(shapes, model, self._model_dir)
         if self._lora.rank:
-            full = {name: tuple(shape) for name, shape in shapes.items()}
-            shapes = {
-                name: list(shape)
-                for name, shape in adapter_shapes(adapter_targets(full, self._lora), self._lora.rank).items()
-            }
+            shapes = adapter_shapes(adapter_targets(shapes, self._lora), self._lora.rank)
         settings = RankSettings(
             architecture=next(iter(model.get("architectures") or ()), ""),
             adapter=bool(self._lora.rank),

@@ -191,7 +191,7 @@ class SglangServer:
     def _write(self, lora: LoraConfig, named: Mapping[str, NamedTensors]) -> dict[str, Path]:
         """Write the adapters, all with the modules of `lora`; returns their directories by name."""
         adapters = {NAME: (lora, NO_TENSORS), **named}
-        shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(self._model_dir).items()}
+        shapes = checkpoint_shapes(self._model_dir)
         directories = {}
         for name, (config, tensors) in adapters.items():
             directory = directories[name] = self.directory / f"adapter-{name}"

@@ -253,7 +253,7 @@ class VllmEngine(MultiProcessEngine):
             shapes = await self._load_adapters(shapes, named)
         if self._config.trained_head:
             head = head_shapes(read_config(Path(self._config.trained_head)))
-            shapes |= {PREFIX + name: list(shape) for name, shape in head.items()}
+            shapes |= {PREFIX + name: shape for name, shape in head.items()}
         # the sockets need no name any more once they are connected
         with tempfile.TemporaryDirectory(prefix="tether-ranks-") as directory:
             ranks = await self._call(
@@ -278,12 +278,11 @@ class VllmEngine(MultiProcessEngine):
         self.draft_digest = "-".join(f"{rank['draft']:016x}" for rank in ranks if rank["draft"] is not None)
 
     async def _load_adapters(
-        self, shapes: Mapping[str, Sequence[int]], named: Sequence[NamedAdapter]
-    ) -> dict[str, list[int]]:
+        self, shapes: Mapping[str, tuple[int, ...]], named: Sequence[NamedAdapter]
+    ) -> dict[str, tuple[int, ...]]:
         """Have vLLM load an adapter without effect and the named ones; return the shapes of the first."""
-        model = {name: tuple(shape) for name, shape in shapes.items()}
         with tempfile.TemporaryDirectory(prefix="tether-adapter-") as directory:
-            first = first_adapter(Path(directory), model, self._lora, self._config.dtype)
+            first = first_adapter(Path(directory), shapes, self._lora, self._config.dtype)
             others = {adapter.name: named_request(adapter, i) for i, adapter in enumerate(named)}
             llm = self._vllm.llm
             for adapter in (first, *others.values()):
@@ -292,10 +291,7 @@ class VllmEngine(MultiProcessEngine):
             # a model's own requests have the one without effect: on a CPU vLLM adds the last slot's to rows
             # without any
             self._adapters = {"": first, **others}
-        return {
-            name: list(shape)
-            for name, shape in adapter_shapes(adapter_targets(model, self._lora), self._lora.rank).items()
-        }
+        return adapter_shapes(adapter_targets(shapes, self._lora), self._lora.rank)
 
     async def _complete(self, request: Request, name: str) -> Any:
         """Return vLLM's RequestOutput for one request, which vLLM knows by `name`."""

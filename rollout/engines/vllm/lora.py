@@ -52,8 +52,8 @@ def lora_arguments(lora: LoraConfig, model_dir: Path, named: int = 0) -> dict[st
     arguments = {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": slot}
     if "lora_target_modules" not in argument_names():  # an older release
         return arguments
-    shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(model_dir).items()}
-    return {**arguments, "lora_target_modules": sorted({t.last for t in adapter_targets(shapes, lora)})}
+    targets = adapter_targets(checkpoint_shapes(model_dir), lora)
+    return {**arguments, "lora_target_modules": sorted({target.last for target in targets})}
 
 
 def first_adapter(
