@@ -20,7 +20,9 @@ from rollout.engines.requests import NOT_UPDATED  # noqa: E402
 from rollout.sessions.sampling import APPLIED, NO_SEEDS, NOT_GENERATED, OR_CONTEXT, REFUSED, UNCHANGED  # noqa: E402
 
 PATH = ROOT / "docs/refusals.md"
-RAISED = ("SettingsError", "EngineSettingsError", "Unsupported", "Problem", "invalid")
+OF_VALUES = ("unsupported", "check_supported")
+"""Functions that refuse the value of a field, given its name, the value, and what is supported."""
+RAISED = ("SettingsError", "EngineSettingsError", "Unsupported", "Problem", "invalid", *OF_VALUES)
 SECTIONS: dict[str, Sequence[str]] = {
     "Settings that exclude each other": (
         "services/settings/checks.py", "services/settings/engine_pool.py", "services/settings/evaluation.py",
@@ -112,6 +114,8 @@ def _rows(modules: Sequence[str]) -> Iterator[Row]:
             if isinstance(call.func, ast.Name) and call.func.id == "Problem":
                 cause, remedy, setting = (*texts, "", "")[:3]
                 row = (f"`{setting}`" if setting and "*" not in setting else setting, cause, remedy)
+            elif isinstance(call.func, ast.Name) and call.func.id in OF_VALUES:
+                row = ("", f"{texts[0]} = *value* is not supported, only {texts[2].strip('[]')}", "")
             else:
                 row = _sentence(texts[0]) if texts else ("", "", "")
             if (

@@ -7,7 +7,6 @@ likes. Only the end of its process ends it, so the number of such coroutines is 
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any, TypeVar
 
 from protocol.errors import TetherError
@@ -61,11 +60,12 @@ class Strays:
             on_left: called if it is left behind.
         """
         # in no group: it may outlive its caller
-        task = asyncio.get_running_loop().create_task(_outcome(begin), name=name)
+        task = asyncio.get_running_loop().create_task(caught(begin), name=name)
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:
-            await self._end(task)
+            task.cancel()
+            await waited(task, self._grace_s)
             if not task.done():
                 self._leave(task)
                 on_left()
@@ -74,15 +74,6 @@ class Strays:
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
-
-    async def _end(self, task: asyncio.Task[Any]) -> None:
-        """Cancel a task and wait for its end; that the caller is cancelled again does not shorten this."""
-        task.cancel()
-        clock = asyncio.get_running_loop().time
-        until = clock() + self._grace_s
-        while not task.done() and (left_s := until - clock()) > 0:
-            with suppress(asyncio.CancelledError):  # the caller raises its own
-                await asyncio.wait([task], timeout=left_s)
 
     def _leave(self, task: asyncio.Task[Any]) -> None:
         self._left.add(task)
@@ -97,9 +88,25 @@ class Strays:
         log.info("episode.stray_ended task=%s strays=%d", task.get_name(), len(self._left))
 
 
-async def _outcome(begin: Callable[[], Awaitable[T]]) -> T | BaseException:
-    """Return a coroutine's result or exception: SystemExit in a task would end the event loop."""
+async def caught(begin: Callable[[], Awaitable[T]]) -> T | BaseException:
+    """Return a coroutine's result or exception: in a task SystemExit would end the event loop."""
     try:
         return await begin()
     except (Exception, BaseExceptionGroup, SystemExit) as error:
         return error
+
+
+async def waited(task: "asyncio.Future[Any]", seconds: float) -> asyncio.CancelledError | None:
+    """Wait for the end of a task, `seconds` at most.
+
+    Returns: the cancellation of the caller, if there was one, which does not shorten the wait.
+    """
+    cancelled: asyncio.CancelledError | None = None
+    clock = asyncio.get_running_loop().time
+    until = clock() + seconds
+    while not task.done() and (left_s := until - clock()) > 0:
+        try:
+            await asyncio.wait([task], timeout=left_s)
+        except asyncio.CancelledError as error:
+            cancelled = error
+    return cancelled

@@ -30,7 +30,7 @@ def count_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
     return sum(map(prod, shapes.values()))
 
 
-def checkpoint_shapes(model_dir: Path) -> dict[str, list[int]]:
+def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of a model's checkpoint tensors.
 
     From the headers of its safetensors files, or from its architecture if there are no files.
@@ -42,10 +42,10 @@ def checkpoint_shapes(model_dir: Path) -> dict[str, list[int]]:
         shapes = tensor_shapes(model_dir)
     except SettingsError as error:
         raise EngineError(str(error)) from error
-    return {name: list(shape) for name, shape in shapes.items()} or _architecture_shapes(model_dir)
+    return shapes or _architecture_shapes(model_dir)
 
 
-def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
+def _architecture_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -60,4 +60,4 @@ def _architecture_shapes(model_dir: Path) -> dict[str, list[int]]:
         raise EngineError(
             f"{model_dir} has no weights, and its architecture is not known: {error}"
         ) from error
-    return {name: list(view.shape) for name, view in checkpoint_views(model, model_tensors(model)).items()}
+    return {name: tuple(view.shape) for name, view in checkpoint_views(model, model_tensors(model)).items()}

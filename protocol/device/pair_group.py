@@ -8,13 +8,12 @@ connection, whose other end is already authenticated.
     both   {"joined": true}                   this end has its group, and sets no more entries
 """
 
-import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from functools import partial
 from typing import Any, Protocol
@@ -24,6 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from protocol.device.bounded_init import POLL_S, init_with_deadline
+from protocol.host.child_environment import with_variables
 from protocol.weights.buckets import ALONE_BYTES, ALONE_ON_GPU_BYTES
 
 BACKENDS = ("gloo", "nccl")
@@ -62,7 +62,7 @@ def make_pair(
         group.broadcast([torch.zeros(1, dtype=torch.uint8)]).wait()
         return group
     torch.cuda.set_device(device)
-    with _without_watchdog():
+    with _lock, with_variables(NO_WATCHDOG):  # the group's users bound every wait; others keep a watchdog
         group = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
     created(group)
     stream = torch.cuda.Stream(device)  # not the stream that trains
@@ -76,22 +76,6 @@ def abort(group: Any) -> None:
     """Abort a group, which ends the collectives that block in it."""
     with suppress(RuntimeError, AttributeError):
         group.abort()
-
-
-@contextmanager
-def _without_watchdog() -> Iterator[None]:
-    """Create groups without a watchdog within the block: their users bound every wait. Others keep theirs."""
-    with _lock:
-        before = {name: os.environ.get(name) for name in NO_WATCHDOG}
-        os.environ.update(NO_WATCHDOG)
-        try:
-            yield
-        finally:
-            for name, value in before.items():
-                if value is None:
-                    del os.environ[name]
-                else:
-                    os.environ[name] = value
 
 
 MAX_ENTRIES = 256

@@ -1,7 +1,8 @@
-"""Makes the environment of a process that imports our packages and needs none of our settings."""
+"""Makes the environment of a process that imports our packages, and changes this process's for a while."""
 
 import os
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from types import MappingProxyType
 
@@ -30,3 +31,18 @@ def child_environment(
     }
     path = [*first, ROOT, variables.get("PYTHONPATH", ""), os.environ.get("PYTHONPATH", "")]
     return {**kept, **variables, "PYTHONPATH": os.pathsep.join(filter(None, path))}
+
+
+@contextmanager
+def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
+    """Have environment variables within the block, in this process and in those that it starts there."""
+    before = {name: os.environ.get(name) for name in variables}
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -1,8 +1,9 @@
-"""Reads the adapters that an engine serves by name, each from a directory in PEFT's format.
+"""Reads the adapters that an engine serves by name, from directories in PEFT's format, and writes such ones.
 
 They do not change: versions bring none of them. A request names one, or none for the model itself.
 """
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,7 +14,7 @@ import torch
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineSettingsError
 from protocol.weights.lora import AdapterTarget, LoraConfig, as_scaled
-from protocol.weights.peft import TENSORS, read_peft
+from protocol.weights.peft import CONFIG, TENSORS, read_peft, target_modules
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ def read_named(adapters: Mapping[str, Path], model_dir: Path) -> dict[str, Named
     """
     if not adapters:
         return {}
-    shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(model_dir).items()}
+    shapes = checkpoint_shapes(model_dir)
     found = {}
     for name, directory in adapters.items():
         config, targets = read_peft(directory, shapes, f"adapter {name!r}: {directory}")
@@ -61,6 +62,27 @@ def read_named(adapters: Mapping[str, Path], model_dir: Path) -> dict[str, Named
             )
         found[name] = NamedAdapter(name, directory, config, tuple(targets))
     return found
+
+
+def write_peft(directory: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
+    """Write an adapter into a directory that exists, in PEFT's format.
+
+    Its alpha is its rank, because B of the published adapters includes the scaling.
+
+    Args:
+        directory: the directory.
+        tensors: A and scaling B by their PEFT names.
+        rank: of the adapter.
+    """
+    safetensors.torch.save_file(dict(tensors), directory / TENSORS)
+    config = {
+        "peft_type": "LORA",
+        "r": rank,
+        "lora_alpha": rank,
+        "target_modules": target_modules(tensors),
+        "bias": "none",
+    }
+    (directory / CONFIG).write_text(json.dumps(config))
 
 
 def named_tensors(

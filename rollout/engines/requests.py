@@ -92,6 +92,17 @@ def head_dim_of(model: Mapping[str, Any]) -> int:
     return int(model.get("head_dim") or (int(model.get("hidden_size", 0)) // heads if heads else 0))
 
 
+def kv_bytes(model: Mapping[str, Any], itemsize: int) -> int:
+    """Return the bytes that keys and values of one token take in all layers; 0 if the config does not say.
+
+    Args:
+        model: the model's config.
+        itemsize: bytes of a number.
+    """
+    kv_heads = int(model.get("num_key_value_heads") or model.get("num_attention_heads") or 0)
+    return 2 * int(model.get("num_hidden_layers") or 0) * kv_heads * head_dim_of(model) * itemsize
+
+
 def check_adapters(lora: LoraConfig, model_dir: Path) -> None:
     """Check that there are base weights if an adapter is served.
 

@@ -27,6 +27,7 @@ from rollout.sessions.endpoint import MAX_CONNECTIONS, SessionEndpoint
 from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.results import Results
 from rollout.sessions.session import Session, SessionLimits
+from rollout.strays import caught
 
 log = logging.getLogger("tether.sessions")
 
@@ -206,7 +207,7 @@ class SessionEnvironment(Environment):
     async def _acted(self, task: Task, end: Callable[[], None]) -> Outcome:
         """Let the harness work; once that is cancelled, `end` its session, and wait `END_S` for it to end."""
         async with asyncio.TaskGroup() as tasks:
-            acting = tasks.create_task(self._outcome(task), name="session.harness")
+            acting = tasks.create_task(caught(lambda: self.act(task)), name="session.harness")
             try:
                 await asyncio.wait([acting])
             except asyncio.CancelledError:
@@ -217,13 +218,6 @@ class SessionEnvironment(Environment):
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
-
-    async def _outcome(self, task: Task) -> Outcome | BaseException:
-        """Return the harness's outcome, or what it raised: in a task of its own that would end the others."""
-        try:
-            return await self.act(task)
-        except (Exception, BaseExceptionGroup, SystemExit) as error:
-            return error
 
     async def open(self) -> None:
         """Serve.

@@ -70,8 +70,8 @@ MAKE: Mapping[str, Callable[[Options], Tool]] = {
 """Tool -> how it is made."""
 
 
-class Tools:
-    """Answers the model's calls of tools."""
+class Tools(EpisodeEnvironment):
+    """Environment whose episodes are turns of the model, with answers to its calls of tools between them."""
 
     def __init__(self, options: Options) -> None:
         """Make the tools.
@@ -79,6 +79,7 @@ class Tools:
         Raises:
             SettingsError: a tool is unknown, there is no index, or the package `mcp` is missing.
         """
+        super().__init__(self.play)
         if "search" in options.tools and not options.index:
             raise SettingsError("setting environment.options.index: the tool search needs an index")
         self._options = options
@@ -172,18 +173,4 @@ def _runs(options: Options) -> SandboxRuns:
     return SandboxRuns(options.parallel or os.cpu_count() or 1)
 
 
-class ToolsEnvironment(EpisodeEnvironment):
-    """Environment of episodes with tools."""
-
-    def __init__(self, options: Options) -> None:
-        self._tools = Tools(options)
-        super().__init__(self._tools.play)
-
-    def configured(self, config: EnvironmentConfig) -> None:
-        self._tools.configured(config)
-
-    async def close(self) -> None:
-        await self._tools.close()
-
-
-make = ToolsEnvironment
+make = Tools

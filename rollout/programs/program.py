@@ -123,6 +123,18 @@ class Program:
             raise RuntimeError(f"{self._launch.command[0]} has not been started")
         return self._process
 
+    @property
+    def source(self) -> asyncio.StreamReader:
+        """The program's standard output; it was started with `lines`."""
+        assert self.process.stdout is not None
+        return self.process.stdout
+
+    @property
+    def sink(self) -> asyncio.StreamWriter:
+        """The program's standard input; it was started with `lines`."""
+        assert self.process.stdin is not None
+        return self.process.stdin
+
     async def start(self, variables: Mapping[str, str], *, lines: bool = False) -> None:
         """Start it.
 

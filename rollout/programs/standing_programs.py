@@ -77,13 +77,10 @@ class StandingPrograms:
 async def _answered(program: Program, task: dict[str, Any]) -> dict[str, Any]:
     """Return the line that a program answers a task with."""
     program.forget()
-    source, sink = program.process.stdout, program.process.stdin
-    assert source is not None  # it was started with pipes
-    assert sink is not None
     try:
-        sink.write(json.dumps(task).encode() + b"\n")
-        await sink.drain()
-        line = await source.readline()
+        program.sink.write(json.dumps(task).encode() + b"\n")
+        await program.sink.drain()
+        line = await program.source.readline()
     except ConnectionError:
         line = b""
     except ValueError:

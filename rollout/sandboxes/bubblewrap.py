@@ -51,32 +51,6 @@ _ALLOW, _ENOSYS = 0x7FFF0000, 0x00050000 | 38
 _NUMBER, _ARCHITECTURE = 0, 4  # offsets in struct seccomp_data
 
 
-class ProgramChannel:
-    """The pipes of a `bwrap`."""
-
-    def __init__(self, program: Program) -> None:
-        self._program = program
-
-    @property
-    def source(self) -> asyncio.StreamReader:
-        assert self._program.process.stdout is not None  # it was started with pipes
-        return self._program.process.stdout
-
-    @property
-    def sink(self) -> asyncio.StreamWriter:
-        assert self._program.process.stdin is not None
-        return self._program.process.stdin
-
-    def kill(self) -> None:
-        self._program.kill()
-
-    def said(self) -> str:
-        return self._program.said()
-
-    async def close(self) -> None:
-        await self._program.close()
-
-
 class BubblewrapProvider:
     """Provider `bubblewrap`."""
 
@@ -98,7 +72,7 @@ class BubblewrapProvider:
         relay = Relay(start.endpoint) if start.endpoint else None
         launch = Launch((binary, *self._arguments(start, relay)), sweeper=self._sweeper)
         program = Program(launch)
-        sandbox = ServedSandbox(ProgramChannel(program), relay, self._config.disk_mb << 20)
+        sandbox = ServedSandbox(program, relay, self._config.disk_mb << 20)
         try:
             if relay is not None:
                 await relay.open(program.folder / SOCKET_FILE)

@@ -8,6 +8,7 @@ from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
 from rollout.sandboxes.base import Provider, Sandbox, Start
+from rollout.strays import waited
 
 log = logging.getLogger("tether.sandboxes")
 
@@ -96,13 +97,7 @@ async def created(
 async def completed(stopping: Awaitable[None], within_s: float = STOP_S) -> None:
     """Wait for a stop, also if the caller is cancelled meanwhile; log its failure."""
     task = asyncio.ensure_future(stopping)  # noqa: TID251  in no group: it has to outlive a cancellation
-    cancelled: asyncio.CancelledError | None = None
-    until = time.monotonic() + within_s
-    while not task.done() and (left_s := until - time.monotonic()) > 0:
-        try:
-            await asyncio.wait([task], timeout=left_s)
-        except asyncio.CancelledError as error:
-            cancelled = error
+    cancelled = await waited(task, within_s)
     if not task.done():
         task.cancel()
         log.error("sandbox.not_stopped after_s=%g", within_s)

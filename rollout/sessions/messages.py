@@ -83,7 +83,7 @@ def read_message(message: Any, where: str) -> Message:
     role = message.get("role")
     if not isinstance(role, str) or role not in ROLES:
         raise invalid(f"{where}.role is {role!r}, not one of {', '.join(ROLES)}", f"{where}.role")
-    read: Message = {"role": ROLES[role], "content": _text(message.get("content"), f"{where}.content")}
+    read: Message = {"role": ROLES[role], "content": text_of(message.get("content"), f"{where}.content")}
     for field, value in message.items():
         if field in ("role", "content") or value in (None, "", []):
             continue
@@ -100,12 +100,21 @@ def read_message(message: Any, where: str) -> Message:
     return read
 
 
-def _text(content: Any, where: str) -> str:
-    """Return text that is given as a string, as parts, or not at all."""
+def text_of(content: Any, where: str, types: Sequence[str] = ("text",)) -> str:
+    """Return text that is given as a string, as parts, or not at all.
+
+    Args:
+        content: from a request.
+        where: its name, in a refusal.
+        types: of parts that are text.
+
+    Raises:
+        RequestRefused: it has another part, or is no list.
+    """
     if content is None or isinstance(content, str):
         return content or ""
     texts = [
-        part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
+        part.get("text") if isinstance(part, dict) and part.get("type") in types else None
         for part in _list(content, where)
     ]
     if not all(isinstance(text, str) for text in texts):

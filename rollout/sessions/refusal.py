@@ -1,5 +1,7 @@
 """Defines the refusal of a request, with what its client is answered."""
 
+from collections.abc import Sequence
+
 MAX_MESSAGE = 1000
 """Characters of a message: it may quote the request."""
 MAX_PARAM = 200
@@ -36,3 +38,15 @@ def ended(reason: str) -> RequestRefused:
 def invalid(message: str, param: str | None = None, code: str = "invalid_value") -> RequestRefused:
     """Return the refusal of a request that is wrong, whenever it is sent."""
     return RequestRefused(400, code, message, param)
+
+
+def unsupported(name: str, value: object, supported: str) -> RequestRefused:
+    """Return the refusal of a field's value; `supported` says which values are."""
+    shown = repr(value)[:80]
+    return invalid(f"{name} = {shown} is not supported, only {supported}", name, "unsupported_value")
+
+
+def check_supported(name: str, value: object, supported: Sequence[object]) -> None:
+    """Refuse a field's value that is neither null nor among those that are supported."""
+    if value is not None and value not in supported:
+        raise unsupported(name, value, " or ".join(map(repr, supported)))

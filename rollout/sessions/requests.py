@@ -6,7 +6,7 @@ from typing import Any
 
 from rollout.bounded_json import TooManyValues, parsed_json
 from rollout.sessions.messages import Dialogue, read_dialogue
-from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.refusal import RequestRefused, check_supported, invalid, unsupported
 from rollout.sessions.sampling import UNCHANGED, RequestSampling, SamplingRules
 
 WITHOUT_EFFECT = (
@@ -94,7 +94,7 @@ def read_chat(body: Any, *, rules: SamplingRules) -> HarnessRequest:
     common = _common(body, CHAT, rules)
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
-        raise _unsupported("tool_choice", choice, "'auto' or 'none'")
+        raise unsupported("tool_choice", choice, "'auto' or 'none'")
     if common["max_tokens"] is None:
         common["max_tokens"] = _count(body, "max_completion_tokens")
     dialogue = read_dialogue(body.get("messages"), body.get("tools"))
@@ -135,8 +135,7 @@ def _common(body: Any, fields: tuple[str, ...], rules: SamplingRules) -> dict[st
             continue
         if name not in DEFAULTS:
             raise invalid(f"{name} is not known here", name, "unknown_parameter")
-        if value != DEFAULTS[name]:
-            raise _unsupported(name, value, repr(DEFAULTS[name]))
+        check_supported(name, value, [DEFAULTS[name]])
     sampling, overridden = rules.read(body)
     options = body.get("stream_options") or {}
     if not isinstance(options, dict):
@@ -144,7 +143,7 @@ def _common(body: Any, fields: tuple[str, ...], rules: SamplingRules) -> dict[st
     known, meaning = FORMS_OF_LOGPROBS[fields]
     logprobs = body.get("logprobs")
     if logprobs not in known:
-        raise _unsupported("logprobs", logprobs, meaning)
+        raise unsupported("logprobs", logprobs, meaning)
     return {
         "model": repeated_name(body, "model"),
         "max_tokens": _count(body, "max_tokens"),
@@ -168,8 +167,3 @@ def _count(body: dict[str, Any], name: str) -> int | None:
     if value is not None and (type(value) is not int or value < 1):
         raise invalid(f"{name} is {value!r}, it must be a whole number of at least 1", name)
     return value
-
-
-def _unsupported(name: str, value: object, supported: str) -> RequestRefused:
-    shown = repr(value)[:80]
-    return invalid(f"{name} = {shown} is not supported, only {supported}", name, "unsupported_value")

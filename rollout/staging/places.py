@@ -138,20 +138,20 @@ def chosen(
                 log.info(
                     "engine.staging place=%s parameters_mib=%d free_device_mib=%d free_host_mib=%d",
                     place,
-                    _mib(parameters),
+                    in_mib(parameters),
                     free.device // MIB,
                     free.host // MIB,
                 )
             return place
     if limited:
         raise EngineSettingsError(
-            f"engine.staging_mb is {room.mb}, a copy of the parameters takes {_mib(parameters)} MiB: "
+            f"engine.staging_mb is {room.mb}, a copy of the parameters takes {in_mib(parameters)} MiB: "
             "set it to that, or to 0"
         )
     smaller = "engine.memory_fraction" if free.on_gpu else "engine.kv_cache_mb"
-    beside = f"{_mib(needs.device + needs.host)} MiB"
+    beside = f"{in_mib(needs.device + needs.host)} MiB"
     if free.on_gpu and needs.host:
-        beside = f"{_mib(needs.device)} MiB on the device and {_mib(needs.host)} MiB in host memory"
+        beside = f"{in_mib(needs.device)} MiB on the device and {in_mib(needs.host)} MiB in host memory"
     raise EngineError(
         f"staging takes {beside} beside the live parameters, {free.device // MIB} MiB are free "
         f"on {device}{f' and {free.host // MIB} MiB on the host' if free.on_gpu else ''}: lower {smaller}, "
@@ -212,6 +212,6 @@ def _free(device: torch.device) -> Free:
     return Free(int(torch.cuda.mem_get_info(device)[0]) + cached, host, on_gpu=True)
 
 
-def _mib(nbytes: int) -> int:
+def in_mib(nbytes: int) -> int:
     """Return MiB, rounded up."""
     return -(-nbytes // MIB)

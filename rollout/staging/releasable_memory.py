@@ -5,8 +5,7 @@ from collections.abc import Callable, Iterable
 import torch
 
 from protocol.errors import EngineError
-
-MIB = 1 << 20
+from rollout.staging.places import in_mib
 
 
 class ReleasableMemory:
@@ -59,7 +58,7 @@ class ReleasableMemory:
                     storage.resize_(nbytes)
         except RuntimeError as error:
             total = sum(nbytes for _, nbytes in self._sizes.values())
-            raise EngineError(f"no room for the {_mib(total)} MiB that were released: {error}") from error
+            raise EngineError(f"no room for the {in_mib(total)} MiB that were released: {error}") from error
         for key in list(self._saved):
             self._kept[key].copy_(self._saved.pop(key))
 
@@ -68,11 +67,6 @@ def empty_cache() -> None:
     """Release the CUDA allocator's unused cache, for other processes on the device."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-def _mib(nbytes: int) -> int:
-    """Return MiB, rounded up."""
-    return -(-nbytes // MIB)
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:

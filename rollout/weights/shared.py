@@ -65,16 +65,29 @@ class SharedReceiver:
         Raises:
             WeightError: no version was verified, or the trainer has begun to write to them.
         """
-        if self._held is None or int(self._held) != manifest.version:
-            raise WeightError(
-                f"version {manifest.version} is not held by the trainer any more: "
-                "it computes the next one, or has ended"
-            )
+        check_held(self._held, manifest)
         return self._masters
 
     def close(self) -> None:
         """Unmap the trainer's memory; a `slices` that runs keeps its own mapping until it ends."""
         self._masters, self._held = {}, None
+
+
+def check_held(held: torch.Tensor | None, manifest: WeightManifest) -> None:
+    """Check that the trainer's masters still hold a version.
+
+    Args:
+        held: the number of the version that they hold, in the trainer's memory; None: they are not mapped.
+        manifest: the version.
+
+    Raises:
+        WeightError: they do not.
+    """
+    if held is None or int(held) != manifest.version:
+        raise WeightError(
+            f"version {manifest.version} is not held by the trainer any more: "
+            "it computes the next one, or has ended"
+        )
 
 
 def _in_dtype(entry: TensorEntry, masters: dict[str, torch.Tensor], manifest: WeightManifest) -> torch.Tensor:

@@ -28,6 +28,7 @@ from safetensors.torch import load_file, save_file
 
 from protocol.device.checkpoint_shapes import count_parameters, tensor_shapes
 from protocol.errors import SettingsError
+from protocol.host.child_environment import with_variables
 from protocol.host.prctl import die_with_parent
 from rollout.engines.listed_models import engines_with
 from services.runtime.errors import configure_logging
@@ -326,7 +327,8 @@ def _check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
 def _expected(model_dir: Path, vocabulary: int, positions: int) -> Iterator[tuple[Batch, torch.Tensor]]:
     """Yield random samples and their log-probabilities by Hugging Face's model; GPUs are hidden meanwhile."""
     batch = random_samples(vocabulary, positions)
-    with _without_gpus():
+    # megatron-core uses GPUs where there are any, in this process and in ranks
+    with with_variables({"CUDA_VISIBLE_DEVICES": ""}):
         expected = hf_logprobs(model_dir, batch)
         gc.collect()  # Hugging Face's model, before ours is loaded
         yield batch, expected
@@ -334,20 +336,6 @@ def _expected(model_dir: Path, vocabulary: int, positions: int) -> Iterator[tupl
 
 def _about(batch: Batch) -> dict[str, int]:
     return {"samples": len(batch.lengths), "longest": int(batch.lengths.max())}
-
-
-@contextmanager
-def _without_gpus() -> Iterator[None]:
-    """Hide GPUs from this process and from ranks: megatron-core uses them where there are any."""
-    before = os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ["CUDA_VISIBLE_DEVICES"]
-        else:
-            os.environ["CUDA_VISIBLE_DEVICES"] = before
 
 
 def _on_this_rank(

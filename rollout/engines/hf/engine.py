@@ -1,6 +1,5 @@
 """Serves a transformers model in this process, on a CPU or a GPU: the reference engine, clear, not fast."""
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,14 +8,13 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
 from protocol.device.hf_models import MODEL_BUILDING, code_trust, use_whole_attention
-from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError
-from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
-from rollout.engines.base import Capabilities, EngineConfig
+from protocol.weights.lora import LoraConfig, adapter_targets
+from rollout.engines.base import EngineConfig
 from rollout.engines.hf.decoder import decoder_of
 from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.hf.row_adapters import RowAdapters
-from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
+from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.in_process.merged_staging import MergedStaging
 from rollout.engines.in_process.running_request import Decoder
 from rollout.engines.named_adapters import read_named
@@ -34,22 +32,6 @@ class HFEngine(InProcessEngine):
     A model directory without weights gives a model with random ones. Versions have the tensors of the model's
     checkpoint, not transformers' own layout.
     """
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_dir: Path,
-        incarnation: str,
-        lora: LoraConfig = NO_ADAPTERS,
-        shared: Path | None = None,
-        named: Mapping[str, Path] = NONE_NAMED,
-    ) -> None:
-        """Create an engine that is not started; the arguments are as in `make_engine`."""
-        super().__init__(config, model_dir, incarnation, named)
-        self._lora = lora
-        self._shared = shared
-        self._shared_memory: SharedTensors | None = None
-        self.capabilities = Capabilities(sleep=shared is None)
 
     def _load(self) -> LoadedModel:
         if self._config.tensor_parallel_size != 1:
@@ -92,11 +74,6 @@ class HFEngine(InProcessEngine):
         found = read_named(self._named, self._model_dir)
         adapters = RowAdapters(model, found.values()) if found else None
         return decoder_of(model, alone=self._config.batch_invariant)(model, recorder, adapters)
-
-    def _unload(self) -> None:
-        if self._shared_memory is not None and self._shared is not None:
-            self._shared.unlink(missing_ok=True)
-            self._shared_memory.close()
 
 
 def _staging(

@@ -19,9 +19,21 @@ import numpy as np
 import torch
 
 from protocol.device.profiles import StepProfile
+from protocol.device.shared_layout import rank_file
+from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, PoisonedError
 from protocol.messages import WeightManifest
-from rollout.engines.base import Completion, Engine, EngineConfig, KvPolicy, Occupancy, Request, Served
+from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from rollout.engines.base import (
+    Capabilities,
+    Completion,
+    Engine,
+    EngineConfig,
+    KvPolicy,
+    Occupancy,
+    Request,
+    Served,
+)
 from rollout.engines.in_process.running_request import Decoder, RunningRequest
 from rollout.engines.requests import check_request, read_config, spans_of
 from rollout.engines.weight_state import WeightState
@@ -58,13 +70,24 @@ class LoadedModel:
 
 
 class InProcessEngine(Engine):
-    """Base of engines whose model runs in this process; a subclass loads it and sets `capabilities`."""
+    """Base of engines whose model runs in this process; a subclass loads it."""
 
     def __init__(
-        self, config: EngineConfig, model_dir: Path, incarnation: str, named: Mapping[str, Path] = NONE_NAMED
+        self,
+        config: EngineConfig,
+        model_dir: Path,
+        incarnation: str,
+        lora: LoraConfig = NO_ADAPTERS,
+        shared: Path | None = None,
+        named: Mapping[str, Path] = NONE_NAMED,
     ) -> None:
+        """Create an engine that is not started; the arguments are as in `make_engine`."""
+        self.capabilities = Capabilities(sleep=shared is None)
         self._config = config
-        self._named = named
+        self._lora, self._named = lora, named
+        self._shared = shared
+        self._shared_memory: SharedTensors | None = None
+        """The parameters, if the trainer computes with them; set by `_load`."""
         self._model_dir = model_dir
         self._name = incarnation
         self._weights = WeightState()
@@ -214,6 +237,11 @@ class InProcessEngine(Engine):
 
     def _unload(self) -> None:
         """Release what `_load` took, if anything; called after the thread has ended, once or more often."""
+        if self._shared_memory is not None:
+            self._shared_memory.close()
+        if self._shared is not None:
+            for rank in range(self._config.tensor_parallel_size):
+                rank_file(self._shared, rank).unlink(missing_ok=True)
 
     def _end(self, numbers: set[int]) -> None:
         with self._wake:

@@ -7,19 +7,14 @@ ones, too.
 """
 
 import logging
-from collections.abc import Mapping
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import torch
 
-from protocol.device.shared_layout import rank_file
-from protocol.device.shared_tensors import SharedTensors
 from protocol.errors import EngineError, EngineSettingsError, SettingsError
-from protocol.weights.lora import NO_ADAPTERS, LoraConfig
-from rollout.engines.base import Capabilities, EngineConfig, Occupancy
-from rollout.engines.in_process.engine import NONE_NAMED, InProcessEngine, LoadedModel
+from rollout.engines.base import EngineConfig, Occupancy
+from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.megatron.decoder import PagedDecoder
 from rollout.engines.megatron.rank import EXPERTS, TensorRankSettings
 from rollout.engines.megatron.ranks import RankedModel
@@ -48,24 +43,9 @@ class MegatronEngine(InProcessEngine):
     A model directory without weights gives a model with random ones.
     """
 
-    def __init__(
-        self,
-        config: EngineConfig,
-        model_dir: Path,
-        incarnation: str,
-        lora: LoraConfig = NO_ADAPTERS,
-        shared: Path | None = None,
-        named: Mapping[str, Path] = NONE_NAMED,
-    ) -> None:
-        """Create an engine that is not started; the arguments are as in `make_engine`."""
-        super().__init__(config, model_dir, incarnation, named)
-        self._lora = lora
-        self._shared = shared
-        self._shared_memory: SharedTensors | None = None
-        self.capabilities = Capabilities(sleep=shared is None)
-        self._cached_model: CachedModel | None = None
-        self._ranked: RankedModel | None = None
-        self._decoder: PagedDecoder | None = None
+    _cached_model: CachedModel | None = None
+    _ranked: RankedModel | None = None
+    _decoder: PagedDecoder | None = None
 
     async def check(self) -> None:
         await super().check()
@@ -158,11 +138,7 @@ class MegatronEngine(InProcessEngine):
         return LoadedModel(decoder, model, model.staging, model.digest, memory)
 
     def _unload(self) -> None:
-        if self._shared_memory is not None:
-            self._shared_memory.close()
-        if self._shared is not None:
-            for rank in range(self._config.tensor_parallel_size):
-                rank_file(self._shared, rank).unlink(missing_ok=True)
+        super()._unload()
         if self._cached_model is not None:
             self._cached_model.close()
         if self._ranked is not None:

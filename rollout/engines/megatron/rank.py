@@ -9,7 +9,7 @@ import mmap
 import os
 import queue
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,15 +27,13 @@ from rollout.engines.multi_process.shared_rank import LiveSlice, SharedRankPlan
 from rollout.engines.named_adapters import named_tensors
 from rollout.staging.places import StagingRoom
 from rollout.staging.rank import RankPlan, RankStaging
-from rollout.staging.rank_status import RankCommit, RankStatus
+from rollout.staging.rank_status import RankCommit
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import describe, share_parameters
 from rollout.staging.staging_plan import trace
 from trainer.megatron.inference.model import CachedModel
 from trainer.ranks.process_group import join_ranks
 
-ANYTIME = ("stage", "status", "cancel")
-"""Methods that concern the staging copy alone, and do not wait for a step."""
 EXPERTS = np.uint16
 """Type of the numbers of experts in an answer."""
 
@@ -106,14 +104,14 @@ class TensorRank:
             ranks=self._ranks,
         )
         architecture = model.architecture
-        self._staging = RankStaging(
+        self.staging = RankStaging(
             self._plan(settings), architecture=architecture.name, tied=architecture.tied
         )
         if self._rank == 0:
             count = settings.running * architecture.vocabulary
             memory = mmap.mmap(self._file, 4 * count)
             self._logits = torch.frombuffer(memory, dtype=torch.float32, count=count)
-        return RankLoaded(model.pages, self._staging.unplaced)
+        return RankLoaded(model.pages, self.staging.unplaced)
 
     def _plan(self, settings: TensorRankSettings) -> RankPlan:
         """Return where versions go; with a trainer that computes with the live weights, share them."""
@@ -132,10 +130,6 @@ class TensorRank:
         lost = [*plan.live.values(), *plan.releasable, *model.cache.tensors]
         self._memory = ReleasableMemory(lost, kept=model.base.values())
         return plan
-
-    def divide(self, nowhere: Sequence[str]) -> None:
-        """See `RankStaging.divide`."""
-        self._staging.divide(nowhere)
 
     def prefill(
         self,
@@ -162,23 +156,15 @@ class TensorRank:
 
     def stage(self, manifest: bytes, deadline_s: float) -> str:
         """See `RankStaging.stage`."""
-        return self._staging.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
-
-    def status(self) -> RankStatus:
-        """See `RankStaging.status`."""
-        return self._staging.status()
-
-    def cancel(self) -> RankStatus:
-        """See `RankStaging.cancel`."""
-        return self._staging.cancel()
+        return self.staging.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
 
     def commit(self, manifest: bytes) -> RankCommit:
         """See `RankStaging.commit`."""
-        return self._staging.commit(msgspec.msgpack.decode(manifest, type=WeightManifest))
+        return self.staging.commit(msgspec.msgpack.decode(manifest, type=WeightManifest))
 
     def sleep(self) -> str:
         """Release the memory of weights, cache and copy; return why not, or ""."""
-        refusal = self._staging.sleep()
+        refusal = self.staging.sleep()
         if not refusal:
             self._memory.release()
         return refusal
@@ -186,11 +172,7 @@ class TensorRank:
     def wake(self) -> str:
         """Take the memory again; return why not, or ""."""
         self._memory.restore()
-        return self._staging.wake()
-
-    def live_digest(self) -> tuple[bool, int]:
-        """See `RankStaging.live_digest`."""
-        return self._staging.live_digest()
+        return self.staging.wake()
 
     def _clear(self, pages: Sequence[int]) -> None:
         if pages:
@@ -208,7 +190,22 @@ class TensorRank:
         return b"" if experts is None else experts.numpy().astype(EXPERTS).tobytes()
 
 
-METHODS = (*ANYTIME, "load", "divide", "prefill", "decode", "commit", "sleep", "wake", "live_digest")
+METHODS: dict[str, Callable[..., Any]] = {
+    "load": TensorRank.load,
+    "divide": lambda rank, nowhere: rank.staging.divide(nowhere),
+    "prefill": TensorRank.prefill,
+    "decode": TensorRank.decode,
+    "stage": TensorRank.stage,
+    "status": lambda rank: rank.staging.status(),
+    "cancel": lambda rank: rank.staging.cancel(),
+    "commit": TensorRank.commit,
+    "sleep": TensorRank.sleep,
+    "wake": TensorRank.wake,
+    "live_digest": lambda rank: rank.staging.live_digest(),
+}
+"""Methods that the engine's process may call."""
+ANYTIME = ("stage", "status", "cancel")
+"""Those that concern the staging copy alone, and do not wait for a step."""
 
 
 def main(directory: Path, file: int, rank: int, ranks: int) -> None:
@@ -224,18 +221,14 @@ def main(directory: Path, file: int, rank: int, ranks: int) -> None:
     part = TensorRank(directory, file, rank, ranks)
     calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
 
-    def arrived(call: RankCall) -> None:
-        if call.method in ANYTIME:
-            server.carry_out(call, getattr(part, call.method))
-        else:
-            calls.put(call)
+    def run(call: RankCall) -> None:
+        server.carry_out(call, lambda *arguments: METHODS[call.method](part, *arguments))
 
-    server = RankRpcServer(socket_path(directory, rank), arrived)
+    server = RankRpcServer(
+        socket_path(directory, rank), lambda call: run(call) if call.method in ANYTIME else calls.put(call)
+    )
     while True:
-        call = calls.get()
-        if call.method not in METHODS:
-            raise ValueError(f"no method {call.method}")
-        server.carry_out(call, getattr(part, call.method))
+        run(calls.get())
 
 
 if __name__ == "__main__":

@@ -15,12 +15,12 @@ import numpy as np
 import torch
 
 from protocol.device.shared_tensors import reserved
-from protocol.errors import EngineError, EngineSettingsError, WeightError
+from protocol.errors import EngineError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import EngineConfig, Served
 from rollout.engines.megatron.rank import EXPERTS, RankLoaded, TensorRankSettings
 from rollout.engines.multi_process.rank_processes import RankProcesses
-from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S
+from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, start_error
 from rollout.staging.ranks import AllRanksStaging
 from rollout.staging.staging import Staging
 from trainer.megatron.families.numbers import Architecture
@@ -75,8 +75,7 @@ class RankedModel:
             self.pages = self._load(settings)
         except EngineError as error:
             self.close()
-            kind = EngineSettingsError if "SettingsError" in str(error) else EngineError
-            raise kind(str(error)) from error
+            raise start_error(str(error))(str(error)) from error
         self.staging = StagedOnRanks(self._all, loop)
 
     def _load(self, settings: TensorRankSettings) -> int:

@@ -1,18 +1,25 @@
 """Updates weights on all ranks, and admits requests, for engines whose model runs in other processes.
 
-A subclass starts the processes, sends requests to them, and carries out commits and sleep in its own way
-inside what this base offers: `_committing`, `_admitted`, `_release_memory`.
+A subclass starts the processes, sends requests to them (`_complete`), and carries out commits and sleep in
+its own way inside what this base offers: `_committing`, `_release_memory`.
 """
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+import itertools
+from abc import abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, Unsupported, WeightError
 from protocol.messages import WeightManifest
-from rollout.engines.base import Completion, Engine, EngineConfig, Occupancy, Served
+from protocol.weights.lora import LoraConfig
+from rollout.engines.base import Capabilities, Completion, Engine, EngineConfig, Occupancy, Request, Served
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S
+from rollout.engines.multi_process.routed_experts import Mixture
+from rollout.engines.requests import check_request
 from rollout.engines.weight_state import WeightState
 from rollout.staging.ranks import AllRanksStaging, Call
 
@@ -73,9 +80,12 @@ class MultiProcessEngine(Engine):
         config: EngineConfig,
         model_dir: Path,
         incarnation: str,
+        lora: LoraConfig,
+        named: Mapping[str, Path] | None,
         *,
         call: Call,
         call_anytime: Call,
+        no_seeds: str,
     ) -> None:
         """Create an engine that is not started.
 
@@ -83,16 +93,28 @@ class MultiProcessEngine(Engine):
             config: the engine's settings.
             model_dir: directory of the model's config and weights.
             incarnation: name of this engine, in errors and logs.
+            lora: the adapter that versions bring, if any.
+            named: name -> PEFT directory of the adapters that requests may name. Versions can then bring an
+                adapter alone, for the other requests.
             call: reaches all ranks between the same two steps.
             call_anytime: reaches all ranks at any time, for what concerns the staging copy alone.
+            no_seeds: why the engine has no seeds of single requests; empty: it has.
         """
+        self.capabilities = Capabilities(sleep=config.enable_sleep_mode, seeds=not no_seeds)
         self._config = config
         self._model_dir = model_dir
         self._name = incarnation
+        self._lora = lora
+        self._named = dict(named or {})
+        self._no_seeds = no_seeds
+        self._vocab = 0
+        self._mixture: Mixture | None = None
+        """None: experts are not recorded."""
         self._weights = WeightState()
         self._gate = RequestGate(self._weights, self.check)
         self._running: dict[str, str] = {}
         """Request id -> the id that the engine's own processes know."""
+        self._numbers = itertools.count()
         self._updating = asyncio.Lock()
         """Held while weights change or are released, and while the scheduler is paused or resumed."""
         self._call = call
@@ -104,6 +126,27 @@ class MultiProcessEngine(Engine):
     @property
     def served(self) -> Served:
         return self._weights.served
+
+    async def generate(self, request: Request) -> Completion:
+        await self.check()
+        check_request(
+            request,
+            vocab_size=self._vocab,
+            max_model_len=self._config.max_model_len,
+            running=self._running,
+            no_seeds=self._no_seeds,
+            adapters=self._named,
+        )
+        # SGLang aborts by prefix: with a number in front no request id is the beginning of another
+        self._running[request.id] = name = f"{next(self._numbers)}:{request.id}"
+        try:
+            if not await self._gate.admitted(request.id):
+                return ABORTED
+            answer = await self._complete(request, name)
+        finally:
+            del self._running[request.id]
+        await self.check()
+        return await self._completion(request, name, answer)
 
     async def stage(self, manifest: WeightManifest) -> None:
         await self.check()
@@ -157,6 +200,26 @@ class MultiProcessEngine(Engine):
         if self._weights.released:
             raise EngineError(f"engine {self._name} has slept: it holds no weights before the next commit")
         return await self._staging.live_digest()
+
+    @abstractmethod
+    async def _complete(self, request: Request, name: str) -> Any:
+        """Return the answer of the engine's processes, which know the request by `name`."""
+
+    @abstractmethod
+    async def _completion(self, request: Request, name: str, answer: Any) -> Completion:
+        """Return the completion of a request from the answer of `_complete`."""
+
+    async def _read_model(self, model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+        """Learn what requests need of the model; return name -> shape of its checkpoint's tensors.
+
+        Args:
+            model: the model's config.json.
+        """
+        self._vocab = int(model.get("vocab_size") or 0)
+        shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
+        if self._config.enable_return_routed_experts:
+            self._mixture = Mixture.of(shapes, model, self._model_dir)
+        return shapes
 
     @asynccontextmanager
     async def _committing(self, manifest: WeightManifest) -> AsyncIterator[None]:

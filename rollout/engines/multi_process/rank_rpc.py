@@ -22,7 +22,7 @@ from typing import Any, cast
 
 import msgspec
 
-from protocol.errors import EngineError, EngineSettingsError
+from protocol.errors import EngineError, EngineSettingsError, SettingsError
 
 CALL_TIMEOUT_S = 60.0
 """Usual limit for one answer of all ranks; a step on a loaded CPU can take seconds."""
@@ -52,7 +52,7 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 def start_error(said: str) -> type[EngineError]:
     """Return the type of error with which an engine ends its start, from a rank's report of its own error."""
-    return EngineSettingsError if EngineSettingsError.__name__ in said else EngineError
+    return EngineSettingsError if SettingsError.__name__ in said else EngineError
 
 
 class RankRpcServer:

@@ -26,6 +26,7 @@ from rollout.staging.placement import ExpectedTensor
 from rollout.staging.shared_weights import check_transport
 from rollout.staging.staging import Staging, contiguous_stride, dtype_name
 from rollout.weights.checked import ManifestCheck
+from rollout.weights.shared import check_held
 from rollout.weights.verification import Deadline, version_digest
 
 
@@ -103,7 +104,7 @@ class SharedRankStaging(Staging):
 
     def take(self, manifest: WeightManifest) -> Served:
         served = super().take(manifest)
-        self._check_held(manifest)
+        check_held(self._held, manifest)
         self._taken = manifest
         return served
 
@@ -123,7 +124,7 @@ class SharedRankStaging(Staging):
             live = {name: part.live for name, part in self._slices.items()}
             copies = self.check(self._taken)
             self._verify(self._taken, copies, live, Deadline(self._taken, float("inf")))
-        self._check_held(self._taken)
+        check_held(self._held, self._taken)
         self.discard()
 
     def discard(self) -> None:
@@ -152,7 +153,7 @@ class SharedRankStaging(Staging):
                     f"{list(master.shape)} in that of the trainer: the two do not compute with one layout"
                 )
         self._masters, self._sums = found, sums.numpy().copy()
-        self._check_held(manifest)
+        check_held(self._held, manifest)
 
     def _verify(
         self,
@@ -194,13 +195,6 @@ class SharedRankStaging(Staging):
         ends = accumulate(sum(end - first for first, end in part) for part in rows.pieces)
         by_rank = np.split(self._sums, list(ends)[:-1])
         version_digest(manifest, rows.digests(by_rank))
-
-    def _check_held(self, manifest: WeightManifest) -> None:
-        if self._held is None or int(self._held) != manifest.version:
-            raise WeightError(
-                f"version {manifest.version} is not held by the trainer any more: "
-                "it computes the next one, or has ended"
-            )
 
 
 class SharedRankPlan:

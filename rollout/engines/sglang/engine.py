@@ -7,7 +7,6 @@ SGLang: `engine.python` names the interpreter that has it.
 
 import asyncio
 import base64
-import itertools
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -16,16 +15,15 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError
 from protocol.messages import WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
-from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
-from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
+from rollout.engines.base import Completion, EngineConfig, KvPolicy, Request, Sampling
+from rollout.engines.multi_process.engine import MultiProcessEngine
 from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path, start_error
 from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
 from rollout.engines.named_adapters import covering, named_tensors
-from rollout.engines.requests import check_request
+from rollout.engines.requests import spans_of
 from rollout.engines.sglang.launch import SglangServer, check_model
 from rollout.engines.sglang.lora import NAME
 from rollout.engines.sglang.plugin import RankSettings
@@ -48,24 +46,22 @@ class SglangEngine(MultiProcessEngine):
         lora: LoraConfig = NO_ADAPTERS,
         named: Mapping[str, Path] | None = None,
     ) -> None:
-        """Create an engine that is not started; the arguments are as in `make_engine`.
-
-        With `named` versions can bring an adapter alone, for the requests that name none.
-        """
+        """Create an engine that is not started; the arguments are as in `MultiProcessEngine`."""
         self._server = SglangServer(config, model_dir, incarnation)
         self._ranks = RankRpcClient(incarnation, on_lost=self._server.give_up)
-        super().__init__(config, model_dir, incarnation, call=self._ranks.call, call_anytime=self._ranks.call)
-        self.capabilities = Capabilities(seeds=False, sleep=config.enable_sleep_mode)
-        self._lora = lora
-        self._named = dict(named or {})
+        super().__init__(
+            config,
+            model_dir,
+            incarnation,
+            lora,
+            named,
+            call=self._ranks.call,
+            call_anytime=self._ranks.call,
+            no_seeds="engine sglang does not support seeds of single requests",
+        )
         self._adapters: dict[str, str] = {}
         """Name of each adapter that a request may have -> SGLang's; of "" the one that versions bring, if
         any."""
-        self._vocab = 0
-        self._mixture: Mixture | None = None
-        """None: experts are not recorded."""
-        # SGLang aborts by prefix: with a number in front no request id is the beginning of another
-        self._numbers = itertools.count()
         self._http: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -94,31 +90,6 @@ class SglangEngine(MultiProcessEngine):
         finally:
             if not ready:
                 await self.close()
-
-    async def generate(self, request: Request) -> Completion:
-        await self.check()
-        check_request(
-            request,
-            vocab_size=self._vocab,
-            max_model_len=self._config.max_model_len,
-            running=self._running,
-            no_seeds="engine sglang does not support seeds of single requests",
-            adapters=self._named,
-        )
-        self._running[request.id] = name = f"{next(self._numbers)}:{request.id}"
-        try:
-            if not await self._gate.admitted(request.id):
-                return ABORTED
-            answer = await self._complete(request, name)
-        except asyncio.CancelledError:
-            with suppress(EngineError, TimeoutError):
-                async with asyncio.timeout(ABORT_S):
-                    await self._call("abort", [name])
-            raise
-        finally:
-            del self._running[request.id]
-        await self.check()
-        return completion_of(request, answer, self._mixture)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._gate.abort(request_ids)
@@ -166,7 +137,6 @@ class SglangEngine(MultiProcessEngine):
 
     async def _install(self, model: dict[str, Any]) -> None:
         """Connect to the ranks and install our part in them."""
-        self._vocab = int(model.get("vocab_size") or 0)
         paths = [
             socket_path(self._server.directory, rank) for rank in range(self._config.tensor_parallel_size)
         ]
@@ -175,15 +145,9 @@ class SglangEngine(MultiProcessEngine):
                 f"engine {self._name}: SGLang did not load tether's plug-in: {self._server.log_tail()}"
             )
         await self._ranks.connect(paths)
-        shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
-        if self._config.enable_return_routed_experts:
-            self._mixture = Mixture.of(shapes, model, self._model_dir)
+        shapes = await self._read_model(model)
         if self._lora.rank:
-            full = {name: tuple(shape) for name, shape in shapes.items()}
-            shapes = {
-                name: list(shape)
-                for name, shape in adapter_shapes(adapter_targets(full, self._lora), self._lora.rank).items()
-            }
+            shapes = adapter_shapes(adapter_targets(shapes, self._lora), self._lora.rank)
         settings = RankSettings(
             architecture=next(iter(model.get("architectures") or ()), ""),
             adapter=bool(self._lora.rank),
@@ -200,7 +164,7 @@ class SglangEngine(MultiProcessEngine):
             raise kind(f"{self._model_dir} cannot be updated in place: {error}") from error
 
     async def _complete(self, request: Request, name: str) -> dict[str, Any]:
-        """Return SGLang's answer to one request, which SGLang knows by `name`."""
+        """Return SGLang's answer to /generate."""
         sampling = request.sampling
         body = {
             "rid": name,
@@ -220,6 +184,14 @@ class SglangEngine(MultiProcessEngine):
             return await self._post("generate", body)
         except EngineError as error:
             raise EngineError(f"request {request.id}: {error}") from error
+        except asyncio.CancelledError:
+            with suppress(EngineError, TimeoutError):
+                async with asyncio.timeout(ABORT_S):
+                    await self._call("abort", [name])
+            raise
+
+    async def _completion(self, request: Request, name: str, answer: Any) -> Completion:
+        return completion_of(request, answer, self._mixture)
 
     async def _post(self, path: str, body: dict[str, Any]) -> Any:
         """Send a request to the server and return its answer.
@@ -274,10 +246,6 @@ def completion_of(request: Request, answer: dict[str, Any], mixture: Mixture | N
             f"request {request.id}: {len(tokens)} tokens, {len(logprobs)} log-probabilities, "
             f"versions {versions}"
         )
-    runs = [(version, len(list(same))) for version, same in itertools.groupby(versions)]
-    spans = tuple(
-        zip(itertools.accumulate(count for _, count in runs), (version for version, _ in runs), strict=True)
-    )
     # SGLang decodes top_k 1 as greedy: the only token has probability 1
     if request.sampling.temperature and request.sampling.top_k == 1:
         logprobs = (0.0,) * len(tokens)
@@ -288,8 +256,8 @@ def completion_of(request: Request, answer: dict[str, Any], mixture: Mixture | N
     # a request that was put back is counted again when it continues, with its own tokens
     cached = min(int(meta.get("cached_tokens") or 0), len(request.prompt))
     if mixture is None or not tokens:
-        return Completion(tokens, logprobs, spans, reason, None, cached)
+        return Completion(tokens, logprobs, spans_of(versions), reason, None, cached)
     inputs = len(request.prompt) + len(tokens) - 1
     found = base64.b64decode(meta.get("routed_experts") or "")
     experts = recorded_experts(request.id, mixture.rows(found), mixture, inputs, aborted=reason == "abort")
-    return Completion(tokens, logprobs, spans, reason, experts, cached)
+    return Completion(tokens, logprobs, spans_of(versions), reason, experts, cached)

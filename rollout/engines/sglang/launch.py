@@ -28,7 +28,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from rollout.engines.base import EngineConfig
 from rollout.engines.multi_process.parent_watch import OWNER
 from rollout.engines.multi_process.refusals import refusal_in
-from rollout.engines.requests import check_adapters, check_fits, read_config
+from rollout.engines.requests import check_adapters, check_fits, kv_bytes, read_config
 from rollout.engines.sglang.arguments import (
     OTHER_LOGPROBS,
     check_bounded_scores,
@@ -191,7 +191,7 @@ class SglangServer:
     def _write(self, lora: LoraConfig, named: Mapping[str, NamedTensors]) -> dict[str, Path]:
         """Write the adapters, all with the modules of `lora`; returns their directories by name."""
         adapters = {NAME: (lora, NO_TENSORS), **named}
-        shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(self._model_dir).items()}
+        shapes = checkpoint_shapes(self._model_dir)
         directories = {}
         for name, (config, tensors) in adapters.items():
             directory = directories[name] = self.directory / f"adapter-{name}"
@@ -296,12 +296,7 @@ def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
     Raises:
         EngineSettingsError: if that is less than one request may have.
     """
-    heads = int(model.get("num_attention_heads") or 1)
-    kv_heads = int(model.get("num_key_value_heads") or heads)
-    head_dim = int(model.get("head_dim") or int(model.get("hidden_size") or 0) // heads)
-    itemsize = getattr(torch, config.dtype).itemsize
-    each = 2 * int(model.get("num_hidden_layers") or 1) * kv_heads * head_dim * itemsize
-    found = (config.kv_cache_mb << 20) // max(each, 1)
+    found = (config.kv_cache_mb << 20) // max(kv_bytes(model, getattr(torch, config.dtype).itemsize), 1)
     if found < config.max_model_len + SPARE_TOKENS:
         raise EngineSettingsError(
             f"kv_cache_mb {config.kv_cache_mb} holds {found} tokens, max_model_len is {config.max_model_len}"

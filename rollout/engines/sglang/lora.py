@@ -6,18 +6,17 @@ again. Where each element ends up is found by sending numbers instead of weights
 which stacks, cuts and pads what it loads, differently for each layer.
 """
 
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch
 import torch
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
+from rollout.engines.named_adapters import write_peft
 from rollout.staging.loader_trace import Copy, Recorder, Window
 from rollout.staging.places import StagingRoom
 from rollout.staging.staging_plan import AnyPlan, make_plan
@@ -40,8 +39,6 @@ def write_adapter(
 ) -> None:
     """Write an adapter into a new directory; without tensors it has no effect.
 
-    Its alpha is its rank, because the scaling is in B.
-
     Args:
         directory: is created.
         shapes: shapes of the model's tensors, by checkpoint name.
@@ -56,15 +53,7 @@ def write_adapter(
         for name, shape in adapter_shapes(adapter_targets(shapes, fused), lora.rank).items()
     }
     directory.mkdir()
-    safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.rank,
-        "target_modules": list(fused.target_modules),
-        "bias": "none",
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+    write_peft(directory, tensors, lora.rank)
 
 
 def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_mb: int) -> AnyPlan:

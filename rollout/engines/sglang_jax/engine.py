@@ -13,7 +13,7 @@ import torch
 
 from protocol.errors import EngineError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
-from rollout.engines.base import Capabilities, EngineConfig, Occupancy
+from rollout.engines.base import EngineConfig, Occupancy
 from rollout.engines.in_process.engine import InProcessEngine, LoadedModel
 from rollout.engines.in_process.merged_staging import MergedStaging
 from rollout.engines.requests import check_adapters, read_config
@@ -39,9 +39,7 @@ class SglangJaxEngine(InProcessEngine):
         self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS
     ) -> None:
         """Create an engine that is not started; the arguments are as in `make_engine`."""
-        super().__init__(config, model_dir, incarnation)
-        self._lora = lora
-        self.capabilities = Capabilities(sleep=True)
+        super().__init__(config, model_dir, incarnation, lora)
         self._child: ModelProcess | None = None
 
     async def check(self) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 from protocol.errors import EngineSettingsError
 from rollout.engines.base import EngineConfig
-from rollout.engines.requests import check_fits
+from rollout.engines.requests import check_fits, kv_bytes
 
 PACKAGES = ("sglang-jax", "jax", "flax", "msgspec", "numpy", "xxhash")
 FIND = f"""
@@ -96,15 +96,12 @@ def slots_of(config: EngineConfig, model: dict[str, Any]) -> int:
     Raises:
         EngineSettingsError: if not one fits into `kv_cache_mb`.
     """
-    heads = int(model["num_attention_heads"])
-    head_dim = int(model.get("head_dim") or model["hidden_size"] // heads)
-    kv_heads = int(model.get("num_key_value_heads") or heads)
-    each = 2 * int(model["num_hidden_layers"]) * kv_heads * head_dim * DTYPES[config.dtype]
-    found = (config.kv_cache_mb << 20) // (each * config.max_model_len)
+    each = kv_bytes(model, DTYPES[config.dtype]) * config.max_model_len
+    found = (config.kv_cache_mb << 20) // each
     if not found:
         raise EngineSettingsError(
             f"engine.kv_cache_mb {config.kv_cache_mb} does not hold one sequence of max_model_len "
-            f"{config.max_model_len} tokens, which takes {-(-each * config.max_model_len >> 20)} MiB"
+            f"{config.max_model_len} tokens, which takes {-(-each >> 20)} MiB"
         )
     return min(found, config.max_running)
 

@@ -12,9 +12,11 @@ import os
 import signal
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from multiprocessing import forkserver, resource_tracker
 from typing import Any
+
+from protocol.host.child_environment import with_variables
 
 log = logging.getLogger("tether.rollout")
 
@@ -31,18 +33,9 @@ SWITCH = "TORCHDYNAMO_DISABLE"
 _users: set[object] = set()
 
 
-@contextmanager
-def without_compiler() -> Iterator[None]:
+def without_compiler() -> AbstractContextManager[None]:
     """Tell torch in processes that start meanwhile not to compile."""
-    before = os.environ.get(SWITCH)
-    os.environ[SWITCH] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            os.environ.pop(SWITCH, None)
-        else:
-            os.environ[SWITCH] = before
+    return with_variables({SWITCH: "1"})
 
 
 def start_server(user: object) -> None:

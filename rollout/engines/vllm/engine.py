@@ -6,7 +6,6 @@ that sampled it; the record of a request is fetched at its end.
 """
 
 import asyncio
-import itertools
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,18 +15,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.device.shared_layout import rank_file
 from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.draft_head import PREFIX, head_shapes
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
-from rollout.engines.base import Capabilities, Completion, EngineConfig, KvPolicy, Request, Sampling
-from rollout.engines.multi_process.engine import ABORTED, MultiProcessEngine
+from rollout.engines.base import Completion, EngineConfig, KvPolicy, Request, Sampling
+from rollout.engines.multi_process.engine import MultiProcessEngine
 from rollout.engines.multi_process.rank_rpc import start_error
-from rollout.engines.multi_process.routed_experts import Mixture, recorded_experts
+from rollout.engines.multi_process.routed_experts import recorded_experts
 from rollout.engines.named_adapters import NamedAdapter, covering, read_named
-from rollout.engines.requests import check_request, read_config, spans_from_marks
+from rollout.engines.requests import read_config, spans_from_marks
 from rollout.engines.vllm.drafts.models import MODELS
 from rollout.engines.vllm.imports import import_vllm
 from rollout.engines.vllm.launch import (
@@ -55,33 +53,25 @@ class VllmEngine(MultiProcessEngine):
         shared: Path | None = None,
         named: Mapping[str, Path] | None = None,
     ) -> None:
-        """Create an engine that is not started.
+        """Create an engine that is not started; most arguments are as in `MultiProcessEngine`.
 
-        Args:
-            config: the engine's settings.
-            model_dir: directory of the model's config and weights.
-            incarnation: name of this engine, in errors and logs.
-            lora: the adapter that versions bring, if any.
-            shared: file by which the trainer finds the live weights, to compute with them; None: it does not.
-            named: name -> PEFT directory of the adapters that requests may name. Versions can then bring an
-                adapter alone, for the other requests.
+        With `shared`, a file, the trainer finds the live weights by it, to compute with them.
         """
         self._vllm = VllmProcesses(incarnation)
-        super().__init__(
-            config, model_dir, incarnation, call=self._vllm.call, call_anytime=self._vllm.call_anytime
-        )
         drafts = config.drafts != "off"
-        self.capabilities = Capabilities(sleep=config.enable_sleep_mode, seeds=not drafts)
-        self._no_seeds = "drafts decide how many random numbers a seed is used for" if drafts else ""
-        self._lora = lora
+        super().__init__(
+            config,
+            model_dir,
+            incarnation,
+            lora,
+            named,
+            call=self._vllm.call,
+            call_anytime=self._vllm.call_anytime,
+            no_seeds="drafts decide how many random numbers a seed is used for" if drafts else "",
+        )
         self._shared = shared
-        self._named = dict(named or {})
         self._adapters: dict[str, Any] = {}
         """LoRARequest of each adapter that a request may name; of "" the one that versions bring, if any."""
-        self._vocab = 0
-        self._mixture: Mixture | None = None
-        """None: experts are not recorded."""
-        self._numbers = itertools.count()
         self._paused = False
 
     @classmethod
@@ -119,32 +109,6 @@ class VllmEngine(MultiProcessEngine):
         finally:
             if not ready:
                 await self.close()
-
-    async def generate(self, request: Request) -> Completion:
-        await self.check()
-        check_request(
-            request,
-            vocab_size=self._vocab,
-            max_model_len=self._config.max_model_len,
-            running=self._running,
-            no_seeds=self._no_seeds,
-            adapters=self._named,
-        )
-        number = next(self._numbers)
-        self._running[request.id] = name = f"{number}:{request.id}"
-        try:
-            if not await self._gate.admitted(request.id):
-                return ABORTED
-            answer = await self._complete(request, name)
-        finally:
-            del self._running[request.id]
-        await self.check()
-        output = answer.outputs[0]
-        tokens = tuple(output.token_ids)
-        logprobs, spans = await self._recorded(request, number, tokens) if tokens else ((), ())
-        experts = self._experts(request, answer)
-        cached = answer.num_cached_tokens or 0
-        return Completion(tokens, logprobs, spans, str(output.finish_reason), experts, cached)
 
     async def abort(self, request_ids: Sequence[str]) -> None:
         self._gate.abort(request_ids)
@@ -206,22 +170,6 @@ class VllmEngine(MultiProcessEngine):
             for rank in range(self._config.tensor_parallel_size):
                 rank_file(self._shared, rank).unlink(missing_ok=True)
 
-    async def _recorded(
-        self, request: Request, number: int, tokens: Sequence[int]
-    ) -> tuple[tuple[float, ...], tuple[tuple[int, int], ...]]:
-        """Return the log-probabilities and spans of tokens, as the worker has recorded them.
-
-        Raises:
-            EngineError: the record is of other tokens.
-        """
-        count = len(tokens)
-        ids, logprobs, marks = await self._vllm.sampled(number) or (b"", b"", [])
-        # an aborted request may have been sampled for once more
-        if np.frombuffer(ids, np.int32)[:count].tolist() != list(tokens):
-            raise EngineError(f"request {request.id}: no record of the sampling of its {count} tokens")
-        values = np.frombuffer(logprobs, np.float32)[:count].tolist()
-        return tuple(values), spans_from_marks(marks, count)
-
     async def _drop_old_kv(self, manifest: WeightManifest) -> None:
         """Drop the KV cache of the version before `manifest`.
 
@@ -245,15 +193,12 @@ class VllmEngine(MultiProcessEngine):
 
     async def _install(self, model: dict[str, Any], named: Sequence[NamedAdapter]) -> None:
         """Install our part in all workers, and connect to their sockets."""
-        self._vocab = int(model.get("vocab_size") or 0)
-        shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
-        if self._config.enable_return_routed_experts:
-            self._mixture = Mixture.of(shapes, model, self._model_dir)
+        shapes = await self._read_model(model)
         if self._lora.rank:
             shapes = await self._load_adapters(shapes, named)
         if self._config.trained_head:
             head = head_shapes(read_config(Path(self._config.trained_head)))
-            shapes |= {PREFIX + name: list(shape) for name, shape in head.items()}
+            shapes |= {PREFIX + name: shape for name, shape in head.items()}
         # the sockets need no name any more once they are connected
         with tempfile.TemporaryDirectory(prefix="tether-ranks-") as directory:
             ranks = await self._call(
@@ -278,12 +223,11 @@ class VllmEngine(MultiProcessEngine):
         self.draft_digest = "-".join(f"{rank['draft']:016x}" for rank in ranks if rank["draft"] is not None)
 
     async def _load_adapters(
-        self, shapes: Mapping[str, Sequence[int]], named: Sequence[NamedAdapter]
-    ) -> dict[str, list[int]]:
+        self, shapes: Mapping[str, tuple[int, ...]], named: Sequence[NamedAdapter]
+    ) -> dict[str, tuple[int, ...]]:
         """Have vLLM load an adapter without effect and the named ones; return the shapes of the first."""
-        model = {name: tuple(shape) for name, shape in shapes.items()}
         with tempfile.TemporaryDirectory(prefix="tether-adapter-") as directory:
-            first = first_adapter(Path(directory), model, self._lora, self._config.dtype)
+            first = first_adapter(Path(directory), shapes, self._lora, self._config.dtype)
             others = {adapter.name: named_request(adapter, i) for i, adapter in enumerate(named)}
             llm = self._vllm.llm
             for adapter in (first, *others.values()):
@@ -292,13 +236,10 @@ class VllmEngine(MultiProcessEngine):
             # a model's own requests have the one without effect: on a CPU vLLM adds the last slot's to rows
             # without any
             self._adapters = {"": first, **others}
-        return {
-            name: list(shape)
-            for name, shape in adapter_shapes(adapter_targets(model, self._lora), self._lora.rank).items()
-        }
+        return adapter_shapes(adapter_targets(shapes, self._lora), self._lora.rank)
 
     async def _complete(self, request: Request, name: str) -> Any:
-        """Return vLLM's RequestOutput for one request, which vLLM knows by `name`."""
+        """Return vLLM's RequestOutput."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
         prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": self._weights.cache_key}
@@ -316,6 +257,30 @@ class VllmEngine(MultiProcessEngine):
         if output is None:
             raise EngineError(f"request {request.id}: vLLM ended it without an answer")
         return output
+
+    async def _completion(self, request: Request, name: str, answer: Any) -> Completion:
+        output = answer.outputs[0]
+        tokens = tuple(output.token_ids)
+        logprobs, spans = await self._recorded(request, name, tokens) if tokens else ((), ())
+        experts = self._experts(request, answer)
+        cached = answer.num_cached_tokens or 0
+        return Completion(tokens, logprobs, spans, str(output.finish_reason), experts, cached)
+
+    async def _recorded(
+        self, request: Request, name: str, tokens: Sequence[int]
+    ) -> tuple[tuple[float, ...], tuple[tuple[int, int], ...]]:
+        """Return the log-probabilities and spans of tokens, as the worker has recorded them.
+
+        Raises:
+            EngineError: the record is of other tokens.
+        """
+        count = len(tokens)
+        ids, logprobs, marks = await self._vllm.sampled(name) or (b"", b"", [])
+        # an aborted request may have been sampled for once more
+        if np.frombuffer(ids, np.int32)[:count].tolist() != list(tokens):
+            raise EngineError(f"request {request.id}: no record of the sampling of its {count} tokens")
+        values = np.frombuffer(logprobs, np.float32)[:count].tolist()
+        return tuple(values), spans_from_marks(marks, count)
 
     def _experts(self, request: Request, answer: Any) -> NDArray[np.uint16] | None:
         """Return the experts that vLLM recorded; None if it does not record, or has sampled no token."""

@@ -151,9 +151,9 @@ class VllmProcesses:
         """Return the answers of all ranks to a call over their sockets, during their steps."""
         return await self._ranks.call_each(method, *arguments)
 
-    async def sampled(self, number: int) -> Packed | None:
-        """Return what rank 0 has recorded of request `number`; see `SampledTokens.pop`."""
-        found: Packed | None = await self._ranks.call_first("sampled", str(number))
+    async def sampled(self, name: str) -> Packed | None:
+        """Return what rank 0 has recorded of a request; see `SampledTokens.pop`."""
+        found: Packed | None = await self._ranks.call_first("sampled", name)
         return found
 
     async def pause_scheduler(self) -> None:

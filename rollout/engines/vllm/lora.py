@@ -4,18 +4,16 @@ vLLM loads an adapter once and copies it into tensors that its kernels read. An 
 these tensors, as it does parameters without adapters; vLLM itself must never load or move an adapter again.
 """
 
-import json
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, get_args
 
-import safetensors.torch
 import torch
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
-from rollout.engines.named_adapters import NamedAdapter
+from rollout.engines.named_adapters import NamedAdapter, write_peft
 from rollout.engines.vllm.arguments import argument_names
 from rollout.staging.places import StagingRoom
 from rollout.staging.staging_plan import AnyPlan, trace
@@ -54,16 +52,14 @@ def lora_arguments(lora: LoraConfig, model_dir: Path, named: int = 0) -> dict[st
     arguments = {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": slot}
     if "lora_target_modules" not in argument_names():  # an older release
         return arguments
-    shapes = {name: tuple(shape) for name, shape in checkpoint_shapes(model_dir).items()}
-    return {**arguments, "lora_target_modules": sorted({t.last for t in adapter_targets(shapes, lora)})}
+    targets = adapter_targets(checkpoint_shapes(model_dir), lora)
+    return {**arguments, "lora_target_modules": sorted({target.last for target in targets})}
 
 
 def first_adapter(
     directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str
 ) -> Any:
     """Write an adapter without effect, and return the LoRARequest that names it.
-
-    Its alpha is its rank, because the published adapters include the scaling.
 
     Args:
         directory: exists, and is empty.
@@ -78,15 +74,7 @@ def first_adapter(
         name: torch.zeros(shape, dtype=getattr(torch, dtype))
         for name, shape in adapter_shapes(targets, lora.rank).items()
     }
-    safetensors.torch.save_file(tensors, directory / "adapter_model.safetensors")
-    config = {
-        "peft_type": "LORA",
-        "r": lora.rank,
-        "lora_alpha": lora.rank,
-        "target_modules": sorted({target.last for target in targets}),
-        "bias": "none",
-    }
-    (directory / "adapter_config.json").write_text(json.dumps(config))
+    write_peft(directory, tensors, lora.rank)
     return LoRARequest(NAME, NUMBER, str(directory))
 
 

@@ -98,11 +98,15 @@ class SampledTokens:
                 found.tokens += row
                 found.logprobs += logprobs[start : start + len(row)]
 
-    def pop(self, number: str) -> Packed | None:
+    def pop(self, name: str) -> Packed | None:
         """Return and forget what was recorded of a request.
+
+        Args:
+            name: the request's id, with or without the characters that vLLM appends.
 
         Returns: None if the request was never scheduled, was fetched before, or ended too long ago.
         """
+        number = _number(name)
         with self._lock:
             request_id = self._ids.pop(number, None)
             if request_id is None:

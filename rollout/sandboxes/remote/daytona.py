@@ -7,8 +7,9 @@ The package reads the key DAYTONA_API_KEY. Setting `image` is a snapshot of Dayt
 import ipaddress
 import math
 import shlex
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager, suppress
+from collections.abc import AsyncIterator, Mapping
+from contextlib import suppress
+from functools import partial
 
 import aiohttp
 from daytona import (
@@ -24,12 +25,17 @@ from daytona import (
 
 from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
-from rollout.sandboxes.base import SandboxDied, Start
+from rollout.sandboxes.base import Start
 from rollout.sandboxes.pool import CREATE_S
 from rollout.sandboxes.remote.machine import RemoteMachine
-from rollout.sandboxes.remote.provider import RemoteProvider
+from rollout.sandboxes.remote.provider import RemoteProvider, translated_errors
 
-KEY = "setting environment.sandbox.name: 'daytona'"
+_translated = partial(
+    translated_errors,
+    "Daytona",
+    DaytonaAuthenticationError,
+    (DaytonaError, aiohttp.ClientError, OSError),
+)
 
 
 class DaytonaMachine:
@@ -39,20 +45,20 @@ class DaytonaMachine:
         self._sandbox = sandbox
 
     async def run(self, line: str, wall_s: float) -> str:
-        with _failing():
+        with _translated():
             ended = await self._sandbox.process.exec(f"sh -c {shlex.quote(line)}", timeout=math.ceil(wall_s))
         return f"status {ended.exit_code}: {ended.result}" if ended.exit_code else ""
 
     async def put(self, path: str, data: bytes) -> None:
-        with _failing():
+        with _translated():
             await self._sandbox.fs.upload_file(data, path, CREATE_S)
 
     async def get(self, path: str) -> bytes:
-        with _failing():
+        with _translated():
             return bytes(await self._sandbox.fs.download_file(path, CREATE_S))
 
     async def remove(self) -> None:
-        with _failing(), suppress(DaytonaNotFoundError):
+        with _translated(), suppress(DaytonaNotFoundError):
             await self._sandbox.delete(timeout=CREATE_S)
 
 
@@ -70,7 +76,7 @@ class DaytonaProvider(RemoteProvider):
         try:
             self._client = AsyncDaytona(DaytonaConfig(use_deprecated_polling=True, **words))
         except DaytonaError as error:
-            raise SettingsError(f"{KEY}: {error}") from None
+            raise SettingsError(f"setting environment.sandbox.name: 'daytona': {error}") from None
 
     async def close(self) -> None:
         await self._client.close()
@@ -85,13 +91,13 @@ class DaytonaProvider(RemoteProvider):
             ttl_minutes=max(1, math.ceil(start.lease_s / 60)),
             **(_reached(host) if host else {"network_block_all": True}),
         )
-        with _failing():
+        with _translated():
             return DaytonaMachine(await self._client.create(given, timeout=CREATE_S))
 
     async def _listed(
         self, labels: Mapping[str, str]
     ) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
-        with _failing():
+        with _translated():
             async for sandbox in self._client.list(ListSandboxesQuery(labels=dict(labels)), CREATE_S):
                 yield DaytonaMachine(sandbox), sandbox.labels
 
@@ -102,14 +108,3 @@ def _reached(host: str) -> dict[str, str]:
         return {"network_allow_list": str(ipaddress.ip_network(host))}
     except ValueError:
         return {"domain_allow_list": host}
-
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    """Turn the package's errors into ours."""
-    try:
-        yield
-    except DaytonaAuthenticationError as error:
-        raise SettingsError(f"{KEY}: {str(error)[:300]}") from None
-    except (DaytonaError, aiohttp.ClientError, OSError) as error:
-        raise SandboxDied(f"Daytona: {type(error).__name__}: {str(error)[:300]}") from None

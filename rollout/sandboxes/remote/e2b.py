@@ -5,22 +5,28 @@ the API where it is not E2B's own.
 """
 
 import math
-from collections.abc import AsyncIterator, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Mapping
+from functools import partial
 from typing import Any
 
 import httpx
 from e2b import AsyncSandbox, CommandExitException, SandboxQuery
 from e2b.exceptions import AuthenticationException, SandboxException, ServiceBusyException
 
-from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
-from rollout.sandboxes.base import SandboxDied, Start
+from rollout.sandboxes.base import Start
 from rollout.sandboxes.pool import CREATE_S
 from rollout.sandboxes.remote.machine import RemoteMachine
-from rollout.sandboxes.remote.provider import RemoteProvider
+from rollout.sandboxes.remote.provider import RemoteProvider, translated_errors
 
 ALL = "0.0.0.0/0"
+
+_translated = partial(
+    translated_errors,
+    "E2B",
+    AuthenticationException,
+    (SandboxException, ServiceBusyException, httpx.HTTPError, OSError),
+)
 
 
 class E2BMachine:
@@ -30,7 +36,7 @@ class E2BMachine:
         self._sandbox = sandbox
 
     async def run(self, line: str, wall_s: float) -> str:
-        with _failing():
+        with _translated():
             try:
                 await self._sandbox.commands.run(line, user="root", timeout=wall_s)
             except CommandExitException as error:
@@ -38,15 +44,15 @@ class E2BMachine:
             return ""
 
     async def put(self, path: str, data: bytes) -> None:
-        with _failing():
+        with _translated():
             await self._sandbox.files.write(path, data, user="root")
 
     async def get(self, path: str) -> bytes:
-        with _failing():
+        with _translated():
             return bytes(await self._sandbox.files.read(path, format="bytes", user="root"))
 
     async def remove(self) -> None:
-        with _failing():
+        with _translated():
             await self._sandbox.kill()
 
 
@@ -57,7 +63,7 @@ class ListedMachine(E2BMachine):
         self._name, self._words = name, words
 
     async def remove(self) -> None:
-        with _failing():
+        with _translated():
             await AsyncSandbox.kill(self._name, **self._words)
 
 
@@ -73,7 +79,7 @@ class E2BProvider(RemoteProvider):
 
     async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
         network = {"allow_out": [host], "deny_out": [ALL]} if host else {"deny_out": [ALL]}
-        with _failing():
+        with _translated():
             return E2BMachine(
                 await AsyncSandbox.create(
                     start.image or self._config.image or None,
@@ -89,18 +95,7 @@ class E2BProvider(RemoteProvider):
     ) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
         pages = AsyncSandbox.list(SandboxQuery(metadata=dict(labels)), **self._words)
         while pages.has_next:
-            with _failing():
+            with _translated():
                 found = await pages.next_items()
             for item in found:
                 yield ListedMachine(item.sandbox_id, self._words), item.metadata
-
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    """Turn the package's errors into ours."""
-    try:
-        yield
-    except AuthenticationException as error:
-        raise SettingsError(f"setting environment.sandbox.name: 'e2b': {str(error)[:300]}") from None
-    except (SandboxException, ServiceBusyException, httpx.HTTPError, OSError) as error:
-        raise SandboxDied(f"E2B: {type(error).__name__}: {str(error)[:300]}") from None

@@ -10,6 +10,7 @@ import math
 import shlex
 from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import modal
@@ -20,12 +21,13 @@ from rollout.config import SandboxConfig
 from rollout.sandboxes.base import SandboxDied, Start
 from rollout.sandboxes.pool import CREATE_S
 from rollout.sandboxes.remote.machine import RemoteMachine
-from rollout.sandboxes.remote.provider import RemoteProvider
+from rollout.sandboxes.remote.provider import RemoteProvider, translated_errors
 
 APP = "tether"
-KEY = "setting environment.sandbox.name: 'modal'"
 CHUNK = 1 << 20
 """Bytes of a file that are sent at once."""
+
+_translated = partial(translated_errors, "Modal", modal.exception.AuthError, (modal.exception.Error, OSError))
 
 
 class ModalMachine:
@@ -35,11 +37,11 @@ class ModalMachine:
         self._sandbox = sandbox
 
     async def run(self, line: str, wall_s: float) -> str:
-        with _failing():
+        with _translated():
             return await _ended(await self._began(line, wall_s, StreamType.DEVNULL))
 
     async def put(self, path: str, data: bytes) -> None:
-        with _failing():
+        with _translated():
             process = await self._began(f"cat > {shlex.quote(path)}", CREATE_S, StreamType.DEVNULL)
             for first in range(0, len(data), CHUNK):
                 process.stdin.write(data[first : first + CHUNK])
@@ -50,7 +52,7 @@ class ModalMachine:
                 raise SandboxDied(f"Modal: {path} was not written: {said}")
 
     async def get(self, path: str) -> bytes:
-        with _failing():
+        with _translated():
             process = await self._began(f"cat {shlex.quote(path)}", CREATE_S, StreamType.PIPE)
             data = bytes(await process.stdout.read.aio())
             if said := await _ended(process):
@@ -58,7 +60,7 @@ class ModalMachine:
             return data
 
     async def remove(self) -> None:
-        with _failing():
+        with _translated():
             await self._sandbox.terminate.aio()
             await self._sandbox.detach.aio()
 
@@ -89,7 +91,7 @@ class ModalProvider(RemoteProvider):
 
     async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
         image = start.image or self._config.image
-        with _failing():
+        with _translated():
             async with asyncio.timeout(CREATE_S):
                 app = await _app()
                 with _refusing(image):
@@ -106,7 +108,7 @@ class ModalProvider(RemoteProvider):
     async def _listed(
         self, labels: Mapping[str, str]
     ) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
-        with _failing():
+        with _translated():
             async with asyncio.timeout(CREATE_S):
                 app = await _app()
                 listing = modal.Sandbox.list.aio(app_id=app.app_id, tags=dict(labels))
@@ -145,16 +147,3 @@ def _refusing(image: str) -> Iterator[None]:
         raise SettingsError(
             f"setting environment.sandbox.image: {image!r}: Modal: {str(error)[:300]}"
         ) from None
-
-
-@contextmanager
-def _failing() -> Iterator[None]:
-    """Turn the package's errors into ours."""
-    try:
-        yield
-    except modal.exception.AuthError as error:
-        raise SettingsError(f"{KEY}: {str(error)[:300]}") from None
-    except TimeoutError:
-        raise SandboxDied("Modal: it did not answer in time") from None
-    except (modal.exception.Error, OSError) as error:
-        raise SandboxDied(f"Modal: {type(error).__name__}: {str(error)[:300]}") from None

@@ -7,8 +7,8 @@ starts on this host again.
 
 import secrets
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Mapping
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from yarl import URL
@@ -102,6 +102,29 @@ def host_label() -> dict[str, str]:
             kept.hardlink_to(made)
         made.unlink()
     return {"tether_host": kept.read_text()}
+
+
+@contextmanager
+def translated_errors(
+    company: str, refused: type[Exception], failed: tuple[type[Exception], ...]
+) -> Iterator[None]:
+    """Turn the errors of a company's package into ours.
+
+    Args:
+        company: as it writes itself.
+        refused: error of a wrong or missing key.
+        failed: other errors of its calls.
+    """
+    try:
+        yield
+    except refused as error:
+        raise SettingsError(
+            f"setting environment.sandbox.name: {company.lower()!r}: {str(error)[:300]}"
+        ) from None
+    except TimeoutError:
+        raise SandboxDied(f"{company}: it did not answer in time") from None
+    except failed as error:
+        raise SandboxDied(f"{company}: {type(error).__name__}: {str(error)[:300]}") from None
 
 
 async def _removed(machine: RemoteMachine) -> None:

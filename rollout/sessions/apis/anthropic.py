@@ -6,7 +6,8 @@ from typing import Any
 
 from rollout.render import Renderer
 from rollout.sessions.bodies import usage
-from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.messages import text_of
+from rollout.sessions.refusal import RequestRefused, check_supported, invalid
 from rollout.sessions.requests import HarnessRequest, read_chat, with_one_answer
 from rollout.sessions.sampling import SamplingRules
 from rollout.sessions.session import CallAnswer
@@ -31,11 +32,9 @@ def read_messages(body: Any, *, rules: SamplingRules) -> HarnessRequest:
         raise invalid("messages must be a list of messages", "messages")
     if body.get("max_tokens") is None:
         raise invalid("max_tokens is required", "max_tokens")
-    thinking = body.get("thinking")
-    if thinking is not None and thinking != {"type": "disabled"}:
-        raise invalid('thinking is not supported, only {"type": "disabled"}', "thinking", "unsupported_value")
+    check_supported("thinking", body.get("thinking"), [{"type": "disabled"}])
     chat = {name: value for name, value in body.items() if name not in TRANSLATED}
-    system = _joined(body.get("system"), "system")
+    system = text_of(body.get("system"), "system")
     chat["messages"] = [{"role": "system", "content": system}] if system else []
     for i, message in enumerate(body["messages"]):
         chat["messages"] += _messages(message, f"messages[{i}]")
@@ -148,7 +147,7 @@ def _messages(message: Any, where: str) -> list[dict[str, Any]]:
         elif kind == "thinking" and role == "assistant":
             thoughts.append(str(block.get("thinking", "")))
         elif kind == "tool_result" and role == "user":
-            content = _joined(block.get("content"), f"{where}.content[{i}].content")
+            content = text_of(block.get("content"), f"{where}.content[{i}].content")
             messages.append({"role": "tool", "tool_call_id": block.get("tool_use_id"), "content": content})
         elif kind == "tool_use" and role == "assistant":
             function = {"name": block.get("name"), "arguments": block.get("input")}
@@ -166,15 +165,6 @@ def _tool(tool: dict[str, Any], where: str) -> dict[str, Any]:
         raise invalid(f"{where} of type {tool['type']!r} is not supported", where)
     function = {"name": tool.get("name"), "description": tool.get("description", "")}
     return {"type": "function", "function": {**function, "parameters": tool.get("input_schema", {})}}
-
-
-def _joined(content: Any, where: str) -> str:
-    """Return the text of a string or of blocks of text."""
-    blocks = _as_blocks(content or "", where)
-    texts = [block.get("text") if block.get("type") == "text" else None for block in blocks]
-    if not all(isinstance(text, str) for text in texts):
-        raise invalid(f"{where} has a block that is not text; only text is supported", where)
-    return "".join(text for text in texts if text is not None)
 
 
 def _as_blocks(content: Any, where: str) -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ from typing import Any
 
 from rollout.render import Renderer
 from rollout.sessions.bodies import chat_logprobs, usage
-from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.refusal import RequestRefused, check_supported, invalid
 from rollout.sessions.requests import HarnessRequest, is_token, read_text, repeated_name
 from rollout.sessions.sampling import SamplingRules
 from rollout.sessions.session import CallAnswer
@@ -45,14 +45,9 @@ def read_generate(body: Any, *, rules: SamplingRules) -> HarnessRequest:
         body = {name: value for name, value in body.items() if name != "priority"}
     fields = {name: value for name, value in body.items() if name not in (*SHAPE, *WITHOUT_EFFECT)}
     for name, value in sampling.items():
-        if name in ONLY and value is not None and value not in ONLY[name]:
-            supported = " or ".join(repr(each) for each in ONLY[name])
-            raise invalid(
-                f"sampling_params.{name} = {str(value)[:80]} is not supported, only {supported}",
-                f"sampling_params.{name}",
-                "unsupported_value",
-            )
-        if name not in ONLY and name not in OF_TEXT:
+        if supported := ONLY.get(name):
+            check_supported(f"sampling_params.{name}", value, supported)
+        elif name not in OF_TEXT:
             fields[name] = value
     return replace(
         read_text({**fields, "prompt": tokens}, rules=rules),

@@ -4,7 +4,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from rollout.sessions.refusal import RequestRefused, invalid
+from rollout.sessions.messages import text_of
+from rollout.sessions.refusal import RequestRefused, check_supported, invalid, unsupported
 from rollout.sessions.requests import HarnessRequest, read_chat, with_one_answer
 from rollout.sessions.sampling import SamplingRules
 
@@ -71,7 +72,8 @@ def read_responses(
     """
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
-    _check_only(body)
+    for name, supported in ONLY.items():
+        check_supported(name, body.get(name), supported)
     instructions = body.get("instructions")
     if not isinstance(instructions, str | None):
         raise invalid("instructions must be text", "instructions")
@@ -103,23 +105,10 @@ def read_responses(
     return replace(with_one_answer(read_chat(chat, rules=rules)), response=response)
 
 
-def _check_only(body: Mapping[str, Any]) -> None:
-    for name, supported in ONLY.items():
-        if body.get(name) is not None and body[name] not in supported:
-            raise invalid(
-                f"{name} = {str(body[name])[:80]} is not supported, only "
-                + " or ".join(repr(value) for value in supported),
-                name,
-                "unsupported_value",
-            )
-
-
 def _format(text: Any) -> Any:
     """Return the form of an answer as a chat request has it."""
     if text is not None and not (isinstance(text, dict) and set(text) <= {"format"}):
-        raise invalid(
-            f"text = {str(text)[:80]} is not supported, only its format", "text", "unsupported_value"
-        )
+        raise unsupported("text", text, "its format")
     return (text or {}).get("format")
 
 
@@ -157,10 +146,11 @@ def _messages(value: Any) -> Iterator[Message]:
             yield answer
             answer = {}
         if kind == "function_call_output":
-            content = _text(item.get("output"), f"{where}.output")
+            content = text_of(item.get("output"), f"{where}.output", TEXTS)
             yield {"role": "tool", "tool_call_id": item.get("call_id"), "content": content}
         elif kind == "message":
-            yield {"role": item.get("role"), "content": _text(item.get("content"), f"{where}.content")}
+            content = text_of(item.get("content"), f"{where}.content", TEXTS)
+            yield {"role": item.get("role"), "content": content}
         else:
             raise invalid(f"{where} of type {kind!r} is not supported", where, "unsupported_value")
     if answer:
@@ -183,7 +173,7 @@ def _answer_part(kind: Any, item: Mapping[str, Any], where: str) -> Message:
         return {"reasoning_content": "".join(str(part.get("text", "")) for part in parts)}
     if kind != "message":
         raise invalid(f"{where} of type {kind!r} is not supported", where, "unsupported_value")
-    return {"content": _text(item.get("content"), f"{where}.content")}
+    return {"content": text_of(item.get("content"), f"{where}.content", TEXTS)}
 
 
 def _tool(tool: Mapping[str, Any], where: str) -> Message:
@@ -191,16 +181,6 @@ def _tool(tool: Mapping[str, Any], where: str) -> Message:
         raise invalid(f"{where} of type {tool.get('type')!r} is not supported, only function", where)
     function = {"name": tool.get("name"), "description": tool.get("description") or ""}
     return {"type": "function", "function": {**function, "parameters": tool.get("parameters") or {}}}
-
-
-def _text(content: Any, where: str) -> str:
-    """Return text that is given as a string or as parts."""
-    if isinstance(content, str):
-        return content
-    texts = [part.get("text") if part.get("type") in TEXTS else None for part in _listed(content, where)]
-    if not all(isinstance(text, str) for text in texts):
-        raise invalid(f"{where} has a part that is not text; only text is supported", where)
-    return "".join(text for text in texts if text is not None)
 
 
 def _listed(values: Any, where: str) -> list[dict[str, Any]]:

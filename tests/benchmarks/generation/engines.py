@@ -89,7 +89,7 @@ def random_weights(model_dir: Path, dtype: str) -> dict[str, torch.Tensor]:
 
     generator = torch.Generator().manual_seed(0)
     return {
-        name: torch.empty(tuple(shape), dtype=getattr(torch, dtype)).normal_(0, 0.02, generator=generator)
+        name: torch.empty(shape, dtype=getattr(torch, dtype)).normal_(0, 0.02, generator=generator)
         for name, shape in checkpoint_shapes(model_dir).items()
     }
 

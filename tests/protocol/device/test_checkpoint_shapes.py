@@ -13,7 +13,7 @@ def test_checkpoint_shapes_come_from_files_or_from_the_architecture(tmp_path: Pa
     model = tiny_model(1)
     model.save_pretrained(tmp_path / "full")
     model.config.save_pretrained(tmp_path / "bare")
-    expected = {name: list(tensor.shape) for name, tensor in weights(model).items()}
+    expected = {name: tuple(tensor.shape) for name, tensor in weights(model).items()}
     assert checkpoint_shapes(tmp_path / "full") == expected
     assert checkpoint_shapes(tmp_path / "bare") == expected
     (tmp_path / "full" / "model.safetensors").write_bytes(b"\xff" * 64)

@@ -3,10 +3,11 @@
 import os
 import subprocess
 import sys
+from contextlib import suppress
 
 import pytest
 
-from protocol.host.child_environment import ROOT, child_environment
+from protocol.host.child_environment import ROOT, child_environment, with_variables
 
 
 def test_settings_and_withheld_variables_are_not_inherited(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -28,3 +29,13 @@ def test_our_packages_are_searched_before_others(monkeypatch: pytest.MonkeyPatch
     command = [sys.executable, "-P", "-c", where]
     said = subprocess.run(command, env=child_environment(), cwd="/", check=True, capture_output=True)
     assert said.stdout.decode().strip() == ROOT
+
+
+def test_variables_are_as_before_after_the_block(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HAD", "old")
+    monkeypatch.delenv("HAD_NOT", raising=False)
+    with suppress(ValueError), with_variables({"HAD": "", "HAD_NOT": "1"}):
+        assert (os.environ["HAD"], os.environ["HAD_NOT"]) == ("", "1")
+        raise ValueError
+    assert os.environ["HAD"] == "old"
+    assert "HAD_NOT" not in os.environ

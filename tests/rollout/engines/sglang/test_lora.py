@@ -65,7 +65,7 @@ def test_adapter_without_tensors_changes_nothing_and_covers_fused_layers(tmp_pat
         "bfloat16",
     )
     config = json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())
-    assert config["target_modules"] == ["o_proj", "up_proj", "v_proj", "q_proj", "k_proj", "gate_proj"]
+    assert config["target_modules"] == ["gate_proj", "k_proj", "o_proj", "q_proj", "up_proj", "v_proj"]
     assert config["lora_alpha"] == config["r"] == 4
     tensors = safetensors.torch.load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert len(tensors) == 2 * 6 * 2
