@@ -29,14 +29,8 @@ class WeightState:
         """Whether the memory is released: true from `release` to `wake`."""
         self.poisoned = ""
         """Why live weights may be mixed, or the memory half released; empty while neither is so."""
-        self._changes = 0
         self._changing = False
         self._pending_commits = 0
-
-    @property
-    def cache_key(self) -> str:
-        """Key that separates prefix-cache entries: two requests with one key ran on the same live version."""
-        return f"{self.served.epoch}/{self.served.version}/{self._changes}"
 
     @property
     def committing(self) -> bool:
@@ -61,7 +55,6 @@ class WeightState:
     def changing(self) -> Iterator[None]:
         """Admit no requests while the body, a commit or a rename, runs. Not reentrant."""
         self._changing = True
-        self._changes += 1
         try:
             yield
         finally:

@@ -12,6 +12,8 @@ from rollout.engines.base import Completion, Request, Sampling
 from rollout.engines.contract.bench import PROMPTS, Bench
 
 COMMITS = 1000
+PREFIX = tuple(range(20, 160))
+"""What all prompts begin with: more than a block of any prefix cache."""
 LOAD = 8
 """Requests that run at any time."""
 CHECKED = 5
@@ -34,7 +36,8 @@ class CommitContract:
         async def keep_running(place: int) -> None:
             for number in itertools.count():
                 sampling = Sampling(max_tokens=8 + (place * 37 + number * 13) % 90)
-                request = Request(f"load{place}-{number}/0", PROMPTS[(place + number) % 3], sampling)
+                prompt = (*PREFIX, *PROMPTS[(place + number) % 3])
+                request = Request(f"load{place}-{number}/0", prompt, sampling)
                 ended.append((request, await bench.engine.generate(request)))
                 if is_over.is_set():
                     return

@@ -32,6 +32,8 @@ LONG = 1900
 """Tokens: more than any engine here makes during a test; `MAX_MODEL_LEN` leaves room for them."""
 MAX_MODEL_LEN = 2048
 PILOT = 16
+TURNS = 50
+"""Calls between two steps."""
 
 
 @dataclass
@@ -149,6 +151,12 @@ class Bench:
     async def pilot(self, name: str) -> None:
         """Wait until the engine has made some more tokens for every running request."""
         await self.engine.generate(Request(f"{name}/0", (3, 4), Sampling(max_tokens=PILOT, temperature=0)))
+
+    async def turns(self) -> None:
+        """Wait until the engine has made more steps than a short request takes, unless it is paused."""
+        for _ in range(TURNS):
+            await self.engine.live_digest()
+            await asyncio.sleep(0)
 
     @asynccontextmanager
     async def long(self, *prompts: Sequence[int]) -> AsyncIterator[list["asyncio.Task[Completion]"]]:

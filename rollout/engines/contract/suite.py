@@ -168,9 +168,7 @@ class EngineContract:
             await bench.engine.pause()
             await bench.engine.pause()
             late = group.create_task(bench.engine.generate(ask("late", PROMPTS[1], 4)), name="late")
-            for _ in range(50):  # as many turns as would end both if the engine were not paused
-                await bench.engine.live_digest()
-                await asyncio.sleep(0)
+            await bench.turns()  # both would end if the engine were not paused
             assert not held.done()
             assert not late.done()
             await bench.engine.resume()
@@ -253,6 +251,20 @@ class EngineContract:
         found = await bench.engine.generate(ask("cold", prompt, 16))
         assert found.spans == ((16, version),)
         assert found.cached_tokens == 0
+        assert bench.follows([(16, "B")], prompt, found.tokens, recompute=True)
+
+    async def test_request_that_waits_at_a_commit_never_uses_an_old_prefix(self, bench: Bench) -> None:
+        prompt = tuple(range(4, 432))
+        await bench.serve("A")
+        await bench.engine.generate(ask("warm", prompt, 4))
+        async with asyncio.TaskGroup() as group:
+            await bench.engine.pause()
+            waiting = group.create_task(bench.engine.generate(ask("waiting", prompt, 16)), name="waiting")
+            await bench.turns()
+            version = (await bench.serve("B")).version
+            await bench.engine.resume()
+        found = waiting.result()
+        assert (found.spans, found.cached_tokens) == (((16, version),), 0)
         assert bench.follows([(16, "B")], prompt, found.tokens, recompute=True)
 
     async def test_commit_of_what_is_not_staged_is_refused(self, bench: Bench) -> None:

@@ -95,8 +95,9 @@ class SchedulerRank:
         self.weights = WeightState()
         self._staging: RankStaging | None = None
         self._memory: RankMemory | None = None
-        self.prefixes = "0"
-        """Key of the prefixes in the cache that the live weights computed."""
+        self.prefixes = "0/"
+        """Beginning of the keys of the prefixes in the cache that the live weights computed; SGLang adds the
+        adapter."""
         self._recompute = False
         self._paused = False
         self.profile = StepProfile()
@@ -160,10 +161,10 @@ class SchedulerRank:
         result = self.staging.commit(decoded)
         if result.applied:
             self.weights.serve(Served(decoded.epoch, decoded.version, decoded.digest))
-            self._separate_prefixes()
             if self._recompute and not slept and not self._drop_kv():
                 error = "the new weights are live, but the old KV cache could not be dropped"
                 result = replace(result, poisoned=True, error=error)
+            self._separate_prefixes()
             self._resume_scheduler()
             result = replace(result, copy_ms=(time.perf_counter() - start) * 1e3)
         return result
@@ -231,11 +232,10 @@ class SchedulerRank:
         )
 
     def _separate_prefixes(self) -> None:
-        """Have requests that wait for their first token take none of the old weights' prefixes."""
-        before, self.prefixes = self.prefixes, str(int(self.prefixes) + 1)
+        """Have requests that wait, put back or not begun, take none of the old weights' prefixes."""
+        self.prefixes = f"{int(self.prefixes.removesuffix('/')) + 1}/"
         for request in self.scheduler.waiting_queue:
-            if not request.output_ids:  # else it was put back: its own prefix is kept with its tokens
-                request.extra_key = self.prefixes + request.extra_key.removeprefix(before)
+            request.extra_key = self.prefixes + request.extra_key.partition("/")[2]
 
     def _drop_kv(self) -> bool:
         """Retract running requests, with their tokens, and empty the cache; false if SGLang refuses."""

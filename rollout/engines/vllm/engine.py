@@ -242,11 +242,10 @@ class VllmEngine(MultiProcessEngine):
         """Return vLLM's RequestOutput."""
         from vllm.v1.engine.exceptions import EngineDeadError, EngineGenerateError
 
-        prompt = {"prompt_token_ids": list(request.prompt), "cache_salt": self._weights.cache_key}
         output = None
         try:
             async for answer in self._vllm.llm.generate(
-                prompt,
+                {"prompt_token_ids": list(request.prompt)},
                 sampling_parameters(request.sampling),
                 name,
                 lora_request=self._adapters.get(request.adapter),

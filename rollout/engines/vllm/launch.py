@@ -40,6 +40,7 @@ from rollout.staging.places import StagingPlace
 T = TypeVar("T")
 
 WORKER_EXTENSION = "rollout.engines.vllm.worker.WorkerExtension"
+SCHEDULER = "rollout.engines.vllm.scheduling.make_scheduler"  # which makes vLLM's own
 SHARED_FILES = ("vllm_dist_", "psm_")
 """How names of vLLM's files in /dev/shm begin."""
 UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
@@ -242,13 +243,13 @@ def engine_arguments(
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         "worker_extension_cls": worker_extension,
+        "scheduler_cls": SCHEDULER,
         "enable_sleep_mode": config.enable_sleep_mode,
         # engines with one seed would sample the same completions
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
         **({"enable_return_routed_experts": True} if config.enable_return_routed_experts else {}),
         **draft_arguments(config, model_dir),
-        **invariance(config),
-        **memory | kernels,
+        **invariance(config) | memory | kernels,
         **lora_arguments(lora, model_dir, named),
         **config.arguments,
     }

@@ -23,8 +23,6 @@ HISTORY = {
 """`engine.drafts` -> the class of the proposer in vLLM's model runner."""
 MODELS = ("model", "model_always")
 """Values of `engine.drafts` with which vLLM drafts by a model."""
-SCHEDULER = "rollout.engines.vllm.drafts.scheduling.make_scheduler"
-"""Makes the scheduler that switches a model's drafts."""
 FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
 """Fields of config.json, by family, with the number of layers that predict further tokens."""
 TAKEN_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
@@ -56,10 +54,7 @@ def draft_arguments(config: EngineConfig, model_dir: Path) -> dict[str, Any]:
     if config.drafts == "model_always":
         return {"speculative_config": method}
     lengths = [(1, config.max_running, config.num_speculative_tokens)]
-    return {
-        "speculative_config": {**method, "num_speculative_tokens_per_batch_size": lengths},
-        "scheduler_cls": SCHEDULER,
-    }
+    return {"speculative_config": {**method, "num_speculative_tokens_per_batch_size": lengths}}
 
 
 def check_draft_model(

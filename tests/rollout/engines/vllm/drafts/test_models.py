@@ -38,10 +38,9 @@ def test_method_follows_from_the_tensors_of_the_draft(tmp_path: Path, kind: str,
     assert found.get("model", "") == config.draft_model
 
 
-def test_drafts_that_are_switched_have_a_scheduler_and_lengths_for_every_batch(tmp_path: Path) -> None:
+def test_drafts_that_are_switched_have_lengths_for_every_batch(tmp_path: Path) -> None:
     config = drafting(tmp_path, "eagle", max_running=7)
     switched = draft_arguments(config, tmp_path / "model")
-    assert switched["scheduler_cls"].endswith("make_scheduler")
     assert switched["speculative_config"]["num_speculative_tokens_per_batch_size"] == [(1, 7, 3)]
     always = draft_arguments(drafting(tmp_path / "b", "eagle", drafts="model_always"), tmp_path / "b/model")
     assert always.keys() == {"speculative_config"}

@@ -1,0 +1,84 @@
+"""Makes vLLM's scheduler: it separates prefixes by version, and switches vLLM's own drafts on and off.
+
+The key of a request (`cache_salt`) is part of the hash of its first block, on which all others rest. Versions
+may be committed while a request waits here. So it has the key of the version that is live when it begins, or
+begins again after it was preempted, and not when it was sent. A commit passes through the engine process, as
+steps do: those that were scheduled before it run on the old weights, all others on the new ones.
+
+vLLM can draft by the size of the batch (`num_speculative_tokens_per_batch_size`): its scheduler looks the
+length up at each step. The table is replaced here as the switch decides. At length 0 the model that drafts
+still reads the step's tokens, so its KV cache is complete once drafts are made again.
+"""
+
+import functools
+from typing import Any
+
+from rollout.engines.draft_switch import DraftSwitch
+
+STEPS_BEHIND = 3
+"""Most steps after a decision whose drafts were made before it: the scheduler is a step ahead of the results,
+and the drafts that are made at a step are verified in the next one."""
+
+
+def make_scheduler(**arguments: Any) -> Any:
+    """Make vLLM's scheduler with these arguments, as vLLM would; its engine process calls this once."""
+    from vllm.v1.core.sched.async_scheduler import AsyncScheduler
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.engine.core import EngineCore
+
+    overlaps = arguments["vllm_config"].scheduler_config.async_scheduling
+    scheduler = (AsyncScheduler if overlaps else Scheduler)(**arguments)
+    separate_prefixes(EngineCore, scheduler.kv_cache_manager)
+    if getattr(scheduler, "dynamic_sd_lookup", None) is not None:
+        switch_drafts(scheduler, DraftSwitch(skipped=STEPS_BEHIND))
+    return scheduler
+
+
+def separate_prefixes(core: Any, manager: Any) -> None:
+    """Have requests that begin take prefixes that the live weights computed, and no others.
+
+    Args:
+        core: vLLM's class EngineCore: calls of the ranks pass through it, and requests as they arrive.
+        manager: vLLM's KVCacheManager, asked for the prefix of a request as it begins, or begins again.
+    """
+    call, receive, find = core.collective_rpc, core.preprocess_add_request, manager.get_computed_blocks
+    live = "0"
+
+    @functools.wraps(call)
+    def collective_rpc(
+        core: Any, method: Any, timeout: Any = None, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        nonlocal live
+        if method == "tether_call" and args[1] == "commit":
+            live = str(int(live) + 1)
+        return call(core, method, timeout, args, kwargs)
+
+    @functools.wraps(receive)
+    def preprocess_add_request(core: Any, request: Any) -> Any:
+        request.cache_salt = live  # hashed in another thread, as a rule for good
+        return receive(core, request)
+
+    def get_computed_blocks(request: Any) -> Any:
+        if request.cache_salt != live:
+            request.cache_salt = live
+            request.block_hashes.clear()
+            request.update_block_hashes()
+        return find(request)
+
+    core.collective_rpc, core.preprocess_add_request = collective_rpc, preprocess_add_request
+    manager.get_computed_blocks = get_computed_blocks
+
+
+def switch_drafts(scheduler: Any, switch: DraftSwitch) -> None:
+    """Have a scheduler ask for drafts only while `switch` wants them."""
+    lengths, update = scheduler.dynamic_sd_lookup, scheduler.update_from_output
+    none = [0] * len(lengths)
+
+    def update_from_output(scheduled: Any, output: Any) -> Any:
+        rows = output.sampled_token_ids
+        if rows:
+            wanted = switch.drafts(len(rows), sum(map(len, rows)))
+            scheduler.dynamic_sd_lookup = lengths if wanted else none
+        return update(scheduled, output)
+
+    scheduler.update_from_output = update_from_output
