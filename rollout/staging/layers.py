@@ -208,7 +208,7 @@ class LayeredStaging(Staging):
             )
         end = time.monotonic() + deadline_s
         self._forget()
-        into = SlicePlacement(self._destinations(copies))
+        into = self._placement(self._destinations(copies))
         pieces: list[ReceivedSlice] = []
         for found in receiver.slices(manifest, into.wanted, deadline_s):
             self._refuse_cancelled(manifest)

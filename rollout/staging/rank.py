@@ -15,7 +15,7 @@ from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.staging.rank_status import RankCommit, RankState, RankStatus
-from rollout.staging.staging import Staging, digest_one_by_one
+from rollout.staging.staging import Staging
 
 
 class RankPlan(Protocol):
@@ -180,7 +180,7 @@ class RankStaging:
                 parts.append(is_complete)
                 yield name, tensor
 
-        found = digest_one_by_one(named())
+        found = self._staging.live_digest(named())
         return all(parts), found
 
     def _fetch(self, manifest: WeightManifest, deadline_s: float) -> None:

@@ -31,6 +31,8 @@ class SharedStaging(Staging):
     refused before the copy, or not reported as applied after it.
     """
 
+    widenings = frozenset()
+
     def __init__(
         self, sources: Mapping[str, ExpectedTensor], *, architecture: str = "", tied: bool = False
     ) -> None:

@@ -70,6 +70,8 @@ def traced_slices(trace: LoaderTrace, shapes: Mapping[str, tuple[int, ...]]) -> 
 class SharedRankStaging(Staging):
     """Staging without a copy of a rank's part of a version, see `SharedStaging`."""
 
+    widenings = frozenset()
+
     def __init__(self, slices: Slices, rank: int, *, architecture: str = "", tied: bool = False) -> None:
         """Expect versions of a trainer of the same ranks; `rank` is this one."""
         self._dtype = next(iter(slices.values())).live.dtype
