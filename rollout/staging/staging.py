@@ -8,7 +8,7 @@ from typing import Protocol
 import torch
 
 from protocol.device.slice_digests import Digests, bits_of
-from protocol.errors import WeightError
+from protocol.errors import UnfitVersion, WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
 from protocol.weights.draft_head import has_head, without_head
@@ -49,8 +49,8 @@ class Staging:
     States: empty -> (fetch) -> staged -> (take) -> empty. A fetch that fails leaves it empty.
 
     Some engines hold a few parameters in float32 whatever the type of their model: biases of experts, decays
-    of gated delta nets. A version's tensor in 16 bits is converted as it is placed; its digest is that of the
-    published bytes.
+    of gated delta nets. A version's tensor in 16 bits is converted as it is placed, and digested as it was
+    published.
     """
 
     widenings = WIDENINGS
@@ -82,7 +82,7 @@ class Staging:
         self._wider: dict[str, str] = {}
         """Name -> type of the tensors that are converted, in the last version that passed `check`."""
         self._live_wider: dict[str, str] = {}
-        """The same of the version that was taken last."""
+        """What `_wider` was for the version that was taken last."""
         self._fetching = False
         self._cancelled = threading.Event()
 
@@ -100,8 +100,9 @@ class Staging:
         Returns: for each tied name that is a tensor of its own in this engine, the name whose bytes it gets.
 
         Raises:
-            WeightError: naming the first tensor that is missing, unknown or of another shape, or of a dtype
+            UnfitVersion: naming the first tensor that is missing, unknown or of another shape, or of a dtype
                 that is not converted.
+            WeightError: a name occurs twice.
         """
         known = (layout_digest(manifest), manifest.tied, manifest.base_model, self.elsewhere)
         if self._checked is None or self._checked[0] != known:
@@ -113,7 +114,7 @@ class Staging:
         """Return the result of `check`, and what `_wider` is for this version."""
         version, wider = manifest.version, dict[str, str]()
         if manifest.base_model and self._architecture and manifest.base_model != self._architecture:
-            raise WeightError(
+            raise UnfitVersion(
                 f"version {version} is of a {manifest.base_model}, the engine runs a {self._architecture}"
             )
         entries = {entry.name: entry for entry in manifest.tensors}
@@ -123,10 +124,10 @@ class Staging:
         for name, source in self._sources.items():
             entry = entries.get(copies.get(name, name))
             if entry is None:
-                raise WeightError(f"version {version} lacks tensor {copies.get(name, name)}")
+                raise UnfitVersion(f"version {version} lacks tensor {copies.get(name, name)}")
             is_wider = (entry.dtype, source.dtype) in self.widenings
             if entry.shape != source.shape or not (is_wider or entry.dtype == source.dtype):
-                raise WeightError(
+                raise UnfitVersion(
                     f"tensor {entry.name} is {entry.dtype}{list(entry.shape)}, "
                     f"the engine's {name} is {source.dtype}{list(source.shape)}"
                 )
@@ -136,7 +137,7 @@ class Staging:
         unknown = sorted(named.keys() - self._sources.keys() - self.elsewhere)
         if unknown:
             hint = " (its embeddings are tied)" if self._tied else ""
-            raise WeightError(f"version {version}: the engine has no place for tensor {unknown[0]}{hint}")
+            raise UnfitVersion(f"version {version}: the engine has no place for tensor {unknown[0]}{hint}")
         return copies, wider
 
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
