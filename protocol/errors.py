@@ -15,7 +15,8 @@
     │   └── InvalidRequest       no engine could run the request, such as one with an unknown token
     ├── EpisodeError             an episode ended without a sample (never to be read as reward 0)
     ├── WeightError              an update was not staged; the live weights are untouched
-    │   └── PoisonedError        a commit failed half-way, or the process cannot receive again; it must exit
+    │   ├── PoisonedError        a commit failed half-way, or the process cannot receive again; it must exit
+    │   └── UnfitVersion         a SettingsError, too: no version of this trainer can be staged
     ├── RewardError              a score could not be computed (never to be read as reward 0)
     └── BoundViolation           a trained token over the bound: a bug that stops the run
 
@@ -135,6 +136,14 @@ class PoisonedError(WeightError):
     """A commit failed half-way, or too many threads of this process are stuck.
 
     The process must exit; a new one loads a complete version.
+    """
+
+
+class UnfitVersion(WeightError, SettingsError):
+    """A version of another model, or laid out in another way, than the engine computes with.
+
+    Names, shapes, types and divisions come of settings: the next attempt, and the trainer's next version,
+    would end as this.
     """
 
 

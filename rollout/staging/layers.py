@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from protocol.device.page_locks import PageLocks
 from protocol.device.slice_digests import Digests
-from protocol.errors import EngineError, WeightError
+from protocol.errors import EngineError, UnfitVersion, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import ALIGNMENT
 from rollout.staging.loader_trace import LoaderTrace, Recorder
@@ -202,13 +202,13 @@ class LayeredStaging(Staging):
     ) -> None:
         """Verify a version where it is, and remember where that is."""
         if not receiver.lasting:
-            raise WeightError(
+            raise UnfitVersion(
                 f"version {manifest.version}: engine.staging is 'layers', which reads a version twice, and "
                 f"weights.transport {manifest.transport!r} sends it once"
             )
         end = time.monotonic() + deadline_s
         self._forget()
-        into = SlicePlacement(self._destinations(copies))
+        into = self._placement(self._destinations(copies))
         pieces: list[ReceivedSlice] = []
         for found in receiver.slices(manifest, into.wanted, deadline_s):
             self._refuse_cancelled(manifest)

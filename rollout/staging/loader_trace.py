@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from protocol.device.slice_digests import bits_of
 from protocol.errors import EngineSettingsError
 from rollout.staging.placement import ExpectedTensor, Slice
-from rollout.staging.staging import dtype_name, storage_key, stored_once
+from rollout.staging.staging import WIDENINGS, dtype_name, storage_key, stored_once
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
 """A model's loader: takes (checkpoint name, tensor) pairs."""
@@ -205,8 +205,8 @@ class Recorder(TorchDispatchMode):
         if not isinstance(target, torch.Tensor):
             return func(*args, **(kwargs or {}))
         parameter = self._parameters.get(storage_key(target))
-        if func is torch.ops.aten.clone.default and self._source_of(target):
-            return target  # made dense to be copied: a recorded copy reads it where it is
+        if self._source_of(target) and _has_its_values(func, target, kwargs or {}):
+            return target  # made dense or wider to be copied: a recorded copy reads it where it is
         if parameter is None or not func._schema.is_mutable:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
@@ -239,6 +239,14 @@ class Recorder(TorchDispatchMode):
                 "which cannot be traced"
             )
         self.copies.append(Copy(name, Window.of(source), parameter, Window.of(target)))
+
+
+def _has_its_values(func: Any, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
+    """Return whether the result of an operator is a copy of `tensor`, as it is or in a wider type."""
+    if func is not torch.ops.aten._to_copy.default:
+        return func is torch.ops.aten.clone.default
+    dtype = kwargs.get("dtype")
+    return dtype is not None and (dtype_name(tensor.dtype), dtype_name(dtype)) in WIDENINGS
 
 
 def record(

@@ -1,6 +1,6 @@
 """Places the bytes of a version in the staging copy: whole tensors, or slices as they come."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,9 +49,12 @@ class SlicePlacement:
     """Slices that a rank wants of a version, and their destinations.
 
     A target that is no box of its source, such as a permuted one, is filled once the whole tensor is there.
+    A target of a wider type gets the values of its source.
     """
 
-    def __init__(self, destinations: Destinations) -> None:
+    def __init__(self, destinations: Destinations, wider: Container[str] = ()) -> None:
+        """Find the parts that are wanted; the targets of tensors in `wider` have another type."""
+        self._wider = wider
         self._places: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         """Name -> boxes, and the parts of the staging copy that they fill, in their shape."""
         self._assembled: dict[str, list[Slice]] = {}
@@ -79,9 +82,10 @@ class SlicePlacement:
                 self.wanted[name] = wanted
 
     def destination(self, name: str, box: Box) -> torch.Tensor | None:
-        """Return the part of the staging copy that a slice fills, if it goes nowhere else."""
+        """Return the part of the staging copy that a slice fills, if it goes nowhere else and as it is."""
         targets = [] if name in self._assembled else self._targets_of(name, box)
-        return targets[0][0] if len(targets) == 1 and targets[0][1] is None else None
+        is_alone = len(targets) == 1 and targets[0][1] is None and name not in self._wider
+        return targets[0][0] if is_alone else None
 
     def place(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
         """Copy slices of tensors, each (name, box, elements), to where they belong.

@@ -11,11 +11,11 @@ from typing import Protocol
 
 import torch
 
-from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.errors import EngineError, PoisonedError, UnfitVersion, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.staging.rank_status import RankCommit, RankState, RankStatus
-from rollout.staging.staging import Staging, digest_one_by_one
+from rollout.staging.staging import Staging
 
 
 class RankPlan(Protocol):
@@ -70,7 +70,7 @@ class RankStaging:
         self._stream = torch.cuda.Stream() if self._cuda else None
         """Stream of all fetches, so that one fetch's kernels run before the next one's."""
         self._state = RankState.IDLE
-        self._error, self._covered, self._poisoned = "", 0, False
+        self._error, self._covered, self._poisoned, self._unfit = "", 0, False, False
         """As in `RankStatus`."""
         self._lock = threading.Lock()
         """Guards the staging copy: no fetch writes into it while it is committed or released."""
@@ -95,7 +95,7 @@ class RankStaging:
             if self._state == RankState.ASLEEP:
                 return "the engine sleeps, there is no memory to stage in"
             self._staging.discard()  # a cancel that came too late for the version before
-            self._state, self._error, self._covered = RankState.STAGING, "", 0
+            self._state, self._error, self._covered, self._unfit = RankState.STAGING, "", 0, False
             threading.Thread(
                 target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True
             ).start()
@@ -106,7 +106,7 @@ class RankStaging:
         with self._lock:
             version = self._staging.staged if self._state == RankState.STAGED else None
             staged = None if version is None else Served(version.epoch, version.version, version.digest)
-            return RankStatus(self._state, self._error, self._covered, self._poisoned, staged)
+            return RankStatus(self._state, self._error, self._covered, self._poisoned, self._unfit, staged)
 
     def cancel(self) -> RankStatus:
         """End a running fetch, or discard the staged version; return the status."""
@@ -180,7 +180,7 @@ class RankStaging:
                 parts.append(is_complete)
                 yield name, tensor
 
-        found = digest_one_by_one(named())
+        found = self._staging.live_digest(named())
         return all(parts), found
 
     def _fetch(self, manifest: WeightManifest, deadline_s: float) -> None:
@@ -199,6 +199,7 @@ class RankStaging:
                 self._staging.discard()
                 self._error, self._state = str(error) or repr(error), RankState.FAILED
                 self._poisoned = self._poisoned or isinstance(error, PoisonedError)
+                self._unfit = isinstance(error, UnfitVersion)
         else:
             with self._lock:
                 self._covered, self._state = covered, RankState.STAGED

@@ -29,6 +29,8 @@ class RankStatus(msgspec.Struct, frozen=True):
     """Bytes that the latest staging has verified and placed."""
     poisoned: bool = False
     """Whether live weights may be mixed, or this process cannot receive any more."""
+    unfit: bool = False
+    """Whether it failed because the version does not fit the engine."""
     staged: Served | None = None
     """Version in the copy; None unless the state is `STAGED`."""
 

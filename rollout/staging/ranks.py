@@ -13,7 +13,7 @@ import msgspec
 import xxhash
 from msgspec.structs import replace
 
-from protocol.errors import EngineError, PoisonedError, WeightError
+from protocol.errors import EngineError, PoisonedError, UnfitVersion, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.provisional import is_provisional
 from rollout.engines.base import Served
@@ -69,7 +69,7 @@ class AllRanksStaging:
         If it fails or is cancelled, no version is staged on any rank.
 
         Raises:
-            WeightError: with the reason of a rank.
+            WeightError: with the reason of a rank; as in `check_rank`.
             PoisonedError: a rank cannot stage any more.
         """
         if self._busy:
@@ -198,11 +198,12 @@ def check_rank(rank: int, status: RankStatus, manifest: WeightManifest) -> None:
 
     Raises:
         WeightError: with the rank's reason, or with what differs.
+        UnfitVersion: with the rank's reason, if the version does not fit the engine.
         PoisonedError: with the rank's reason, if it cannot stage any more.
     """
     staged = status.staged
     if status.error or staged is None:
-        kind = PoisonedError if status.poisoned else WeightError
+        kind = PoisonedError if status.poisoned else UnfitVersion if status.unfit else WeightError
         raise kind(status.error or f"rank {rank} is {status.state}")
     for key, value, expected in (
         ("epoch", staged.epoch, manifest.epoch),

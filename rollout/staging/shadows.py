@@ -6,7 +6,7 @@ them into the live ones, which stay where they are. No live tensor is written be
 is taken when its first bytes arrive and released when it was processed, so that there is about one at a time.
 """
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
@@ -181,8 +181,14 @@ class LayerShadow:
 class ShadowedPlacement(SlicePlacement):
     """Slices of a version; a shadow is processed once it has all its slices."""
 
-    def __init__(self, destinations: Destinations, shadows: Sequence[LayerShadow], staged: Staged) -> None:
-        super().__init__(destinations)
+    def __init__(
+        self,
+        destinations: Destinations,
+        shadows: Sequence[LayerShadow],
+        staged: Staged,
+        wider: Container[str] = (),
+    ) -> None:
+        super().__init__(destinations, wider)
         owners = {id(source): shadow for shadow in shadows for source in shadow.sources.values()}
         self._shadow_of = {
             name: owners[id(source)]
@@ -243,7 +249,7 @@ class ShadowedStaging(Staging):
                 shadow.close()
 
     def _placement(self, destinations: Destinations) -> SlicePlacement:
-        return ShadowedPlacement(destinations, self._plan.shadows, self._plan.staged)
+        return ShadowedPlacement(destinations, self._plan.shadows, self._plan.staged, self._wider)
 
 
 class ShadowedPlan:

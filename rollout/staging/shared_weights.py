@@ -12,7 +12,7 @@ import torch
 from protocol.device.shared_layout import BUFFERS, PARAMETERS, TRANSPORT
 from protocol.device.shared_tensors import SharedTensors
 from protocol.device.slice_digests import digests_of
-from protocol.errors import EngineError, WeightError
+from protocol.errors import EngineError, UnfitVersion, WeightError
 from protocol.messages import WeightManifest
 from rollout.engines.base import Served
 from rollout.staging.loader_trace import LoaderTrace, Recorder, Window
@@ -30,6 +30,8 @@ class SharedStaging(Staging):
     serves the version. If the trainer wrote too early (it mistook this engine for another), the version is
     refused before the copy, or not reported as applied after it.
     """
+
+    widenings = frozenset()
 
     def __init__(
         self, sources: Mapping[str, ExpectedTensor], *, architecture: str = "", tied: bool = False
@@ -106,7 +108,8 @@ class SharedStaging(Staging):
         """Return the trainer's master of each live tensor, in its shape.
 
         Raises:
-            WeightError: naming a tensor with another layout there.
+            UnfitVersion: naming a tensor with another layout there.
+            WeightError: as `SharedReceiver.masters`.
         """
         copies, masters = self.check(manifest), self._shared.masters(manifest)
         found: dict[str, torch.Tensor] = {}
@@ -115,7 +118,7 @@ class SharedStaging(Staging):
             try:
                 found[name] = master.view(target.shape)
             except RuntimeError as error:
-                raise WeightError(
+                raise UnfitVersion(
                     f"tensor {name} is interleaved with others in the trainer, {list(master.shape)} "
                     f"of strides {master.stride()}, and not in this engine: "
                     "the two do not compute with one layout of the weights"
@@ -131,10 +134,10 @@ def check_transport(manifest: WeightManifest) -> None:
     """Refuse a version that is not in a trainer's masters.
 
     Raises:
-        WeightError: it comes by another transport.
+        UnfitVersion: it comes by another transport.
     """
     if manifest.transport != TRANSPORT:
-        raise WeightError(
+        raise UnfitVersion(
             f"version {manifest.version} comes by {manifest.transport}, "
             f"this engine accepts only the transport {TRANSPORT}"
         )

@@ -7,8 +7,8 @@ from typing import Protocol
 
 import torch
 
-from protocol.device.slice_digests import Digests
-from protocol.errors import WeightError
+from protocol.device.slice_digests import Digests, bits_of
+from protocol.errors import UnfitVersion, WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
 from protocol.weights.draft_head import has_head, without_head
@@ -16,6 +16,9 @@ from rollout.engines.base import Served
 from rollout.staging.placement import Destinations, ExpectedTensor, Slice, SlicePlacement
 from rollout.weights.base import WeightReceiver
 from rollout.weights.registry import make_receiver
+
+WIDENINGS: Set[tuple[str, str]] = frozenset({("bfloat16", "float32"), ("float16", "float32")})
+"""(type in a version, type in an engine) of tensors that are converted: no value is rounded."""
 
 
 class Committable(Protocol):
@@ -44,7 +47,14 @@ class Staging:
     """Staging copy of one version at a time; the next fetch discards it.
 
     States: empty -> (fetch) -> staged -> (take) -> empty. A fetch that fails leaves it empty.
+
+    Some engines hold a few parameters in float32 whatever the type of their model: biases of experts, decays
+    of gated delta nets. A version's tensor in 16 bits is converted as it is placed, and digested as it was
+    published.
     """
+
+    widenings = WIDENINGS
+    """Conversions that are made; empty where the engine computes with the version's own memory."""
 
     def __init__(
         self, sources: Mapping[str, ExpectedTensor], *, architecture: str = "", tied: bool = False
@@ -65,10 +75,14 @@ class Staging:
         self._transport = ""
         """Transport of `_receiver`."""
         self._receiver: WeightReceiver | None = None
-        self._placements: dict[tuple[tuple[str, str], ...], SlicePlacement] = {}
-        """Tied names -> where slices go: the same for every version."""
+        self._placements: dict[tuple[object, object], SlicePlacement] = {}
+        """(Tied names, converted ones) -> where slices go: the same for every version."""
         self._checked: tuple[object, dict[str, str]] | None = None
         """What `check` read of the last manifest that passed, and its result."""
+        self._wider: dict[str, str] = {}
+        """Name -> type of the tensors that are converted, in the last version that passed `check`."""
+        self._live_wider: dict[str, str] = {}
+        """What `_wider` was for the version that was taken last."""
         self._fetching = False
         self._cancelled = threading.Event()
 
@@ -86,17 +100,21 @@ class Staging:
         Returns: for each tied name that is a tensor of its own in this engine, the name whose bytes it gets.
 
         Raises:
-            WeightError: naming the first tensor that is missing, unknown or of another shape or dtype.
+            UnfitVersion: naming the first tensor that is missing, unknown or of another shape, or of a dtype
+                that is not converted.
+            WeightError: a name occurs twice.
         """
         known = (layout_digest(manifest), manifest.tied, manifest.base_model, self.elsewhere)
         if self._checked is None or self._checked[0] != known:
-            self._checked = known, self._compared(manifest)
+            copies, self._wider = self._compared(manifest)
+            self._checked = known, copies
         return self._checked[1]
 
-    def _compared(self, manifest: WeightManifest) -> dict[str, str]:
-        version = manifest.version
+    def _compared(self, manifest: WeightManifest) -> tuple[dict[str, str], dict[str, str]]:
+        """Return the result of `check`, and what `_wider` is for this version."""
+        version, wider = manifest.version, dict[str, str]()
         if manifest.base_model and self._architecture and manifest.base_model != self._architecture:
-            raise WeightError(
+            raise UnfitVersion(
                 f"version {version} is of a {manifest.base_model}, the engine runs a {self._architecture}"
             )
         entries = {entry.name: entry for entry in manifest.tensors}
@@ -106,18 +124,21 @@ class Staging:
         for name, source in self._sources.items():
             entry = entries.get(copies.get(name, name))
             if entry is None:
-                raise WeightError(f"version {version} lacks tensor {copies.get(name, name)}")
-            if entry.shape != source.shape or entry.dtype != source.dtype:
-                raise WeightError(
+                raise UnfitVersion(f"version {version} lacks tensor {copies.get(name, name)}")
+            is_wider = (entry.dtype, source.dtype) in self.widenings
+            if entry.shape != source.shape or not (is_wider or entry.dtype == source.dtype):
+                raise UnfitVersion(
                     f"tensor {entry.name} is {entry.dtype}{list(entry.shape)}, "
                     f"the engine's {name} is {source.dtype}{list(source.shape)}"
                 )
+            if is_wider:
+                wider[entry.name] = entry.dtype
         named = entries if has_head(self._sources) else without_head(entries)
         unknown = sorted(named.keys() - self._sources.keys() - self.elsewhere)
         if unknown:
             hint = " (its embeddings are tied)" if self._tied else ""
-            raise WeightError(f"version {version}: the engine has no place for tensor {unknown[0]}{hint}")
-        return copies
+            raise UnfitVersion(f"version {version}: the engine has no place for tensor {unknown[0]}{hint}")
+        return copies, wider
 
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
         """Fill the copy with a version; blocks.
@@ -161,17 +182,17 @@ class Staging:
         copies: Mapping[str, str],
     ) -> None:
         """Receive and place what this rank has a place for."""
-        tied = tuple(copies.items())
-        placement = self._placements.pop(tied, None) or self._placement(self._destinations(copies))
+        key = tuple(copies.items()), frozenset(self._wider)
+        placement = self._placements.pop(key, None) or self._placement(self._destinations(copies))
         for found in receiver.slices(manifest, placement.wanted, deadline_s, placement.destination):
             self._refuse_cancelled(manifest)
             placement.place((part.entry.name, part.box, part.tensor) for part in found)
         placement.finish()
-        self._placements[tied] = placement  # one that failed may be half filled
+        self._placements[key] = placement  # one that failed may be half filled
 
     def _placement(self, destinations: Destinations) -> SlicePlacement:
         """Return a placement for the slices of versions."""
-        return SlicePlacement(destinations)
+        return SlicePlacement(destinations, self._wider)
 
     def _refuse_cancelled(self, manifest: WeightManifest) -> None:
         if self._cancelled.is_set():
@@ -213,7 +234,16 @@ class Staging:
                 f"version {manifest.version} of epoch {manifest.epoch} is not staged ({staged} is)"
             )
         taken, self._staged = self._staged, None
+        self._live_wider = self._wider
         return taken
+
+    def live_digest(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
+        """Return the digest that a manifest of live tensors would have, in the types of the live version.
+
+        Args:
+            tensors: by checkpoint name, made one by one.
+        """
+        return digest_one_by_one((name, narrowed(one, self._live_wider.get(name))) for name, one in tensors)
 
     def discard(self) -> None:
         """Discard the staged version, and forget a `cancel` that came too late for its fetch."""
@@ -259,6 +289,14 @@ def whole_source(target: torch.Tensor) -> ExpectedTensor:
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
     """Return the strides, in elements, of a dense row-major tensor."""
     return torch.empty(tuple(shape), device="meta").stride()
+
+
+def narrowed(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
+    """Return a tensor that was converted from `dtype` in that type; itself if it holds any other value."""
+    if dtype is None:
+        return tensor
+    found: torch.Tensor = tensor.to(getattr(torch, dtype))
+    return found if torch.equal(bits_of(found.to(tensor.dtype)), bits_of(tensor)) else tensor
 
 
 def dtype_name(dtype: torch.dtype) -> str:

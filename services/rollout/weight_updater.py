@@ -7,7 +7,10 @@ delays an update by a second at most. `update_action.next_action` decides what t
 - A version that the trainer is still making is staged while it is made. It is committed only if its manifest,
   once it comes, has the digest of what was received.
 - Before a commit the ledger is asked whether it still names the version's epoch.
-- An engine that cannot stage a version continues to serve the one it has, and tries again.
+- An engine that cannot stage a version continues to serve the one it has, and tries again: the connection or
+  the file may be there then. Where the trainer that runs makes versions that do not fit the engine, the
+  process ends as with wrong settings. A version that a former trainer left does not end it: the next one may
+  have other settings.
 - A poisoned engine ends the process: its supervisor starts a fresh one, which asks for the current version.
 """
 
@@ -18,7 +21,15 @@ import time
 from collections.abc import Callable
 
 from protocol.codec import decode_payload
-from protocol.errors import PoisonedError, ProtocolError, Reason, Refused, TetherError, WeightError
+from protocol.errors import (
+    PoisonedError,
+    ProtocolError,
+    Reason,
+    Refused,
+    TetherError,
+    UnfitVersion,
+    WeightError,
+)
 from protocol.messages import (
     Action,
     Control,
@@ -28,6 +39,7 @@ from protocol.messages import (
     WeightManifest,
     WeightStaged,
 )
+from protocol.topics import Role
 from protocol.weights.provisional import is_provisional, provisional_manifest
 from rollout.engines.base import Engine
 from services.bus.broadcast import Listener
@@ -118,6 +130,7 @@ class WeightUpdater:
 
         Raises:
             PoisonedError: the engine may hold mixed weights.
+            UnfitVersion: the versions of the trainer that runs do not fit the engine.
         """
         while True:
             await self._change()
@@ -136,6 +149,10 @@ class WeightUpdater:
                 self._process.metrics.count("weights.failed")
                 log.warning("weights.failed version=%d error=%s", action.manifest.version, error)
                 self._report_failure(action.manifest, error, poisoned=False)
+                if isinstance(error, UnfitVersion) and await self._is_of_running_trainer(action.manifest):
+                    raise UnfitVersion(
+                        f"no version of this trainer fits engine {self._process.incarnation}: {error}"
+                    ) from error
                 await asyncio.sleep(RETRY_S)
                 self._changed.set()
 
@@ -219,6 +236,11 @@ class WeightUpdater:
         if current is not None:
             self._on_manifest(current, from_ledger=True)
         return True
+
+    async def _is_of_running_trainer(self, manifest: WeightManifest) -> bool:
+        """Return whether a trainer is registered that publishes under the version's epoch."""
+        trainers = await self._process.ledger.peers(Role.TRAINER)
+        return any(trainer.info.get("epoch") == manifest.epoch for trainer in trainers)
 
     # -- actions
     async def _carry_out(self, action: Stage | StageProvisional | Adopt) -> None:

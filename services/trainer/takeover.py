@@ -109,7 +109,11 @@ async def reclaim(
 
 
 async def announce(run: OpenRun, manifest: WeightManifest) -> None:
-    """Let the engines of this epoch know a version that was not published with its commit."""
+    """Let the engines of this epoch know a version that was not published with its commit.
+
+    From then on the registry shows the epoch: a trainer runs that publishes under it.
+    """
+    run.process.info["epoch"] = run.epoch
     await run.process.ledger.publish(run.epoch, encode_payload(manifest), manifest.version)
     run.broadcaster.publish(manifest, epoch=run.epoch)
 

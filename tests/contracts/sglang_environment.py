@@ -8,9 +8,14 @@ from typing import Any
 import torch
 
 STAND_INS = Path(__file__).with_name("sglang_cpu")
-BESIDE_OTHERS: dict[str, Any] = {"memory_fraction": 0.4, "arguments": {"max_total_tokens": 1 << 15}}
-"""Fields of `EngineConfig` for a GPU that other engines use, too: the fraction counts what they take
-meanwhile as this engine's, so that a number of tokens bounds the KV cache."""
+BESIDE_OTHERS: dict[str, Any] = {
+    "memory_fraction": 0.4,
+    "arguments": {"max_total_tokens": 1 << 15},
+    "environment": {"SGLANG_ENABLE_TP_MEMORY_INBALANCE_CHECK": "0"},
+}
+"""Fields of `EngineConfig` for GPUs that other engines use, too: the fraction counts what they take
+meanwhile as this engine's, so that a number of tokens bounds the KV cache; and ranks do not start where they
+find less memory on one GPU than on another."""
 
 
 def sglang_python() -> str:
@@ -24,6 +29,11 @@ def sglang_python() -> str:
     return os.environ.get("SGLANG_PYTHON") or str(
         Path(sys.prefix).with_name(f"{Path(sys.prefix).name}-sglang") / "bin" / "python"
     )
+
+
+def sglang_beside_others(ranks: int = 1) -> dict[str, Any]:
+    """Return `sglang_settings`, on a GPU with `BESIDE_OTHERS`."""
+    return sglang_settings(ranks) | (BESIDE_OTHERS if torch.cuda.is_available() else {})
 
 
 def sglang_settings(ranks: int = 1) -> dict[str, Any]:

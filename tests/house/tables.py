@@ -107,6 +107,7 @@ SCENARIOS = {
     "tests/rollout/environments/test_contract.py": "every environment keeps what `Environment` promises",
     "tests/rollout/environments/test_recorded_episodes.py": "episodes of text and their tools, over kills",
     "tests/rollout/sessions/test_large_requests.py": "requests that are read beside the event loop",
+    "tests/rollout/staging/test_wider.py": "parameters in float32 take versions in 16 bits",
     "tests/rollout/weights/test_receivers.py": "every receiver reads what the senders publish",
     "tests/services/settings/test_engine_staging.py": "places of versions, with engines and transports",
     "tests/services/bus/test_binding.py": "where a socket may be bound, and who may connect",

@@ -283,6 +283,12 @@ def _changed(change: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[Bench]
     return make
 
 
+OTHER_DTYPES = {
+    torch.float32: torch.float64,
+    torch.float16: torch.bfloat16,
+    torch.bfloat16: torch.float16,
+}
+"""Type of a version -> one that it cannot be converted from without rounding."""
 FAULTS: dict[str, Callable[[Bench], WeightManifest]] = {
     "corrupted": _corrupted,
     "truncated": _truncated,
@@ -292,7 +298,7 @@ FAULTS: dict[str, Callable[[Bench], WeightManifest]] = {
     "digest": lambda bench: msgspec.structs.replace(bench.publish("B"), digest=1),
     "tensor missing": _without_one,
     "shape": _changed(lambda t: t.mT.contiguous()),
-    "dtype": _changed(lambda t: t.bfloat16() if t.dtype is torch.float16 else t.half()),
+    "dtype": _changed(lambda tensor: tensor.to(OTHER_DTYPES[tensor.dtype])),
     "unknown": lambda bench: bench.publish_tensors(
         {**bench.published["B"], "model.extra.weight": torch.zeros(3)}
     ),

@@ -55,8 +55,8 @@ class HFEngine(InProcessEngine):
                 if isinstance(staging, MergedStaging)
                 else checkpoint_views(model, live)
             )
-            return digest_of(
-                {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in found.items()}
+            return staging.live_digest(
+                (name, tensor.clone(memory_format=torch.contiguous_format)) for name, tensor in found.items()
             )
 
         return LoadedModel(self._decoder(model), weights, staging, digest, memory)

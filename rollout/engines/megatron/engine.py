@@ -24,7 +24,7 @@ from rollout.engines.requests import check_adapters, check_fits, read_config
 from rollout.staging.places import StagingRoom
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
-from rollout.staging.staging import digest_of, digest_one_by_one, whole_source
+from rollout.staging.staging import digest_of, whole_source
 from rollout.staging.staging_plan import trace
 from trainer.megatron.families.experts import Experts
 from trainer.megatron.families.numbers import Architecture
@@ -100,7 +100,7 @@ class MegatronEngine(InProcessEngine):
             decoder,
             plan,
             staging,
-            lambda: digest_one_by_one((name, tensor) for name, tensor, _ in plan.gathered()),
+            lambda: staging.live_digest((name, tensor) for name, tensor, _ in plan.gathered()),
             memory,
         )
 

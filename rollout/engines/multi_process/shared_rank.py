@@ -16,7 +16,7 @@ import torch
 from protocol.device.shared_layout import HELD, MASTERS, PIECES, SUMS, VERSION
 from protocol.device.shared_tensors import map_tensors
 from protocol.device.slice_digests import SliceSums
-from protocol.errors import EngineError, WeightError
+from protocol.errors import EngineError, UnfitVersion, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import Box, box_of, shape_of, size_of
 from protocol.weights.piece_rows import PieceRows
@@ -70,6 +70,8 @@ def traced_slices(trace: LoaderTrace, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 class SharedRankStaging(Staging):
     """Staging without a copy of a rank's part of a version, see `SharedStaging`."""
+
+    widenings = frozenset()
 
     def __init__(self, slices: Slices, rank: int, *, architecture: str = "", tied: bool = False) -> None:
         """Expect versions of a trainer of the same ranks; `rank` is this one."""
@@ -134,7 +136,7 @@ class SharedRankStaging(Staging):
     def _map(self, manifest: WeightManifest, copies: Mapping[str, str]) -> None:
         """Map the masters of the same rank, and version and sums of rank 0."""
         if self._rank >= len(manifest.parts):
-            raise WeightError(
+            raise UnfitVersion(
                 f"version {manifest.version} is of {len(manifest.parts)} ranks, and this is rank "
                 f"{self._rank} of the engine: set [parallel] as engine.tensor_parallel_size"
             )
@@ -148,7 +150,7 @@ class SharedRankStaging(Staging):
         for name, master in found.items():
             live = self._slices[name].live
             if master.shape != live.shape:
-                raise WeightError(
+                raise UnfitVersion(
                     f"tensor {name} lies as {list(live.shape)} in rank {self._rank} of the engine, as "
                     f"{list(master.shape)} in that of the trainer: the two do not compute with one layout"
                 )
@@ -178,7 +180,7 @@ class SharedRankStaging(Staging):
             index = indices[copies.get(name, name)]
             number = numbers.get((index, part.box))
             if number is None:
-                raise WeightError(
+                raise UnfitVersion(
                     f"tensor {name}: no rank of the trainer has just {list(part.box)}, as rank {self._rank} "
                     "of the engine: the two divide the model in another way"
                 )

@@ -1,5 +1,6 @@
 """Tests every engine with the contract suites, in the set-ups of `SETUPS`."""
 
+import copy
 import json
 import multiprocessing
 from collections.abc import AsyncIterator
@@ -25,7 +26,7 @@ from tests.contracts.engine_models import adapted
 from tests.contracts.engine_sessions import SessionContract
 from tests.contracts.engine_setups import MARGINS, MODELS, SETUPS, Setup
 from tests.contracts.engine_sleep import SleepContract, sleeper  # noqa: F401 (a fixture)
-from tests.contracts.sglang_environment import BESIDE_OTHERS, sglang_settings
+from tests.contracts.sglang_environment import sglang_beside_others
 from tests.contracts.sglang_jax_environment import sglang_jax_settings
 from tests.contracts.vllm_overlap import overlapping
 
@@ -47,11 +48,6 @@ GENERATION_DEFAULTS = {
 """What a model's generation_config.json recommends, and no engine may apply."""
 
 
-def state_dtype(config: Path, dtype: str) -> None:
-    """Write the type into a config.json, as of a model that is stored in it."""
-    config.write_text(json.dumps({**json.loads(config.read_text()), "dtype": dtype}))
-
-
 @pytest_asyncio.fixture(scope="module", loop_scope="module", params=SETUPS)
 async def bench(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
@@ -62,8 +58,7 @@ async def bench(
     models = {"A": tiny(1, dtype=dtype), "B": tiny(2, dtype=dtype)}
     published = {name: weights(model, dtype) for name, model in models.items()}
     directory: Path = tmp_path_factory.mktemp(setup.name)
-    models["A"].save_pretrained(directory / "model")
-    state_dtype(directory / "model/config.json", setup.dtype)
+    copy.deepcopy(models["A"]).to(dtype).save_pretrained(directory / "model")
     (directory / "model/generation_config.json").write_text(json.dumps(GENERATION_DEFAULTS))
     if setup.lora.rank:
         made = {name: adapted(models["A"], setup.lora, seed, dtype) for seed, name in enumerate(models)}
@@ -73,7 +68,7 @@ async def bench(
         )
     before = {child.pid for child in psutil.Process().children(recursive=True)}
     own = (
-        sglang_settings(setup.ranks) | (BESIDE_OTHERS if torch.cuda.is_available() else {})
+        sglang_beside_others(setup.ranks)
         if setup.name == "sglang"
         else sglang_jax_settings()
         if setup.name == "sglang_jax"

@@ -71,8 +71,8 @@ def on_disk(config: WeightConfig, directory: Path) -> FileSender:
 class Engine:
     """A staging copy, and live weights that are committed to."""
 
-    def __init__(self) -> None:
-        self.live = {name: torch.zeros(shape, dtype=DTYPES[name]) for name, shape in SHAPES.items()}
+    def __init__(self, dtypes: Mapping[str, torch.dtype] = DTYPES) -> None:
+        self.live = {name: torch.zeros(shape, dtype=dtypes[name]) for name, shape in SHAPES.items()}
         copy = {name: torch.empty_like(tensor) for name, tensor in self.live.items()}
         self.staging = Staging({name: whole_source(tensor) for name, tensor in copy.items()})
         self.weights = LiveAndStaged(self.live, copy)
@@ -81,7 +81,7 @@ class Engine:
         self.staging.fetch(manifest, 10)
         self.staging.take(manifest)
         self.weights.apply()
-        assert digest_of(self.live) == manifest.digest
+        assert self.staging.live_digest(self.live.items()) == manifest.digest
 
     @property
     def read(self) -> int:
@@ -104,6 +104,17 @@ def test_engines_that_are_current_late_or_skip_versions_get_every_version(sender
         sender.retire(frozenset())
         kept = sorted(path.name for path in sender.directory.iterdir() if path.name.startswith("v"))
         assert kept == [link.directory for link in manifest.chain]
+
+
+def test_engine_with_wider_tensors_has_the_values_of_every_version(sender: FileSender) -> None:
+    engine, late = (Engine({**DTYPES, "a": torch.float32}) for _ in range(2))
+    for version, tensors in enumerate(versions(6)):
+        manifest = sender.publish("e1", version, tensors.items())
+        for one in (engine, late)[: 1 + (version == 5)]:
+            one.serve(manifest)
+            assert torch.equal(one.live["a"], tensors["a"].float())
+        assert engine.read == manifest.chain[-1].nbytes
+        sender.retire(frozenset())
 
 
 def test_changes_take_few_bytes_and_no_buckets(sender: FileSender) -> None:

@@ -23,7 +23,7 @@ from protocol.errors import TetherError
 from rollout.engines.base import Engine, EngineConfig
 from services.audit.alarms import Alarm
 from tests.benchmarks.record import record_now
-from tests.contracts.sglang_environment import BESIDE_OTHERS, sglang_settings
+from tests.contracts.sglang_environment import sglang_beside_others
 from tests.trials.silent import engine_faults, record_faults, trainer_faults
 from tests.trials.silent.faults import FAULTS, Fault
 from tests.trials.silent.world import SCRATCH, open_engines, open_world, settings_of
@@ -142,7 +142,7 @@ def main() -> None:
     parser.add_argument("--dtype", default="float32", help="of the engine's parameters")
     parser.add_argument("--out", type=Path, help="file for the table: .md is Markdown, else JSON")
     given = parser.parse_args()
-    own = sglang_settings() | BESIDE_OTHERS if given.engine == "sglang" else {"memory_fraction": 0.2}
+    own = sglang_beside_others() if given.engine == "sglang" else {"memory_fraction": 0.2}
     config = EngineConfig(name=given.engine, dtype=given.dtype, max_model_len=64, **own)
     result = asyncio.run(table(given.only, given.clean, config))
     if given.out:

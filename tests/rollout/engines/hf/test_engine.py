@@ -70,6 +70,42 @@ async def test_engine_that_stages_in_layers_has_one_set_of_parameters(
         await engine.close()
 
 
+@pytest.mark.parametrize("staging", ["device", "host", "layers"])
+async def test_biases_that_transformers_keeps_in_float32_take_versions_in_16_bits(
+    tmp_path: Path, staging: Literal["device", "host", "layers"]
+) -> None:
+    half = torch.bfloat16
+    model = make_model("deepseek-v3").eval()
+    biases = [tensor for name, tensor in model_tensors(model).items() if "correction_bias" in name]
+    for tensor in model_tensors(model).values():
+        tensor.copy_(tensor.to(half))
+    model.save_pretrained(tmp_path / "model")
+    config = EngineConfig(name="hf", dtype="bfloat16", max_model_len=64, staging=staging)
+    engine = HFEngine(config, tmp_path / "model", "engine.0")
+    try:
+        await engine.start()
+        loaded = model_tensors(engine._model.decoder._model)  # type: ignore[attr-defined]
+        wide = [tensor for tensor in loaded.values() if tensor.dtype is torch.float32]
+        assert len(wide) == len(biases) > 0
+        for version in range(3):
+            for bias in biases:
+                bias.copy_(torch.randn_like(bias).mul(0.1).to(half))
+            manifest = write_shm(tmp_path / f"v{version}", weights(model, half), version)
+            if version == 2:
+                await engine.sleep()
+                await engine.wake()
+            await engine.stage(manifest)
+            await engine.commit(manifest)
+            assert await engine.live_digest() == manifest.digest
+            assert all(torch.equal(ours, theirs) for ours, theirs in zip(wide, biases, strict=True))
+        wrong = weights(model, half)
+        wrong["model.norm.weight"] = wrong["model.norm.weight"].float()
+        with pytest.raises(WeightError, match=r"tensor model\.norm\.weight is float32.* is bfloat16"):
+            await engine.stage(write_shm(tmp_path / "v3", wrong, 3))
+    finally:
+        await engine.close()
+
+
 def storages(shape: tuple[int, ...]) -> set[int]:
     """Return the addresses of the memory of all tensors of a shape in this process."""
     gc.collect()

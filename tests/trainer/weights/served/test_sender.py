@@ -5,7 +5,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Container, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
@@ -60,7 +60,7 @@ def of_ranks(ranks: int) -> dict[str, list[tuple[int, Box]]]:
     }
 
 
-def engines(ranks: int) -> list[EngineRank]:
+def engines(ranks: int, dtype: torch.dtype = torch.float32, wider: Container[str] = ()) -> list[EngineRank]:
     """Ranks of an engine that pads the vocabulary, so that its rows are cut elsewhere."""
     cut = 136 // ranks
     found = []
@@ -73,7 +73,7 @@ def engines(ranks: int) -> list[EngineRank]:
             "scale": [()],
             "none": [whole(SHAPES["none"])],
         }
-        found.append(EngineRank(boxes, SHAPES))
+        found.append(EngineRank(boxes, SHAPES, dtype, wider))
     return found
 
 
@@ -113,6 +113,27 @@ def test_every_engine_rank_gets_its_slices_and_the_digest_of_the_whole(
                 assert engine.holds(sent)
         for engine in found:
             engine.staging.close()
+
+
+@pytest.mark.parametrize("delta", [False, True])
+def test_ranks_with_wider_tensors_have_the_values_of_each_version(transport: str, delta: bool) -> None:
+    found = engines(2, torch.bfloat16, {"q", "norm", "scale"})  # a half, all of a vector, and a scalar
+    with trainer_ranks(of_ranks(2), SHAPES, 2, transport, "bfloat16", delta) as ranks:
+        for version in (1, 2, 3):
+            sent = {name: tensor.bfloat16() for name, tensor in tensors(version // 2).items()}
+            is_draft = version > 1 and ranks.draft("e1", version) is not None
+            manifest = ranks.senders[0].collect(ranks.fill("e1", version, sent), base_model="")
+            if is_draft:
+                found[0].fetch(provisional_manifest(manifest, version))
+            for sender in ranks.senders:
+                sender.settle(True)
+            for engine in found[is_draft:]:
+                engine.fetch(manifest)
+            for engine in found:
+                assert engine.staging.take(manifest).digest == manifest.digest
+                assert engine.holds(sent)
+    for engine in found:
+        engine.staging.close()
 
 
 def test_engine_ranks_follow_a_trainer_that_is_started_again_with_other_ranks(transport: str) -> None:

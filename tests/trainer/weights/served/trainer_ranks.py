@@ -1,7 +1,7 @@
 """The ranks of a trainer in one process: a sender for each, and a version of tensors cut into pieces."""
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -121,23 +121,25 @@ def trainer_ranks(
 
 
 class EngineRank:
-    """A staging copy of boxes of tensors."""
+    """A staging copy of boxes of tensors, of some in float32 whatever the others are."""
 
     def __init__(
         self,
         boxes: Mapping[str, Sequence[Box]],
         shapes: Mapping[str, tuple[int, ...]],
         dtype: torch.dtype = torch.float32,
+        wider: Container[str] = (),
     ) -> None:
+        kinds = {name: torch.float32 if name in wider else dtype for name in boxes}
         self.copy = {
-            (name, box): torch.full([stop - start for start, stop in box], torch.nan, dtype=dtype)
+            (name, box): torch.full([stop - start for start, stop in box], torch.nan, dtype=kinds[name])
             for name, found in boxes.items()
             for box in found
         }
         self.staging = Staging(
             {
                 name: ExpectedTensor(
-                    dtype_name(dtype),
+                    dtype_name(kinds[name]),
                     shapes[name],
                     tuple(self._slice(name, box, shapes[name]) for box in found),
                 )
@@ -155,4 +157,7 @@ class EngineRank:
         return self.staging.fetch(manifest, DEADLINE_S)
 
     def holds(self, tensors: Tensors) -> bool:
-        return all(torch.equal(copy, tensors[name][index(box)]) for (name, box), copy in self.copy.items())
+        return all(
+            torch.equal(copy, tensors[name][index(box)].to(copy.dtype))
+            for (name, box), copy in self.copy.items()
+        )
