@@ -25,7 +25,7 @@ from trainer.megatron.layers.attention.core import PackedAttention
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.dense import NORMS, ValueHead
 from trainer.megatron.layers.spec import layer_spec
-from trainer.megatron.layers.tensor_parallel import install_weight_gradients
+from trainer.megatron.layers.tensor_parallel import install_weight_gradients, skip_collectives
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
 
@@ -216,6 +216,8 @@ def build_model(
         position_embedding_type="none",  # to megatron; attention rotates by `rotaries`
         vp_stage=chunk if len(chunks) > 1 else None,
     )
+    if config.tensor_model_parallel_size == 1:
+        skip_collectives(model)
     model.rotaries = tuple(
         Rotary.of(rope, architecture.positioned_dim, position.device) for rope in architecture.ropes
     )
