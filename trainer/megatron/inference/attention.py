@@ -22,19 +22,19 @@ from trainer.megatron.layers.lora import adapted_weight
 class CachedSelfAttention(SelfAttention):
     """Self-attention that rotates queries and keys for their positions before keys are stored."""
 
-    def _adjust_key_value_for_inference(
+    def forward(  # type: ignore[override]
         self,
+        hidden_states: torch.Tensor,
+        attention_mask: dict[int, torch.Tensor] | None = None,
+        *,
         inference_context: PagedCache,
-        query: Any,
-        key: Any,
-        value: Any,
-        rotary_pos_emb: Any,
-        *unused: Any,
-        **also_unused: Any,
-    ) -> tuple[Any, ...]:
+        **unused: Any,
+    ) -> Any:
+        """Map [S, N, H] to the same shape; returns it with the bias of the projection, if it has one."""
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
         query, key = inference_context.angles[self.core_attention.terms.rope].rotate(query, key)
         keys, values = inference_context.store(self.layer_number, key, value)
-        return query, keys, values, None, self.attn_mask_type, None
+        return self.linear_proj(self.core_attention(query, keys, values, attention_mask))
 
 
 class CachedCore(PackedAttention):
