@@ -96,6 +96,7 @@ def wrap_model(
     """
     overlaps = position.config.overlap_grad_reduce and position.copies > 1
     config.finalize_model_grads_func = _finalize_gradients
+    _install_norm()
     wrapped = [
         DistributedDataParallel(
             config,
@@ -200,7 +201,6 @@ class Optimizer:
             params_dtype=dtype,
             use_distributed_optimizer=is_distributed(position),
         )
-        _install_norm()
         with cuda_type_names():
             self.megatron = get_megatron_optimizer(settings, self._chunks, use_gloo_process_groups=False)
         self.steps = 0

@@ -68,8 +68,8 @@ class PagedCache(StaticInferenceContext):
         ]
         """[layers, pages, PAGE, *E] for each entry."""
         self._layers = [
-            [(kept.flatten(0, 1), kept.flatten(1)) for kept in of_layer]
-            for of_layer in zip(*(tensor.unbind() for tensor in self.tensors), strict=True)
+            [(kept.flatten(0, 1), kept.flatten(1)) for kept in entries]
+            for entries in zip(*(tensor.unbind() for tensor in self.tensors), strict=True)
         ]
         """For each layer its entries by tokens, [pages * PAGE, *E], and by pages, [pages, PAGE * E]."""
         self.positions = torch.empty(0)
