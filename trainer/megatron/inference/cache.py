@@ -159,11 +159,9 @@ class PagedCache(StaticInferenceContext):
         last = self.positions[0][:, None]
         places = torch.arange(self.width, device=last.device)
         causal = places <= last
-        nothing = self.tensors[0].new_zeros(causal.shape)
+        zeros = self.tensors[0].new_zeros(causal.shape)
         shown = {window: causal & (places > last - window) if window else causal for window in windows}
-        return {
-            window: nothing.masked_fill(~mask, -torch.inf)[:, None, None] for window, mask in shown.items()
-        }
+        return {window: zeros.masked_fill(~mask, -torch.inf)[:, None, None] for window, mask in shown.items()}
 
     def _padded(self, tables: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return [N, P]; the page that fills a row is the sequence's own, so that no other's NaN is read."""

@@ -1,6 +1,6 @@
 """Defines the layers of a model: attention and MLP around the residual stream, in the orders that they have.
 
-megatron's own layer asks in every pass about what the models here never have: cross-attention, dropout,
+megatron's own layer asks in every pass about features that no model here has: cross-attention, dropout,
 activations in host memory, fused communication. Its parameters and its choice of what is recomputed are kept.
 """
 
@@ -102,9 +102,9 @@ def residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
 def _discarding(
     norm: Any, recomputes: bool
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], object]]:
-    """Return a norm, and what to call with a result of its output.
+    """Return a norm, and a function to call with a result of its output.
 
-    If it is to be recomputed, that discards the output; the gradient of the result computes it again.
+    If the norm is to be recomputed, the function discards the output; the result's gradient makes it again.
     """
     if not recomputes:
         return norm, _keep
@@ -113,7 +113,7 @@ def _discarding(
 
 
 def _keep(result: torch.Tensor) -> None:
-    """Discard nothing."""
+    """Leave the output of a norm as it is."""
 
 
 def _with_bias(output_and_bias: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Prepares megatron's tensor-parallel layers: marks of their parameters, weight gradients, what they skip."""
+"""Prepares megatron's tensor-parallel layers: their marks, weight gradients, and skipped steps."""
 
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
@@ -35,7 +35,7 @@ def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) ->
 def skip_collectives(model: torch.nn.Module) -> None:
     """Have the linear layers of a rank that shares no tensor call no collective.
 
-    megatron's collectives of one rank change nothing, but each is a function of autograd, in both passes.
+    megatron's collectives of one rank return their input, but each is a function of autograd in both passes.
     """
     for layer in model.modules():
         if isinstance(layer, ColumnParallelLinear):
