@@ -26,15 +26,25 @@ def sampled_distributions(logits: torch.Tensor, samplings: Sequence[Sampling]) -
 
     Returns: [B, V] float32, -inf where a token cannot be sampled.
     """
-    temperatures = torch.tensor([each.temperature or 1.0 for each in samplings], device=logits.device)
-    scores = logits.float() / temperatures[:, None]
+    scores, device = logits.float(), logits.device
+    temperatures = [each.temperature or 1.0 for each in samplings]
+    if set(temperatures) != {1.0}:
+        scores = scores / _on_device(temperatures, device)[:, None]
     limited = [n for n, each in enumerate(samplings) if each.temperature and (each.top_k or each.top_p < 1)]
     if limited:
-        top_k = torch.tensor([samplings[n].top_k for n in limited], device=logits.device)
-        top_p = torch.tensor([samplings[n].top_p for n in limited], device=logits.device)
-        rows = scores[limited]
-        scores[limited] = rows.masked_fill(~kept_tokens(rows, top_k, top_p), -torch.inf)
+        top_k = _on_device([samplings[n].top_k for n in limited], device)
+        top_p = _on_device([samplings[n].top_p for n in limited], device)
+        places = _on_device(limited, device)
+        rows = scores.index_select(0, places)
+        kept = rows.masked_fill(~kept_tokens(rows, top_k, top_p), -torch.inf)
+        scores = scores.index_copy(0, places, kept)
     return scores.log_softmax(-1)
+
+
+def _on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
+    """Return a tensor of values on a device, for which the host does not wait."""
+    tensor = torch.tensor(values)
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def kept_tokens(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
@@ -85,9 +95,12 @@ def _sample(
     for row, each, generator in zip(noise, samplings, generators, strict=True):
         if each.temperature:
             row.exponential_(generator=generator)
-    greedy = torch.tensor([not each.temperature for each in samplings], device=logprobs.device)
     # torch.multinomial takes the same maximum, but waits for the device in every row
-    drawn = torch.where(greedy[:, None], logprobs, logprobs.exp() / noise).argmax(-1, keepdim=True)
+    shares = logprobs.exp() / noise
+    if not all(each.temperature for each in samplings):
+        greedy = _on_device([not each.temperature for each in samplings], logprobs.device)
+        shares = torch.where(greedy[:, None], logprobs, shares)
+    drawn = shares.argmax(-1, keepdim=True)
     found = torch.cat([drawn.double(), logprobs.gather(-1, drawn).double()], dim=-1).tolist()
     if any(each.temperature and math.isnan(value) for each, (_, value) in zip(samplings, found, strict=True)):
         raise EngineError("the model's logits are not finite")

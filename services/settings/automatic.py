@@ -196,7 +196,10 @@ def _trainer_threads(settings: Settings, machine: Machine) -> int:
 
 
 def _enforce_eager(settings: Settings, machine: Machine) -> bool:
-    return not (bool(machine.gpus) and settings.engine.name in ADMIT_BY_MEMORY)
+    captures_anew = (
+        settings.colocated.enabled and settings.engine.name not in ADMIT_BY_MEMORY
+    )  # at every wake
+    return captures_anew or not (bool(machine.gpus) and settings.engine.name in ON_GPUS)
 
 
 def _max_running(settings: Settings, machine: Machine) -> int:

@@ -25,7 +25,7 @@ from trainer.megatron.layers.attention.core import PackedAttention
 from trainer.megatron.layers.attention.rotary import Rotary
 from trainer.megatron.layers.dense import NORMS, ValueHead
 from trainer.megatron.layers.spec import layer_spec
-from trainer.megatron.layers.tensor_parallel import install_weight_gradients
+from trainer.megatron.layers.tensor_parallel import install_weight_gradients, skip_collectives
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
 
@@ -216,24 +216,29 @@ def build_model(
         position_embedding_type="none",  # to megatron; attention rotates by `rotaries`
         vp_stage=chunk if len(chunks) > 1 else None,
     )
+    if config.tensor_model_parallel_size == 1:
+        skip_collectives(model)
     model.rotaries = tuple(
         Rotary.of(rope, architecture.positioned_dim, position.device) for rope in architecture.ropes
     )
-    if architecture.output_bias and model.post_process:
-        _add_output_bias(model, config.params_dtype, position.device)
-    if architecture.value_head and model.post_process:
-        del model.output_layer
-        model.value_head = ValueHead(architecture.hidden, config.params_dtype, position.device)
+    if model.post_process:
+        _change_output(model, architecture, config.params_dtype, position.device)
     # As transformers does, in the dtype of the weights.
     model.embedding_scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
     model.logit_softcap = architecture.logit_softcap
     return model.to(position.device)
 
 
-def _add_output_bias(model: PackedModel, dtype: torch.dtype, device: torch.device) -> None:
-    """Give the output layer a bias, which megatron builds without one, and adds if it has one."""
-    bias = torch.empty(model.output_layer.output_size_per_partition, dtype=dtype, device=device)
-    model.output_layer.bias = torch.nn.Parameter(bias)
+def _change_output(
+    model: PackedModel, architecture: Architecture, dtype: torch.dtype, device: torch.device
+) -> None:
+    """Give the output layer a bias, which megatron builds without one, or put a critic's in its place."""
+    if architecture.output_bias:
+        bias = torch.empty(model.output_layer.output_size_per_partition, dtype=dtype, device=device)
+        model.output_layer.bias = torch.nn.Parameter(bias)
+    if architecture.value_head:
+        del model.output_layer
+        model.value_head = ValueHead(architecture.hidden, dtype, device)
 
 
 def whole_part(chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:

@@ -22,10 +22,11 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.gpt import GPTModel
 from megatron.core.optimizer import OptimizerConfig as MegatronOptimizerConfig
-from megatron.core.optimizer import get_megatron_optimizer
+from megatron.core.optimizer import clip_grads, get_megatron_optimizer
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.tensor_parallel import copy_tensor_model_parallel_attributes
 from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.utils import local_multi_tensor_l2_norm
 
 from trainer.backends.early_export import EarlyExport
 from trainer.config import OptimizerConfig
@@ -95,6 +96,7 @@ def wrap_model(
     """
     overlaps = position.config.overlap_grad_reduce and position.copies > 1
     config.finalize_model_grads_func = _finalize_gradients
+    _install_norm()
     wrapped = [
         DistributedDataParallel(
             config,
@@ -318,6 +320,23 @@ class Optimizer:
         gradients = [p.grad for inner in self._inner for p in inner.get_parameters() if p.grad is not None]
         if gradients:
             torch._foreach_mul_(gradients, factor)
+
+
+def _install_norm() -> None:
+    """Have megatron compute the norm of all gradients by torch's kernels for many tensors.
+
+    It does so with an extension; without one the host waits for the norm of every tensor.
+    """
+    if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
+        clip_grads.l2_norm_impl = _norm_of_all
+
+
+def _norm_of_all(
+    chunk: int, overflow: torch.Tensor, tensors: list[list[torch.Tensor]], *unused: Any
+) -> tuple[torch.Tensor, None]:
+    """Return the norm of tensors, float32 [1], on their device; the arguments are as of Apex's kernel."""
+    norms = torch._foreach_norm(tensors[0], 2.0, torch.float32)
+    return torch.stack(norms).norm().view(1), None
 
 
 def _finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None, **groups: Any) -> None:

@@ -4,7 +4,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
-from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.backends.base import NOTHING_TRAINED
@@ -59,13 +58,7 @@ class ModelStepper:
         if dtype is torch.float16:
             scale = self.optimizer.loss_scale = LossScale(optimizer)
             config.grad_scale_func = lambda loss: loss * scale.value
-
-        def reset() -> None:
-            self.optimizer.zero_grad()
-            for chunk in runner.chunks:
-                forget_passes(chunk.module)
-
-        self.passes = retry_of(position, tokens, reset)
+        self.passes = retry_of(position, tokens, self.optimizer.zero_grad)
         config.finalize_model_grads_func = self.passes.agreeing_before(config.finalize_model_grads_func)
 
     def step(
@@ -130,9 +123,3 @@ def retry_of(position: Position, tokens: int, reset: Callable[[], None]) -> OomR
     within = len(position.replicas()[0]) == 1 and experts == 1
     is_whole = within and not (replicas > 1 and parallel.overlap_grad_reduce)
     return OomRetry(position.device, tokens, reset, replicas=replicas, is_whole=is_whole)
-
-
-def forget_passes(model: GPTModel) -> None:
-    """Drop the layers' state of a pass that did not end."""
-    for layer in model.decoder.layers:
-        layer.input_layernorm_checkpoint = layer.pre_mlp_norm_checkpoint = None

@@ -1,13 +1,16 @@
-"""Tests the factor of the loss in float16, alone and with a model."""
+"""Tests the norm of gradients, and the factor of the loss in float16, alone and with a model."""
 
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 import torch
+from megatron.core.optimizer import clip_grads
 
 from tests.trainer.checkpoints import save_part
 from tests.trainer.megatron.models import (
@@ -127,6 +130,18 @@ class PlainHalf:
         self.oracle.optimizer.step()
         for master, parameter in pairs:
             parameter.data = master.data.half()
+
+
+def test_the_norm_of_many_gradients_is_one_kernels_and_that_of_all_their_numbers(
+    backend: MegatronBackend,
+) -> None:
+    generator = torch.Generator().manual_seed(3)
+    gradients = [torch.randn(size, generator=generator) for size in (1, 7, 300, 4096)]
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        found = clip_grads.get_grad_norm_fp32(gradients)
+    assert found == pytest.approx(np.linalg.norm(torch.cat(gradients).double().numpy()), rel=1e-6)
+    called = Counter(event.name for event in profile.events())
+    assert called["aten::_foreach_norm"] == called["aten::item"] == 1
 
 
 def test_float16_trains_as_plain_torch_does_and_as_float32_within_rounding(model_dir: Path) -> None:

@@ -22,19 +22,19 @@ from trainer.megatron.layers.lora import adapted_weight
 class CachedSelfAttention(SelfAttention):
     """Self-attention that rotates queries and keys for their positions before keys are stored."""
 
-    def _adjust_key_value_for_inference(
+    def forward(  # type: ignore[override]
         self,
+        hidden_states: torch.Tensor,
+        attention_mask: dict[int, torch.Tensor] | None = None,
+        *,
         inference_context: PagedCache,
-        query: Any,
-        key: Any,
-        value: Any,
-        rotary_pos_emb: Any,
-        *unused: Any,
-        **also_unused: Any,
-    ) -> tuple[Any, ...]:
+        **unused: Any,
+    ) -> Any:
+        """Map [S, N, H] to the same shape; returns it with the bias of the projection, if it has one."""
+        query, key, value = self.get_query_key_value_tensors(hidden_states)
         query, key = inference_context.angles[self.core_attention.terms.rope].rotate(query, key)
         keys, values = inference_context.store(self.layer_number, key, value)
-        return query, keys, values, None, self.attn_mask_type, None
+        return self.linear_proj(self.core_attention(query, keys, values, attention_mask))
 
 
 class CachedCore(PackedAttention):
@@ -55,30 +55,32 @@ class CachedCore(PackedAttention):
 
         Args:
             query: heads of this tensor rank; [1, B, heads, D] in a decode step.
-            key: [W, B, kv heads, D] in a decode step, else as `query`, with fewer heads if they are grouped.
+            key: [B, W, kv heads, D] in a decode step, else as `query`, with fewer heads if they are grouped.
             value: shaped as `key`.
-            attention_mask: None for causal attention; in a decode step window -> bool [B, 1, 1, W], true
-                where it attends.
+            attention_mask: None for causal attention; in a decode step window -> bias [B, 1, 1, W], see
+                `PagedCache.biases`.
         """
         terms, sinks = self.terms, self.sinks if self.terms.sinks else None
-        q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
         if attention_mask is None:
+            q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = causal_attention(q, k, v, terms.scale, terms.window, terms.softcap, sinks)
             return out.permute(2, 0, 1, 3).flatten(2)
         # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of
         # them.
-        grouped_queries = q.reshape(*k.shape[:2], -1, q.size(3))
-        mask = attention_mask[terms.window]
+        k, v = key.transpose(1, 2), value.transpose(1, 2)
+        grouped_queries = query.reshape(*k.shape[:2], -1, query.size(3))
+        bias = attention_mask[terms.window]
         if terms.softcap:
+            seen = bias[:, None] == 0
             out = softcapped_attention(
-                grouped_queries, k, v, scale=terms.scale, softcap=terms.softcap, mask=mask[:, None]
+                grouped_queries, k, v, scale=terms.scale, softcap=terms.softcap, mask=seen
             )
             return out.flatten(1)[None]
         if sinks is not None:
             # A sink is a key whose score is given, and whose value is zero.
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
-            mask = _with_sinks(mask, sinks.to(q.dtype).view(1, k.size(1), -1, 1))
-        out = F.scaled_dot_product_attention(grouped_queries, k, v, attn_mask=mask, scale=terms.scale)
+            bias = _with_sinks(bias, sinks.to(bias.dtype).view(1, k.size(1), -1, 1))
+        out = F.scaled_dot_product_attention(grouped_queries, k, v, attn_mask=bias, scale=terms.scale)
         return out.flatten(1)[None]
 
 
@@ -130,29 +132,26 @@ class CachedLatentAttention(LatentAttention):
         return out.permute(2, 0, 1, 3).flatten(2)
 
     def _decode(
-        self, plain: torch.Tensor, rotated: torch.Tensor, kept: torch.Tensor, mask: torch.Tensor
+        self, plain: torch.Tensor, rotated: torch.Tensor, kept: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
-        """Return [1, B, heads * V] from the kept vectors [W, B, 1, rank + R]."""
+        """Return [1, B, heads * V] from the kept vectors [B, W, 1, rank + R]."""
         sizes, terms = self.latent, self.core_attention.terms
         matrices = adapted_weight(self.linear_kv_up_proj).unflatten(0, (-1, sizes.nope + sizes.value))
         to_keys, to_values = matrices.split([sizes.nope, sizes.value], dim=1)  # [heads, nope or V, rank]
         lowered = torch.einsum("bhn,hnr->bhr", plain[0], to_keys)
         q = torch.cat([lowered, rotated[0]], dim=-1)[:, None]  # [B, 1, heads, rank + R]
-        k = kept.permute(1, 2, 0, 3)
+        k = kept.transpose(1, 2)
         scale = terms.scale or 1 / math.sqrt(sizes.head_dim)
-        out = F.scaled_dot_product_attention(q, k, k[..., : sizes.kv_rank], attn_mask=mask, scale=scale)
+        out = F.scaled_dot_product_attention(q, k, k[..., : sizes.kv_rank], attn_mask=bias, scale=scale)
         return torch.einsum("bhr,hvr->bhv", out[:, 0], to_values).flatten(1)[None]
 
 
-def _with_sinks(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
+def _with_sinks(bias: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
     """Return the bias of scores, [B, kv heads, group, W + 1]: the sinks are the last column.
 
     Args:
-        mask: bool [B, 1, 1, W].
+        bias: of tokens, [B, 1, 1, W].
         sinks: [1, kv heads, group, 1].
     """
-    tokens = torch.zeros(mask.shape, dtype=sinks.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
-    batch = len(mask)
-    return torch.cat(
-        [tokens.expand(-1, sinks.size(1), sinks.size(2), -1), sinks.expand(batch, -1, -1, -1)], dim=-1
-    )
+    columns = bias.expand(-1, sinks.size(1), sinks.size(2), -1), sinks.expand(len(bias), -1, -1, -1)
+    return torch.cat(columns, dim=-1)

@@ -67,12 +67,19 @@ class PagedCache(StaticInferenceContext):
             for shape in entry_shapes(architecture, ranks)
         ]
         """[layers, pages, PAGE, *E] for each entry."""
+        self._layers = [
+            [(kept.flatten(0, 1), kept.flatten(1)) for kept in entries]
+            for entries in zip(*(tensor.unbind() for tensor in self.tensors), strict=True)
+        ]
+        """For each layer its entries by tokens, [pages * PAGE, *E], and by pages, [pages, PAGE * E]."""
         self.positions = torch.empty(0)
         """int64: positions of this pass's tokens, [S, 1] in a prefill, [1, B] when sequences get one each."""
         self.angles: tuple[Angles, ...] = ()
         """Angles of these positions, for each rotary embedding; [S, 1, 1, R] or [1, B, 1, R]."""
         self._tables = torch.empty(0)
         """int64 [N, P]: pages of each sequence; short rows repeat their first page."""
+        self._rows = torch.empty(0)
+        """int64 [N * P]: the tables of a decode step, one after the other."""
         self._sources = torch.empty(0)
         """int64: which tokens of a prefill, flattened, are not padding."""
         self._targets = torch.empty(0)
@@ -118,7 +125,7 @@ class PagedCache(StaticInferenceContext):
             rotaries: the model's.
         """
         self.enable_decode_mode()
-        self._tables = tables
+        self._tables, self._rows = tables, tables.flatten()
         pages = self._tables.gather(1, positions[:, None] // PAGE)[:, 0]
         self._targets = pages * PAGE + positions % PAGE
         self._place(positions[None], rotaries)
@@ -130,27 +137,31 @@ class PagedCache(StaticInferenceContext):
             layer: from 1.
             entries: [S, N, *E] in a prefill, [1, B, *E] when sequences get one token each.
 
-        Returns: the entries themselves in a prefill; else [width, B, *E], of which a mask hides what does not
+        Returns: the entries themselves in a prefill; else [B, width, *E], of which a bias hides what does not
             belong to the sequence.
         """
+        kept = self._layers[layer - 1]
+        if not self.is_decode_only():
+            for (tokens, _), new in zip(kept, entries, strict=True):
+                tokens.index_copy_(0, self._targets, new.flatten(0, 1).index_select(0, self._sources))
+            return entries
         found = []
-        for kept, new in zip(self.tensors, entries, strict=True):
-            pages, tokens = kept[layer - 1], new.flatten(0, 1)
-            if not self.is_decode_only():
-                pages.flatten(0, 1).index_copy_(0, self._targets, tokens.index_select(0, self._sources))
-                found.append(new)
-                continue
-            pages.flatten(0, 1).index_copy_(0, self._targets, tokens)
-            found.append(pages[self._tables].flatten(1, 2).transpose(0, 1))
+        for (tokens, pages), new in zip(kept, entries, strict=True):
+            tokens.index_copy_(0, self._targets, new[0])
+            found.append(pages.index_select(0, self._rows).view(new.size(1), self.width, *new.shape[2:]))
         return tuple(found)
 
-    def masks(self, windows: set[int]) -> dict[int, torch.Tensor]:
-        """Return window -> bool [B, 1, 1, width], true where a sequence's token attends."""
+    def biases(self, windows: set[int]) -> dict[int, torch.Tensor]:
+        """Return window -> [B, 1, 1, width] in the cache's dtype: 0 where a sequence's token attends.
+
+        Elsewhere it is -inf. torch would make the same of a mask, in each layer.
+        """
         last = self.positions[0][:, None]
         places = torch.arange(self.width, device=last.device)
         causal = places <= last
+        zeros = self.tensors[0].new_zeros(causal.shape)
         shown = {window: causal & (places > last - window) if window else causal for window in windows}
-        return {window: mask[:, None, None] for window, mask in shown.items()}
+        return {window: zeros.masked_fill(~mask, -torch.inf)[:, None, None] for window, mask in shown.items()}
 
     def _padded(self, tables: Sequence[Sequence[int]]) -> torch.Tensor:
         """Return [N, P]; the page that fills a row is the sequence's own, so that no other's NaN is read."""

@@ -30,6 +30,7 @@ from trainer.megatron.inference.graphs import DecodeGraphs, decode_inputs
 from trainer.megatron.inference.sequence_adapters import NamedTensors, SequenceAdapters
 from trainer.megatron.layers import lora
 from trainer.megatron.layers.experts.router import RouterRecorder
+from trainer.megatron.layers.tensor_parallel import skip_gradients
 from trainer.megatron.layout import Layout
 from trainer.megatron.loading import load_checkpoint
 from trainer.megatron.model import DTYPES, PackedModel, buffers_of, build_model, transformer_config
@@ -223,7 +224,7 @@ class CachedModel(parallel.GroupMember):
         """Return logits [B, V] of `decode_inputs` on the device, for which the host does not wait."""
         self.cache.begin_decode(inputs[:, 2:], inputs[:, 1], self.module.rotaries)
         self._rows.index = None
-        return self._logits(inputs[:, :1], self.cache.masks(self._windows))[:, 0]
+        return self._logits(inputs[:, :1], self.cache.biases(self._windows))[:, 0]
 
     def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
         """Return the experts of the last pass, int64 [S, N, layers with experts, k] on the host.
@@ -241,9 +242,9 @@ class CachedModel(parallel.GroupMember):
         self.graphs.drop()
         super().close()
 
-    def _logits(self, tokens: torch.Tensor, masks: dict[int, torch.Tensor] | None) -> torch.Tensor:
+    def _logits(self, tokens: torch.Tensor, biases: dict[int, torch.Tensor] | None) -> torch.Tensor:
         found: torch.Tensor = self.module(
-            tokens, None, masks, inference_context=self.cache, runtime_gather_output=True
+            tokens, None, biases, inference_context=self.cache, runtime_gather_output=True
         )
         return found[..., : self.architecture.vocabulary]
 
@@ -265,6 +266,7 @@ def _build(architecture: Architecture, position: parallel.Position, dtype: torch
     config = transformer_config(architecture, position, dtype)
     attention = CachedLatentAttention if architecture.latent else CachedSelfAttention
     model = build_model(architecture, config, position, attention=attention, core_attention=CachedCore)
+    skip_gradients(model)
     return model.eval().requires_grad_(False)
 
 

@@ -1,67 +1,22 @@
 """Chooses the modules of each layer of a model, by its number in the whole model."""
 
 import math
-from functools import partial
 from typing import Any
 
-import torch
-from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear, checkpoint
-from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.transformer.attention import SelfAttention, SelfAttentionSubmodules
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
-from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from megatron.core.transformer.transformer_layer import TransformerLayerSubmodules
 
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers.attention.latent import LatentAttention
 from trainer.megatron.layers.delta import DeltaNetLayer
-from trainer.megatron.layers.dense import MLPS, NORMS, BiasedRow, ProjectionNorm, RMSNorm
+from trainer.megatron.layers.dense import MLPS, NORMS, BiasedRow, ProjectionNorm
 from trainer.megatron.layers.experts.layer import ExpertLayer
-
-
-class PostNormLayer(TransformerLayer):
-    """A layer that norms what attention and MLP put out, before it is added to the residual stream."""
-
-    def __init__(self, config: TransformerConfig, norm: type[RMSNorm], **others: Any) -> None:
-        super().__init__(config=config, **others)
-        size, eps = config.hidden_size, config.layernorm_epsilon
-        self.post_attention_layernorm = norm(config, size, eps)
-        self.post_mlp_layernorm = norm(config, size, eps)
-        self.self_attn_bda = partial(_residual, norm=self.post_attention_layernorm)
-        self.mlp_bda = partial(_residual, norm=self.post_mlp_layernorm)
-
-
-class BesideLayer(TransformerLayer):
-    """A layer whose MLP reads what attention reads; both outputs are added to the residual stream."""
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        attention_mask: Any = None,
-        inference_context: Any = None,
-        packed_seq_params: Any = None,
-        **unused: Any,
-    ) -> tuple[torch.Tensor, None]:
-        """Compute the layer, with the arguments and recomputation of megatron's."""
-        norm = self.input_layernorm
-        if self.recompute_input_layernorm:
-            self.input_layernorm_checkpoint = CheckpointWithoutOutput()
-            norm = partial(self.input_layernorm_checkpoint.checkpoint, norm)
-        normed = norm(hidden_states)
-        attended = self.self_attention(
-            normed,
-            attention_mask=attention_mask,
-            inference_context=inference_context,
-            packed_seq_params=packed_seq_params,
-        )
-        widened = checkpoint(self.mlp, False, normed) if self.recompute_mlp else self.mlp(normed)
-        added = _with_bias(attended) + _with_bias(widened)
-        if self.recompute_input_layernorm:
-            self.input_layernorm_checkpoint.discard_output_and_register_recompute(added)
-        return hidden_states + added, None
+from trainer.megatron.layers.layer import BesideLayer, Layer, PostNormLayer, residual
 
 
 def layer_spec(
@@ -77,7 +32,7 @@ def layer_spec(
     """
     family, experts = architecture.family, architecture.experts
     norm = NORMS[family.norm]
-    kind: dict[str, Any] = {"module": TransformerLayer}
+    kind: dict[str, Any] = {"module": Layer}
     if experts.is_sparse(layer):
         kind = {"module": ExpertLayer, "params": {"experts": experts, "layer": layer}}
     elif family.post_norms:
@@ -89,10 +44,10 @@ def layer_spec(
         submodules=TransformerLayerSubmodules(
             input_layernorm=norm if family.pre_norms else IdentityOp,
             self_attention=_attention(architecture, layer, attention, core_attention),
-            self_attn_bda=_residual,
+            self_attn_bda=residual,
             pre_mlp_layernorm=norm if "pre_mlp_layernorm" in family.norms else IdentityOp,
             mlp=_mlp(architecture, layer),
-            mlp_bda=_residual,
+            mlp_bda=residual,
         ),
     )
 
@@ -145,23 +100,3 @@ def _head_norm(architecture: Architecture, heads: int) -> Any:
     if architecture.qk_norm == "projection":
         return ModuleSpec(module=ProjectionNorm, params={"heads": heads})
     return NORMS[architecture.family.norm] if architecture.qk_norm == "head" else IdentityOp
-
-
-def _residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
-    """Return megatron's bias-dropout-add without the dropout, which the models here never have.
-
-    With a `norm`, the addend of the residual stream goes through it.
-    """
-
-    def add(
-        output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
-    ) -> torch.Tensor:
-        added = _with_bias(output_and_bias)
-        return residual + (added if norm is None else norm(added))
-
-    return add
-
-
-def _with_bias(output_and_bias: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
-    output, bias = output_and_bias
-    return output if bias is None else output + bias

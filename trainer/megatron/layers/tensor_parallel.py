@@ -1,10 +1,16 @@
-"""Makes and marks parameters of megatron's tensor-parallel layers, and their weight gradients."""
+"""Prepares megatron's tensor-parallel layers: their parameters, marks, weight gradients, skipped steps."""
 
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import layers, set_tensor_model_parallel_attributes
+from megatron.core.tensor_parallel import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    layers,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from trainer.layers.head import add_product
@@ -42,6 +48,32 @@ def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) ->
         parameter = parameters[rule.parameter]
         if not isinstance(rule, Direct) and not hasattr(parameter, "tensor_model_parallel"):
             set_tensor_model_parallel_attributes(parameter, is_parallel=True, dim=rule.dim, stride=1)
+
+
+def skip_collectives(model: torch.nn.Module) -> None:
+    """Have the linear layers of a rank that shares no tensor call no collective.
+
+    megatron's collectives of one rank return their input, but each is a function of autograd in both passes.
+    """
+    for layer in model.modules():
+        if isinstance(layer, ColumnParallelLinear):
+            layer.disable_grad_reduce = True
+        elif isinstance(layer, RowParallelLinear):
+            layer.explicit_expert_comm = True
+
+
+def skip_gradients(model: torch.nn.Module) -> None:
+    """Have linear layers multiply outside of autograd, by the operator that megatron's function calls."""
+    for layer in model.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer._forward_impl = _product  # type: ignore[method-assign]
+
+
+def _product(
+    input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, **unused: Any
+) -> torch.Tensor:
+    output = torch.matmul(input, weight.t())
+    return output if bias is None else output + bias
 
 
 def install_weight_gradients() -> None:

@@ -1,5 +1,6 @@
 """Tests that padded decode steps, and on a GPU their graphs, compute what steps of the exact size do."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
@@ -53,6 +54,19 @@ def test_padded_step_has_the_logits_and_the_cache_of_the_exact_one(name: str, tm
             for kept, contents in zip(model.cache.tensors, expected, strict=True):
                 torch.testing.assert_close(kept, contents, atol=1e-5, rtol=1e-5, equal_nan=True)
         assert set(model.graphs.steps) == {(6, 8), (1, 8), (2, 8), (4, 8)}
+
+
+def test_layers_of_an_eager_step_call_no_function_of_autograd(tmp_path: Path) -> None:
+    with prefilled("qwen2", tmp_path) as (model, tables):
+        model.graphs.on = False
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+            model.decode([5, 9], LENGTHS[:2], tables[:2])
+    called = Counter(event.name for event in profile.events())
+    assert called["aten::scaled_dot_product_attention"] == model.architecture.layers > 1
+    # the embedding and the output layer have some
+    assert {
+        name: count for name, count in called.items() if count > 1 and "::" not in name and name != "detach_"
+    } == {}
 
 
 def test_step_is_made_once_for_a_rung_and_dropped_with_its_memory(tmp_path: Path) -> None:

@@ -11,13 +11,13 @@ import torch.nn.functional as F
 from megatron.core import parallel_state as mpu
 from megatron.core.tensor_parallel import reduce_from_tensor_model_parallel_region
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.transformer_layer import TransformerLayer
 
 from trainer.megatron.families.experts import Experts
 from trainer.megatron.layers.dense import SwigluMLP, swiglu
 from trainer.megatron.layers.experts.balance import RoutedTokens
 from trainer.megatron.layers.experts.dispatch import Exchange, ExpertOrder
 from trainer.megatron.layers.experts.router import ExpertRouter
+from trainer.megatron.layers.layer import Layer
 from trainer.megatron.layers.tensor_parallel import empty_parameter, whole_parameter
 
 # isort: split
@@ -113,7 +113,7 @@ def _biases_of_rows(biases: torch.Tensor, counts: torch.Tensor, rows: torch.Tens
     return biases.repeat_interleave(counts.to(rows.device, non_blocking=True), 0, output_size=len(rows))
 
 
-class ExpertLayer(TransformerLayer):
+class ExpertLayer(Layer):
     """A layer whose MLP is an `ExpertMLP`; in a spec its `mlp` is empty."""
 
     def __init__(
@@ -132,19 +132,21 @@ class ExpertLayer(TransformerLayer):
             experts: the model's.
             layer: its number in the whole model.
             mlp: class of the MLP, `ExpertMLP` or what derives from it.
-            others: what `TransformerLayer` takes.
+            others: what `Layer` takes.
         """
         super().__init__(config=config, **others)
         self.mlp = (mlp or ExpertMLP)(config, experts, layer)
 
-    def forward(self, *args: Any, packed_seq_params: Any = None, **others: Any) -> Any:
-        """Compute the layer, as megatron's.
+    def forward(  # type: ignore[override]
+        self, hidden_states: torch.Tensor, *, packed_seq_params: Any = None, **others: Any
+    ) -> Any:
+        """Compute the layer.
 
         The router's data about the tokens goes to the MLP as megatron's `padding_mask`, the only argument
         that it hands over, also where it recomputes the MLP.
         """
         others["padding_mask"] = None if packed_seq_params is None else packed_seq_params.routed
-        return super().forward(*args, packed_seq_params=packed_seq_params, **others)
+        return super().forward(hidden_states, packed_seq_params=packed_seq_params, **others)
 
 
 class LocalExperts(torch.nn.Module):

@@ -1,0 +1,121 @@
+"""Defines the layers of a model: attention and MLP around the residual stream, in the orders that they have.
+
+megatron's own layer asks in every pass about features that no model here has: cross-attention, dropout,
+activations in host memory, fused communication. Its parameters and its choice of what is recomputed are kept.
+"""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from megatron.core.tensor_parallel import checkpoint
+from megatron.core.tensor_parallel.random import CheckpointWithoutOutput
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import TransformerLayer
+
+from trainer.megatron.layers.dense import RMSNorm
+
+
+class Layer(TransformerLayer):
+    """A layer whose attention and MLP read the normed residual stream, one after the other."""
+
+    def forward(  # type: ignore[override]
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        padding_mask: Any = None,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Compute the layer, with the arguments and recomputation of megatron's."""
+        norm, discard = _discarding(self.input_layernorm, self.recompute_input_layernorm)
+        attended = self.self_attention(
+            norm(hidden_states),
+            attention_mask=attention_mask,
+            inference_context=inference_context,
+            packed_seq_params=packed_seq_params,
+        )
+        discard(attended[0])
+        hidden_states = self.self_attn_bda(self.training, False)(attended, hidden_states, 0.0)
+        norm, discard = _discarding(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm)
+        normed, mlp = norm(hidden_states), partial(self.mlp, padding_mask=padding_mask)
+        widened = checkpoint(mlp, False, normed) if self.recompute_mlp else mlp(normed)
+        discard(widened[0])
+        return self.mlp_bda(self.training, False)(widened, hidden_states, 0.0), None
+
+
+class PostNormLayer(Layer):
+    """A layer that norms what attention and MLP put out, before it is added to the residual stream."""
+
+    def __init__(self, config: TransformerConfig, norm: type[RMSNorm], **others: Any) -> None:
+        super().__init__(config=config, **others)
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        self.post_attention_layernorm = norm(config, size, eps)
+        self.post_mlp_layernorm = norm(config, size, eps)
+        self.self_attn_bda = partial(residual, norm=self.post_attention_layernorm)
+        self.mlp_bda = partial(residual, norm=self.post_mlp_layernorm)
+
+
+class BesideLayer(TransformerLayer):
+    """A layer whose MLP reads what attention reads; both outputs are added to the residual stream."""
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        attention_mask: Any = None,
+        inference_context: Any = None,
+        packed_seq_params: Any = None,
+        **unused: Any,
+    ) -> tuple[torch.Tensor, None]:
+        """Compute the layer, with the arguments and recomputation of megatron's."""
+        norm, discard = _discarding(self.input_layernorm, self.recompute_input_layernorm)
+        normed = norm(hidden_states)
+        attended = self.self_attention(
+            normed,
+            attention_mask=attention_mask,
+            inference_context=inference_context,
+            packed_seq_params=packed_seq_params,
+        )
+        widened = checkpoint(self.mlp, False, normed) if self.recompute_mlp else self.mlp(normed)
+        added = _with_bias(attended) + _with_bias(widened)
+        discard(added)
+        return hidden_states + added, None
+
+
+def residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
+    """Return megatron's bias-dropout-add without the dropout, which the models here never have.
+
+    With a `norm`, the addend of the residual stream goes through it.
+    """
+
+    def add(
+        output_and_bias: tuple[torch.Tensor, torch.Tensor | None], residual: torch.Tensor, probability: float
+    ) -> torch.Tensor:
+        added = _with_bias(output_and_bias)
+        return residual + (added if norm is None else norm(added))
+
+    return add
+
+
+def _discarding(
+    norm: Any, recomputes: bool
+) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], object]]:
+    """Return a norm, and a function to call with a result of its output.
+
+    If the norm is to be recomputed, the function discards the output; the result's gradient makes it again.
+    """
+    if not recomputes:
+        return norm, _keep
+    kept = CheckpointWithoutOutput()
+    return partial(kept.checkpoint, norm), kept.discard_output_and_register_recompute
+
+
+def _keep(result: torch.Tensor) -> None:
+    """Leave the output of a norm as it is."""
+
+
+def _with_bias(output_and_bias: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:
+    output, bias = output_and_bias
+    return output if bias is None else output + bias
