@@ -179,8 +179,8 @@ def shared_prompts(held_out: Mapping[str, Collection[str]], trained: Collection[
     """Yield the sets of an evaluation that have prompts that are trained.
 
     Args:
-        held_out: set -> texts of its prompts.
-        trained: texts of the prompts that are trained.
+        held_out: set -> questions of its prompts.
+        trained: questions of the prompts that are trained.
     """
     known = frozenset(trained)
     for name, texts in held_out.items():

@@ -61,9 +61,9 @@ class Admission:
             (message.rollout.group, message.rollout.token, bytes(delivery.envelope.payload))
             for delivery, message, _ in checked
         ]
-        await until_written(process, partial(self._spool.put_many, records))
+        stored = await until_written(process, partial(self._spool.put_many, records))
         accepted, refused = list[tuple[Delivery, TakenGroup]](), list[tuple[Delivery, str]]()
-        needless = list[tuple[int, str]]()
+        needless = set[tuple[int, str]]()
         for delivery, message, counts in checked:
             try:
                 accepted.append((delivery, await self._accept(message, counts)))
@@ -71,7 +71,7 @@ class Admission:
                 process.metrics.count(f"accept.refused.{refusal.reason}")
                 refused.append((delivery, str(refusal)))
                 if refusal.reason in LEASE_LOST:  # a checkpoint may never cover that group
-                    needless.append((message.rollout.group, message.rollout.token))
+                    needless.add((message.rollout.group, message.rollout.token))
         if accepted:
             sequence = (await process.ledger.head()).sequence
             entry = accept_entry(head.epoch, [group for _, group in accepted], sequence)
@@ -79,7 +79,8 @@ class Admission:
         for delivery, _ in accepted:
             process.metrics.count("accepted")
             self._receiver.ack(delivery)
-        if needless:
+        # what was there before, or came twice and was accepted once, may be trained on
+        if needless := (needless & stored) - {(group.group, group.token) for _, group in accepted}:
             await until_written(process, partial(self._spool.remove, needless))
         for delivery, why in refused:
             self._receiver.refuse(delivery, why)

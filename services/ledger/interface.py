@@ -250,7 +250,7 @@ class Ledger(Protocol):
         """Record that a process lives, for `ttl_ms`."""
 
     async def unregister(self, incarnation: str, *, refuted: bool = False) -> None:
-        """Forget a process; its leases expire, or are released if it is `refuted`, and refused so then."""
+        """Forget a process; its leases expire. If it is `refuted`, they are released, and it gets no others."""
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         """Return the processes whose time-to-live is not over, of one role or of all."""
@@ -271,7 +271,7 @@ class Ledger(Protocol):
         """Lease the next group: a WAITING or expired one first, else a new one.
 
         Repeating it with the same `request` returns the same lease. Refuses BOUND, PENDING, DONE, EXHAUSTED,
-        DRAINING, HALTED, REFUTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER for `groups`, see lease.lua (-1: no).
+        DRAINING, HALTED, REFUTED, STALE_ENGINE, ARCHIVE_BEHIND; by `groups` BUSIER (-1: no), see lease.lua.
         """
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:

@@ -119,7 +119,9 @@ def divided(name: str, model: Model, dtype: str = "float32", **arguments: Any) -
 
 ENGINE, SLOW, GPU = pytest.mark.engine, pytest.mark.slow, pytest.mark.gpu
 OTHER_SETUP = slow_unless_changed(*IN_PROCESS)
-DRAFTS = slow_unless_changed("rollout/engines/vllm/drafts/", "protocol/weights/draft_head.py")
+DRAFTS = slow_unless_changed(
+    "rollout/engines/vllm/drafts/", "rollout/engines/vllm/scheduling.py", "protocol/weights/draft_head.py"
+)
 BY_MODEL = partial(Setup, "vllm", drafts="model_always", model="shallow", overlaps=True)
 GRAPHS = partial(Setup, "megatron", KvPolicy.RECOMPUTE, graphs=True)  # on a CPU padded steps alone
 VLLM_GRAPHS = partial(Setup, "vllm", KvPolicy.RECOMPUTE, dtype="bfloat16", graphs=True, arguments=CACHE)

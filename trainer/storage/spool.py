@@ -60,6 +60,7 @@ INSERT INTO meta SELECT lower(hex(randomblob(16))) WHERE NOT EXISTS (SELECT 1 FR
 PRAGMA user_version = {SCHEMA};
 COMMIT;
 """
+_INSERT = "INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)"
 _PRUNE = """
 DELETE FROM journal WHERE seq < ? AND ledger_seq < (
     SELECT MAX(ledger_seq) FROM journal WHERE seq < ? AND ledger_seq <= ?
@@ -108,19 +109,17 @@ class Spool:
             """Random name of the spool, the same in every process that has it open."""
             self._places = self._found_places()
 
-    def put_many(self, records: Iterable[tuple[int, str, bytes]]) -> None:
+    def put_many(self, records: Iterable[tuple[int, str, bytes]]) -> set[tuple[int, str]]:
         """Store records (group, token, payload) with one fsync: all are on disk on return, none on an error.
 
-        A record that is there already (same group and token) is not replaced.
-
-        Raises:
-            SpoolError: the disk is full, or the file cannot be written; no record was stored.
+        Returns (group, token) of those that are new; a record that is there already is not replaced.
+        Raises SpoolError if the disk is full, or the file cannot be written: no record was stored then.
         """
         now_ms = time.time_ns() // 1_000_000
         received = (StoredMessage.received(*record) for record in records)
         rows = [(r.group, r.token, r.payload, r.checksum.to_bytes(8), now_ms) for r in received]
         with self.transaction("write") as connection:
-            connection.executemany("INSERT OR IGNORE INTO records VALUES (?, ?, ?, ?, ?)", rows)
+            return {(row[0], row[1]) for row in rows if connection.execute(_INSERT, row).rowcount}
 
     def remove(self, records: Iterable[tuple[int, str]]) -> None:
         """Delete records (group, token) that the ledger has refused. Raises SpoolError."""

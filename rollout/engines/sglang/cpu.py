@@ -40,16 +40,16 @@ def divide_experts() -> None:
         whole = experts.moe_forward_native
 
         def compute(layer: nn.Module, x: torch.Tensor, choices: Any, config: Any) -> torch.Tensor:
-            chosen = choices.topk_ids  # [tokens, choices]
-            others = chosen < 0
-            if not others.any():
+            own = choices.topk_ids >= 0  # [tokens, choices]
+            if own.all():
                 return whole(layer, x, choices, config)
-            weights = choices.topk_weights.masked_fill(others, 0)
-            # a row is one choice, as a token may now have chosen expert 0 twice
-            rows = choices._replace(
-                topk_ids=chosen.clamp_min(0).reshape(-1, 1), topk_weights=weights.reshape(-1, 1)
-            )
-            outputs = whole(layer, x.repeat_interleave(chosen.shape[1], 0), rows, config)
-            return outputs.view(*chosen.shape, -1).sum(1)
+            outputs = torch.zeros_like(x)
+            if own.any():
+                tokens = own.nonzero()[:, 0]
+                rows = choices._replace(  # of one choice each
+                    topk_ids=choices.topk_ids[own][:, None], topk_weights=choices.topk_weights[own][:, None]
+                )
+                outputs.index_add_(0, tokens, whole(layer, x[tokens], rows, config))
+            return outputs
 
         experts.moe_forward_native = compute

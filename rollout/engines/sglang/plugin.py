@@ -235,7 +235,11 @@ class SchedulerRank:
         """Have requests that wait, put back or not begun, take none of the old weights' prefixes."""
         self.prefixes = f"{int(self.prefixes.removesuffix('/')) + 1}/"
         for request in self.scheduler.waiting_queue:
-            request.extra_key = self.prefixes + request.extra_key.partition("/")[2]
+            self.separate(request)
+
+    def separate(self, request: Any) -> None:
+        """Have a request that begins, or begins again, take only prefixes that the live weights computed."""
+        request.extra_key = self.prefixes + request.extra_key.partition("/")[2]
 
     def _drop_kv(self) -> bool:
         """Retract running requests, with their tokens, and empty the cache; false if SGLang refuses."""
@@ -311,6 +315,12 @@ def _run_calls(process: Callable[..., Any], scheduler: Any, requests: list[Any])
     return result
 
 
+def _separate(result: None, request: Any) -> None:
+    """Key a request that SGLang puts back for want of room: versions may have come since it began."""
+    if _ranks:
+        _ranks[0].separate(request)
+
+
 def _sample(forward: Callable[..., Any], sampler: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
     """Sample with SGLang's sampler, and record the live version with the tokens, and the step."""
     tokens = sample_with_dropped_tokens_masked(forward, sampler, output, *args, **kwargs)
@@ -329,6 +339,7 @@ HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
         _add_calls,
     ),
     "sglang.srt.layers.sampler.Sampler.forward": ("around", _sample),
+    "sglang.srt.managers.schedule_batch.Req.reset_for_retract": ("after", _separate),
 }
 """SGLang's function -> (kind of hook, our hook)."""
 

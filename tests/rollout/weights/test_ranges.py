@@ -157,7 +157,7 @@ def test_server_without_ranges_is_refused_before_its_files_are_read(tmp_path: Pa
 
     refusal = "/file: the server sends the whole file, it has to serve ranges"
     with ThreadingHTTPServer(("127.0.0.1", 0), own) as python, server(endless) as url:
-        threading.Thread(target=python.serve_forever).start()
+        threading.Thread(target=python.serve_forever, daemon=True).start()
         with range_reader(f"http://127.0.0.1:{python.server_port}", deadline(30)) as files:
             assert files.contents(["file"]) == [bytes(1 << 20)]
             with pytest.raises(WeightError, match=refusal):

@@ -71,6 +71,8 @@ async def test_a_refused_group_leaves_nothing_on_disk(tmp_path: Path) -> None:
         await ledger.checkpointed(1)
         with pytest.raises(Declined, match="duplicate: group 0 is finished and forgotten"):
             await sender.send(group(lease.group, "later"))
+        with pytest.raises(Declined, match="duplicate"):  # its record may be trained on again
+            await sender.send(group(lease.group, lease.token))
         with pytest.raises(Declined, match="unknown_group"):
             await sender.send(group(77, "none"))
     with closing(Spool(tmp_path / "spool.sqlite")) as spool, spool.transaction("read", "BEGIN") as found:

@@ -56,7 +56,7 @@ def test_records_are_returned_in_the_order_asked_for(tmp_path: Path) -> None:
 def test_a_record_that_is_there_is_not_replaced(tmp_path: Path) -> None:
     spool = Spool(tmp_path / "spool.sqlite")
     spool.put_many([(1, "a", b"first")])
-    spool.put_many([(1, "a", b"second"), (1, "b", b"other lease")])
+    assert spool.put_many([(1, "a", b"second"), (1, "b", b"other lease")]) == {(1, "b")}
     assert spool.get_many([(1, "a"), (1, "b")]) == [b"first", b"other lease"]
 
 

@@ -175,10 +175,10 @@ class World:
     def _evaluated(self) -> list[Alarm]:
         """Return the alarms about an evaluation of the newest version."""
         line = Evaluation(version=self.step, set="held_out", digest=f"{self.scored(self):016x}")
-        texts = [prompt.text for prompt in self.held_out(self)]
+        questions = [prompt.question for prompt in self.held_out(self)]
         trained = set(self.source.trained_texts())
         wrong = wrong_versions([line], {self.step: self.digest})
-        return [*wrong, *shared_prompts({"held_out": texts}, trained)]
+        return [*wrong, *shared_prompts({"held_out": questions}, trained)]
 
     async def _generated(self, count: int) -> list[ScoredRollout]:
         numbers = range(self._groups, self._groups + count)
