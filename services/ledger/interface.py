@@ -250,7 +250,7 @@ class Ledger(Protocol):
         """Record that a process lives, for `ttl_ms`."""
 
     async def unregister(self, incarnation: str, *, refuted: bool = False) -> None:
-        """Forget a process; its leases expire. If it is `refuted`, they are released, and it gets no others."""
+        """Forget a process; its leases expire. A `refuted` one gets no others, and its are released."""
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
         """Return the processes whose time-to-live is not over, of one role or of all."""
