@@ -12,6 +12,8 @@ from transformers import (
     PreTrainedModel,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
 )
 
 from protocol.weights.lora import LoraConfig, adapter_shapes, adapter_targets
@@ -110,6 +112,32 @@ def tiny_gpt_oss(seed: int, *, dtype: torch.dtype = torch.float32) -> GptOssForC
         swiglu_limit=7.0,  # SGLang reads it, and every published model has it
     )
     model = GptOssForCausalLM(config).eval()
+    randomize(model, seed, dtype)
+    return model
+
+
+def tiny_hybrid(seed: int, *, dtype: torch.dtype = torch.float32) -> Qwen3NextForCausalLM:
+    """Qwen3-Next with a gated delta net and a layer of attention, and all 4 experts for every token."""
+    config = Qwen3NextConfig(
+        vocab_size=VOCAB,
+        hidden_size=128,
+        intermediate_size=128,
+        moe_intermediate_size=64,
+        shared_expert_intermediate_size=64,
+        num_experts=4,
+        num_experts_per_tok=4,
+        num_hidden_layers=2,
+        layer_types=["linear_attention", "full_attention"],
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=64,
+        linear_num_key_heads=2,
+        linear_num_value_heads=4,
+        linear_key_head_dim=128,  # kernels have no smaller one
+        linear_value_head_dim=128,
+        max_position_embeddings=2048,
+    )
+    model = Qwen3NextForCausalLM(config).eval()
     randomize(model, seed, dtype)
     return model
 

@@ -1,6 +1,7 @@
 """Tests calls to vLLM's processes: when they die, and (slow) beside a step in flight."""
 
 import asyncio
+import copy
 import multiprocessing
 import os
 import signal
@@ -11,14 +12,14 @@ import pytest
 import torch
 
 from protocol.errors import EngineError, PoisonedError
-from rollout.engines.base import EngineConfig, KvPolicy
+from rollout.engines.base import Engine, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.contract.bench import MAX_MODEL_LEN, PROMPTS, Bench
 from rollout.engines.contract.models import tiny_model, weights, write_shm
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, socket_path
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.engine import VllmEngine
 from tests.changes import slow_unless_changed
-from tests.contracts.engine_models import tiny_latent
+from tests.contracts.engine_models import tiny_hybrid, tiny_latent
 from tests.contracts.vllm_overlap import overlapping
 
 
@@ -99,3 +100,30 @@ async def test_layers_that_compute_with_tensors_made_after_loading_are_not_share
         await engine.start()
     await engine.close()
     assert not (tmp_path / "e.msgpack").exists()
+
+
+@pytest.mark.engine
+@slow_unless_changed("rollout/staging/", "rollout/engines/vllm/worker.py")
+async def test_decays_that_vllm_keeps_in_float32_take_versions_in_bfloat16(tmp_path: Path) -> None:
+    half = torch.bfloat16
+    models = [tiny_hybrid(seed, dtype=half) for seed in (1, 2)]
+    copy.deepcopy(models[0]).to(half).save_pretrained(tmp_path / "model")
+    config = EngineConfig(dtype="bfloat16", max_model_len=64, max_running=4, memory_fraction=0.1)
+    engine = make_engine(config, tmp_path / "model", "e")
+    await engine.start()
+    try:
+        loaded, found = await greedy(engine), []
+        for version, model in enumerate((models[0], models[1], models[0])):
+            manifest = write_shm(tmp_path / f"v{version}", weights(model, half), version)
+            await engine.stage(manifest)
+            await engine.commit(manifest)
+            assert await engine.live_digest() == manifest.digest  # type: ignore[attr-defined]
+            found.append(await greedy(engine))
+        assert found[0] == found[2] == loaded != found[1]
+    finally:
+        await engine.close()
+
+
+async def greedy(engine: Engine) -> tuple[int, ...]:
+    sampling = Sampling(max_tokens=16, temperature=0)
+    return (await engine.generate(Request("greedy/0", PROMPTS[0], sampling))).tokens
