@@ -14,7 +14,7 @@ from services.settings.sources import log_level
 
 EXIT_FAILED, EXIT_SETTINGS = 1, 2
 MOST = 10_000
-"""Characters of a log line's message and of a line of a traceback: a peer's text may be as long as a frame."""
+"""Characters of a log line's message or of a traceback's line: a peer's text may be as long as a frame."""
 
 
 def configure_logging(name: str) -> None:
