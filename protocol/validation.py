@@ -54,11 +54,15 @@ def validated(
         WrongSettings: with a line for every problem, which names the field, its value and the choices.
     """
     plain: type = kind
-    lines = [f"{prefix}{problem}" for problem in _truths(values, kind, ())]
+    truths = dict(_truths(values, kind, ()))
+    lines = [
+        f"{prefix}{'.'.join(map(str, path))}: expected a number (got {str(value).lower()})"
+        for path, value in truths.items()
+    ]
     try:
         built: tuple[T] = _adapter(plain).validate_python((values,))
     except ValidationError as error:
-        others = [item for item in error.errors() if not isinstance(item["input"], bool) or not lines]
+        others = [item for item in error.errors() if item["loc"][1:] not in truths]
         lines += [_problem(item, kind, prefix, secret, absent) for item in others]
     if lines:
         raise WrongSettings(lines)
@@ -133,19 +137,21 @@ def _adapter(kind: type) -> TypeAdapter[Any]:
     return TypeAdapter(alone, config=CONFIG)
 
 
-def _truths(value: Any, hint: Any, path: tuple[str, ...]) -> Iterator[str]:
-    """Yield a line for each true or false where a number belongs; pydantic would read 1 or 0."""
+def _truths(
+    value: Any, hint: Any, path: tuple[str | int, ...]
+) -> Iterator[tuple[tuple[str | int, ...], bool]]:
+    """Yield path and value of each true or false where a number belongs; pydantic would read 1 or 0."""
     if isinstance(value, Mapping) and (inner := inner_dataclass(hint)):
         for key, item in value.items():
-            yield from _truths(item, field_types(inner).get(key), (*path, str(key)))
+            yield from _truths(item, field_types(inner).get(key), (*path, key))
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
-            yield from _truths(item, next(iter(get_args(hint)), None), (*path, str(place)))
+            yield from _truths(item, next(iter(get_args(hint)), None), (*path, place))
     elif isinstance(value, bool):
         plain = getattr(hint, "__origin__", hint)
         kinds = {plain, *get_args(plain)}
         if bool not in kinds and kinds & {int, float}:
-            yield f"{'.'.join(path)}: expected a number (got {str(value).lower()})"
+            yield path, value
 
 
 def _problem(

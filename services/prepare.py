@@ -102,8 +102,8 @@ async def prepare_run(settings: Settings, compose: Callable[[], Settings]) -> Se
 
 def main() -> None:
     """Prepare the run that `TETHER_CONFIG` and the other variables describe."""
-    configure_logging("prepare")
     try:
+        configure_logging("prepare")
         asked = load_settings()
         lines = asyncio.run(prepare_run(asked, load_settings))
         settings = run_settings(asked.run_dir)

@@ -106,9 +106,8 @@ def required(metadata: Mapping[str, Any], field: str) -> Any:
         RewardError: it is missing; names the fields that exist.
     """
     if metadata.get(field) is None:
-        raise RewardError(
-            f"the metadata has no field {field!r}, but {', '.join(sorted(map(str, metadata))) or 'none'}"
-        )
+        found = sorted(str(name) for name, value in metadata.items() if value is not None)
+        raise RewardError(f"the metadata has no field {field!r}, but {', '.join(found) or 'none'}")
     return metadata[field]
 
 

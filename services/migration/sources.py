@@ -15,11 +15,17 @@ from protocol.errors import SettingsError
 OVERRIDE = re.compile(r"\+{0,2}([a-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 ROOT = "actor_rollout_ref"
 """Section that every file of verl has."""
-LIST = re.compile(r"\w+\+?=\(|\)")
-"""The beginning or the end of a list in a shell script."""
-WHOLE_LIST = re.compile(r"^\s*\w+\+?=\((.*?)\)\s*$", re.DOTALL | re.MULTILINE)
-PROGRAM = re.compile(r"\btrain\w*\.py\b(.*?)(?:\s\d?>|[|&;]|$)", re.MULTILINE)
-COMMENT = re.compile(r"(^|\s)#.*$", re.MULTILINE)
+TOKEN = re.compile(
+    r"""
+    (?P<space> [^\S\n]+ | \\\n | \#.* )
+  | (?P<operator> \w+\+?=\( | \d*[<>]+&?\d* | [|&;()\n] )
+  | (?P<word> (?: \$\((?:[^()]|\([^()]*\))*\) | "(?:\\[\s\S]|[^"\\])*" | '[^']*' | \\. | [^\s"'\\|&;()<>] )+ )
+  | (?P<unclosed> . )
+    """,
+    re.VERBOSE,
+)
+"""The next part of a shell script; the operator NAME=( begins a list."""
+PROGRAM = re.compile(r"(.*/)?train\w*\.py")
 EXPANSION = re.compile(r"\$\{\w+\[[@*]\]\}")
 """All of a list, where a script gives it to a program."""
 SLIME = ("--rollout-batch-size", "--n-samples-per-prompt", "--hf-checkpoint", "--num-rollout")
@@ -40,7 +46,7 @@ def read(text: str, source: str) -> dict[str, Any]:
         SettingsError: the text does not have the form of its source.
     """
     if source == "slime":
-        return dict(_arguments(_words(_launched(text))))
+        return dict(_arguments(_launched(text) or _words(text)))
     if source == "verl":
         return dict(_flat(_yaml(text))) if _is_tree(text) else _overrides(text) or dict(_flat(_yaml(text)))
     return _named(_yaml(text))
@@ -52,19 +58,41 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f", did you mean {found[0]}?" if found else ""
 
 
-def _launched(text: str) -> str:
-    """Return the arguments of slime's program in a script: lists and command; other text as it is."""
-    plain = COMMENT.sub(r"\1", text).replace("\\\n", " ")
-    return EXPANSION.sub("", "\n".join([*WHOLE_LIST.findall(plain), *PROGRAM.findall(plain)]) or plain)
+def _launched(text: str) -> list[str]:
+    """Return the arguments of slime's program in a script, in its lists or behind its name; else none."""
+    words, end = list[str](), ""
+    for kind, token in _tokens(text):
+        if kind == "operator":
+            if token.endswith("=("):
+                end = ")"
+            elif end != ")" or token == ")":
+                end = ""
+        elif end:
+            words.append(token)
+        elif PROGRAM.fullmatch(token):
+            end = "any operator"
+    return words
 
 
 def _words(text: str) -> list[str]:
-    spaced = re.sub(r"\)\s*$", " )", re.sub(r"(\w\+?=\()", r"\1 ", text), flags=re.MULTILINE)
-    try:
-        words = shlex.split(spaced.replace("\\\n", " "), comments=True)
-    except ValueError as error:
-        raise SettingsError(f"the file cannot be read as arguments: {error}") from None
-    return [word for word in words if not LIST.fullmatch(word)]
+    return [token for kind, token in _tokens(text) if kind == "word"]
+
+
+def _tokens(text: str) -> Iterator[tuple[str, str]]:
+    """Yield kind and text of the operators and words of a shell script, words without their quotes."""
+    for match in TOKEN.finditer(text):
+        kind, token = str(match.lastgroup), match[0]
+        if kind == "unclosed":
+            line = text.count("\n", 0, match.start()) + 1
+            raise SettingsError(
+                f"the file cannot be read as arguments: line {line} opens a {token} without end"
+            )
+        if kind == "word":
+            lexer = shlex.shlex(token, posix=True)
+            lexer.commenters, lexer.whitespace, lexer.whitespace_split = "", "", True
+            token = lexer.get_token() or ""
+        if kind != "space" and not EXPANSION.fullmatch(token):
+            yield kind, token
 
 
 def _is_tree(text: str) -> bool:

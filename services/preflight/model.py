@@ -219,9 +219,9 @@ def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem
         yield from _unknown_to_transformers(settings, "trainer.backend", backend, model)
     if backend == "megatron":
         yield from _megatron_problems("trainer.backend", settings, model)
-    read = ("*.safetensors", "*.bin") if backend in OF_TRANSFORMERS else ("*.safetensors",)
+    read = ("*.safetensors", "pytorch_model*.bin") if backend in OF_TRANSFORMERS else ("*.safetensors",)
     if model.is_made and backend != "scripted" and not any(chain(*map(model.place.glob, read))):
-        yield Problem(f"the trainer needs weights, and {model.place} holds no *.safetensors")
+        yield Problem(f"the trainer needs weights, and {model.place} holds no {' or '.join(read)}")
 
 
 def _division_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:

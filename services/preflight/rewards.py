@@ -10,6 +10,7 @@ from protocol.validation import validated
 from reward.config import RewardConfig
 from reward.verifiers.registry import VERIFIERS, make_verifier
 from reward.verifiers.reward_model import Options
+from reward.workers.group_scoring import primaries
 from reward.workers.pool import ScorePool, check_names
 from rollout.environments.registry import ENVIRONMENTS, EnvironmentEntry
 from rollout.prompts.base import Prompt
@@ -39,7 +40,8 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
             [],
         )
     yield from refusals(check_names, settings.reward)
-    for verifier in settings.reward.verifiers:
+    scorers = primaries(settings.reward)
+    for number, verifier in enumerate(settings.reward.verifiers):
         try:
             if make_verifier(verifier.name, verifier.options).by_turn:
                 check_turn_scores(settings.algorithm, reward_model=settings.reward_model.path)
@@ -56,19 +58,24 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
                     "reward.verifiers",
                     verifier.name,
                 )
-        yield from _wrong_answers(verifier.name, verifier.options, prompts)
+        if number in scorers and not verifier.fallback:  # others may fail: a fallback does not score all
+            yield from _wrong_answers(verifier.name, verifier.options, prompts)
 
 
 def _wrong_answers(name: str, options: dict[str, object], prompts: Sequence[Prompt]) -> Iterator[Problem]:
-    """Yield the first of the prompts with an answer that a verifier of ours cannot compare with."""
+    """Yield the first of the prompts whose answer is missing, or none that a verifier of ours compares with.
+
+    A field that all prompts lack is another problem.
+    """
     if name not in COMPARING:
         return
     module = load(VERIFIERS[name].path)
     bound = validated(module.Options, options, f"verifier {name}: option ")
+    if all(prompt.metadata.get(bound.key) is None for prompt in prompts):
+        return
     for prompt in prompts:
         try:
-            if prompt.metadata.get(bound.key) is not None:
-                module.score(prompt.text, RESPONSE, prompt.metadata, bound)
+            module.score(prompt.text, RESPONSE, prompt.metadata, bound)
         except RewardError as error:
             yield Problem(f"verifier {name}, tried on prompt {prompt.index}: {error}")
             return

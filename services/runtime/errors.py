@@ -6,16 +6,15 @@ Exit codes: 0 drained, `EXIT_FAILED` 1, `EXIT_SETTINGS` 2.
 import logging
 import os
 import sys
-import textwrap
 from typing import Any, NoReturn
 
 from protocol.errors import SettingsError, TetherError, Unavailable
-from services.observability.printable import one_line, printable
+from services.observability.printable import one_line
 from services.settings.sources import log_level
 
 EXIT_FAILED, EXIT_SETTINGS = 1, 2
 MOST = 10_000
-"""Characters of a log line's message: a peer's text in it may be as long as a frame."""
+"""Characters of a log line's message or of a traceback's line: a peer's text may be as long as a frame."""
 
 
 def configure_logging(name: str) -> None:
@@ -38,16 +37,20 @@ class LineFormatter(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        message = record.message
-        left_out = f" ... ({len(message) - MOST} more)" if len(message) > MOST else ""
-        record.message = one_line(message[:MOST]) + left_out
+        record.message = _shortened(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
-        return textwrap.indent(printable(super().formatException(ei)), "    ")
+        return self.formatStack(super().formatException(ei))
 
     def formatStack(self, stack_info: str) -> str:
-        return textwrap.indent(printable(stack_info), "    ")
+        return "\n".join(f"    {_shortened(line)}" for line in stack_info.split("\n"))
+
+
+def _shortened(text: str) -> str:
+    """Return text as one line, of which at most `MOST` characters are kept."""
+    line = one_line(text[:MOST])
+    return line if max(len(text), len(line)) <= MOST else f"{line[:MOST]} ... (of {len(text)} characters)"
 
 
 def innermost(error: BaseException) -> BaseException:
@@ -61,9 +64,9 @@ def describe_error(error: BaseException) -> tuple[str, int]:
     """Return one line and an exit code for an error that ends a process."""
     error = innermost(error)
     if isinstance(error, (SettingsError, Unavailable)):
-        return one_line(str(error)), EXIT_SETTINGS
+        return _shortened(str(error)), EXIT_SETTINGS
     kind = "" if type(error) is TetherError else f"{type(error).__name__}: "
-    return one_line(f"{kind}{error}"), EXIT_FAILED
+    return _shortened(f"{kind}{error}"), EXIT_FAILED
 
 
 def exit_with(error: BaseException, name: str) -> NoReturn:

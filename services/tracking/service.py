@@ -99,8 +99,8 @@ def track_until_stopped(settings: Settings) -> None:
 
 def main() -> None:
     """Run `python -m services.tracking`."""
-    configure_logging(os.environ.get("TETHER_INSTANCE", "tracking"))
     try:
+        configure_logging(os.environ.get("TETHER_INSTANCE", "tracking"))
         track_until_stopped(load_settings())
     except Exception as error:
         exit_with(error, "tether tracking")

@@ -62,9 +62,9 @@ def follow_rank_0(rank: int) -> None:
     """
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
-    configure_logging(f"trainer.{rank}")
-    settings = load_settings()
     try:
+        configure_logging(f"trainer.{rank}")
+        settings = load_settings()
         if follower := build_follower(settings, rank):
             follower.follow()
             return

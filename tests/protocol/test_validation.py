@@ -31,6 +31,7 @@ class Outer:
     inner: Inner = field(default_factory=Inner)
     more: tuple[Inner, ...] = ()
     none: Inner | None = None
+    maybe: int | None = None
     places: tuple[Annotated[int, Interval(ge=0)], ...] = ()
 
 
@@ -86,6 +87,16 @@ def test_validated_names_the_setting_its_value_and_the_remedy(values: dict[str, 
 
 def test_validated_reports_all_problems_at_once() -> None:
     assert len(problems({"count": 0, "decay": "much", "inner": {"nam": "x"}, "more": [{"share": 9}]})) == 4
+
+
+def test_validated_names_each_true_or_false_that_belongs_elsewhere_once() -> None:
+    assert problems({"text": True, "decay": False, "maybe": True, "places": [True], "algorithm": True}) == [
+        "setting decay: expected a number (got false)",
+        "setting maybe: expected a number (got true)",
+        "setting places.0: expected a number (got true)",
+        "setting text: Input should be a valid string (got True)",
+        "setting algorithm: Input should be a valid string (got True)",
+    ]
 
 
 def test_validated_repeats_no_value_of_a_secret_field() -> None:

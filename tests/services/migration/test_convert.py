@@ -9,6 +9,7 @@ import pytest
 from protocol.errors import SettingsError
 from services.migration.convert import convert
 from services.migration.maps import CARRIED
+from services.migration.sources import read
 from services.settings.load import compose_settings
 from tests.docs.pages import DOCS
 from tests.integration.command import tether_here
@@ -167,6 +168,23 @@ def test_arguments_of_slimes_script_are_those_of_its_program(tmp_path: Path) -> 
     assert settings == converted(SLIME + "ARGS=(--lr 2e-6)", tmp_path)[0]
 
 
+@pytest.mark.parametrize("around", ["{}", "python3 train.py {} 2>&1 | tee log", "A=(\n  {}  # note's\n)\n"])
+def test_quotes_keep_what_ends_an_argument_elsewhere(around: str) -> None:
+    given = (
+        r"""--hf-checkpoint "/m (new)" --rollout-stop "Answer: #### " ")" --label 'x & y' --eval a#b "\"; """
+        r"""" --colocate --load $(dirname $(pwd -P))/x --empty '' """
+    )
+    assert read(around.format(given), "slime") == {
+        "hf-checkpoint": "/m (new)", "rollout-stop": ["Answer: #### ", ")"], "label": "x & y",
+        "eval": ["a#b", '"; '], "colocate": True, "load": "$(dirname $(pwd -P))/x", "empty": "",
+    }  # fmt: skip
+
+
+def test_overrides_of_verl_stand_in_lists_and_quotes() -> None:
+    script = "# it's\nDATA=(data.x='a # b'\n data.y=1)\npython -m verl \"${DATA[@]}\" 'data.z=\"c\"'&\n"
+    assert read(script, "verl") == {"data.x": "a # b", "data.y": "1", "data.z": '"c"'}
+
+
 def test_arguments_of_slime_become_settings(tmp_path: Path) -> None:
     settings, text = converted(SLIME, tmp_path)
     assert settings["prompts"] == {
@@ -189,6 +207,7 @@ def test_arguments_of_slime_become_settings(tmp_path: Path) -> None:
         (VERL.replace("=256", "=100"), "train_batch_size = 1024 is no multiple of ppo_mini_batch_size = 100"),
         (VERL.replace("/data/", "$HOME/"), "data.train_files is $HOME/gsm8k/train.parquet: write the"),
         (SLIME + "ARGS=(--eps-clop 1)", "eps-clop, did you mean eps-clip?"),
+        (SLIME + "ARGS=(--eps-clip '1)", "line 12 opens a ' without end"),
         ("- a\n- b\n", "no mapping"),
         ("a: [", "not YAML"),
         (f"actor_rollout_ref: {{}}\n{HOSTILE}: 1\n", "has characters that cannot be printed"),

@@ -14,7 +14,7 @@ from services.preflight.model import (
     read_model,
     tensor_shapes,
 )
-from tests.services.preflight.test_check import demo, found, with_model
+from tests.services.preflight.test_check import demo, found, model_in, with_model
 from tests.trainer.megatron.models import save_model
 from trainer.config import ScratchConfig
 from trainer.lora import save_adapter
@@ -191,6 +191,26 @@ def test_layers_that_tensor_parallel_ranks_cannot_divide_are_found(
     settings = with_model(tmp_path / "run", f'model={{path="{model}"}}', *given)
     problems = [str(problem) for problem in model_problems(settings, read_facts(model))]
     assert [words in problem for problem in problems if "parallel" in problem] == [True] * bool(words)
+
+
+@pytest.mark.parametrize(
+    ("backend", "file", "words"),
+    [
+        ("fsdp", "training_args.bin", "holds no *.safetensors or pytorch_model*.bin"),
+        ("reference", "training_args.bin", "holds no *.safetensors or pytorch_model*.bin"),
+        ("reference", "pytorch_model-00001-of-00002.bin", ""),
+        ("megatron", "pytorch_model.bin", "holds no *.safetensors"),
+    ],
+)
+def test_a_model_without_the_weights_that_the_trainer_reads_is_found(
+    backend: str, file: str, words: str, tmp_path: Path
+) -> None:
+    override = model_in(tmp_path / "model")
+    (tmp_path / "model/model.safetensors").rename(tmp_path / "model" / file)
+    settings = with_model(tmp_path / "run", override, f"trainer.backend={backend}")
+    problems = [str(problem) for problem in model_problems(settings, read_facts(tmp_path / "model"))]
+    named = [problem for problem in problems if "trainer needs weights" in problem]
+    assert [problem.endswith(words) for problem in named] == [True] * bool(words)
 
 
 @pytest.mark.parametrize("layer", ["kv_a_proj_with_mqa", "kv_b_proj"])

@@ -100,6 +100,7 @@ def test_a_function_of_a_group_is_tried_on_a_group(tmp_path: Path, samples: int,
         ("math", {"value": 9}, 1),
         ("last_integer", "nine", 1),
         ("positions", "9", 0),
+        ("positions", None, 1),
     ],
 )
 def test_an_answer_that_a_verifier_cannot_compare_with_is_named(
@@ -114,3 +115,27 @@ def test_an_answer_that_a_verifier_cannot_compare_with_is_named(
     assert [problem.partition(":")[0] for problem in problems] == [
         f"verifier {name}, tried on prompt 1"
     ] * count
+
+
+def test_answers_are_missing_in_some_prompts_or_all() -> None:
+    settings = Settings(reward=RewardConfig(verifiers=(VerifierConfig("math"),)))
+    without = Prompt("4+5=", metadata={"source": "x"}, index=1)
+    (some,) = verifier_problems(settings, [Prompt("4+5=", metadata={"answer": "9"}, index=0), without])
+    assert str(some) == "verifier math, tried on prompt 1: the metadata has no field 'answer', but source"
+    (every,) = verifier_problems(settings, [without])
+    assert "it needs the field 'answer' of a prompt, and the prompts have source" in str(every)
+
+
+@pytest.mark.parametrize(
+    ("verifiers", "count"),
+    [
+        ((VerifierConfig("last_integer"), VerifierConfig("math")), 1),
+        ((VerifierConfig("last_integer", fallback="math"), VerifierConfig("math")), 0),
+        ((VerifierConfig("math", fallback="last_integer"), VerifierConfig("last_integer")), 0),
+    ],
+)
+def test_a_verifier_may_fail_on_an_answer_where_another_scores_it(
+    verifiers: tuple[VerifierConfig, ...], count: int
+) -> None:
+    settings = Settings(reward=RewardConfig(verifiers=verifiers))
+    assert len(list(verifier_problems(settings, [Prompt("1:2=", metadata={"answer": "1/2"})]))) == count

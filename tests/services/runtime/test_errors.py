@@ -28,11 +28,20 @@ def test_arguments_stay_on_their_line(lines: tuple[logging.Logger, io.StringIO])
     assert line.startswith("ingest W bus.refused message=evil\\x0a12:00:00 ingest E forged.line \\x1b[31m")
 
 
-def test_a_line_has_a_length_whatever_a_peer_says(lines: tuple[logging.Logger, io.StringIO]) -> None:
+@pytest.mark.parametrize("char", ["x", "\x1b"])
+def test_a_line_has_a_length_whatever_a_peer_says(
+    lines: tuple[logging.Logger, io.StringIO], char: str
+) -> None:
     log, out = lines
-    log.warning("score.failed error=%s", "x" * 10**6)
-    assert len(out.getvalue()) < MOST + 100
-    assert out.getvalue().endswith("x ... (990019 more)\n")
+    long = char * 10**5
+    try:
+        raise ValueError(f"{long}\n{long}")
+    except ValueError as error:
+        log.warning("score.failed error=%s", long, exc_info=True, stack_info=True)
+        said = [*out.getvalue().splitlines(), describe_error(error)[0]]
+    assert max(map(len, said)) < MOST + 100
+    assert said[0].endswith(" ... (of 100019 characters)")
+    assert sum(" ... (of " in line for line in said) == 4
 
 
 def test_lines_of_a_traceback_look_like_no_record(lines: tuple[logging.Logger, io.StringIO]) -> None:

@@ -11,6 +11,7 @@ import pytest
 from services.ledger.embedded_server import EmbeddedServer
 from tests.integration.command import environment
 from tests.integration.loop import ROOT
+from tests.warm.popen import WarmPopen
 from trainer.config import ScratchConfig
 from trainer.random_model import build_scratch
 
@@ -34,6 +35,19 @@ def test_a_service_that_finds_no_ledger_asks_to_be_started_again(tmp_path: Path)
     assert result.returncode == 1
     assert "did not answer" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
+
+
+@pytest.mark.parametrize(("name", "rank"), [("prepare", {}), ("tracking", {}), ("trainer", {"RANK": "1"})])
+def test_a_wrong_level_of_logs_ends_with_one_line(name: str, rank: dict[str, str], tmp_path: Path) -> None:
+    variables = {"TETHER_RUN_DIR": str(tmp_path), "TETHER_LOG_LEVEL": "verbose", **rank}
+    with WarmPopen(
+        [sys.executable, "-m", f"services.{name}"],
+        cwd=ROOT, env=environment(**variables), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    ) as process:  # fmt: skip
+        said = process.communicate(timeout=300)[1]
+    assert process.returncode == 2
+    (line,) = said.splitlines()
+    assert line.startswith(f"tether {name}: variable TETHER_LOG_LEVEL: 'verbose' is not known; use one of")
 
 
 SLOW_TO_LEAVE = """
