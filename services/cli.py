@@ -103,9 +103,13 @@ def check(
     """Find all problems that would keep a run from starting, without starting it; then exit with 2."""
     from services.tools.check import check_configuration, render_check
 
-    facts = check_configuration(str(config), _overrides(set_, steps, run_dir, rollouts, rewards))
-    _show(facts, as_json, render_check)
-    if facts["problems"]:
+    result = check_configuration(str(config), _overrides(set_, steps, run_dir, rollouts, rewards))
+    _show(
+        {"problems": list(result.problems), "summary": list(result.summary)},
+        as_json,
+        lambda _: render_check(result),
+    )
+    if result.problems:
         raise typer.Exit(2)
 
 

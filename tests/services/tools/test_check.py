@@ -7,7 +7,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from services.cli import app
-from services.tools.check import check_configuration, render_check
+from services.tools.check import CheckedRun, check_configuration, render_check
 from tests.integration.loop import ROOT
 
 DEMO = str(ROOT / "deploy/configs/demo.toml")
@@ -17,14 +17,14 @@ def test_check_configuration_lists_every_setting_that_is_wrong_by_itself() -> No
     found = check_configuration(
         DEMO, ["optimizer.lr=nan", "optimizer.lr_warmup_steps=-1", "engine.name=vlm", "run.name=../up"]
     )
-    assert len(found["problems"]) == 4
-    assert found["summary"] == []
-    assert "optimizer.lr: nan is not between 0 and 1000" in "\n".join(found["problems"])
+    assert len(found.problems) == 4
+    assert found.summary == []
+    assert "optimizer.lr: nan is not between 0 and 1000" in "\n".join(found.problems)
 
 
 def test_check_configuration_lists_every_unknown_name_and_choice_at_once() -> None:
     found = check_configuration(DEMO, ["run.stps=1", "trainer.dtype=flot32", "bound.staleness_policy=drp"])
-    assert found["problems"] == [
+    assert found.problems == [
         "setting run.stps is not known; did you mean 'steps'?",
         "setting bound.staleness_policy: 'drp' is not known; did you mean 'drop'?",
         "setting trainer.dtype: 'flot32' is not known; did you mean 'float32'?",
@@ -33,13 +33,13 @@ def test_check_configuration_lists_every_unknown_name_and_choice_at_once() -> No
 
 def test_check_configuration_names_a_ledger_that_does_not_answer() -> None:
     found = check_configuration(DEMO, ["engine.name=hf", 'ledger.url="redis://127.0.0.1:1/0"'])
-    (text,) = found["problems"]
+    (text,) = found.problems
     assert "127.0.0.1:1" in text
 
 
 def test_render_check_counts_the_problems() -> None:
-    assert render_check({"problems": [], "summary": ["model m"]}) == "OK\nmodel m"
-    assert render_check({"problems": ["a", "b"], "summary": []}) == "2 problems\n- a\n- b"
+    assert render_check(CheckedRun([], ["model m"])) == "OK\nmodel m"
+    assert render_check(CheckedRun(["a", "b"], [])) == "2 problems\n- a\n- b"
 
 
 def test_check_ends_with_2_where_a_run_could_not_start(tmp_path: Path) -> None:
