@@ -26,7 +26,7 @@ CONNECTIONS = 8
 RANGE_BYTES = (256 << 10, 4 << 20)
 """Least and most bytes of a range."""
 INDEX_BYTES = 256 << 20
-"""Most bytes of a file that is read whole."""
+"""Most bytes of a file that is read whole over a network."""
 TRIES = 4
 """Attempts at a range."""
 CANCELLED_WITHIN_S = 0.02
@@ -68,8 +68,8 @@ class RangeReader:
         self._all(check, ((name, nbytes) for name, nbytes in sizes if nbytes))
 
     def contents(self, names: Iterable[str]) -> list[bytes]:
-        """Return all bytes of each file, `INDEX_BYTES` at most. Raises WeightError, which names the file."""
-        return self._all(self._range, ((name, 0, INDEX_BYTES) for name in names))
+        """Return all bytes of each file. Raises WeightError, which names the file."""
+        return self._all(self._range, ((name, 0, None) for name in names))
 
     def read(self, name: str, target: NDArray[np.uint8], first: int = 0) -> None:
         """Fill memory with a file's bytes from `first` on. Raises WeightError, which names the file."""
@@ -93,7 +93,7 @@ class RangeReader:
         futures = [self._pool.submit(function, *call) for call in calls]
         return [future.result() for future in futures]
 
-    def _range(self, name: str, start: int, end: int) -> bytes:
+    def _range(self, name: str, start: int, end: int | None) -> bytes:
         """Return bytes of a file, fewer at its end; the deadline counts, and so many attempts."""
         doing, attempt = f"reading {self._shown}/{name}", 0
         while True:
@@ -112,22 +112,23 @@ class RangeReader:
             else:
                 return found
 
-    def _answer(self, path: str, start: int, end: int, doing: str) -> bytes:
+    def _answer(self, path: str, start: int, end: int | None, doing: str) -> bytes:
         """Read once; raises any error of the file system, and WeightError once the deadline is cancelled."""
         limit_s = self._deadline.remaining(doing) / 2
         if not self._files.async_impl:  # reads of local files end
             return bytes(self._files.cat_file(path, start=start, end=end))
+        most = INDEX_BYTES if end is None else end - start
 
         async def refuse_whole(answer: Any) -> None:
             """Refuse more than was asked for before it is read: a file may be larger than the memory."""
-            if answer.status == 200 and (answer.content_length or math.inf) > end - start:
+            if answer.status == 200 and (answer.content_length or math.inf) > most:
                 answer.close()
                 raise WeightError(f"{doing}: the server sends the whole file, it has to serve ranges")
 
         checks = {"raise_for_status": refuse_whole} if "http" in self._files.protocol else {}
         # fsspec's own call in this thread could not be cancelled
         reading = asyncio.run_coroutine_threadsafe(
-            self._files._cat_file(path, start=start, end=end, **checks), self._files.loop
+            self._files._cat_file(path, start=start, end=start + most, **checks), self._files.loop
         )
         last = time.monotonic() + limit_s
         try:
