@@ -61,7 +61,7 @@ class SpanReader:
         """Return None: spans are not drawn over versions."""
 
     def finish(self) -> None:
-        """Do nothing: a span needs no other file."""
+        """Have no effect: a span needs no other file."""
 
     def _spans(self, records: Iterable[Record]) -> list[TraceSpan]:
         drawn = [record for record in records if record["ph"] in "Xi"]

@@ -1,4 +1,4 @@
-"""What the ingest keeps of groups that the ledger refuses, by a real ledger and a real bus."""
+"""Tests the records of groups that the ledger refuses, with a real ledger and a real bus."""
 
 import asyncio
 import dataclasses

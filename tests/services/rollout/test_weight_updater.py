@@ -1,4 +1,4 @@
-"""Tests what a worker does about versions that its engine can never stage, and about those that it may."""
+"""Tests a worker whose engine can never stage a version, and one whose engine may at a later attempt."""
 
 import asyncio
 from collections.abc import AsyncIterator, Mapping

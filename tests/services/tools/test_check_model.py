@@ -45,7 +45,7 @@ def change_tensors(model_dir: Path, **changes: torch.Tensor) -> None:
 
 
 def checked_on_ranks(model_dir: Path, **sizes: int) -> str:
-    """What the command says of a model that works; its ranks are forks."""
+    """Return the answer for a model that works; its ranks are forks."""
     done = tether_here("check-model", model_dir, *(f"--{name}={size}" for name, size in sizes.items()))
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.startswith("OK\n")
