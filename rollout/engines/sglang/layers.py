@@ -50,7 +50,8 @@ def remember(model: nn.Module, *args: Any, **kwargs: Any) -> None:
             unloaded = {
                 key: made[key].detach().to("cpu", copy=True) for key in made.keys() - _made[layer].keys()
             }
-            vars(layer)[UNLOADED] = partial(_parameters, unloaded)  # a function: no tensor of the live layer
+            if unloaded:  # in a function: the layer holds no further tensor
+                vars(layer)[UNLOADED] = partial(_parameters, unloaded)
 
 
 class SglangRules:
@@ -67,14 +68,14 @@ class SglangRules:
         return _made.get(layer, {})
 
     def is_latent(self, layer: nn.Module) -> bool:
-        """See `LayerRules`."""
-        return isinstance(getattr(layer, DERIVED[0], None), torch.Tensor)
+        """See `LayerRules`; attention that has scales alone is such a layer, too."""
+        return _derives(layer) or (UNLOADED in vars(layer) and not _made[layer])
 
     def process(self, shadow: Any, staged: Staged) -> None:
         """See `LayerRules`."""
-        if not self.is_latent(shadow):
-            # scales of experts in 8 bits, which SGLang writes in place
-            shadow._parameters |= vars(shadow)[UNLOADED](next(iter(shadow._parameters.values())).device)
+        if not _derives(shadow):
+            if UNLOADED in vars(shadow):  # scales in 8 bits, which SGLang writes in place
+                shadow._parameters |= vars(shadow)[UNLOADED](next(self._model.parameters()).device)
             getattr(shadow.quant_method, PROCESS)(shadow)
             return
         shadow._modules[EXPANDED] = with_staged(shadow._modules[EXPANDED], staged)
@@ -98,6 +99,11 @@ def loader_of(model: nn.Module) -> Any:
     loader = copied(model)
     vars(loader)[FINISH] = lambda *args, **kwargs: None
     return loader
+
+
+def _derives(layer: nn.Module) -> bool:
+    """Return whether a layer is latent attention that computes with tensors of another layer's weights."""
+    return isinstance(getattr(layer, DERIVED[0], None), torch.Tensor)
 
 
 def _parameters(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, nn.Parameter]:

@@ -1,8 +1,8 @@
 """Computes gated delta nets (Yang et al. 2024, arXiv 2412.06464) over packed samples with a state each.
 
 megatron's own layer refuses packed samples, and needs flash-linear-attention also where its kernels do not
-run. Here the convolution and the delta rule are transformers' functions, which call the kernels of
-causal-conv1d and flash-linear-attention where these are installed.
+run. Here the convolution and the delta rule are those that transformers chooses: the kernels of causal-conv1d
+and flash-linear-attention where these are installed, else plain torch.
 
 Shapes: T tokens, t of them on this rank (all without sequence parallelism); H hidden size; n samples of a
 segment, L tokens of its longest; heads are this tensor rank's.
@@ -11,7 +11,7 @@ segment, L tokens of its longest; heads are this tensor rank's.
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
 # isort: split
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -35,13 +35,13 @@ class DeltaNetLayer(MegatronModule):
 
     def __init__(self, config: TransformerConfig, *, delta: DeltaNet, **unused: Any) -> None:
         """Make the layer's parameters, uninitialized."""
-        from transformers.models.qwen3_next.modeling_qwen3_next import (  # imports much
-            causal_conv1d_fn,
-            torch_chunk_gated_delta_rule,
-        )
+        from transformers.models.qwen3_next import modeling_qwen3_next as published  # imports much
 
         super().__init__(config=config)
-        self._convolve, self._delta_rule = causal_conv1d_fn, torch_chunk_gated_delta_rule
+        # before 5.19 these are the kernels themselves, None where they are not installed
+        self._convolve = published.causal_conv1d_fn or convolved
+        kernel = getattr(published, "chunk_gated_delta_rule", None)
+        self._delta_rule = kernel or published.torch_chunk_gated_delta_rule
         self.delta = delta
         ranks = config.tensor_model_parallel_size
         values = delta.value_heads // ranks
@@ -111,3 +111,16 @@ class DeltaNetLayer(MegatronModule):
             use_qk_l2norm_in_kernel=True,
         )
         return segment.picked(out.transpose(1, 2))
+
+
+def convolved(x: torch.Tensor, weight: torch.Tensor, bias: None, activation: Literal["silu"]) -> torch.Tensor:
+    """Return the causal convolution of each channel with its own kernel; as causal-conv1d's function.
+
+    Args:
+        x: [n, C, L].
+        weight: [C, length of the kernel].
+        bias: has to be None.
+        activation: applied to the result.
+    """
+    padded = F.pad(x, (weight.size(1) - 1, 0))
+    return F.silu(F.conv1d(padded, weight[:, None], groups=x.size(1)))
