@@ -31,7 +31,8 @@ NEWNS, NEWIPC, NEWUSER, NEWPID, NEWNET = 0x00020000, 0x08000000, 0x10000000, 0x2
 PR_SET_PDEATHSIG, PR_SET_KEEPCAPS, PR_SET_CHILD_SUBREAPER, PR_SET_NO_NEW_PRIVS = 1, 8, 36, 38
 MS_REC, MS_PRIVATE, MS_NOSUID, MS_NODEV = 1 << 14, 1 << 18, 1 << 1, 1 << 2
 MOUNT_SETATTR, AT_FDCWD, AT_RECURSIVE, MOUNT_ATTR_RDONLY = 442, -100, 0x8000, 1
-CAP_DAC_READ_SEARCH = 1 << 2
+CAP_DAC_READ_SEARCH = 2
+PR_CAP_AMBIENT, CAP_AMBIENT_RAISE = 47, 2
 LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
 READ = (1 << 2) | (1 << 3)
@@ -178,7 +179,7 @@ def confine(limits: dict[str, Any], directory: str, isolation: set[str], filters
         os.setgid(NOBODY)
         os.setuid(NOBODY)
         isolation.add("nobody")
-    keep_capabilities(0 if readable() or "landlock" not in isolation else CAP_DAC_READ_SEARCH)
+    keep_capabilities(None if readable() or "landlock" not in isolation else CAP_DAC_READ_SEARCH)
     if not readable():
         raise OSError(
             f"Python in {sys.base_prefix} is not readable for the user nobody; "
@@ -246,11 +247,14 @@ def seccomp(lines: bytes) -> bool:
     return bool(lines) and libc.prctl(PR_SET_SECCOMP, SECCOMP_FILTER, head, 0, 0) == 0
 
 
-def keep_capabilities(mask: int) -> None:
-    """Drop all capabilities but those in `mask`."""
+def keep_capabilities(number: int | None) -> None:
+    """Drop all capabilities but this one, if any, which programs that are started have, too."""
+    mask = 0 if number is None else 1 << number
     header = struct.pack("=Ii", 0x20080522, 0)
-    if libc.capset(header, struct.pack("=6I", mask, mask, 0, 0, 0, 0)):
+    if libc.capset(header, struct.pack("=6I", mask, mask, mask, 0, 0, 0)):
         raise OSError(ctypes.get_errno(), "capset")
+    if number is not None and libc.prctl(PR_CAP_AMBIENT, CAP_AMBIENT_RAISE, number, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl PR_CAP_AMBIENT")
 
 
 def tasks_of(uid: int, within: bool) -> int:

@@ -1,8 +1,10 @@
 """The sandbox against hostile code; skipped where the kernel lacks what a test needs."""
 
+import json
 import os
 import resource
 import socket
+import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
@@ -13,7 +15,7 @@ import pytest
 
 from protocol.errors import RewardError, SettingsError
 from reward.sandbox.child import fork, wait_for
-from reward.sandbox.runner import IsolationLevel, Limits, Verdict, run_tests
+from reward.sandbox.runner import IsolationLevel, Limits, Verdict, run_programs, run_tests
 from reward.verifiers.registry import make_verifier
 
 pytestmark = pytest.mark.xdist_group(
@@ -251,3 +253,10 @@ def many_files() -> Iterator[None]:
             opened.enter_context(open(os.devnull))
         yield
     resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+
+
+def test_a_program_runs_under_the_python_that_runs_this_one() -> None:
+    """As root a home directory's Python is read by a capability, which a program that is started keeps."""
+    code = "import sys; print([sys.version, sys.base_prefix])"
+    printed = json.dumps(f"{[sys.version, sys.base_prefix]}\n")
+    assert run_programs(code, [""], LIMITS).outputs == {0: printed}
