@@ -76,7 +76,9 @@ def rerun(
     to = made if to is None else to
     if not 0 <= to <= made:
         raise SettingsError(f"--to {to}: {settings.run_dir} has versions 0 to {made}")
-    other = other_settings(settings, overrides) if overrides else settings
+    end = made if overrides else to
+    recorded.settings = settings = _settings_up_to(recorded, end)
+    other = other_settings(settings, overrides, recorded.file_of(0)) if overrides and made else settings
     target = dataclasses.replace(other, run=dataclasses.replace(other.run, dir=str(directory.absolute())))
     with directory_written_aside(directory) as aside:
         dump_settings(target, aside / SETTINGS)
@@ -85,13 +87,28 @@ def rerun(
         if settings.model.scratch is not None and not settings.model.path:
             shutil.copytree(settings.model_dir, aside / settings.model_dir.name)
         making = Rerun(recorded, aside)
-        asyncio.run(making.make(to, made if overrides else to, other))
+        asyncio.run(making.make(to, end, other))
     return {
         "run_dir": str(directory),
         "steps": to,
         "forked": len(making.digests) - to,
         "equal": sum(making.digests[step] == recorded.step(step).record.digest for step in range(to)),
     }
+
+
+def _settings_up_to(recorded: RecordedRun, end: int) -> Settings:
+    """Return the settings under which all steps up to version `end` were made.
+
+    Raises:
+        SettingsError: they changed before; names which and where.
+    """
+    change = recorded.first_change()
+    if change is not None and end > change[0]:
+        raise SettingsError(
+            f"{recorded.settings.run_dir} cannot be made again beyond version {change[0]}, nor be forked: "
+            f"later steps were made under other settings: {change[1]}"
+        )
+    return recorded.settings_of(0) if end else recorded.settings
 
 
 class Rerun:
