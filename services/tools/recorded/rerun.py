@@ -31,6 +31,7 @@ from services.run_record.steps import FILE as STEPS
 from services.runtime.user_modules import add_user_modules
 from services.settings.load import FILE as SETTINGS
 from services.settings.load import dump_settings
+from services.settings.resume import EARLIER
 from services.settings.sections import Settings
 from services.tools.recorded.replayed_rollouts import RolloutReplayer
 from services.tools.recorded.run import RecordedRun
@@ -82,6 +83,9 @@ def rerun(
     target = dataclasses.replace(other, run=dataclasses.replace(other.run, dir=str(directory.absolute())))
     with directory_written_aside(directory) as aside:
         dump_settings(target, aside / SETTINGS)
+        if overrides and to:  # of the steps that are not forked
+            until = EARLIER.replace("*", str(recorded.step(to - 1).sequence))
+            dump_settings(dataclasses.replace(settings, run=target.run), aside / until)
         parent = Parent(str(settings.run_dir), to, tuple(overrides))
         write_atomically(aside / PARENT, msgspec.json.encode(parent))
         if settings.model.scratch is not None and not settings.model.path:

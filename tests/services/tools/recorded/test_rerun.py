@@ -49,6 +49,8 @@ def test_rerun_of_an_asynchronous_run_is_equal_and_can_be_forked(tmp_path: Path)
 
     facts = rerun(run_settings(run_dir), TO, fork, ["algorithm.clip_high=0.01"])
     assert (facts["steps"], facts["equal"], facts["forked"]) == (TO, TO, STEPS - TO)
+    forked = RecordedRun(run_settings(fork), range(STEPS))
+    assert [forked.settings_of(step).algorithm.clip_high for step in (TO - 1, TO)] == [0.2, 0.01]
     compared = compare_runs(run_dir, fork)
     assert compared["made"] == [STEPS, STEPS]
     assert "algorithm.clip_high" in compared["settings"][0]
