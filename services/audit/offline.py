@@ -38,6 +38,12 @@ class Recorded(Protocol):
 
     settings: Settings
 
+    def settings_of(self, step: int) -> Settings:
+        """Return the settings under which a step was made."""
+
+    def first_change(self) -> tuple[int, str] | None:
+        """Return the first step under other settings than the steps before it, and which."""
+
     def step(self, step: int) -> LoggedStep:
         """Return the log's record of a step. Raises SettingsError: there is none."""
 
@@ -61,7 +67,7 @@ class Numerics:
     rows_left_out: int = 0
     """Rows whose log-probabilities were not recomputed for lack of memory."""
     not_held: str = ""
-    """Why the next step could not be read; empty: all were."""
+    """Why the next step could not be read, or not be made again; empty: all were."""
     not_compared: str = ""
     """Why no version can be exact; empty: it can."""
     alarms: list[Alarm] = field(default_factory=list)
@@ -89,13 +95,12 @@ def audit_recorded(recorded: Recorded) -> Numerics:
 
 
 async def _audit(recorded: Recorded) -> Numerics:
-    settings = recorded.settings
+    settings = next(map(recorded.settings_of, _logged(recorded)), recorded.settings)
     async with second_worker(settings.reward, add_user_modules(settings)) as rewards:
-        return await asyncio.to_thread(_audit_steps, recorded, rewards)
+        return await asyncio.to_thread(_audit_steps, recorded, settings, rewards)
 
 
-def _audit_steps(recorded: Recorded, rewards: Rewards) -> Numerics:
-    settings = recorded.settings
+def _audit_steps(recorded: Recorded, settings: Settings, rewards: Rewards) -> Numerics:
     shadow, algorithm, found = Shadow(settings), make_algorithm(settings.algorithm), Numerics()
     dtype, digests = settings.engine.dtype, {}
     found.not_compared = HEAD_DIGESTS if settings.engine.trained_head else ""
@@ -109,7 +114,11 @@ def _audit_steps(recorded: Recorded, rewards: Rewards) -> Numerics:
         shadow=shadow,
     )
     known: dict[int, Tensors] = {0: _in_dtype(exact, dtype)} if exact else {}
+    change = recorded.first_change()
     for step in _logged(recorded):
+        if change is not None and step == change[0]:
+            found.not_held = f"steps from {step} on were made under other settings: {change[1]}"
+            break
         try:
             command = recorded.command(step)
         except SettingsError as error:

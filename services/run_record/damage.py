@@ -10,6 +10,7 @@ from pathlib import Path
 
 from protocol.errors import SpoolError
 from services.ledger.event_log.hash_chain import damaged_lines, head_of
+from services.settings.resume import EARLIER
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import MANIFEST
 from trainer.storage.checksums import FILE, damaged_document, damaged_files, listed_files
@@ -111,6 +112,7 @@ CHECKS: tuple[tuple[str, Callable[[Path], Damage], Callable[[Path], set[Path]]],
     ("eval.jsonl", damaged_lines, _head),
     ("*.head", _lost_log, _alone),
     ("settings.json", damaged_document, _alone),
+    (EARLIER, damaged_document, _alone),
     ("hub.json", damaged_document, _alone),
     ("frozen_models.json", damaged_document, _alone),
     ("exports/best.json", damaged_document, _alone),

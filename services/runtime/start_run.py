@@ -10,7 +10,7 @@ from services.ledger.interface import Ledger, LedgerStatus, RunSpec
 from services.runtime.frozen_models import checked_digests, record_digests
 from services.runtime.run_ledger import status_if_created
 from services.settings.load import FILE, dump_settings
-from services.settings.resume import Change, changes_since_last_start, check_drained
+from services.settings.resume import Change, changes_since_last_start, check_drained, keep_earlier
 from services.settings.resume_rules import ResumeRule
 from services.settings.sections import Settings
 from trainer.storage.checkpoints import Checkpoints
@@ -56,6 +56,8 @@ async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> 
             policy=spec.bound.policy,
         )
     await ledger.drain(False)
+    if before is not None:
+        await asyncio.to_thread(keep_earlier, settings.run_dir, before.sequence, changes)
     dump_settings(settings, settings.run_dir / FILE)
     record_digests(settings.run_dir, digests)
     after = await ledger.status()

@@ -106,15 +106,15 @@ def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> Non
     assign(values, dotted, found, source)
 
 
-def run_settings(run_dir: Path, overrides: Sequence[str] = ()) -> Settings:
-    """Return the settings that a run was last started with.
+def run_settings(run_dir: Path, overrides: Sequence[str] = (), name: str = FILE) -> Settings:
+    """Return the settings that a run was last started with, or those in its file with another name.
 
     Of the environment only the ledger's URL is read.
 
     Raises:
         SettingsError: there is no run in the directory.
     """
-    path = run_dir / FILE
+    path = run_dir / name
     if not path.is_file():
         raise SettingsError(
             f"no run in {run_dir}: there is no settings.json; give the directory of a run, such as runs/demo"

@@ -1,17 +1,26 @@
-"""Compares the settings of a run that is started again with the settings of its last start."""
+"""Compares the settings of a run that is started again with the settings of its last start, and keeps those.
+
+RUN_DIR/settings_until_N.json is the settings.json under which the events up to number N were made, for tools
+that compute earlier steps again.
+"""
 
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, get_type_hints
 
 from protocol.errors import SettingsError
-from services.settings.load import recorded_settings
+from protocol.host.atomic_file import write_atomically
+from services.settings.load import FILE, recorded_settings
 from services.settings.paths import mark_of
-from services.settings.resume_rules import NOT_COMPARED, ResumeRule, rule_of
+from services.settings.resume_rules import NOT_COMPARED, ResumeRule, decides_records, rule_of
 from services.settings.sections import Settings
 from services.settings.sources import to_toml
+
+EARLIER = "settings_until_*.json"
+"""Names of files with the settings of earlier starts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +101,28 @@ def check_drained(changes: Sequence[Change], waiting: int) -> None:
                 f"{rule_of(change.dotted)[1]}. {waiting} groups wait: start the run with the old value, end "
                 "it with `tether drain D`, and start it with the new one (docs/resume.md)"
             )
+
+
+def keep_earlier(run_dir: Path, sequence: int, changes: Sequence[Change]) -> None:
+    """Keep the settings of the last start, if a change of them decides what a step or a record is.
+
+    Args:
+        run_dir: of the run.
+        sequence: number of the newest event, which was made under them.
+        changes: of the settings at the present start.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    path = run_dir / EARLIER.replace("*", str(sequence))
+    if any(decides_records(change.dotted) for change in changes) and not path.exists():
+        write_atomically(path, (run_dir / FILE).read_bytes())
+
+
+def earlier_name(run_dir: Path, sequence: int) -> str:
+    """Return the name of the file with the settings under which an event was made."""
+    ends = {int(path.stem.rpartition("_")[2]): path.name for path in run_dir.glob(EARLIER)}
+    return next((ends[end] for end in sorted(ends) if sequence <= end), FILE)
 
 
 def _is_same_place(before: Any, now: Any) -> bool:

@@ -103,6 +103,16 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
 """Setting, or section for its settings that are not listed -> rule, and the reason."""
 DEFAULT = (ResumeRule.FREE, "")
 """Rule of every other setting, and its reason."""
+DECIDING = frozenset(
+    {
+        "algorithm", "critic", "engine.draft_lr", "engine.dtype", "environment", "lora.dropout", "optimizer",
+        "render", "reward.verifiers", "sampling.keep_first", "sampling.temperature", "sampling.top_k",
+        "sampling.top_p", "trainer.dtype", "trainer.epochs_per_batch", "trainer.fp8",
+        "trainer.moe_aux_loss_coeff", "trainer.moe_router_bias_update_rate", "trainer.moe_z_loss_coeff",
+        "trainer.num_mini_batches", "trainer.recompute_logprobs",
+    }
+)  # fmt: skip
+"""Settings, and whole sections, that decide what a record or a step is, beyond rounding."""
 NOT_COMPARED = frozenset({"run.dir", "ledger.url"})
 """Settings that say where the run is, and are not kept in it."""
 
@@ -112,3 +122,8 @@ def rule_of(dotted: str) -> tuple[ResumeRule, str]:
     parts = dotted.split(".")
     keys = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((RULES[key] for key in keys if key in RULES), DEFAULT)
+
+
+def decides_records(dotted: str) -> bool:
+    """Return whether a record or a step comes out otherwise under another value, beyond rounding."""
+    return bool(DECIDING & {dotted, dotted.partition(".")[0]})

@@ -20,7 +20,7 @@ from protocol.host.prctl import die_with_parent
 from services.runtime.errors import configure_logging
 from services.runtime.training import build_models
 from services.settings.checks import check_settings
-from services.settings.load import run_settings
+from services.settings.load import FILE, run_settings
 from services.settings.sections import Settings
 from services.tools.recorded.run import RecordedRun
 from trainer.algorithms.registry import make_algorithm
@@ -61,7 +61,7 @@ def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
         TetherError: a record is damaged.
     """
     logged, command = recorded.step(step), recorded.command(step)
-    plan = plan_command(command, make_algorithm(recorded.settings.algorithm))
+    plan = plan_command(command, make_algorithm(recorded.settings_of(step).algorithm))
     recorded_digest = recorded.report(step).get("batch_digest", "")
     counts = {group: {v: n for v, n in versions.items() if n} for group, versions in logged.trained.items()}
     return {
@@ -110,7 +110,7 @@ def retrain(
         SettingsError: a step's records are not there any more, or the checkpoint is damaged or of another
             layout.
     """
-    settings, compared = recorded.settings, dict[str, Any]()
+    settings, compared = recorded.settings_of(step), dict[str, Any]()
     with TemporaryDirectory(prefix="replay.") as state:
         with leading(settings) as executor:
             first = _repeat(executor, recorded, step, start)
@@ -152,14 +152,14 @@ def _repeat(executor: Executor, recorded: RecordedRun, step: int, start: Checkpo
 
 def _made_again(recorded: RecordedRun, step: int, state: str, overrides: Sequence[str]) -> dict[str, Any]:
     """Make a step from the state in a directory, under other settings; returns its measurements."""
-    other = other_settings(recorded.settings, overrides)
+    other = other_settings(recorded.settings_of(step), overrides, recorded.file_of(step))
     with leading(other) as executor:
         executor.lead(RestoreCommand(state))
         return _measured(executor, recorded.command(step, other))
 
 
-def other_settings(settings: Settings, overrides: Sequence[str]) -> Settings:
-    """Return the settings of a run with some under which a step can be made again.
+def other_settings(settings: Settings, overrides: Sequence[str], name: str = FILE) -> Settings:
+    """Return the settings of a run, in a file with this name, with some to make a step again under.
 
     Raises:
         SettingsError: a setting is another one, or does not fit the others.
@@ -170,7 +170,7 @@ def other_settings(settings: Settings, overrides: Sequence[str]) -> Settings:
                 f"--set {override}: a step is made again from the samples that it had, under another "
                 f"[algorithm], or {', '.join(OTHER[1:])}"
             )
-    found = run_settings(settings.run_dir, overrides)
+    found = run_settings(settings.run_dir, overrides, name)
     check_settings(found)
     return found
 
@@ -245,8 +245,8 @@ def replay_step(
     first = (start.version if start else 0) if train else step
     recorded = RecordedRun(settings, range(first, step + 1))
     facts = replay(recorded, step)
-    if train and settings.parallel.world_size > 1:
-        ranks, run_dir = settings.parallel.world_size, str(settings.run_dir)
+    if train and (ranks := recorded.settings_of(step).parallel.world_size) > 1:
+        run_dir = str(settings.run_dir)
         facts["train"] = result_of_ranks(ranks, "services.tools.replay", run_dir, str(step), *overrides)
     elif train:
         facts["train"] = retrain(recorded, step, start, overrides)
@@ -298,8 +298,9 @@ def main() -> None:
     settings, step, overrides = run_settings(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
     configure_logging(f"replay.{os.environ['RANK']}")
     if os.environ["RANK"] != "0":
-        others = [other_settings(settings, overrides)] if overrides else []
-        for followed in (settings, *others):
+        recorded = RecordedRun(settings, range(step, step + 1))
+        others = [other_settings(settings, overrides, recorded.file_of(step))] if overrides else []
+        for followed in (recorded.settings_of(step), *others):
             executor = Executor(build_models(followed.together))
             executor.follow()
             executor.close()

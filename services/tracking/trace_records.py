@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from protocol.errors import SettingsError
 from protocol.host.atomic_file import written_aside
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.events import (
@@ -109,9 +110,15 @@ def write_perfetto(run_dir: Path, out: Path) -> int:
     """Write the trace of a run, and return how many records it has.
 
     Raises:
-        SettingsError: there is no event log, or a line of it is not an event.
-        OSError: `out` cannot be written.
+        SettingsError: there is no event log, or a line of it is not an event; or `out` cannot be written.
     """
+    try:
+        return _write(run_dir, out)
+    except OSError as error:
+        raise SettingsError(f"{out} cannot be written: {error.strerror}") from None
+
+
+def _write(run_dir: Path, out: Path) -> int:
     count = 0
     with written_aside(out) as aside, aside.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')

@@ -58,7 +58,10 @@ COMMON = (
     "run.steps=6", "bound.groups_per_step=4", "sampling.max_tokens=6", "trainer.backend=reference",
     "monitor.enabled=false", "eval.at_end=false", "audit.share=1", "rollout.groups_in_flight=8",
 )  # fmt: skip
-pytestmark = slow_unless_changed("services/audit/", "services/trainer/train_loop.py", "services/rollout/")
+pytestmark = slow_unless_changed(
+    "services/audit/", "services/trainer/train_loop.py", "services/rollout/", "services/settings/resume.py",
+    "services/tools/recorded/run.py",
+)  # fmt: skip
 
 
 def up(tmp_path: Path, *settings: str, engine: str = ENGINE) -> tuple[int, str]:
@@ -85,6 +88,21 @@ def test_run_without_a_fault_is_made_again_bit_for_bit_without_an_alarm(tmp_path
     assert verified.returncode == 0, verified.stdout
     facts = json.loads(verified.stdout)
     assert (facts["numerics_steps"], facts["numerics_exact"], facts["alarms"]) == (6, 6, [])
+
+
+def test_run_that_continued_under_other_settings_has_no_alarm(tmp_path: Path) -> None:
+    for given in (("run.steps=3",), ("run.steps=6", "sampling.temperature=0.6", "optimizer.lr=1e-2")):
+        code, said = up(tmp_path, "engine.name=hf", "trainer.checkpoint_every=2", *given)
+        assert code == 0, said
+    verified = tether("verify", str(tmp_path / "run"), "--numerics", "--json")
+    facts = json.loads(verified.stdout)
+    assert (verified.returncode, facts["alarms"]) == (0, [])
+    assert (facts["numerics_steps"], facts["numerics_exact"]) == (3, 3)
+    assert "steps from 3 on were made under other settings: sampling.temp" in facts["numerics_not_held"]
+    for step in (1, 4):  # before the change, and after it
+        replayed = tether("replay", str(tmp_path / "run"), "--step", str(step), "--train", "--json")
+        assert replayed.returncode == 0, replayed.stdout
+        assert json.loads(replayed.stdout)["train"]["weights_equal"]
 
 
 def test_engine_that_computes_wrongly_halts_the_run_and_is_named(tmp_path: Path) -> None:

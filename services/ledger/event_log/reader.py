@@ -1,7 +1,7 @@
 """Reads the steps of a run from its event log: what each took, under which leases, and what was trained."""
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from protocol.errors import SettingsError
@@ -28,6 +28,8 @@ class LoggedStep:
     """The ledger's record of the step."""
     trained: Mapping[int, Mapping[int, int]]
     """Group -> version -> tokens that carried gradient."""
+    sequence: int = field(default=0, compare=False)
+    """Number of the event that has the commit."""
 
 
 def read_events(path: Path) -> Iterator[LedgerEvent]:
@@ -81,7 +83,7 @@ def committed_steps(events: Iterable[LedgerEvent], steps: range) -> dict[int, Lo
     builder = _StepsBuilder(steps)
     for place, event in with_journal_events(events):
         try:
-            builder.apply(event)
+            builder.apply(event, place.seq)
         except (KeyError, ValueError) as error:
             raise SettingsError(
                 f"event {place.seq} ({place.kind}) does not fit the ones before it; see `tether verify`"
@@ -102,8 +104,11 @@ class _StepsBuilder:
         self._taken: list[int] = []
         """Groups of the running step, in order."""
 
-    def apply(self, event: LedgerEvent | JournalEvent) -> None:
-        """Take in one event. Raises KeyError or ValueError if it contradicts the ones before it."""
+    def apply(self, event: LedgerEvent | JournalEvent, sequence: int) -> None:
+        """Take in one event, which the log has as number `sequence`.
+
+        Raises KeyError or ValueError if it contradicts the ones before it.
+        """
         match event:
             case LeaseEvent():
                 self._leases[event.group] = event
@@ -118,18 +123,18 @@ class _StepsBuilder:
             case TakeEvent():
                 self._taken = event.groups
             case CommitEvent() | JournalCommit():
-                self._commit(event)
+                self._commit(event, sequence)
             case ResumeEvent(continued=False):
                 self.steps = {step: logged for step, logged in self.steps.items() if step < event.version}
 
-    def _commit(self, event: CommitEvent | JournalCommit) -> None:
+    def _commit(self, event: CommitEvent | JournalCommit, sequence: int) -> None:
         taken = self._taken
         if sorted(event.groups) != sorted(taken):  # the take is lost; this is the order of a take
             taken = sorted(event.groups, key=lambda group: (self._leases[group].deadline, group))
         groups = tuple(_taken_group(self._leases.pop(group), self._counts.pop(group)) for group in taken)
         if event.step in self._wanted:
             record = StepRecord(event.step, event.epoch, int(event.digest), groups)
-            self.steps[event.step] = LoggedStep(record, event.groups)
+            self.steps[event.step] = LoggedStep(record, event.groups, sequence)
 
 
 def _taken_group(lease: LeaseEvent | JournalAccept, counts: Mapping[int, int]) -> TakenGroup:

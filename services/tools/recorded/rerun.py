@@ -31,6 +31,7 @@ from services.run_record.steps import FILE as STEPS
 from services.runtime.user_modules import add_user_modules
 from services.settings.load import FILE as SETTINGS
 from services.settings.load import dump_settings
+from services.settings.resume import EARLIER
 from services.settings.sections import Settings
 from services.tools.recorded.replayed_rollouts import RolloutReplayer
 from services.tools.recorded.run import RecordedRun
@@ -76,22 +77,42 @@ def rerun(
     to = made if to is None else to
     if not 0 <= to <= made:
         raise SettingsError(f"--to {to}: {settings.run_dir} has versions 0 to {made}")
-    other = other_settings(settings, overrides) if overrides else settings
+    end = made if overrides else to
+    recorded.settings = settings = _settings_up_to(recorded, end)
+    other = other_settings(settings, overrides, recorded.file_of(0)) if overrides and made else settings
     target = dataclasses.replace(other, run=dataclasses.replace(other.run, dir=str(directory.absolute())))
     with directory_written_aside(directory) as aside:
         dump_settings(target, aside / SETTINGS)
+        if overrides and to:  # of the steps that are not forked
+            until = EARLIER.replace("*", str(recorded.step(to - 1).sequence))
+            dump_settings(dataclasses.replace(settings, run=target.run), aside / until)
         parent = Parent(str(settings.run_dir), to, tuple(overrides))
         write_atomically(aside / PARENT, msgspec.json.encode(parent))
         if settings.model.scratch is not None and not settings.model.path:
             shutil.copytree(settings.model_dir, aside / settings.model_dir.name)
         making = Rerun(recorded, aside)
-        asyncio.run(making.make(to, made if overrides else to, other))
+        asyncio.run(making.make(to, end, other))
     return {
         "run_dir": str(directory),
         "steps": to,
         "forked": len(making.digests) - to,
         "equal": sum(making.digests[step] == recorded.step(step).record.digest for step in range(to)),
     }
+
+
+def _settings_up_to(recorded: RecordedRun, end: int) -> Settings:
+    """Return the settings under which all steps up to version `end` were made.
+
+    Raises:
+        SettingsError: they changed before; names which and where.
+    """
+    change = recorded.first_change()
+    if change is not None and end > change[0]:
+        raise SettingsError(
+            f"{recorded.settings.run_dir} cannot be made again beyond version {change[0]}, nor be forked: "
+            f"later steps were made under other settings: {change[1]}"
+        )
+    return recorded.settings_of(0) if end else recorded.settings
 
 
 class Rerun:

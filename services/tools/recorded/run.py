@@ -11,6 +11,10 @@ from services.ledger.interface import Taken
 from services.run_record.steps import read_steps
 from services.runtime.training import train_command
 from services.runtime.user_modules import add_user_modules
+from services.settings.load import FILE as SETTINGS
+from services.settings.load import run_settings
+from services.settings.resume import differences, earlier_name
+from services.settings.resume_rules import decides_records
 from services.settings.sections import Settings
 from trainer.step.train_command import TrainCommand
 from trainer.storage.archive import Archive
@@ -32,9 +36,39 @@ class RecordedRun:
             SettingsError: there is no log, or events are missing in it.
         """
         self.settings = settings
+        self._by_name = {SETTINGS: settings}
         add_user_modules(settings)
         self._steps = committed_steps(read_events(settings.run_dir / FILE), steps)
         self._archive = Archive(settings.run_dir / "archive")
+
+    def settings_of(self, step: int) -> Settings:
+        """Return the settings under which a step was made, those of an earlier start if they decide it.
+
+        Raises:
+            SettingsError: the step was never made, or its settings cannot be read.
+        """
+        name = self.file_of(step)
+        if name not in self._by_name:
+            self._by_name[name] = run_settings(self.settings.run_dir, name=name)
+        return self._by_name[name]
+
+    def file_of(self, step: int) -> str:
+        """Return the name of the file with these settings."""
+        return earlier_name(self.settings.run_dir, self.step(step).sequence)
+
+    def first_change(self) -> tuple[int, str] | None:
+        """Return the first step under other settings than those before it, and which; None: there is none.
+
+        What cannot change a record or a step, beyond rounding, does not count.
+        """
+        first, same = None, None
+        for step in sorted(self._steps):
+            present = self.settings_of(step)
+            first = first or present
+            if present is not same and (changed := _deciding(first, present)):
+                return step, changed
+            same = present
+        return None
 
     @property
     def steps(self) -> Sequence[int]:
@@ -59,7 +93,7 @@ class RecordedRun:
 
         Args:
             step: the step.
-            settings: under which the step is made; None: the run's.
+            settings: under which the step is made; None: those under which it was made.
 
         Raises:
             SettingsError: a record is neither in the spool nor in the archive; names the likely cause.
@@ -75,7 +109,7 @@ class RecordedRun:
                 f"The archive holds {f'steps {held[0]} to {held[-1]}' if held else 'no step'}; "
                 "trainer.archive_mb limits its size"
             ) from None
-        return train_command(settings or self.settings, Taken(step, groups), records)
+        return train_command(settings or self.settings_of(step), Taken(step, groups), records)
 
     def _records(self, step: int, keys: list[tuple[int, str]]) -> list[bytes]:
         """Read records from the spool, else from the archive.
@@ -100,3 +134,8 @@ class RecordedRun:
         epoch = self.step(step).record.epoch
         lines = read_steps(self.settings.run_dir / "metrics.jsonl")
         return next((line for line in lines if (line["step"], line["epoch"]) == (step, epoch)), {})
+
+
+def _deciding(old: Settings, new: Settings) -> str:
+    """Return the changes that decide what a record or a step is."""
+    return ", ".join(str(one) for one in differences(old, new) if decides_records(one.dotted))

@@ -15,6 +15,7 @@ from services.run_record.damage import CHECKS, check_files
 from services.runtime.frozen_models import record_digests
 from services.settings.load import FILE as SETTINGS
 from services.settings.load import dump_settings
+from services.settings.resume import EARLIER
 from services.tools.verification import render_verification, verify_run
 from tests.integration.loop import run_to_end, settings_for
 from trainer.lora import save_adapter
@@ -44,6 +45,7 @@ def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
     settings = settings_for(run_dir, "demo.toml", *LEARNING)
     asyncio.run(run_to_end(settings))
     dump_settings(settings, run_dir / SETTINGS)
+    shutil.copy(run_dir / SETTINGS, run_dir / EARLIER.replace("*", "3"))
     record_digests(run_dir, {"teacher": "0" * 32})
     shutil.rmtree(run_dir / "evaluation")
     return run_dir

@@ -9,7 +9,8 @@ from protocol.errors import SettingsError
 from protocol.staleness import Bound, Policy
 from services.ledger.interface import RunSpec
 from services.runtime.start_run import start_or_resume
-from services.settings.load import FILE, load_settings
+from services.settings.load import FILE, load_settings, run_settings
+from services.settings.resume import EARLIER, earlier_name
 from services.settings.sections import Settings
 from tests.contracts.ledger_rig import Driver, MemoryRig
 
@@ -111,6 +112,20 @@ async def test_other_changes_are_listed_once(place: Place) -> None:
         "changed since the last start: bound.max_attempts 5 -> 7, optimizer.lr 1e-05 -> 5e-06"
     ]
     assert (await place.start(*changed))[1:] == []
+
+
+async def test_settings_that_decided_earlier_steps_are_kept(place: Place) -> None:
+    await place.start()
+    end = (await place.ledger.status()).sequence
+    await place.start("bound.max_attempts=7")
+    assert list(place.run_dir.glob(EARLIER)) == []
+    await place.start("bound.max_attempts=7", "optimizer.lr=5e-6")
+    kept = earlier_name(place.run_dir, end)
+    assert run_settings(place.run_dir, name=kept) == settings_of(place.run_dir, "bound.max_attempts=7")
+    await place.start("optimizer.lr=4e-6")  # without an event in between
+    assert earlier_name(place.run_dir, end) == kept
+    assert run_settings(place.run_dir, name=kept).optimizer.lr == Settings().optimizer.lr
+    assert earlier_name(place.run_dir, end + 100) == FILE
 
 
 async def test_other_prompts_are_refused_with_both_fingerprints(place: Place) -> None:

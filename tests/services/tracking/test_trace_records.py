@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
+from protocol.errors import SettingsError
 from protocol.lifecycle import GroupState
 from protocol.staleness import Policy
 from services.cli import app
@@ -25,7 +26,7 @@ from services.ledger.event_log.events import (
 )
 from services.run_record.evaluations import Evaluation, append_evaluation
 from services.run_record.steps import read_steps
-from services.tracking.trace_records import trace_records, without_overlaps
+from services.tracking.trace_records import trace_records, without_overlaps, write_perfetto
 from tests.services.monitor.runs import recorded_run
 
 
@@ -166,3 +167,10 @@ def test_the_command_writes_a_file_with_every_step_and_group(run_dir: Path, tmp_
 def test_the_command_needs_a_group_or_a_file(run_dir: Path) -> None:
     answer = CliRunner().invoke(app, ["trace", str(run_dir)])
     assert "GROUP, or --perfetto FILE" in str(answer.exception)
+
+
+@pytest.mark.parametrize("name", ["absent/trace.json", "."])
+def test_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
+    run_dir, out = recorded_run(tmp_path), tmp_path / name
+    with pytest.raises(SettingsError, match=rf"^{out} cannot be written: "):
+        write_perfetto(run_dir, out)

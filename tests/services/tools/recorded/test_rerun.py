@@ -9,6 +9,7 @@ import pytest
 from protocol.errors import SettingsError, TetherError
 from services.run_record.end import describe_ended_run
 from services.settings.load import dump_settings, run_settings
+from services.settings.resume import Change, keep_earlier
 from services.tools.recorded.comparison import compare_runs
 from services.tools.recorded.rerun import rerun
 from services.tools.recorded.run import RecordedRun
@@ -48,6 +49,8 @@ def test_rerun_of_an_asynchronous_run_is_equal_and_can_be_forked(tmp_path: Path)
 
     facts = rerun(run_settings(run_dir), TO, fork, ["algorithm.clip_high=0.01"])
     assert (facts["steps"], facts["equal"], facts["forked"]) == (TO, TO, STEPS - TO)
+    forked = RecordedRun(run_settings(fork), range(STEPS))
+    assert [forked.settings_of(step).algorithm.clip_high for step in (TO - 1, TO)] == [0.2, 0.01]
     compared = compare_runs(run_dir, fork)
     assert compared["made"] == [STEPS, STEPS]
     assert "algorithm.clip_high" in compared["settings"][0]
@@ -58,6 +61,17 @@ def test_rerun_of_an_asynchronous_run_is_equal_and_can_be_forked(tmp_path: Path)
     with pytest.raises(TetherError, match=r"group \d+, sample \d+, token .* was generated"):
         rerun(other_seed, TO, tmp_path / "other")
     assert not (tmp_path / "other").exists()
+
+    end = recorded.step(1).sequence
+    keep_earlier(run_dir, end, [Change("optimizer.lr", 1e-3, 1e-2)])
+    dump_settings(
+        settings_for(run_dir, "demo.toml", *OVERRIDES, *TWO_TURNS, "optimizer.lr=1e-2"),
+        run_dir / "settings.json",
+    )
+    with pytest.raises(SettingsError, match=r"beyond version 2, .*optimizer.lr .* -> 0.01"):
+        rerun(run_settings(run_dir), 3, tmp_path / "third")
+    facts = rerun(run_settings(run_dir), 2, tmp_path / "third")
+    assert (facts["steps"], facts["equal"]) == (2, 2)
 
 
 @pytest.mark.parametrize(
