@@ -166,7 +166,22 @@ def test_json_schema_follows_no_reference_outside() -> None:
         score("json_schema", "{}", {"schema": {"$ref": "http://127.0.0.1:9/schema.json"}})
 
 
-@pytest.mark.parametrize("schema", [{"type": "objekt"}, "{", 3, json.dumps({"minimum": "x"})])
+@pytest.mark.parametrize(
+    ("schema", "response"),
+    [
+        ({"type": "array", "items": {"$ref": "#"}}, "[" * 600 + "]" * 600),
+        ({"additionalProperties": {"$ref": "#"}}, '{"a": ' * 600 + "{}" + "}" * 600),
+        ({"multipleOf": 0.5}, "1" + "0" * 400),
+    ],
+)
+def test_json_schema_scores_0_what_it_cannot_check(schema: dict[str, object], response: str) -> None:
+    assert score("json_schema", response, {"schema": schema}) == 0.0
+    assert score("json_schema", response[:1] + response[-1:], {"schema": schema}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "objekt"}, "{", 3, json.dumps({"minimum": "x"}), {"allOf": [{"$ref": "#"}]}]
+)
 def test_a_wrong_schema_is_not_a_wrong_response(schema: object) -> None:
     with pytest.raises(RewardError, match="schema is wrong"):
         score("json_schema", "{}", {"schema": schema})
