@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol.choices import Entry, Registry, load
 from protocol.errors import RewardError, SettingsError
-from protocol.user_code import located
+from protocol.user_code import located, own_copy
 from protocol.validation import validated
 from reward.group import ResponseGroup, Verdict
 from reward.verifiers.base import AwaitedVerifier, LoadedVerifier
@@ -93,10 +93,13 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | Awa
         made: LoadedVerifier | AwaitedVerifier = getattr(module, entry.factory)(bound)
         return made
 
-    def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:
-        return float(module.score(prompt_text, response, metadata, bound))
+    is_own = "." in name
 
-    return EachResponse(score, str(module.__file__) if "." in name else "")
+    def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:
+        given = own_copy(metadata) if is_own else metadata
+        return float(module.score(prompt_text, response, given, bound))
+
+    return EachResponse(score, str(module.__file__) if is_own else "")
 
 
 def required(metadata: Mapping[str, Any], field: str) -> Any:
