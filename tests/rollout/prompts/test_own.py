@@ -165,3 +165,11 @@ def test_the_prompts_of_a_stream_have_their_places_and_messages_in_pairs() -> No
     assert (source.at(3).index, source.at(3).messages) == (3, (("user", "a"),))
     with pytest.raises(IndexError, match="prompt 4 is outside the stream of 4"):
         source.at(4)
+
+
+def test_a_stream_without_end_is_no_held_out_set() -> None:
+    sets = (HeldOutConfig(name="more", source="own_prompts_of_test:Squares"),)
+    with pytest.raises(
+        SettingsError, match=r"eval set more: own_prompts_of_test:Squares has no end .* a size"
+    ):
+        held_out_sets(make_source(own("sums")), own("sums"), sets, 9)
