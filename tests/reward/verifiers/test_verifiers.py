@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -315,3 +316,27 @@ def test_no_response_makes_a_verifier_raise(name: str, response: str) -> None:
 @given(response=GARBAGE)
 def test_no_response_makes_the_sandbox_raise(response: str) -> None:
     assert score("python_tests", response) == 0.0
+
+
+OWN = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Options: ...
+
+def score(prompt_text, response, metadata, options):
+    return metadata["scores"].pop()
+"""
+
+
+def test_a_verifier_of_the_user_returns_numbers_and_may_change_its_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_verifiers").mkdir()
+    (tmp_path / "own_verifiers/pops.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    metadata: dict[str, object] = {"scores": [1, 0.5]}
+    assert [score("own_verifiers.pops", "", metadata) for _ in range(2)] == [0.5, 0.5]
+    for wrong, words in (("0.5", "'0.5'"), (None, "NoneType"), (math.nan, "nan")):
+        with pytest.raises(RewardError, match=rf"score\(\) returned {words} \(.*pops.py\); a score is"):
+            score("own_verifiers.pops", "", {"scores": [wrong]})
