@@ -145,6 +145,13 @@ def returned_number(value: Any) -> float:
     raise ValueError(repr(value)[:60] if isinstance(value, (int, float, str)) else type(value).__name__)
 
 
+def own_copy(metadata: Any) -> Any:
+    """Return a copy of metadata, or of a value in it, that code of the user may change."""
+    if isinstance(metadata, Mapping):
+        return {name: own_copy(value) for name, value in metadata.items()}
+    return [own_copy(value) for value in metadata] if isinstance(metadata, list) else metadata
+
+
 def located(error: BaseException) -> str:
     """Return `FILE:LINE: TYPE: text` of an exception, with the place of `place_of`.
 

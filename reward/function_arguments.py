@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import SettingsError
-from protocol.user_code import import_attribute, taken_names
+from protocol.user_code import import_attribute, own_copy, taken_names
 from reward.group import ResponseGroup
 
 EACH = ("prompt", "response", "metadata", "token_count", "finish_reason")
@@ -45,8 +45,10 @@ class UserCode:
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
 
     def arguments(self, group: ResponseGroup, i: int) -> dict[str, Any]:
-        """Return its arguments for sample `i`; if it takes all responses, for all."""
-        offered: dict[str, Any] = {"prompt": group.prompt, "metadata": dict(group.metadata)}
+        """Return its arguments for sample `i`; if it takes all responses, for all. It may change them."""
+        offered: dict[str, Any] = {"prompt": group.prompt}
+        if "metadata" in self.names:
+            offered["metadata"] = own_copy(group.metadata)
         if self.whole:
             offered |= {
                 "responses": list(group.responses),

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
 from protocol.errors import EngineError, EpisodeError, SettingsError
-from protocol.user_code import located
+from protocol.user_code import located, own_copy
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import Environment
@@ -202,11 +202,12 @@ class Episodes:
         """Run one attempt. Raises EpisodeError if it failed, EngineError and SettingsError as `sample`."""
         failure: EpisodeError | None = None
         sample: Sample | None = None
+        prompt = replace(self.prompt, metadata=own_copy(self.prompt.metadata))
         try:
             async with _limited(calls, left_s) as limit:
                 try:
                     sample = await self.strays.run(
-                        lambda: self.environment.run(self.prompt, self.prompt_tokens, calls, self.renderer),
+                        lambda: self.environment.run(prompt, self.prompt_tokens, calls, self.renderer),
                         f"episode-{calls.name.replace('.{turn}', '')}",
                         calls.leave_behind,
                     )

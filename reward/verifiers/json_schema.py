@@ -13,6 +13,8 @@ from jsonschema.validators import Draft202012Validator, validator_for
 from protocol.errors import RewardError
 from reward.verifiers.registry import required
 
+DEEP = 64
+"""Levels of a response beyond which it is to blame, and not the schema, if there are too many to check."""
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -31,6 +33,8 @@ class Options:
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
     """Return 1 if the response is valid, else 0; references to other documents are not resolved.
 
+    So it does if the response cannot be checked: it is nested too deeply, or a number in it is too large.
+
     Raises:
         RewardError: there is no schema, or it is invalid itself.
     """
@@ -46,4 +50,24 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
         value = msgspec.json.decode(blocks[-1] if blocks else response)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return 0.0
-    return float(kind(schema, registry=referencing.Registry()).is_valid(value))
+    try:
+        return float(kind(schema, registry=referencing.Registry()).is_valid(value))
+    except OverflowError:  # a whole number of hundreds of digits, where the schema has a decimal
+        return 0.0
+    except RecursionError:
+        if _is_deep(value):
+            return 0.0
+        raise RewardError("the schema is wrong: it refers to itself without end") from None
+
+
+def _is_deep(value: Any) -> bool:
+    """Return whether a JSON value has more than `DEEP` levels."""
+    level = [value]
+    for _ in range(DEEP):
+        level = [
+            item
+            for each in level
+            if isinstance(each, (dict, list))
+            for item in (each.values() if isinstance(each, dict) else each)
+        ]
+    return bool(level)

@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol.choices import Entry, Registry, load
 from protocol.errors import RewardError, SettingsError
-from protocol.user_code import located
+from protocol.user_code import located, own_copy, returned_number
 from protocol.validation import validated
 from reward.group import ResponseGroup, Verdict
 from reward.verifiers.base import AwaitedVerifier, LoadedVerifier
@@ -93,10 +93,20 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | Awa
         made: LoadedVerifier | AwaitedVerifier = getattr(module, entry.factory)(bound)
         return made
 
-    def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:
-        return float(module.score(prompt_text, response, metadata, bound))
+    is_own = "." in name
 
-    return EachResponse(score, str(module.__file__) if "." in name else "")
+    def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:
+        if not is_own:
+            return float(module.score(prompt_text, response, metadata, bound))
+        returned = module.score(prompt_text, response, own_copy(metadata), bound)
+        try:
+            return returned_number(returned)
+        except ValueError as shown:
+            raise RewardError(
+                f"score() returned {shown} ({module.__file__}); a score is a finite float, int or bool"
+            ) from None
+
+    return EachResponse(score, str(module.__file__) if is_own else "")
 
 
 def required(metadata: Mapping[str, Any], field: str) -> Any:

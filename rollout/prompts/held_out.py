@@ -51,7 +51,12 @@ def _read(
         return make_source(replace(merged, held_out=limit, held_out_path=""), config).held_out()
     everything = replace(merged, min_pass_rate=None, max_pass_rate=None, easy_first=False, count=0)
     stream = make_source(replace(everything, held_out=0, held_out_path="", shuffle=False, passes=1), config)
-    rows = [replace(stream.at(index), index=-1) for index in range(stream.size or 0)]
+    if stream.size is None:
+        raise SettingsError(
+            f"{merged.source} has no end (its size is None), so a set of it would never be complete; give "
+            "it a size"
+        )
+    rows = [replace(stream.at(index), index=-1) for index in range(stream.size)]
     unseen_rows = unseen(rows, trained)
     if not unseen_rows:
         raise SettingsError(f"all {len(rows)} prompts are also trained on; give another path or split")

@@ -63,6 +63,8 @@ def pass_rate(prompt: Prompt, config: PromptConfig) -> float | None:
     return float(value)
 
 
+CALLS = ("tool_calls", "function_call")
+"""Fields of a message without which what follows it has no meaning, and which a `Prompt` does not have."""
 TemplateParts = tuple[tuple[str, str], ...]
 """Pieces of a template: a literal text, and the field that follows it, or an empty string."""
 
@@ -266,6 +268,11 @@ def _messages(value: Any, where: str) -> tuple[tuple[str, str], ...]:
             isinstance(message.get(key), str) for key in ("role", "content")
         ):
             raise SettingsError(f"{problem}, got {str(message)[:80]}")
+        if called := [field for field in CALLS if message.get(field)]:
+            raise SettingsError(
+                f"{where}: a message has {called[0]}, which a prompt cannot say; write the calls "
+                "into its content, as the model does, or take such rows out of the data"
+            )
         pairs.append((message["role"], message["content"]))
     return tuple(pairs)
 

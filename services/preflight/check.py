@@ -8,8 +8,9 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from protocol.host.hub import check_upload
+from rollout.config import EnvironmentConfig
 from rollout.environments.command import Command
-from rollout.environments.registry import make_environment
+from rollout.environments.registry import ON_DATA, make_environment
 from rollout.prompts.base import Prompt, PromptSource, source_settings
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
@@ -133,7 +134,6 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
     parallel, engine, prompts = settings.parallel, settings.engine, first_prompts(source)
     count = f"{model.parameters:,}" if model.parameters else "unknown"
     origin = "" if model.is_made else ", made at the start"
-    per_step = bound.groups_per_step * sampling.kept_samples
     ranks = (
         f"tensor {parallel.tensor_model_parallel_size} x pipeline {parallel.pipeline_model_parallel_size} x "
         f"context {parallel.context_parallel_size} x data {parallel.data_parallel_size}"
@@ -151,7 +151,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         *describe_characters(settings, model, prompts),
         *describe_tools(settings, model),
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.kept_samples} "
-        f"samples, at most {per_step * sampling.max_tokens:,} sampled tokens each; "
+        f"samples{_most_tokens(settings)}; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
         *_kept(settings),
         f"learns   {settings.algorithm.name}, lr {settings.optimizer.lr:g}{_clips(settings)}"
@@ -187,6 +187,16 @@ def _stream(settings: Settings, source: PromptSource) -> str:
     passes, steps = settings.prompts.passes, source.size // settings.bound.groups_per_step
     ends = f", which end after step {steps:,}" if steps < settings.run.steps else ""
     return f"{source.size:,} in {passes} pass{'es' if passes > 1 else ''}{ends}"
+
+
+def _most_tokens(settings: Settings) -> str:
+    """Return how many tokens a step samples at most, which only one turn for each sample says."""
+    most, samples = settings.sampling.max_tokens, settings.sampling.kept_samples
+    if settings.environment.name == ON_DATA:
+        return ""
+    if settings.environment.name != EnvironmentConfig().name:
+        return f", at most {most:,} sampled tokens each turn"
+    return f", at most {settings.bound.groups_per_step * samples * most:,} sampled tokens each"
 
 
 def _kept(settings: Settings) -> list[str]:

@@ -14,7 +14,7 @@ from rollout.engines.registry import ENGINES
 from services.preflight.problem import Problem
 from services.settings.engine_pool import engine_names
 from services.settings.sections import Settings
-from trainer.algorithms.registry import ALGORITHMS
+from trainer.algorithms.registry import ALGORITHMS, DISTILLATION
 
 _CUT = (
     "the engine would sample from the tokens that it keeps, while the trainer computes log-probabilities "
@@ -42,6 +42,15 @@ def distribution_problems(sampling: SamplingConfig) -> Iterator[Problem]:
 def group_problems(settings: Settings) -> Iterator[Problem]:
     """Yield the settings with which the samples of a group give no advantage."""
     sampling, algorithm = settings.sampling, settings.algorithm.name
+    coef = settings.algorithm.opd_reward_coef
+    if algorithm == DISTILLATION and coef and sampling.samples_per_prompt < 2:
+        yield Problem(
+            "a reward counts less the mean of its group, which is the reward itself with "
+            f"sampling.samples_per_prompt {sampling.samples_per_prompt}, so that it would change nothing",
+            "set it to 0, or draw 2 samples or more",
+            "algorithm.opd_reward_coef",
+            coef,
+        )
     if not ALGORITHMS[algorithm].group_relative:
         return
     if sampling.samples_per_prompt < 2:

@@ -5,6 +5,7 @@ import math
 import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +25,18 @@ GROUP = ResponseGroup(
 Load = Callable[..., UserFunction | AsyncUserFunction]
 
 
-def scores(function: UserFunction | AsyncUserFunction, samples: Sequence[int]) -> list[Verdict]:
+def scores(
+    function: UserFunction | AsyncUserFunction, samples: Sequence[int], group: ResponseGroup = GROUP
+) -> list[Verdict]:
     """Return scores, of an asynchronous function by as many calls at once as the pool makes."""
     if isinstance(function, UserFunction):
-        return function.score(GROUP, samples)
+        return function.score(group, samples)
     awaited: AwaitedVerifier = function
 
     async def each() -> list[Verdict]:
         async with asyncio.TaskGroup() as tasks:
             calls = [list(samples)] if awaited.at_once else [[i] for i in samples]
-            running = [tasks.create_task(awaited.answer(GROUP, call, Notes())) for call in calls]
+            running = [tasks.create_task(awaited.answer(group, call, Notes())) for call in calls]
         return [score for task in running for score in task.result()]
 
     return asyncio.run(each())
@@ -50,6 +53,14 @@ def load(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Load]:
 
     yield write_and_load
     sys.modules.pop("own_reward", None)
+
+
+@pytest.mark.parametrize("kind", ["def", "async def"])
+def test_a_function_may_change_its_metadata(load: Load, kind: str) -> None:
+    group = replace(GROUP, metadata={"tests": {"hard": [1, 2, 3]}})
+    code = "score(response, metadata): metadata['tests']['hard'].pop(); return len(metadata['tests']['hard'])"
+    assert scores(load(f"{kind} {code}"), [0, 1], group) == [2, 2]
+    assert group.metadata == {"tests": {"hard": [1, 2, 3]}}
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 import json
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -166,7 +167,22 @@ def test_json_schema_follows_no_reference_outside() -> None:
         score("json_schema", "{}", {"schema": {"$ref": "http://127.0.0.1:9/schema.json"}})
 
 
-@pytest.mark.parametrize("schema", [{"type": "objekt"}, "{", 3, json.dumps({"minimum": "x"})])
+@pytest.mark.parametrize(
+    ("schema", "response"),
+    [
+        ({"type": "array", "items": {"$ref": "#"}}, "[" * 600 + "]" * 600),
+        ({"additionalProperties": {"$ref": "#"}}, '{"a": ' * 600 + "{}" + "}" * 600),
+        ({"multipleOf": 0.5}, "1" + "0" * 400),
+    ],
+)
+def test_json_schema_scores_0_what_it_cannot_check(schema: dict[str, object], response: str) -> None:
+    assert score("json_schema", response, {"schema": schema}) == 0.0
+    assert score("json_schema", response[:1] + response[-1:], {"schema": schema}) == 1.0
+
+
+@pytest.mark.parametrize(
+    "schema", [{"type": "objekt"}, "{", 3, json.dumps({"minimum": "x"}), {"allOf": [{"$ref": "#"}]}]
+)
 def test_a_wrong_schema_is_not_a_wrong_response(schema: object) -> None:
     with pytest.raises(RewardError, match="schema is wrong"):
         score("json_schema", "{}", {"schema": schema})
@@ -300,3 +316,27 @@ def test_no_response_makes_a_verifier_raise(name: str, response: str) -> None:
 @given(response=GARBAGE)
 def test_no_response_makes_the_sandbox_raise(response: str) -> None:
     assert score("python_tests", response) == 0.0
+
+
+OWN = """
+from dataclasses import dataclass
+
+@dataclass(frozen=True)
+class Options: ...
+
+def score(prompt_text, response, metadata, options):
+    return metadata["scores"].pop()
+"""
+
+
+def test_a_verifier_of_the_user_returns_numbers_and_may_change_its_metadata(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "own_verifiers").mkdir()
+    (tmp_path / "own_verifiers/pops.py").write_text(OWN)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    metadata: dict[str, object] = {"scores": [1, 0.5]}
+    assert [score("own_verifiers.pops", "", metadata) for _ in range(2)] == [0.5, 0.5]
+    for wrong, words in (("0.5", "'0.5'"), (None, "NoneType"), (math.nan, "nan")):
+        with pytest.raises(RewardError, match=rf"score\(\) returned {words} \(.*pops.py\); a score is"):
+            score("own_verifiers.pops", "", {"scores": [wrong]})

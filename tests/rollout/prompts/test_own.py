@@ -40,6 +40,15 @@ class Squares:
 
 class Half:
     def __init__(self, config): ...
+
+class Given(Squares):
+    def __init__(self, config, **members):
+        super().__init__(config)
+        vars(self).update(members)
+    def at(self, index):
+        return eval(self.prompt)
+    def held_out(self):
+        return self.kept
 """
 
 
@@ -112,3 +121,55 @@ def test_settings_that_only_others_use_are_refused() -> None:
         make_source(replace(own("sums"), path="x.jsonl"))
     with pytest.raises(SettingsError, match=r"setting prompts\.options: .* 'reasoning_gym' does not use it"):
         make_source(PromptConfig(source="reasoning_gym", families=("chain_sum",), options={"a": 1}))
+
+
+@pytest.mark.parametrize(
+    ("members", "words"),
+    [
+        ({"size": "10"}, "size is '10', it has to be a whole number of prompts"),
+        ({"size": 0}, "size is '0', it has to be a whole number of prompts, at least 1, or None"),
+        ({"fingerprint": 5}, "fingerprint is '5', it has to be text"),
+    ],
+)
+def test_a_stream_whose_members_do_not_fit_is_refused(members: dict[str, object], words: str) -> None:
+    with pytest.raises(SettingsError, match=f"own_prompts_of_test.py: {words}"):
+        make_source(own("Given", **members))
+
+
+@pytest.mark.parametrize(
+    ("prompt", "words"),
+    [
+        ("'2+2='", r"at\(3\) is '2\+2=', it has to be a Prompt"),
+        ("Prompt(4)", r"at\(3\) is .*, it has to be a Prompt with a text"),
+        ("Prompt('a', ({'role': 'user', 'content': 'a'},))", r"at\(3\).messages is .* pairs"),
+        ("Prompt('a', (), None)", r"at\(3\).metadata is 'None', it has to be a mapping"),
+        ("Prompt('a', (), {'answer': object()})", r"at\(3\): prompt 'a' has metadata that cannot be sent"),
+        ("[][index]", "IndexError: list index out of range"),
+    ],
+)
+def test_a_stream_that_gives_no_prompt_is_named(prompt: str, words: str) -> None:
+    source = make_source(own("Given", prompt=prompt))
+    with pytest.raises(SettingsError, match=f"own_prompts_of_test.*{words}"):
+        source.at(3)
+
+
+def test_a_stream_that_holds_out_no_prompts_is_named() -> None:
+    with pytest.raises(SettingsError, match=r"held_out\(\) is 'None', it has to be a list"):
+        make_source(own("Given", kept=None)).held_out()
+    with pytest.raises(SettingsError, match=r"held_out\(\) is 'a', it has to be a Prompt"):
+        make_source(own("Given", kept=["a"])).held_out()
+
+
+def test_the_prompts_of_a_stream_have_their_places_and_messages_in_pairs() -> None:
+    source = make_source(own("Given", prompt="Prompt('a', [['user', 'a']])", size=4))
+    assert (source.at(3).index, source.at(3).messages) == (3, (("user", "a"),))
+    with pytest.raises(IndexError, match="prompt 4 is outside the stream of 4"):
+        source.at(4)
+
+
+def test_a_stream_without_end_is_no_held_out_set() -> None:
+    sets = (HeldOutConfig(name="more", source="own_prompts_of_test:Squares"),)
+    with pytest.raises(
+        SettingsError, match=r"eval set more: own_prompts_of_test:Squares has no end .* a size"
+    ):
+        held_out_sets(make_source(own("sums")), own("sums"), sets, 9)

@@ -85,6 +85,21 @@ def test_check_run_finds_nothing_in_the_demo_and_describes_it(tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("guess_number", "x 8 samples, at most 1 sampled tokens each turn; E=1"),
+        ("given", "x 8 samples; E=1"),
+    ],
+)
+def test_the_tokens_of_a_step_are_said_of_single_turns_alone(tmp_path: Path, name: str, words: str) -> None:
+    settings = demo(tmp_path / "run", f"environment.name={name}")
+    findings = check_run(settings)
+    assert findings.model is not None
+    assert findings.source is not None
+    assert words in "\n".join(describe_run(settings, findings.model, findings.source))
+
+
+@pytest.mark.parametrize(
     ("overrides", "words"),
     [
         (["sampling.top_p=0.6"], ["setting sampling.top_p = 0.6", "set it to 1"]),

@@ -84,6 +84,14 @@ def test_group_problems_name_what_gives_no_advantage(algorithm: str, override: s
     assert list(group_problems(load_settings(None, [], environ={}))) == []
 
 
+@pytest.mark.parametrize(("samples", "found"), [(1, ["algorithm.opd_reward_coef"]), (2, [])])
+def test_group_problems_name_rewards_that_distillation_would_not_read(samples: int, found: list[str]) -> None:
+    distilled = ["algorithm.name=on_policy_distillation", f"sampling.samples_per_prompt={samples}"]
+    settings = load_settings(None, [*distilled, "algorithm.opd_reward_coef=0.5"], environ={})
+    assert [problem.setting for problem in group_problems(settings)] == found
+    assert list(group_problems(load_settings(None, distilled, environ={}))) == []
+
+
 def test_refuse_states_the_first_problem_and_counts_the_others() -> None:
     refuse([])
     problems = [Problem("it is wrong", "change it", "a.b", 3), Problem("no model"), Problem("no prompts")]

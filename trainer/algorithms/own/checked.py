@@ -19,7 +19,10 @@ METHODS = ("advantages", "sample_weights", "token_loss")
 
 
 class CheckedAlgorithm:
-    """Algorithm of the user, whose shapes, types and numbers are checked at every call."""
+    """Algorithm of the user, whose shapes, types and numbers are checked at every call.
+
+    It is given copies, which it may change: rewards are reported, and counted turn by turn, after it.
+    """
 
     def __init__(self, config: AlgorithmConfig, made: Any, what: str) -> None:
         """Wrap `made`; `what` names it in errors: setting, path and file."""
@@ -27,12 +30,12 @@ class CheckedAlgorithm:
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return the user's advantages, float32 [N], all finite."""
-        found = self._call("advantages", rewards, group_index)
+        found = self._call("advantages", rewards.clone(), group_index.clone())
         return self._numbers("advantages()", found, len(rewards))
 
     def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
         """Return the user's weights, float32 [N], all finite."""
-        found = self._call("sample_weights", sampled_tokens)
+        found = self._call("sample_weights", sampled_tokens.clone())
         return self._numbers("sample_weights()", found, len(sampled_tokens))
 
     def token_loss(

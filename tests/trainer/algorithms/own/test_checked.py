@@ -47,6 +47,12 @@ class Whole:
         none = torch.zeros_like(logprobs)
         return TokenLoss(loss, none + 1, none, none)
 
+class InPlace(Whole):
+    def advantages(self, rewards, group_index):
+        return rewards.sub_(rewards.mean())
+    def sample_weights(self, sampled_tokens):
+        return 1 / sampled_tokens.clamp_(min=5).float()
+
 class Half:
     def __init__(self, config): ...
     def advantages(self, rewards, group_index): ...
@@ -70,6 +76,14 @@ def test_an_own_algorithm_replaces_a_part_of_a_built_in(module: str) -> None:
     torch.testing.assert_close(mine.advantages, 3 * grpo.advantages)
     torch.testing.assert_close(mine.weights, grpo.weights)
     assert mine.loss != grpo.loss
+
+
+def test_an_own_algorithm_may_change_what_it_is_given(module: str) -> None:
+    algorithm = make_algorithm(own(f"{module}:InPlace"))
+    rewards, tokens = torch.tensor([1.0, 3.0]), torch.tensor([1, 9])
+    assert algorithm.advantages(rewards, torch.tensor([0, 0])).tolist() == [-1.0, 1.0]
+    algorithm.sample_weights(tokens)
+    assert (rewards.tolist(), tokens.tolist()) == ([1.0, 3.0], [1, 9])
 
 
 def test_an_own_algorithm_of_all_parts_computes_its_loss(module: str) -> None:
