@@ -50,7 +50,7 @@ class TextGame:
                 self._game = textarena.make(f"{name}-raw", **params)
                 self._game.reset(num_players=1, seed=seed)
                 self.opening = self._told()
-                """What the game says first."""
+                """The game's first words."""
         except Exception as error:  # games raise anything
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise SettingsError(f"textarena game {name} with seed {seed} cannot begin: {problem}") from None

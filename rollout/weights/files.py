@@ -74,7 +74,7 @@ class FileReceiver:
         self.digest = manifest.digest
 
     def close(self) -> None:
-        """End what is read; a mapping ends with the last tensor in it."""
+        """Stop reading; a mapping ends with the last tensor in it."""
         if self._deadline is not None:
             self._deadline.cancel()
 
