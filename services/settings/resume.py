@@ -104,7 +104,7 @@ def check_drained(changes: Sequence[Change], waiting: int) -> None:
 
 
 def keep_earlier(run_dir: Path, sequence: int, changes: Sequence[Change]) -> None:
-    """Keep the settings of the last start, if a change of them decides what a step or a record is.
+    """Keep the settings of the last start, if a change of them decides steps or records.
 
     Args:
         run_dir: of the run.

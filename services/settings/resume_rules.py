@@ -112,7 +112,7 @@ DECIDING = frozenset(
         "trainer.num_mini_batches", "trainer.recompute_logprobs",
     }
 )  # fmt: skip
-"""Settings, and whole sections, that decide what a record or a step is, beyond rounding."""
+"""Settings, and whole sections, that decide records or steps, beyond rounding."""
 NOT_COMPARED = frozenset({"run.dir", "ledger.url"})
 """Settings that say where the run is, and are not kept in it."""
 

@@ -42,7 +42,7 @@ class RecordedRun:
         self._archive = Archive(settings.run_dir / "archive")
 
     def settings_of(self, step: int) -> Settings:
-        """Return the settings under which a step was made, those of an earlier start if they decide it.
+        """Return the settings under which a step was made, also an earlier start's if they decide it.
 
         Raises:
             SettingsError: the step was never made, or its settings cannot be read.
@@ -137,5 +137,5 @@ class RecordedRun:
 
 
 def _deciding(old: Settings, new: Settings) -> str:
-    """Return the changes that decide what a record or a step is."""
+    """Return the changes that decide records or steps."""
     return ", ".join(str(one) for one in differences(old, new) if decides_records(one.dotted))

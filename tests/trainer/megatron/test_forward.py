@@ -156,7 +156,7 @@ def test_a_family_on_a_gpu_computes_what_transformers_does_on_a_cpu(
     """Half precision rounds, and may pick other experts; a wrong window, cap or sink is off by tenths.
 
     Samples begin alike, and these tokens are computed once. Rounded weights alone change the gradient of tiny
-    models, that of qwen3-next by a third.
+    models, qwen3-next's by a third.
     """
     batch, model = make_tree(name), make_model(name)
     with torch.no_grad():
