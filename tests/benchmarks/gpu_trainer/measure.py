@@ -16,7 +16,8 @@ import json
 import os
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +64,7 @@ def main() -> None:
     parser.add_argument("--repeat", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], help="ours: section.name=value")
     parser.add_argument("--compare", type=int, default=0, help="ours: samples")
+    parser.add_argument("--profile", type=int, default=0, help="ours: print so many of a step's kernels")
     options = parser.parse_args()
     given = _settings(options)
     ranks = ParallelConfig(**given["parallel"]).world_size
@@ -162,7 +164,8 @@ def _ours(
     batch = make_batch(work, balance(work.lengths.tolist(), len(backend.replicas))[replica])
     apart = _apart(backend, work, exact, options.compare)
     first, best = _timed(lambda: backend.train_step(batch), options.repeat)
-    stats = backend.train_step(batch)
+    with _profiled(options.profile):
+        stats = backend.train_step(batch)
     _, logprobs_s = _timed(lambda: backend.logprobs(batch), 1)
     backend.close()
     return {
@@ -175,6 +178,25 @@ def _ours(
         "settings": options.set,
         **apart,
     }
+
+
+@contextmanager
+def _profiled(rows: int) -> Iterator[None]:
+    """Print the kernels that take most of the time, to stderr; without any rows nothing is recorded."""
+    if not rows:
+        yield
+        return
+    from torch.profiler import ProfilerActivity, profile
+
+    kind, order = (
+        (ProfilerActivity.CUDA, "cuda_time_total") if CUDA else (ProfilerActivity.CPU, "cpu_time_total")
+    )
+    with profile(activities=[kind]) as recorded:
+        yield
+        if CUDA:
+            torch.cuda.synchronize()
+    table = recorded.key_averages().table(sort_by=order, row_limit=rows, max_name_column_width=90)
+    print(table, file=sys.stderr, flush=True)
 
 
 def _apart(backend: Any, work: Work, exact: torch.Tensor, samples: int) -> dict[str, float]:
