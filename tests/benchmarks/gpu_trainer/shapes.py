@@ -36,7 +36,7 @@ SHAPES: dict[str, dict[str, int]] = {
         "experts_per_token": 2,
     },
 }
-"""Shapes of Qwen2.5, and 4 of the 48 layers of Qwen3-30B-A3B, whose `intermediate` is an expert's; `small` and
+"""Shapes of Qwen2.5, and 4 of the 48 layers of Qwen3-30B-A3B with the width of an expert; `small` and
 the `tiny` ones are for tests and rehearsals."""
 VOCABULARY = 151_936
 PROMPT, MEAN, LONGEST = 256, 700, 4096
