@@ -1,7 +1,8 @@
 """Names the layers whose weights SGLang processes after loading, and processes them on shadows.
 
 SGLang forgets how a layer was before that: `remember` notes it when the model is made. Latent attention takes
-`kv_b_proj` apart when weights are loaded, after the layers that it computes with.
+the weights of its `kv_b_proj` apart as they are loaded, before these are quantised. So its tensors are made
+where `kv_b_proj` is processed.
 """
 
 from collections.abc import Collection, Mapping
@@ -13,6 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import nn
 
+from protocol.errors import EngineSettingsError
 from rollout.engines.multi_process.processed_layers import (
     PROCESS,
     LayerProcessing,
@@ -20,7 +22,6 @@ from rollout.engines.multi_process.processed_layers import (
     layouts,
     like,
     processings,
-    with_staged,
 )
 from rollout.staging.shadows import Staged
 
@@ -28,6 +29,8 @@ EXPANDED = "kv_b_proj"
 """Part of latent attention that is taken apart."""
 DERIVED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
 """Attributes that latent attention gets by it."""
+EXPANSION = "_tether_expansion"
+"""Attribute of that part: the tensors that its attention gets, by name."""
 FINISH = "post_load_weights"
 """Method of a model that does it, at the end of loading."""
 UNLOADED = "_tether_unloaded"
@@ -61,32 +64,50 @@ class SglangRules:
     kept: Collection[str] = ()
 
     def __init__(self, model: Any) -> None:
+        """Note which part of each latent attention its tensors come from.
+
+        Raises:
+            EngineSettingsError: naming an attention that has such tensors and a part that was not remembered.
+        """
         self._model = model
+        self._attention: dict[int, nn.Module] = {}
+        """id of an `EXPANSION`, which a shadow shares with its layer, -> the attention."""
+        for name, attention in model.named_modules():
+            if tensors := _derived(attention):
+                expanded = attention._modules[EXPANDED]
+                if expanded not in _made:
+                    raise EngineSettingsError(f"layer {name}: SGLang made no {EXPANDED} that it processes")
+                vars(expanded)[EXPANSION] = tensors
+                self._attention[id(tensors)] = attention
 
     def unprocessed(self, layer: nn.Module) -> Mapping[str, torch.Tensor]:
         """See `LayerRules`."""
         return _made.get(layer, {})
 
     def is_latent(self, layer: nn.Module) -> bool:
-        """See `LayerRules`; attention that has scales alone is such a layer, too."""
-        return _derives(layer) or (UNLOADED in vars(layer) and not _made[layer])
+        """See `LayerRules`: attention that has scales alone."""
+        return UNLOADED in vars(layer) and not _made[layer]
 
     def process(self, shadow: Any, staged: Staged) -> None:
         """See `LayerRules`."""
-        if not _derives(shadow):
-            if UNLOADED in vars(shadow):  # scales in 8 bits, which SGLang writes in place
-                shadow._parameters |= vars(shadow)[UNLOADED](next(self._model.parameters()).device)
-            getattr(shadow.quant_method, PROCESS)(shadow)
-            return
-        shadow._modules[EXPANDED] = with_staged(shadow._modules[EXPANDED], staged)
-        for name in DERIVED:  # SGLang would write into these tensors, which are the live ones
-            if isinstance(getattr(shadow, name, None), torch.Tensor):
-                setattr(shadow, name, None)
-        layers = {0: SimpleNamespace(self_attn=shadow)}
+        if EXPANSION in vars(shadow):
+            attention: Any = copied(self._attention[id(vars(shadow)[EXPANSION])])
+            vars(shadow)[EXPANSION] = self._expand(attention, shadow)
+        if UNLOADED in vars(shadow):  # scales in 8 bits, which SGLang writes in place
+            shadow._parameters |= vars(shadow)[UNLOADED](next(self._model.parameters()).device)
+        getattr(shadow.quant_method, PROCESS)(shadow)
+
+    def _expand(self, attention: Any, expanded: nn.Module) -> dict[str, torch.Tensor]:
+        """Return the tensors that SGLang makes of weights in `expanded`, for a copy of their attention."""
+        attention._modules[EXPANDED] = expanded
+        for name in _derived(attention):  # SGLang would write into these tensors, which are the live ones
+            setattr(attention, name, None)
+        layers = {0: SimpleNamespace(self_attn=attention)}
         model: Any = copied(self._model)
         model._modules["model"] = None
         vars(model)["model"] = SimpleNamespace(start_layer=0, end_layer=1, layers=layers)
         getattr(type(model), FINISH)(model)
+        return _derived(attention)
 
 
 def sglang_processings(model: nn.Module, differing: Collection[str]) -> list[LayerProcessing]:
@@ -101,9 +122,12 @@ def loader_of(model: nn.Module) -> Any:
     return loader
 
 
-def _derives(layer: nn.Module) -> bool:
-    """Return whether a layer is latent attention that computes with tensors of another layer's weights."""
-    return isinstance(getattr(layer, DERIVED[0], None), torch.Tensor)
+def _derived(attention: nn.Module) -> dict[str, torch.Tensor]:
+    """Return the tensors that latent attention has of its `EXPANDED` part; empty for other layers."""
+    if EXPANDED not in attention._modules:
+        return {}
+    tensors = {name: getattr(attention, name, None) for name in DERIVED}
+    return {name: tensor for name, tensor in tensors.items() if isinstance(tensor, torch.Tensor)}
 
 
 def _parameters(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, nn.Parameter]:
@@ -112,5 +136,5 @@ def _parameters(values: Mapping[str, torch.Tensor], device: torch.device) -> dic
 
 
 def _is_processed(layer: nn.Module, before: Mapping[str, torch.Tensor], changed: bool) -> bool:
-    is_plain = type(layer.quant_method).__name__.startswith("Unquantized")
+    is_plain = type(layer.quant_method).__name__.startswith("Unquantized") and EXPANSION not in vars(layer)
     return changed or not is_plain or not layouts(before).items() <= layouts(layer._parameters).items()

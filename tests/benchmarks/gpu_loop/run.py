@@ -146,7 +146,7 @@ def _trl(way: str, options: argparse.Namespace, files: JobFiles, directory: Path
 
 
 def run_within(command: list[str], limit_s: float) -> tuple[str, bool]:
-    """Run a command, to its end or to the limit; returns what it printed, and whether it came to its end.
+    """Run a command, to its end or to the limit; returns its output with errors last, and whether it ended.
 
     Raises:
         RuntimeError: with the end of its output, if it failed.
@@ -157,13 +157,14 @@ def run_within(command: list[str], limit_s: float) -> tuple[str, bool]:
         ) as process:
             try:
                 output, _ = process.communicate(timeout=limit_s)
+                ended = True
             except subprocess.TimeoutExpired:
-                return _ended(process), False
+                output, ended = _ended(process), False
         errors.seek(0)
-        if process.returncode:
-            said = (output + errors.read())[-ENOUGH:]
-            raise RuntimeError(f"ended with {process.returncode}: {said}")
-    return output, True
+        output += errors.read()
+    if ended and process.returncode:
+        raise RuntimeError(f"ended with {process.returncode}: {output[-ENOUGH:]}")
+    return output, ended
 
 
 def _ended(process: "subprocess.Popen[str]") -> str:

@@ -73,3 +73,73 @@ def test_a_version_gives_attention_the_scales_that_no_loader_fills(tmp_path: Pat
     plan.apply()
     assert torch.equal(model.out.weight, weight)
     assert model.attn.k_scale == 1
+
+
+class Eighths:
+    """Quantises as SGLang does: weights are rounded, and lie transposed afterwards."""
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        layer.weight = torch.nn.Parameter((layer.weight * 8).round().t() / 8, requires_grad=False)
+
+
+class LatentModel(torch.nn.Module):
+    """Latent attention whose tensors are made of weights that are quantised afterwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = torch.nn.Linear(3, 2, bias=False)
+        attention = torch.nn.Module()
+        attention.kv_b_proj = torch.nn.Linear(3, 4, bias=False)
+        attention.kv_b_proj.weight.weight_loader = None
+        attention.kv_b_proj.quant_method = Eighths()
+        attention.w_kc = attention.w_vc = None
+        layer = torch.nn.Module()
+        layer.self_attn = attention
+        self.model = torch.nn.Module()
+        self.model.layers = torch.nn.ModuleList([layer])
+        self.model.start_layer, self.model.end_layer = 0, 1
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
+        for name, tensor in weights:
+            self.get_parameter(name).data.copy_(tensor)
+        self.post_load_weights()
+
+    def post_load_weights(self) -> None:
+        for number in range(self.model.start_layer, self.model.end_layer):
+            attention = self.model.layers[number].self_attn
+            found = (part.clone() for part in attention.kv_b_proj.weight.detach().split(2))
+            attention.w_kc, attention.w_vc = (
+                new if old is None else old.copy_(new)
+                for old, new in zip((attention.w_kc, attention.w_vc), found, strict=True)
+            )
+
+
+def test_a_version_gives_latent_attention_what_it_takes_from_weights_before_they_are_quantised(
+    tmp_path: Path,
+) -> None:
+    model = LatentModel()
+    remember(model)
+    expanded = "model.layers.0.self_attn.kv_b_proj.weight"
+    made = {"out.weight": torch.rand(2, 3), expanded: torch.rand(4, 3)}
+    save_file(made, tmp_path / "model.safetensors")
+    model.load_weights(made.items())
+    attention = model.model.layers[0].self_attn
+    attention.kv_b_proj.quant_method.process_weights_after_loading(attention.kv_b_proj)
+    plan = plan_of(
+        loader_of(model),
+        lambda differing: sglang_processings(model, differing),
+        {name: tuple(tensor.shape) for name, tensor in made.items()},
+        torch.float32,
+        StagingRoom(StagingPlace.DEVICE),
+        tmp_path,
+    )
+    staging = plan.staging(architecture="", tied=False)
+    weights = {name: torch.rand_like(tensor) for name, tensor in made.items()}
+    version = write_shm(tmp_path / "version", weights, 1, bucket_bytes=1 << 20)
+    staging.fetch(version, time.monotonic() + 10)
+    staging.take(version)
+    assert torch.equal(attention.w_kc, made[expanded][:2]), "a live tensor changed before the commit"
+    plan.apply()
+    assert torch.equal(attention.w_kc, weights[expanded][:2])
+    assert torch.equal(attention.w_vc, weights[expanded][2:])
+    assert torch.equal(attention.kv_b_proj.weight, (weights[expanded] * 8).round().t() / 8)
