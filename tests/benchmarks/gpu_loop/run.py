@@ -28,6 +28,7 @@ from tests.benchmarks.gpu_loop.results import LAST, means_of, printed_steps, rat
 from tests.benchmarks.gpu_loop.trl_loop import STEP
 from tests.benchmarks.record import record_now
 from tests.benchmarks.versions import ROOT, output_of, versions_of
+from tests.contracts.sglang_environment import sglang_python
 
 DEFAULTS = {
     "HF_HUB_OFFLINE": "1",
@@ -41,11 +42,17 @@ ON_ONE_GPU = ("services.trainer_gpus=0", "services.rollout_gpus=0", "weights.tra
 APART = ("services.trainer_gpus=0", "services.rollout_gpus=1", "engine.memory_fraction=0.8")
 OURS = {
     "tether": ON_ONE_GPU,
+    "tether-sglang": (
+        *ON_ONE_GPU,
+        "engine.name=sglang",
+        "engine.memory_fraction=0.45",  # of the memory that is free while the trainer loads its model
+        "engine.arguments.max_total_tokens=600000",
+    ),
     "tether-turns": (*ON_ONE_GPU, "colocated.enabled=true", "engine.memory_fraction=0.6"),
     "tether-apart": APART,
     "tether-apart-sync": (*APART, "bound.max_staleness=0", "rollout.groups_in_flight=32"),
 }
-"""Engine and trainer on one GPU at the same time, in turns, or on GPUs of their own."""
+"""Engine and trainer on one GPU at the same time, in turns, or on GPUs of their own; most with vLLM."""
 THEIRS = {
     "trl": (),
     "trl-uncorrected": ("vllm_importance_sampling_correction=false",),
@@ -100,6 +107,7 @@ def _parse() -> argparse.Namespace:
     parser.add_argument("--size", default="0.5b", help="of the model")
     parser.add_argument("--files", type=Path, default=Path(tempfile.gettempdir()) / "bench-loop-files")
     parser.add_argument("--set", action="append", default=[], help="of the job, for both: section.key=value")
+    parser.add_argument("--sglang-attention", default="", help="attention kernels; empty: SGLang's choice")
     parser.add_argument("--trl", action="append", default=[], help="of GRPOConfig: name=JSON")
     parser.add_argument("--limit-s", type=float, default=540.0, help="for one way, its start included")
     parser.add_argument("--tiny", action="store_true", help="a rehearsal on the CPU")
@@ -120,7 +128,7 @@ def _measure(way: str, options: argparse.Namespace, files: JobFiles, directory: 
 
 
 def _tether(way: str, options: argparse.Namespace, files: JobFiles, directory: Path) -> dict[str, Any]:
-    machine = TINY if options.tiny else OURS[way]
+    machine = TINY if options.tiny else (*OURS[way], *_sglang(way, options.sglang_attention))
     overrides = files.overrides((f"run.steps={options.steps}", *machine, *options.set))
     run_dir = directory / "run"
     command = [sys.executable, "-m", "services.cli", "up", str(CONFIG), "--run-dir", str(run_dir)]
@@ -129,6 +137,13 @@ def _tether(way: str, options: argparse.Namespace, files: JobFiles, directory: P
     reports = read_steps(run_dir / "metrics.jsonl")
     measured = speed(steps_of(reports), last=LAST if ended else 0)
     return {**measured, **means_of(reports), "ended": ended, "overrides": [*machine, *options.set]}
+
+
+def _sglang(way: str, attention: str) -> list[str]:
+    """Return overrides that are this host's; SGLANG_PYTHON names the interpreter that has SGLang."""
+    if not way.endswith("sglang"):
+        return []
+    return [f"engine.python={sglang_python()}", f"engine.attention_backend={attention}"]
 
 
 def _trl(way: str, options: argparse.Namespace, files: JobFiles, directory: Path) -> dict[str, Any]:
