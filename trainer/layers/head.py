@@ -1,7 +1,7 @@
 """Computes log-probabilities and entropies from hidden states: output layer and softmax in one.
 
-The logits exist a chunk of tokens at a time. Few of them are kept for the backward pass, many are computed
-again there: a third more arithmetic in this layer, for gigabytes less memory.
+The logits exist a chunk of tokens at a time. Up to some gigabytes of them are kept for the backward pass, more
+are computed again there: a third more arithmetic in this layer, for less memory.
 
 Shapes: k tokens, c of a chunk, H hidden size, V vocabulary, P tensor ranks; rank r holds rows
 [r V' / P, (r + 1) V' / P) of the output weight, V' being V padded.
@@ -149,7 +149,8 @@ class _LinearLogprobs(torch.autograd.Function):
         valid, local, mine = _own(targets, part, count)
         sums = _no_sums(rows, hidden.device)
         chunk = _chunk_rows(hidden, count)
-        keep = any(ctx.needs_input_grad) and rows * count * hidden.element_size() <= LOGITS_KEPT_BYTES
+        nbytes = rows * count * hidden.element_size()
+        keep = any(ctx.needs_input_grad) and nbytes <= LOGITS_KEPT_BYTES[hidden.device.type]
         logits_kept = []
         for first in range(0, rows if valid else 0, chunk):
             span = slice(first, first + chunk)

@@ -39,7 +39,7 @@ def test_values_and_gradients_equal_log_softmax(
     monkeypatch: pytest.MonkeyPatch, temperature: float, padding: int, chunk_bytes: int, kept_bytes: int
 ) -> None:
     monkeypatch.setitem(head.LOGITS_CHUNK_BYTES, "cpu", chunk_bytes)
-    monkeypatch.setattr(head, "LOGITS_KEPT_BYTES", kept_bytes)
+    monkeypatch.setitem(head.LOGITS_KEPT_BYTES, "cpu", kept_bytes)
     hidden, weight, targets = made(padding=padding)
     slopes = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(1))
     expected = plain(hidden, weight[:11], targets, temperature)
@@ -55,7 +55,7 @@ def test_values_and_gradients_equal_log_softmax(
 def test_bias_has_the_values_and_gradients_of_a_biased_layer(
     monkeypatch: pytest.MonkeyPatch, kept_bytes: int
 ) -> None:
-    monkeypatch.setattr(head, "LOGITS_KEPT_BYTES", kept_bytes)
+    monkeypatch.setitem(head.LOGITS_KEPT_BYTES, "cpu", kept_bytes)
     hidden, weight, targets = made(padding=3)
     bias = torch.linspace(-1, 1, len(weight), requires_grad=True)
     slopes = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(1))
@@ -95,7 +95,7 @@ def test_log_probabilities_alone_are_the_same_and_change_nothing(
 def test_bounded_logits_have_the_values_and_gradients_of_their_tanh(
     monkeypatch: pytest.MonkeyPatch, kept_bytes: int
 ) -> None:
-    monkeypatch.setattr(head, "LOGITS_KEPT_BYTES", kept_bytes)
+    monkeypatch.setitem(head.LOGITS_KEPT_BYTES, "cpu", kept_bytes)
     hidden, weight, targets = made(padding=3)
     slopes = torch.randn(2, len(hidden), generator=torch.Generator().manual_seed(1))
     expected = plain(hidden, weight[:11], targets, 0.7, softcap=1.5)

@@ -20,7 +20,7 @@ from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.backends.base import FrozenSpec, keeps_copy
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.layout import KNOWN_TYPES, plan_of, style_of
-from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
+from trainer.layers.limits import LOGITS_MOST_BYTES
 from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
 
 KEPT = 2.0
@@ -206,9 +206,7 @@ def _adapters(model: ModelSize, adapters: LoraConfig) -> int:
 
 def _head(model: ModelSize, tokens: int, item: int, *, trained: bool) -> int:
     """Return the bytes of logits and their gradients, where the model does not change the logits."""
-    logits = tokens * model.vocabulary * item
-    if logits > LOGITS_KEPT_BYTES:
-        logits = 2 * LOGITS_CHUNK_BYTES["cuda"]
+    logits = min(tokens * model.vocabulary * item, LOGITS_MOST_BYTES)
     return logits + (model.table * item if trained else 0) + 2 * tokens * model.hidden * item
 
 

@@ -10,7 +10,7 @@ from math import ceil, prod
 
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from trainer.config import OptimizerConfig, ParallelConfig, RecomputeGranularity, TrainerConfig
-from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES, SCORES_CHUNK_BYTES
+from trainer.layers.limits import LOGITS_MOST_BYTES, SCORES_CHUNK_BYTES
 from trainer.megatron.convert.rules import padded_vocabulary
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.stages import stage_rules
@@ -332,9 +332,7 @@ def _head(work: Workload, tokens: int, table: int) -> int:
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
     if a.value_head:  # it reads hidden states in float32
         return 2 * tokens * a.hidden * 4
-    logits = tokens * padded_vocabulary(a.vocabulary, tp) // tp * work.item
-    if logits > LOGITS_KEPT_BYTES:  # the next chunk is computed while the one before is still there
-        logits = 2 * LOGITS_CHUNK_BYTES["cuda"]
+    logits = min(tokens * padded_vocabulary(a.vocabulary, tp) // tp * work.item, LOGITS_MOST_BYTES)
     weight = 0 if work.adapters.rank else table * work.item
     if weight and work.item < 4 and not work.optimizer.grad_reduce_in_fp32:
         weight += 4 * table  # it is added up in float32 first

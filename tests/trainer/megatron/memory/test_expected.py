@@ -11,7 +11,7 @@ import pytest
 from protocol.weights.lora import LoraConfig
 from tests.trainer.megatron.models import ALL_MODELS, save_model
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
-from trainer.layers.limits import LOGITS_CHUNK_BYTES, SCORES_CHUNK_BYTES
+from trainer.layers.limits import LOGITS_KEPT_BYTES, SCORES_CHUNK_BYTES
 from trainer.megatron import cpu, parallel
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
@@ -240,11 +240,11 @@ def test_masters_apart_take_four_bytes_in_float32() -> None:
     assert expected_memory(replace(single, shared=True), 1024).optimizer == 12 * PARAMETERS_7B
 
 
-def test_the_head_keeps_few_logits_whole_and_two_chunks_of_many() -> None:
+def test_the_head_has_at_most_the_logits_that_it_keeps() -> None:
     states, table = 2 * 3584 * 2, 152064 * 3584 * 2
     few, many = (expected_memory(workload(), tokens).head for tokens in (1024, 32768))
     assert few == 1024 * (152064 * 2 + states) + table
-    assert many == 2 * LOGITS_CHUNK_BYTES["cuda"] + 32768 * states + table
+    assert many == LOGITS_KEPT_BYTES["cuda"] + 32768 * states + table
 
 
 def test_bounded_scores_take_their_chunks_where_gradients_are_smaller() -> None:
