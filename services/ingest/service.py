@@ -85,26 +85,33 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
     try:
         await reconciler.reconcile_and_archive()
         await process.ledger.guard()
-        async with (
-            process.binding_socket(Receiver, SCORED) as receiver,
-            process.binding_socket(Receiver, CALLS) as called,
-        ):
-            process.info["spool"] = spool.id
-            process.info["endpoints"] = {SCORED.name: receiver.endpoint, CALLS.name: called.endpoint}
-            await process.register()
-            journal = CallAdmission(process, called, spool)
-            loops = {
-                "ingest": Admission(process, receiver, spool).admit_loop(),
-                "ingest.call_journal": journal.journal_loop(),
-                "ingest.sweep": journal.sweep_loop(),
-                "ingest.clock": ClockWatch(process.ledger.wall_ms).watch_loop(),
-            }
-            async with running_loops(loops):
-                await _archive_loop(process, reconciler, spool)
+        # from here on the archive loop checks a server that was restarted, so it waits for no guarded call
+        async with running_loops({"ingest.admission": _admit(process, spool)}):
+            await _archive_loop(process, reconciler, spool)
         # not after an error, which it might hide: the next ingest continues where the archive ends
         await reconciler.archive_all()
     finally:
         await asyncio.to_thread(spool.close)
+
+
+async def _admit(process: Process, spool: Spool) -> None:
+    """Register, and admit groups and calls until the process is to stop."""
+    async with (
+        process.binding_socket(Receiver, SCORED) as receiver,
+        process.binding_socket(Receiver, CALLS) as called,
+    ):
+        process.info["spool"] = spool.id
+        process.info["endpoints"] = {SCORED.name: receiver.endpoint, CALLS.name: called.endpoint}
+        await process.register()
+        journal = CallAdmission(process, called, spool)
+        loops = {
+            "ingest": Admission(process, receiver, spool).admit_loop(),
+            "ingest.call_journal": journal.journal_loop(),
+            "ingest.sweep": journal.sweep_loop(),
+            "ingest.clock": ClockWatch(process.ledger.wall_ms).watch_loop(),
+        }
+        async with running_loops(loops):
+            await process.stop.wait()
 
 
 async def _archive_loop(process: Process, reconciler: LedgerReconciler, spool: Spool) -> None:

@@ -162,7 +162,6 @@ async def _run_prepared(
             lines = await start_or_resume(ledger, settings, spec)
             progress.is_on = True
             record_pins(original, settings)
-            await ledger.guard()
             facts = describe_memory(settings, read_model(settings))
             for line in (*lines, ledger.durability, *facts):
                 progress.note(line)
@@ -191,6 +190,7 @@ async def _supervise(
 
     fleet = Fleet(settings, url, is_over)
     first = (await ledger.status()).version
+    await ledger.guard()  # from here on a restarted server is used once the ingest has checked it
     stop = _stop_on_signals(fleet, progress)
     try:
         # the outer group: a watcher that fails must not cancel the services, which are drained then

@@ -5,11 +5,12 @@ import dataclasses
 import fcntl
 import logging
 import os
+import signal
 from pathlib import Path
 
 import pytest
 
-from protocol.topics import Role
+from protocol.topics import SCORED, Role
 from services import ingest
 from services.ingest.service import JUMP_S, ClockWatch
 from services.ledger.embedded_server import EmbeddedServer
@@ -45,6 +46,41 @@ async def test_the_error_that_ends_it_is_not_hidden_by_an_archive_that_fails(
         assert serving.cancelled()
     finally:
         os.close(held)
+        await server.stop()
+
+
+async def test_it_checks_a_server_that_is_restarted_while_it_registers(tmp_path: Path) -> None:
+    settings = settings_for(tmp_path, "stragglers.toml")
+    spec = await asyncio.to_thread(prepare, settings)
+    server = EmbeddedServer(tmp_path / "ledger")
+    url = await server.start()
+    settings = dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=url, retry_s=10))
+    killed = asyncio.Event()
+
+    def kill_once() -> None:
+        if "endpoints" in process.info and not killed.is_set():
+            os.kill(server.pid, signal.SIGKILL)
+            while server.running():
+                os.sched_yield()
+            killed.set()
+
+    try:
+        async with open_ledger(settings) as ledger:
+            await ledger.create(spec)
+        async with (
+            asyncio.timeout(60),
+            open_process(Role.INGEST, settings, "ingest") as process,
+            asyncio.TaskGroup() as tasks,
+        ):
+            process.on_heartbeat.append(kill_once)  # between the first check and the registration
+            tasks.create_task(ingest.serve(process), name="ingest")
+            await killed.wait()
+            await server.start()
+            async with open_ledger(settings) as ledger:
+                while not await ledger.endpoints(SCORED.name):  # noqa: ASYNC110 (the ledger has no event)
+                    await asyncio.sleep(0.05)
+            process.stop.set()
+    finally:
         await server.stop()
 
 
