@@ -95,7 +95,7 @@ async def measure(drafts: Any, options: argparse.Namespace, facts: dict[str, Any
             target = json.loads((model_dir / "config.json").read_text())
             head = write_head(target, getattr(torch, size.dtype), Path(directory) / "head")
             config = replace(config, draft_model=str(head), num_speculative_tokens=HEAD_TOKENS)
-        async with ours(config, model_dir, options.model, tensors) as (engine, _):
+        async with ours(config, model_dir, options.model, tensors) as engine:
 
             async def generate(request: Request) -> int:
                 return len((await engine.generate(request)).tokens)

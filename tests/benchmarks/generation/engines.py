@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import tempfile
 import time
 from collections.abc import AsyncIterator, Mapping
@@ -11,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import psutil  # type: ignore[import-untyped]
 import torch
 
@@ -21,7 +21,9 @@ from rollout.engines.registry import make_engine
 from rollout.engines.sglang.launch import SPARE_TOKENS, free_port, kv_tokens, server_environment
 from rollout.engines.vllm.imports import eager_environment, set_environment
 from tests.benchmarks.generation.load import Generate
+from tests.benchmarks.gpu.partner import Partner
 from tests.benchmarks.gpu.shapes import SIZES
+from tests.benchmarks.gpu.updates import Ours
 
 BUCKET_BYTES = 256 << 20
 START_S = 300.0
@@ -35,8 +37,8 @@ class Commits:
     paused_ms: list[float]
 
     @asynccontextmanager
-    async def every(self, engine: Any, manifest: Any, interval_s: float) -> AsyncIterator[None]:
-        """Stage and commit a version again and again inside the block, each under a number of its own."""
+    async def every(self, engine: Any, way: Ours, interval_s: float) -> AsyncIterator[None]:
+        """Publish, stage and commit a version again and again inside the block, each with its own number."""
         is_over = asyncio.Event()
 
         async def update() -> None:
@@ -44,9 +46,8 @@ class Commits:
             while not is_over.is_set():
                 began = time.monotonic()
                 number += 1
-                version = msgspec.structs.replace(manifest, version=number)
-                await engine.stage(version)
-                self.paused_ms.append(await engine.commit(version))
+                _, figures = await way.update(number)
+                self.paused_ms.append(figures["pause_ms"])
                 with suppress(TimeoutError):
                     async with asyncio.timeout(max(0.0, interval_s - (time.monotonic() - began))):
                         await is_over.wait()
@@ -58,13 +59,22 @@ class Commits:
 
 
 @asynccontextmanager
+async def publishing(engine: Any, model: str, model_dir: Path, transport: str) -> AsyncIterator[Ours]:
+    """Yield how a trainer's process, on the engine's device, brings versions to the engine."""
+    partner = await Partner.start(model, model_dir, os.environ.get("CUDA_VISIBLE_DEVICES", "0"), START_S)
+    try:
+        way = Ours(engine, partner, transport)
+        await way.prepare()
+        yield way
+    finally:
+        await partner.close()
+
+
+@asynccontextmanager
 async def ours(
     config: EngineConfig, model_dir: Path, model: str, tensors: Mapping[str, torch.Tensor] | None = None
-) -> AsyncIterator[tuple[Any, Any]]:
-    """Yield the project's engine, serving a first version, and that version's manifest.
-
-    The version has these `tensors`; None: random ones.
-    """
+) -> AsyncIterator[Any]:
+    """Yield the project's engine, serving a first version of these `tensors`; None: random ones."""
     engine = make_engine(config, model_dir, "bench")
     try:
         await engine.start()
@@ -74,11 +84,12 @@ async def ours(
                 Path(directory) / "version",
                 random_weights(model_dir, SIZES[model].dtype) if tensors is None else tensors,
                 0,
+                epoch="bench",
                 bucket_bytes=BUCKET_BYTES,
             )
             await engine.stage(manifest)
             await engine.commit(manifest)
-            yield engine, manifest
+            yield engine
     finally:
         await engine.close()
 

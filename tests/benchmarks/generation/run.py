@@ -35,7 +35,7 @@ START_S, LOAD_S = 330.0, 120.0
 """Limits for a start and for one load."""
 TINY = {"model": "tiny", "running": "4,8", "share": "0.2", "interval_s": "0.2"}
 """Options of a rehearsal."""
-PASSED = ("model", "running", "share", "interval_s", "memory_fraction", "kv", "sglang_attention")
+PASSED = ("model", "running", "share", "interval_s", "transport", "memory_fraction", "kv", "sglang_attention")
 """Options that each session gets."""
 SGLANG_VERSION = "from importlib.metadata import version; print(version('sglang'))"
 

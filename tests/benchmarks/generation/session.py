@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from rollout.engines.base import EngineConfig, KvPolicy, Request
-from tests.benchmarks.generation.engines import START_S, Commits, bare_sglang, bare_vllm, ours
+from tests.benchmarks.generation.engines import START_S, Commits, bare_sglang, bare_vllm, ours, publishing
 from tests.benchmarks.generation.load import Generate, rate_of, requests_of
 from tests.benchmarks.gpu.shapes import SIZES, write_model
 from tests.contracts.sglang_environment import sglang_settings
@@ -75,7 +75,11 @@ class Session:
             async with bare_sglang(config, model_dir) as generate:
                 await self._loads(generate)
         else:
-            async with ours(config, model_dir, self._arguments.model) as (engine, manifest):
+            model, transport = self._arguments.model, self._arguments.transport
+            async with (
+                ours(config, model_dir, model) as engine,
+                publishing(engine, model, model_dir, transport) as way,
+            ):
 
                 async def generate_ours(request: Request) -> int:
                     return len((await engine.generate(request)).tokens)
@@ -83,7 +87,7 @@ class Session:
                 await self._loads(generate_ours)
                 for running in self._arguments.running:
                     commits = Commits([])
-                    every = commits.every(engine, manifest, self._arguments.interval_s)
+                    every = commits.every(engine, way, self._arguments.interval_s)
                     await self._load(generate_ours, running, COMMITTING, every, commits)
 
     async def _loads(self, generate: Generate) -> None:
@@ -120,6 +124,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--running", type=numbers, default="32,128,512", help="requests at a time")
     parser.add_argument("--share", type=float, default=1.0, help="of the usual lengths of completions")
     parser.add_argument("--interval-s", type=float, default=2.0, help="from one version to the next")
+    transport = "ipc" if torch.cuda.is_available() else "shm"
+    parser.add_argument("--transport", default=transport, help="of versions, from a trainer's process")
     parser.add_argument("--memory-fraction", type=float, default=0.8)
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--sglang-attention", default="", help="attention kernels; empty: SGLang's choice")
