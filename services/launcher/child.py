@@ -7,6 +7,7 @@ SIGTERM asks it to drain; SIGKILL to its session ends remaining processes.
 import asyncio
 import contextlib
 import logging
+import re
 import shutil
 import signal
 import time
@@ -18,12 +19,14 @@ from pathlib import Path
 from protocol.errors import SettingsError, TetherError
 from services.launcher.session import ForkedProcess, ServiceProcess, kill_session, start_session
 from services.launcher.spare import Spares
-from services.runtime.errors import EXIT_SETTINGS
+from services.runtime.errors import EXIT_AWAY, EXIT_SETTINGS
 
 log = logging.getLogger("tether.up")
 
 BACKOFF_S = (0.2, 5.0)
 RESTART_WINDOW_S = 60.0
+ALIKE_S = 600.0
+"""A process that lived longer has made progress: its death is not counted with those before it."""
 MAX_LOG_BYTES = 32 << 20
 """Size from which the log of a service is cut; what it had replaces NAME.log.1."""
 EARLY_S = 10.0
@@ -33,7 +36,7 @@ LOG_CHECK_S = 30.0
 
 
 class ServiceFailed(TetherError):
-    """A service died more often than `services.restarts` allows."""
+    """A service died more often than `services.restarts` allows, in a minute or in the same way."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,6 +92,10 @@ class SupervisedProcess:
         """Why an optional service is not started any more; empty while it is."""
         self._allowed = restarts
         self._deaths: deque[float] = deque()
+        self._alike = 0
+        """How many of the last deaths were of the same error."""
+        self._error = ""
+        """What the last process said, without its numbers."""
         self._process: ServiceProcess | None = None
         self._stopping = False
         self._is_over = is_over
@@ -136,6 +143,7 @@ class SupervisedProcess:
 
     async def _keep_running(self) -> None:
         while not self._stopping:
+            began_s = time.monotonic()
             code = await self._run_once()
             if self._stopping or (
                 code == 0 and self.spec.finishes and (self._is_over is None or await self._is_over())
@@ -145,14 +153,10 @@ class SupervisedProcess:
             if code == EXIT_SETTINGS:
                 said = last_line.removeprefix("tether ")
                 raise SettingsError(said or f"{self.spec.name}: wrong settings, see {self.log_path}")
-            now = time.monotonic()
-            self._deaths.append(now)
-            while self._deaths and now - self._deaths[0] > RESTART_WINDOW_S:
-                self._deaths.popleft()
-            if len(self._deaths) > self._allowed:
+            if often := self._too_often(code, last_line, time.monotonic() - began_s):
                 raise ServiceFailed(
-                    f"{self.spec.name} died {len(self._deaths)} times in a minute, "
-                    f"last with exit code {code}: {last_line or 'it said nothing'} (see {self.log_path})"
+                    f"{self.spec.name} died {often}, last with exit code {code}: "
+                    f"{last_line or 'it said nothing'} (see {self.log_path})"
                 )
             self.restarts += 1
             log.warning(
@@ -163,6 +167,22 @@ class SupervisedProcess:
                 last_line,
             )
             await asyncio.sleep(backoff_s(len(self._deaths)))
+
+    def _too_often(self, code: int, last_line: str, lived_s: float) -> str:
+        """Count a death; return how often the service died if that is too often, else an empty text.
+
+        A service that takes a minute to start and then always fails dies once a minute, without an end.
+        """
+        now = time.monotonic()
+        self._deaths.append(now)
+        while now - self._deaths[0] > RESTART_WINDOW_S:
+            self._deaths.popleft()
+        error = re.sub(r"\d+", "N", last_line) if code > 0 and code != EXIT_AWAY else ""
+        self._alike = self._alike + 1 if error and error == self._error and lived_s < ALIKE_S else 1
+        self._error = error
+        if len(self._deaths) > self._allowed:
+            return f"{len(self._deaths)} times in a minute"
+        return f"{self._alike} times in a row of one error" if self._alike > max(1, self._allowed) else ""
 
     async def _run_once(self) -> int:
         await asyncio.to_thread(cut_log, self.log_path)

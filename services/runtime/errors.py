@@ -1,6 +1,6 @@
 """Turns an error that ends a process into one line and an exit code, and sets up logging.
 
-Exit codes: 0 drained, `EXIT_FAILED` 1, `EXIT_SETTINGS` 2.
+Exit codes: 0 drained, `EXIT_FAILED` 1, `EXIT_SETTINGS` 2, and of a service `EXIT_AWAY` 3.
 """
 
 import logging
@@ -12,7 +12,8 @@ from protocol.errors import SettingsError, TetherError, Unavailable
 from services.observability.printable import one_line
 from services.settings.sources import log_level
 
-EXIT_FAILED, EXIT_SETTINGS = 1, 2
+EXIT_FAILED, EXIT_SETTINGS, EXIT_AWAY = 1, 2, 3
+"""EXIT_AWAY: the ledger did not answer; it may be back after a restart."""
 MOST = 10_000
 """Characters of a log line's message or of a traceback's line: a peer's text may be as long as a frame."""
 

@@ -15,7 +15,7 @@ import uvloop
 
 from protocol.errors import TetherError, Unavailable
 from protocol.topics import Role
-from services.runtime.errors import EXIT_FAILED, configure_logging, describe_error, innermost
+from services.runtime.errors import EXIT_AWAY, EXIT_FAILED, configure_logging, describe_error, innermost
 from services.runtime.event_loop import STOP_SIGNALS, run_loop, running_loops, stop_at_signals
 from services.runtime.process import Serve, log, open_process
 from services.settings.load import load_settings
@@ -72,7 +72,7 @@ def service_main(role: Role, serve: Serve) -> None:
     except (Exception, BaseExceptionGroup) as error:
         line, code = describe_error(error)
         if isinstance(innermost(error), Unavailable):
-            code = EXIT_FAILED  # the ledger may be back after a restart, so this is not a wrong setting
+            code = EXIT_AWAY  # a command would call it a wrong setting
         if not isinstance(innermost(error), TetherError):
             log.exception("process.failed")
         log.error("process.failed %s", json.dumps(line))

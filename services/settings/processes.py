@@ -40,8 +40,8 @@ class ServicesConfig:
     """GPUs of the reward workers, for reward models whose option `device` is a GPU. Empty: all that
     `tether up` itself sees."""
     restarts: Annotated[int, Interval(ge=0, le=10**6)] = 5
-    """Restarts of one service within a minute; one death more ends the run (of evaluation, page and
-    tracking: only them)."""
+    """Restarts of one service within a minute, or in a row after one error; one death more ends the run (of
+    evaluation, page and tracking: only them)."""
     spares: bool = True
     """Whether processes that have imported everything wait to replace a trainer, ingest, rollout or reward
     worker that dies; one for all workers with the same settings and GPUs."""

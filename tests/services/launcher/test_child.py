@@ -155,6 +155,19 @@ async def test_a_child_that_dies_too_often_ends_the_run(make: Callable[..., Supe
     assert child.log_path.read_text() == "out of cheese\n" * 3
 
 
+async def test_a_child_that_dies_of_one_error_again_and_again_ends_the_run(
+    make: Callable[..., SupervisedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.launcher.child.RESTART_WINDOW_S", 0.0)  # as if each lived for a minute
+    child = make("1 out of cheese", restarts=2)
+    with pytest.raises(ServiceFailed) as failure:
+        await child.keep_running()
+    assert str(failure.value) == (
+        "worker.0 died 3 times in a row of one error, last with exit code 1: out of cheese "
+        f"(see {child.log_path})"
+    )
+
+
 async def test_an_end_without_a_word_is_not_blamed_on_an_earlier_one(
     make: Callable[..., SupervisedProcess],
 ) -> None:

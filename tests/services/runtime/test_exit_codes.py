@@ -32,7 +32,7 @@ def test_a_service_that_finds_no_ledger_asks_to_be_started_again(tmp_path: Path)
         text=True,
         check=False,
     )
-    assert result.returncode == 1
+    assert result.returncode == 3
     assert "did not answer" in result.stderr.splitlines()[-1]
     assert "Traceback" not in result.stderr
 
