@@ -84,11 +84,11 @@ def means_of(reports: Sequence[Mapping[str, Any]]) -> dict[str, float]:
 
 
 def ratios_of(ways: Mapping[str, Mapping[str, Any]]) -> dict[str, float]:
-    """Return each way of ours by each way of TRL's, in trained tokens a second."""
+    """Return each way of ours by each way of TRL's, and by ours with vLLM, in trained tokens a second."""
     speeds = {name: found["trained_tokens_per_s"] for name, found in ways.items()}
     return {
         f"{ours}_over_{theirs}": speeds[ours] / speeds[theirs]
         for ours in speeds
         for theirs in speeds
-        if ours.startswith("tether") and theirs.startswith("trl")
+        if ours.startswith("tether") and ours != theirs and (theirs == "tether" or theirs.startswith("trl"))
     }

@@ -39,7 +39,9 @@ def test_reports_give_steps_and_means_of_what_was_measured() -> None:
 def test_ratios_are_of_ours_over_theirs() -> None:
     speeds = {"tether": 30.0, "tether-turns": 20.0, "trl": 10.0}
     ways = {name: {"trained_tokens_per_s": value} for name, value in speeds.items()}
-    assert ratios_of(ways) == {"tether_over_trl": 3.0, "tether-turns_over_trl": 2.0}
+    assert ratios_of(ways) == {
+        "tether_over_trl": 3.0, "tether-turns_over_trl": 2.0, "tether-turns_over_tether": 20 / 30,
+    }  # fmt: skip
 
 
 def test_printed_steps_are_found_between_other_lines() -> None:
