@@ -12,6 +12,7 @@ import msgspec
 from protocol.errors import ProtocolError, SettingsError
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from rollout.prompts.base import Order, Prompt, PromptConfig, fingerprint_of, unseen
+from rollout.prompts.conversations import read_conversation
 
 
 def within_rates(prompts: Sequence[Prompt], config: PromptConfig) -> list[Prompt]:
@@ -63,8 +64,6 @@ def pass_rate(prompt: Prompt, config: PromptConfig) -> float | None:
     return float(value)
 
 
-CALLS = ("tool_calls", "function_call")
-"""Fields of a message without which what follows it has no meaning, and which a `Prompt` does not have."""
 TemplateParts = tuple[tuple[str, str], ...]
 """Pieces of a template: a literal text, and the field that follows it, or an empty string."""
 
@@ -254,27 +253,8 @@ def _prompt(question: Any, metadata: Mapping[str, Any], where: str) -> Prompt:
         if not question:
             raise SettingsError(f"{where}: the question is empty")
         return Prompt(question, (), metadata)
-    messages = _messages(question, where)
+    messages = read_conversation(question, where)
     return Prompt(messages[-1][1], messages, metadata)
-
-
-def _messages(value: Any, where: str) -> tuple[tuple[str, str], ...]:
-    problem = f"{where}: expected text or a list of messages with a role and a content as text"
-    if not isinstance(value, list) or not value:
-        raise SettingsError(f"{problem}, got {type(value).__name__}")
-    pairs = []
-    for message in value:
-        if not isinstance(message, Mapping) or not all(
-            isinstance(message.get(key), str) for key in ("role", "content")
-        ):
-            raise SettingsError(f"{problem}, got {str(message)[:80]}")
-        if called := [field for field in CALLS if message.get(field)]:
-            raise SettingsError(
-                f"{where}: a message has {called[0]}, which a prompt cannot say; write the calls "
-                "into its content, as the model does, or take such rows out of the data"
-            )
-        pairs.append((message["role"], message["content"]))
-    return tuple(pairs)
 
 
 def encoded_prompt(prompt: Prompt) -> bytes:

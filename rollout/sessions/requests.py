@@ -95,8 +95,12 @@ def read_chat(body: Any, *, rules: SamplingRules) -> HarnessRequest:
     choice = body.get("tool_choice") or "auto"
     if choice not in ("auto", "none"):
         raise unsupported("tool_choice", choice, "'auto' or 'none'")
-    if common["max_tokens"] is None:
-        common["max_tokens"] = _count(body, "max_completion_tokens")
+    completion = _count(body, "max_completion_tokens")
+    if completion is not None and common["max_tokens"] not in (None, completion):
+        raise invalid(
+            "max_tokens and max_completion_tokens differ: give one of them", "max_completion_tokens"
+        )
+    common["max_tokens"] = completion if common["max_tokens"] is None else common["max_tokens"]
     dialogue = read_dialogue(body.get("messages"), body.get("tools"))
     return HarnessRequest(dialogue=dialogue, tools=bool(dialogue.tools) and choice == "auto", **common)
 

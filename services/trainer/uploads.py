@@ -31,6 +31,7 @@ from services.runtime.run_copies import (
     note_copy,
     noted_copy,
 )
+from services.settings.resume import EARLIER
 from trainer.storage.remote import RemoteDirectory
 from trainer.storage.spool import Spool
 
@@ -109,7 +110,8 @@ class RemoteRun:
     def stage(self, stage: Path, version: int, spool: Spool, export: Path) -> Mapping[str, Path]:
         """Copy the event log first, then the spool, whose journal has the later steps."""
         checkpoint = self.run_dir / "checkpoints" / stage.name
-        for name in RUN_FILES:
+        earlier = sorted(path.name for path in self.run_dir.glob(EARLIER))
+        for name in (*earlier, *RUN_FILES):
             if (self.run_dir / name).exists():
                 copy_lines(self.run_dir / name, stage / name)
         spool.copy_to(stage / SPOOL)

@@ -1,7 +1,7 @@
 """Computes log-probabilities and entropies from hidden states: output layer and softmax in one.
 
-The logits are computed a chunk of tokens at a time. Those of a micro-batch are kept for the backward pass up to
-some gigabytes. More are computed again there: a third more arithmetic in this layer, for less memory.
+The logits are computed a chunk of tokens at a time. Up to some gigabytes of a micro-batch they are kept for
+the backward pass. More are computed again there: a third more arithmetic in this layer, for less memory.
 
 Shapes: k tokens, c of a chunk, H hidden size, V vocabulary, P tensor ranks; rank r holds rows
 [r V' / P, (r + 1) V' / P) of the output weight, V' being V padded.

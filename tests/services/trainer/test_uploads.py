@@ -72,6 +72,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 
 def test_a_copy_is_a_whole_run(run: Run, tmp_path: Path) -> None:
+    (run.directory / "settings_until_7.json").write_text('{"lr": 1}')
     run.save(1)
     run.uploader.finish()
     assert run.counted("remote.copied") == 1
@@ -82,6 +83,7 @@ def test_a_copy_is_a_whole_run(run: Run, tmp_path: Path) -> None:
     settings = load_settings(None, [f"run.dir={again}", f"run.remote={run.url}"], environ={})
     assert fetch_run(settings) == f"fetched version 1 of the run from {run.url}"
     assert (again / "audit.jsonl").read_text() == '{"seq":1}\n'
+    assert (again / "settings_until_7.json").read_text() == '{"lr": 1}'
     assert Checkpoints(again / "checkpoints", keep=1).latest() is not None
     spool = Spool(again / "spool.sqlite")
     assert spool.get_many([(1, "a")]) == [b"record"]
