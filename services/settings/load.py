@@ -23,6 +23,8 @@ from trainer.storage.checksums import MEMBER, sealed
 
 FILE = "settings.json"
 """Settings that a run was last started with, in its directory."""
+SPOOL = "spool.sqlite"
+"""A file that every run has."""
 PRIVATE = ("ledger", "bus", "monitor")
 """Sections that `shown_settings` leaves out: addresses, and names of files with secrets."""
 
@@ -55,8 +57,10 @@ def compose_settings(
     values: dict[str, Any] = read_file(Path(path)) if path else {}
     if path:
         values = resolve_paths(values, absolute(Path(path).parent, Path.cwd()))
+    moved = _moved_run(Path(path), values) if path else ""
     for dotted, text, source in from_environ(environ):
         _assign(values, dotted, parse(text, dotted, Settings), source)
+        moved = "" if dotted == "run.dir" else moved
     for override in overrides:
         dotted, separator, text = override.partition("=")
         if not separator or not dotted.strip():
@@ -67,9 +71,23 @@ def compose_settings(
                 "set TETHER_REDIS_URL, or ledger.password_file"
             )
         _assign(values, dotted.strip(), parse(text.strip(), dotted.strip(), Settings), f"--set {dotted}")
+        moved = "" if dotted.strip() == "run.dir" else moved
+    if moved:
+        raise SettingsError(moved)
     automatic = split_automatic(values)
     settings, automatic = _with_fixed_choices(_typed(values), automatic)
     return choose_automatic(settings, automatic, this_machine(environ))
+
+
+def _moved_run(path: Path, values: Mapping[str, Any]) -> str:
+    """Return why a file does not say which run to continue; empty unless it is of a run that was moved."""
+    recorded, here = values.get("run", {}).get("dir"), absolute(path.parent, Path.cwd()).resolve()
+    if path.name != FILE or not recorded or Path(recorded).resolve() == here or not (here / SPOOL).exists():
+        return ""
+    return (
+        f"{path} has run.dir = {str(recorded)!r}, and this run was moved or copied to {here}: say which one "
+        f"is meant by --run-dir {here} or --run-dir {recorded}"
+    )
 
 
 def _with_fixed_choices(settings: Settings, automatic: list[str]) -> tuple[Settings, list[str]]:

@@ -160,3 +160,17 @@ def test_a_damaged_file_is_named(tmp_path: Path) -> None:
     (tmp_path / FILE).write_text("{")
     with pytest.raises(SettingsError, match=f"{tmp_path}/{FILE}, the settings of the last start"):
         recorded_settings(tmp_path)
+
+
+def test_settings_of_a_run_that_was_moved_do_not_say_which_run_is_meant(tmp_path: Path) -> None:
+    old, moved = tmp_path / "old", tmp_path / "moved"
+    for directory in (old, moved):
+        directory.mkdir()
+        (directory / "spool.sqlite").touch()
+        dump_settings(replace(Settings(), run=RunConfig(dir=str(old))), directory / FILE)
+    assert load_settings(str(old / FILE), environ={}).run_dir == old
+    with pytest.raises(SettingsError, match=f"moved or copied to {moved}: say which one is"):
+        load_settings(str(moved / FILE), environ={})
+    for meant in (old, moved):
+        assert load_settings(str(moved / FILE), [f"run.dir={meant}"], {}).run_dir == meant
+        assert load_settings(str(moved / FILE), [], {"TETHER_RUN_DIR": str(meant)}).run_dir == meant
