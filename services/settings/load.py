@@ -13,7 +13,7 @@ from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
 from protocol.paths import absolute
 from protocol.validation import validated
-from services.settings.automatic import choose_automatic, split_automatic, this_machine
+from services.settings.automatic import Machine, choose_automatic, split_automatic, this_machine
 from services.settings.checks import check_settings
 from services.settings.paths import resolve_paths
 from services.settings.resume_rules import ResumeRule, rule_of
@@ -30,16 +30,22 @@ PRIVATE = ("ledger", "bus", "monitor")
 
 
 def load_settings(
-    path: str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+    path: str | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
 ) -> Settings:
     """Compose and check the settings of a process; arguments and errors are as in `compose_settings`."""
-    settings = compose_settings(path, overrides, environ)
+    settings = compose_settings(path, overrides, environ, machine)
     check_settings(settings)
     return settings
 
 
 def compose_settings(
-    path: str | None = None, overrides: Sequence[str] = (), environ: Mapping[str, str] | None = None
+    path: str | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    machine: Machine | None = None,
 ) -> Settings:
     """Compose the settings of a process; each is checked by itself, but not against the others.
 
@@ -48,6 +54,7 @@ def compose_settings(
         overrides: `section.key=value` strings; values are TOML, or plain strings where the text is not TOML
             or the setting is a string.
         environ: by default the process's environment.
+        machine: the one for which automatic settings are chosen; by default this one.
 
     Raises:
         SettingsError: names the setting, the cause, and the most similar known name.
@@ -76,7 +83,7 @@ def compose_settings(
         raise SettingsError(moved)
     automatic = split_automatic(values)
     settings, automatic = _with_fixed_choices(_typed(values), automatic)
-    return choose_automatic(settings, automatic, this_machine(environ))
+    return choose_automatic(settings, automatic, machine or this_machine(environ))
 
 
 def _moved_run(path: Path, values: Mapping[str, Any]) -> str:

@@ -10,7 +10,7 @@ from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name
 from services.preflight.memory import critic_workload, planned_of, weights_apart
 from services.preflight.model import ModelFacts, read_facts, read_model
-from services.settings.automatic import ALONE
+from services.settings.automatic import ALONE, Machine
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
@@ -86,7 +86,8 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
         SettingsError: a setting is wrong, the trainer does not support the model, a file cannot be read, or
             the GPUs cannot be divided so.
     """
-    settings = load_settings(config, overrides)
+    machine = Machine([str(number) for number in range(gpus)], bfloat16=True)  # not the one that asks
+    settings = load_settings(config, overrides, machine=machine)
     ranks, room = _policy_ranks(settings, gpus), gpu_gb * GIB * USED_SHARE
     model = read_model(settings) if settings.trainer.backend == "fsdp" else _configuration(settings)
     work = planned_of(settings, model)
