@@ -97,7 +97,7 @@ async def test_under_wait_the_step_waits_for_a_session(make: Make) -> None:
 
 
 async def test_under_wait_the_step_waits_no_longer_than_an_episode_may_take(make: Make) -> None:
-    made = make(2, "environment.episode_s=0.5", "environment.attempts=1")
+    made = make(2, "environment.episode_s=2", "environment.attempts=1")
     async with made.running(E=1, B=1, policy=Policy.WAIT) as world:
         await world.step()
         other = await world.other_group()
@@ -106,7 +106,7 @@ async def test_under_wait_the_step_waits_no_longer_than_an_episode_may_take(make
             world.environment.may_call.release()  # for calls whose answers do not come
         await eventually(lambda: len(world.environment.refused) == SAMPLES)
         assert {status for status, _ in world.environment.refused} == {410}
-        assert all("environment.episode_s 0.5 s" in text for _, text in world.environment.refused)
+        assert all("environment.episode_s 2 s" in text for _, text in world.environment.refused)
         await eventually(lambda: 0 not in world.runner._held)
         assert (await world.ledger.status()).dropped_by_reason == {"episode": 1}
         assert [group.group for group in (await world.ledger.take("e1")).groups] == [other.group]
