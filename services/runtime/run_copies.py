@@ -16,12 +16,12 @@ from services.ledger.event_log.archiver import FILE as EVENT_LOG
 from services.runtime.frozen_models import FILE as FROZEN_MODELS
 from services.settings.hub import FILE as HUB
 from services.settings.load import FILE as SETTINGS
+from services.settings.load import SPOOL
 from services.settings.sections import Settings
 from trainer.storage.remote import RemoteDirectory
 
 CHECKPOINT, RUN = "checkpoint", "run"
 """Directories of a copy."""
-SPOOL = "spool.sqlite"
 STATE = (SETTINGS, "audit.head", EVENT_LOG, "metrics.head", "metrics.jsonl")
 """Files that mark a directory with a run (it has at least one), in the order in which they are copied: a
 log's head names one of its lines."""
