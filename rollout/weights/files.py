@@ -4,6 +4,7 @@ It is a directory, or a URL that fsspec knows.
 """
 
 import mmap
+import time
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -21,6 +22,9 @@ from rollout.weights.verification import Deadline, compare
 
 MADV_POPULATE_READ = 22
 """Advice of madvise(2) to read all pages at once, which the module mmap does not know yet."""
+
+READ_BYTES = 16 << 20
+"""Bytes whose pages are read at once, in a few milliseconds."""
 
 
 class FileReceiver:
@@ -116,7 +120,9 @@ def _mapped(path: Path, nbytes: int, first: TensorEntry, mode: str, access: int)
             return torch.empty(0, dtype=torch.uint8)
         memory = mmap.mmap(file.fileno(), nbytes, access=access)
     with suppress(OSError):  # before Linux 5.14 pages come one after the other
-        memory.madvise(MADV_POPULATE_READ)
+        for first_byte in range(0, nbytes, READ_BYTES):
+            memory.madvise(MADV_POPULATE_READ, first_byte, min(READ_BYTES, nbytes - first_byte))
+            time.sleep(0)  # madvise holds the interpreter's lock, for which the engine's next step may wait
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
