@@ -22,7 +22,6 @@ from rollout.weights.verification import Deadline, compare
 
 MADV_POPULATE_READ = 22
 """Advice of madvise(2) to read all pages at once, which the module mmap does not know yet."""
-
 READ_BYTES = 16 << 20
 """Bytes whose pages are read at once, in a few milliseconds."""
 
