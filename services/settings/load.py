@@ -88,12 +88,18 @@ def compose_settings(
 
 def _moved_run(path: Path, values: Mapping[str, Any]) -> str:
     """Return why a file does not say which run to continue; empty unless it is of a run that was moved."""
-    recorded, here = values.get("run", {}).get("dir"), absolute(path.parent, Path.cwd()).resolve()
-    if path.name != FILE or not recorded or Path(recorded).resolve() == here or not (here / SPOOL).exists():
+    table, here = values.get("run"), absolute(path.parent, Path.cwd()).resolve()
+    recorded = table.get("dir") if isinstance(table, dict) else None
+    if path.name != FILE or not isinstance(recorded, str) or not (here / SPOOL).exists():
+        return ""
+    try:
+        if Path(recorded).resolve() == here:
+            return ""
+    except (OSError, ValueError):  # no path: refused where settings are checked
         return ""
     return (
-        f"{path} has run.dir = {str(recorded)!r}, and this run was moved or copied to {here}: say which one "
-        f"is meant by --run-dir {here} or --run-dir {recorded}"
+        f"{path} has run.dir = {recorded!r}, and this run was moved or copied to {here}: say which one is "
+        f"meant by --run-dir {here} or --run-dir {recorded}"
     )
 
 

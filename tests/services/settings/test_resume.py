@@ -171,6 +171,11 @@ def test_settings_of_a_run_that_was_moved_do_not_say_which_run_is_meant(tmp_path
     assert load_settings(str(old / FILE), environ={}).run_dir == old
     with pytest.raises(SettingsError, match=f"moved or copied to {moved}: say which one is"):
         load_settings(str(moved / FILE), environ={})
+    for damaged in ('{"run": "x"}', '{"run": {"dir": 1}}'):
+        (moved / FILE).write_text(damaged)
+        with pytest.raises(SettingsError, match="run"):
+            load_settings(str(moved / FILE), environ={})
+    dump_settings(replace(Settings(), run=RunConfig(dir=str(old))), moved / FILE)
     for meant in (old, moved):
         assert load_settings(str(moved / FILE), [f"run.dir={meant}"], {}).run_dir == meant
         assert load_settings(str(moved / FILE), [], {"TETHER_RUN_DIR": str(meant)}).run_dir == meant
