@@ -15,8 +15,10 @@ from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     BusyLoadingError,
+    ClusterDownError,
     NoPermissionError,
     NoScriptError,
+    OutOfMemoryError,
     ReadOnlyError,
     RedisError,
     ResponseError,
@@ -80,13 +82,15 @@ _AWAY = (
     RedisTimeoutError,
     BusyLoadingError,
     ReadOnlyError,
+    ClusterDownError,
+    OutOfMemoryError,
     TryAgainError,
     TimeoutError,
     OSError,
 )
-"""Errors of a server that restarts or fails over, for a while."""
-_AWAY_PREFIXES = ("MISCONF", "MASTERDOWN", "CLUSTERDOWN", "OOM", "BUSY")
-"""How its error replies begin then."""
+"""Errors of a server that restarts, fails over or is full, for a while."""
+_AWAY_PREFIXES = ("MISCONF", "BUSY")
+"""How its other error replies begin then; redis-py takes the codes that it knows from the text."""
 _DENIED = (AuthenticationError, AuthorizationError, NoPermissionError)
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _LANES = 2

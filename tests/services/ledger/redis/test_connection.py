@@ -110,3 +110,21 @@ async def test_a_cancellation_in_a_call_is_not_lost(valkey_url: str, turns: int)
         task.cancel()
     assert task.cancelled()
     await ledger.close()
+
+
+async def test_a_call_waits_while_the_server_is_full(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    url = await server.start()
+    run = new_run()
+    ledger = await RedisLedger.connect(url, run, retry_s=20.0)
+    driver = await Driver(RedisRig(url, ledger)).begin(B=1)
+    with redis_sync.Redis.from_url(url) as client:
+        client.config_set("maxmemory", 1)
+        async with asyncio.TaskGroup() as tasks:
+            leasing = tasks.create_task(driver.lease(), name="lease")
+            _, waiting = await asyncio.wait({leasing}, timeout=0.5)
+            client.config_set("maxmemory", 0)
+        assert waiting == {leasing}
+    assert leasing.result() is not None
+    await ledger.close()
+    await server.stop()
