@@ -19,7 +19,7 @@ from pathlib import Path
 from protocol.errors import SettingsError, TetherError
 from services.launcher.session import ForkedProcess, ServiceProcess, kill_session, start_session
 from services.launcher.spare import Spares
-from services.runtime.errors import EXIT_AWAY, EXIT_SETTINGS
+from services.runtime.errors import EXIT_AWAY, EXIT_SETTINGS, SIGNALLED
 
 log = logging.getLogger("tether.up")
 
@@ -177,7 +177,8 @@ class SupervisedProcess:
         self._deaths.append(now)
         while now - self._deaths[0] > RESTART_WINDOW_S:
             self._deaths.popleft()
-        error = re.sub(r"\d+", "N", last_line) if code > 0 and code != EXIT_AWAY else ""
+        is_error = 0 < code < SIGNALLED and code != EXIT_AWAY
+        error = re.sub(r"\d+", "N", last_line) if is_error else ""
         self._alike = self._alike + 1 if error and error == self._error and lived_s < ALIKE_S else 1
         self._error = error
         if len(self._deaths) > self._allowed:

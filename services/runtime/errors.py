@@ -14,6 +14,8 @@ from services.settings.sources import log_level
 
 EXIT_FAILED, EXIT_SETTINGS, EXIT_AWAY = 1, 2, 3
 """EXIT_AWAY: the ledger did not answer; it may be back after a restart."""
+SIGNALLED = 128
+"""Exit codes from here on say that a signal ended a process that this one waited for."""
 MOST = 10_000
 """Characters of a log line's message or of a traceback's line: a peer's text may be as long as a frame."""
 

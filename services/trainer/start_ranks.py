@@ -2,11 +2,18 @@
 
 import os
 import signal
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from protocol.errors import TetherError
 from services.gpu_sharing.device_lock import DeviceLock
-from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, configure_logging, exit_with
+from services.runtime.errors import (
+    EXIT_AWAY,
+    EXIT_FAILED,
+    EXIT_SETTINGS,
+    SIGNALLED,
+    configure_logging,
+    exit_with,
+)
 from services.runtime.training import build_follower, build_models
 from services.settings.load import load_settings
 from services.settings.sections import Settings
@@ -48,11 +55,17 @@ def launch(command: Sequence[str]) -> tuple[int, bool]:
     try:
         main(command[3:])
     except ChildFailedError as failed:
-        codes = {failure.exitcode for failure in failed.failures.values()}
-        return (EXIT_SETTINGS if EXIT_SETTINGS in codes else EXIT_FAILED), False
+        return exit_code({failure.exitcode for failure in failed.failures.values()}), False
     except SignalException:
         return 0, True
     return 0, False
+
+
+def exit_code(codes: Collection[int]) -> int:
+    """Return one exit code for all ranks; after a signal it is above 128, as in a shell."""
+    if known := next((code for code in (EXIT_SETTINGS, EXIT_AWAY) if code in codes), 0):
+        return known
+    return SIGNALLED - min(codes) if min(codes) < 0 else EXIT_FAILED
 
 
 def follow_rank_0(rank: int) -> None:
