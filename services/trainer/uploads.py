@@ -25,12 +25,12 @@ from services.runtime.run_copies import (
     COPIES,
     RUN,
     RUN_FILES,
-    SPOOL,
     CopyState,
     copy_lines,
     note_copy,
     noted_copy,
 )
+from services.settings.load import SPOOL
 from services.settings.resume import EARLIER
 from trainer.storage.remote import RemoteDirectory
 from trainer.storage.spool import Spool

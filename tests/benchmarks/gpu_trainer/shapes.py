@@ -75,11 +75,11 @@ def model_flops(name: str, work: Work) -> float:
     """Return what a step has to compute: three passes, causal attention, logits of trained tokens alone."""
     shape = SHAPES[name]
     hidden, layers, head_dim = shape["hidden"], shape["layers"], _head_dim(shape)
-    of_attention = 2 * hidden * head_dim * (shape["heads"] + shape["kv_heads"])
-    of_mlp = 3 * hidden * shape["intermediate"] * shape.get("experts_per_token", 1)
-    of_layer = of_attention + of_mlp + hidden * shape.get("experts", 0)
+    attention_weights = 2 * hidden * head_dim * (shape["heads"] + shape["kv_heads"])
+    mlp_weights = 3 * hidden * shape["intermediate"] * shape.get("experts_per_token", 1)
+    layer_weights = attention_weights + mlp_weights + hidden * shape.get("experts", 0)
     scores = float((work.lengths.astype(float) ** 2).sum()) * 6 * layers * shape["heads"] * head_dim
-    return 6.0 * of_layer * layers * work.total + 6.0 * hidden * VOCABULARY * work.trained + scores
+    return 6.0 * layer_weights * layers * work.total + 6.0 * hidden * VOCABULARY * work.trained + scores
 
 
 def _head_dim(shape: dict[str, int]) -> int:

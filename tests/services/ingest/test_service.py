@@ -1,11 +1,13 @@
 """The ingest's end: an error is reported even if archiving fails, too."""
 
 import asyncio
-import dataclasses
 import fcntl
 import logging
 import os
 import signal
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,29 +17,35 @@ from services import ingest
 from services.ingest.service import JUMP_S, ClockWatch
 from services.ledger.embedded_server import EmbeddedServer
 from services.prepare import prepare
-from services.runtime.process import open_process
+from services.runtime.process import Process, open_process
 from services.runtime.run_ledger import open_ledger
 from tests.integration.loop import settings_for
+
+
+@asynccontextmanager
+async def opened(directory: Path, **ledger: float) -> AsyncIterator[tuple[EmbeddedServer, Process]]:
+    """Create a run on a server of its own, with settings of `[ledger]`, and open the ingest's process."""
+    settings = settings_for(directory, "stragglers.toml")
+    spec = await asyncio.to_thread(prepare, settings)
+    server = EmbeddedServer(directory / "ledger")
+    url = await server.start()
+    settings = replace(settings, ledger=replace(settings.ledger, url=url, **ledger))
+    try:
+        async with open_ledger(settings) as created:
+            await created.create(spec)
+        async with asyncio.timeout(60), open_process(Role.INGEST, settings, "ingest") as process:
+            yield server, process
+    finally:
+        await server.stop()
 
 
 async def test_the_error_that_ends_it_is_not_hidden_by_an_archive_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("services.ledger.event_log.archiver.HELD_S", 0.05)
-    settings = settings_for(tmp_path, "stragglers.toml")
-    spec = await asyncio.to_thread(prepare, settings)
-    server = EmbeddedServer(tmp_path / "ledger")
-    url = await server.start()
-    settings = dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=url))
     held = os.open(tmp_path, os.O_RDONLY)
     try:
-        async with open_ledger(settings) as ledger:
-            await ledger.create(spec)
-        async with (
-            asyncio.timeout(60),
-            open_process(Role.INGEST, settings, "ingest") as process,
-            asyncio.TaskGroup() as tasks,
-        ):
+        async with opened(tmp_path) as (_, process), asyncio.TaskGroup() as tasks:
             serving = tasks.create_task(ingest.serve(process), name="ingest")
             while "endpoints" not in process.info:  # noqa: ASYNC110 (info is a plain dict)
                 await asyncio.sleep(0.01)
@@ -46,15 +54,9 @@ async def test_the_error_that_ends_it_is_not_hidden_by_an_archive_that_fails(
         assert serving.cancelled()
     finally:
         os.close(held)
-        await server.stop()
 
 
 async def test_it_checks_a_server_that_is_restarted_while_it_registers(tmp_path: Path) -> None:
-    settings = settings_for(tmp_path, "stragglers.toml")
-    spec = await asyncio.to_thread(prepare, settings)
-    server = EmbeddedServer(tmp_path / "ledger")
-    url = await server.start()
-    settings = dataclasses.replace(settings, ledger=dataclasses.replace(settings.ledger, url=url, retry_s=10))
     killed = asyncio.Event()
 
     def kill_once() -> None:
@@ -64,24 +66,15 @@ async def test_it_checks_a_server_that_is_restarted_while_it_registers(tmp_path:
                 os.sched_yield()
             killed.set()
 
-    try:
-        async with open_ledger(settings) as ledger:
-            await ledger.create(spec)
-        async with (
-            asyncio.timeout(60),
-            open_process(Role.INGEST, settings, "ingest") as process,
-            asyncio.TaskGroup() as tasks,
-        ):
-            process.on_heartbeat.append(kill_once)  # between the first check and the registration
-            tasks.create_task(ingest.serve(process), name="ingest")
-            await killed.wait()
-            await server.start()
-            async with open_ledger(settings) as ledger:
-                while not await ledger.endpoints(SCORED.name):  # noqa: ASYNC110 (the ledger has no event)
-                    await asyncio.sleep(0.05)
-            process.stop.set()
-    finally:
-        await server.stop()
+    async with opened(tmp_path, retry_s=10) as (server, process), asyncio.TaskGroup() as tasks:
+        process.on_heartbeat.append(kill_once)  # between the first check and the registration
+        tasks.create_task(ingest.serve(process), name="ingest")
+        await killed.wait()
+        await server.start()
+        async with open_ledger(process.settings) as ledger:
+            while not await ledger.endpoints(SCORED.name):  # noqa: ASYNC110 (the ledger has no event)
+                await asyncio.sleep(0.05)
+        process.stop.set()
 
 
 class Clocks:
