@@ -1,4 +1,4 @@
-"""Building transformers models: one at a time in a process, with whole attention scores, by trusted code."""
+"""Building transformers models: one at a time in a process, as their config.json says, by trusted code."""
 
 import threading
 from typing import Any
@@ -24,11 +24,23 @@ def code_trust() -> dict[str, bool]:
     return dict(_trust)
 
 
-def use_whole_attention(model: Any) -> None:
-    """Have a model whose config.json bounds attention scores compute them written out.
+def apply_config(model: Any) -> None:
+    """Have a model compute what its config.json says where transformers would not.
 
-    transformers' default, torch's `scaled_dot_product_attention`, ignores `attn_logit_softcapping` (Gemma 2):
-    log-probabilities would differ from the ones that vLLM, SGLang and Megatron compute.
+    - transformers' default attention, torch's `scaled_dot_product_attention`, ignores
+      `attn_logit_softcapping` (Gemma 2): these models write their scores out.
+    - transformers before 5.13 clamps experts of gpt-oss at 7, slope 1.702, whatever the config says,
+      and groups of experts of DeepSeek-V2 lack their number.
+
+    Log-probabilities would differ from the ones that vLLM, SGLang and Megatron compute.
     """
-    if getattr(model.config, "attn_logit_softcapping", None):
+    config = model.config
+    if getattr(config, "attn_logit_softcapping", None):
         model.set_attn_implementation("eager")
+    for module in model.modules():
+        match type(module).__name__:
+            case "GptOssExperts":
+                module.limit = getattr(config, "swiglu_limit", module.limit)
+                module.alpha = getattr(config, "swiglu_alpha", module.alpha)
+            case "DeepseekV2Moe":
+                module.num_experts = config.n_routed_experts

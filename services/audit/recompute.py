@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM
 
 from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
-from protocol.device.hf_models import MODEL_BUILDING, code_trust
+from protocol.device.hf_models import MODEL_BUILDING, apply_config, code_trust
 from protocol.errors import SettingsError
 from protocol.host.machine import memory_available
 from protocol.rollout_view import RowView
@@ -97,6 +97,7 @@ class Recomputer:
                 )
         except (OSError, ValueError, KeyError) as error:
             raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error
+        apply_config(model)
         for parameter in model.parameters():  # not buffers: rotations stay as exact as engines have them
             parameter.data = parameter.data.to(dtype)
         self._model: Any = model.eval().requires_grad_(False)

@@ -9,7 +9,7 @@ import torch
 from transformers import AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from protocol.device.hf_models import code_trust
+from protocol.device.hf_models import apply_config, code_trust
 from protocol.errors import SettingsError
 from trainer.batch import Batch, StepTotals
 
@@ -78,6 +78,7 @@ def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
         ).eval()
     except (OSError, ValueError, RuntimeError) as error:
         raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error
+    apply_config(model)
     rows = []
     for tokens in batch.tokens.long().split(batch.lengths.tolist()):
         try:

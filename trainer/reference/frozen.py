@@ -8,7 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 from transformers.utils import logging as transformers_logging
 
-from protocol.device.hf_models import MODEL_BUILDING, code_trust, use_whole_attention
+from protocol.device.hf_models import MODEL_BUILDING, apply_config, code_trust
 from protocol.errors import SettingsError
 from trainer.backends.base import FrozenModel
 from trainer.batch import Batch
@@ -57,7 +57,7 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: 
         # embeddings of positions, whose classes are named so, may count by it
         if isinstance(module, torch.nn.Embedding) and "Position" not in type(module).__name__:
             module.padding_idx = None  # torch would not train that row, and other backends do
-    use_whole_attention(model)
+    apply_config(model)
     return model.eval()
 
 

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from protocol.device.checkpoint_views import checkpoint_views, model_tensors
-from protocol.device.hf_models import MODEL_BUILDING, code_trust, use_whole_attention
+from protocol.device.hf_models import MODEL_BUILDING, apply_config, code_trust
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import LoraConfig, adapter_targets
 from rollout.engines.base import EngineConfig
@@ -131,7 +131,7 @@ def load_model(model_dir: Path, config: EngineConfig) -> Any:
         raise EngineSettingsError(f"engine hf cannot load {model_dir}: {error}") from error
     except RuntimeError as error:  # such as no memory, which may be there a moment later
         raise EngineError(f"engine hf cannot load {model_dir}: {error}") from error
-    use_whole_attention(model)
+    apply_config(model)
     if not torch.cuda.is_available():
         torch.set_num_threads(config.threads)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()

@@ -8,6 +8,7 @@ import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
 
+from protocol.device.hf_models import apply_config
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.grpo import Grpo
 from trainer.batch import Batch, StepTotals, trained_tokens
@@ -271,11 +272,7 @@ def make_model(name: str, **overrides: object) -> PreTrainedModel:
         with torch.no_grad():
             for parameter in [*model.parameters(), *buffers_of(model).values()]:
                 parameter.add_(torch.randn_like(parameter) * 0.1)
-    for module in model.modules():  # transformers before 5.13 do not read these two
-        if hasattr(module, "limit"):
-            module.limit = config.swiglu_limit
-        if family == "DeepseekV2" and hasattr(module, "num_group"):
-            module.num_experts = config.n_routed_experts
+    apply_config(model)
     return model
 
 
