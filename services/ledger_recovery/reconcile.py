@@ -12,6 +12,7 @@ from contextlib import closing
 
 from protocol.errors import Reason, Refused, SettingsError
 from protocol.ids import new_epoch
+from services.ledger.event_log.archiver import FILE as AUDIT_LOG
 from services.ledger.event_log.archiver import Archiver, LostWrites, last_sequence
 from services.ledger.event_log.reader import read_events
 from services.ledger.interface import RunSpec
@@ -19,12 +20,15 @@ from services.ledger.redis.ledger import RedisLedger
 from services.ledger_recovery.journal_entries import replayable_events, report_of
 from services.ledger_recovery.restore import SnapshotBuilder
 from services.runtime.run_ledger import status_if_created
+from services.settings.load import FILE
 from services.settings.sections import Settings
 from trainer.storage.spool import Spool
 from trainer.storage.stored import JournalEntry
 
 log = logging.getLogger("tether.keeper")
 
+CREATED = 1
+"""Event that creates a run; a start may end before it has written the settings."""
 MAX_TRIES = 20
 """Attempts of a rebuild, which starts again when another process wrote to the ledger meanwhile."""
 
@@ -200,8 +204,17 @@ async def reconcile(ledger: RedisLedger, settings: Settings) -> None:
     """Rebuild the ledger if it lost writes, before any service uses it; return at once for a new run.
 
     Raises:
-        SettingsError: if the ledger lost writes and the archive does not hold them.
+        SettingsError: if the ledger lost writes and the archive does not hold them, or the run was made in
+            another directory.
     """
+    status = await status_if_created(ledger)
+    run_dir = settings.run_dir
+    made_here = (run_dir / FILE).exists() or (run_dir / AUDIT_LOG).exists()
+    if status is not None and status.sequence > CREATED and not made_here:
+        raise SettingsError(
+            f"run {settings.run.name} in this ledger is not of {run_dir}, which has neither {FILE} nor "
+            f"{AUDIT_LOG}: continue it in its own directory, or give this run another run.name"
+        )
     spool = await asyncio.to_thread(Spool, settings.run_dir / "spool.sqlite")
     with closing(spool):
         await LedgerReconciler(ledger, settings, spool).reconcile_and_archive()

@@ -19,7 +19,7 @@ from services.ledger.redis.ledger import RedisLedger
 from services.preflight.machine import device_problems, directory_problems
 from services.preflight.model import engines_of
 from services.preflight.problem import Problem
-from services.runtime.run_ledger import ledger_url
+from services.runtime.run_ledger import ledger_url, status_if_created
 from services.settings.automatic import visible_gpus
 from services.settings.engine_pool import engine_names
 from services.settings.sections import Settings
@@ -44,7 +44,7 @@ def local_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def ledger_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield the problem if the configured server of the ledger does not answer within `LEDGER_S`."""
+    """Yield the problem if the configured server does not answer for this run within `LEDGER_S`."""
     if not settings.ledger.url:
         return
 
@@ -52,7 +52,10 @@ def ledger_problems(settings: Settings) -> Iterator[Problem]:
         ledger = await RedisLedger.connect(
             ledger_url(settings), settings.run.name, timeout_s=LEDGER_S, retry_s=0
         )
-        await ledger.close()
+        try:
+            await status_if_created(ledger)
+        finally:
+            await ledger.close()
 
     try:
         asyncio.run(ask())

@@ -16,6 +16,8 @@ from redis.exceptions import (
     AuthorizationError,
     BusyLoadingError,
     ClusterDownError,
+    InvalidResponse,
+    MovedError,
     NoPermissionError,
     NoScriptError,
     OutOfMemoryError,
@@ -92,6 +94,12 @@ _AWAY = (
 _AWAY_PREFIXES = ("MISCONF", "BUSY")
 """How its other error replies begin then; redis-py takes the codes that it knows from the text."""
 _DENIED = (AuthenticationError, AuthorizationError, NoPermissionError)
+_UNFIT = {
+    "WRONGTYPE": "another program's data has a key of this run; give another database or run.name",
+    "DB index is out of range": "it has no database of that number",
+    "unknown command": "it is no Redis or Valkey with scripts",
+}
+"""Part of an error reply that its settings cause -> their fault."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _LANES = 2
 """Batches under way at a time: one is executed while the answers to the other are read."""
@@ -210,10 +218,19 @@ class Connection:
                 raise SettingsError(
                     f"ledger {self.name} refuses this user: {error}; check user, password and ACL"
                 ) from error
+            except InvalidResponse as error:
+                raise SettingsError(f"at {self.name} there is no Redis or Valkey: {error}") from error
+            except MovedError as error:
+                raise SettingsError(
+                    f"ledger {self.name} is one of a cluster's servers: take a server that is none"
+                ) from error
             except _AWAY as error:
                 cause: Exception = error
             except ResponseError as error:
                 if not str(error).startswith(_AWAY_PREFIXES):
+                    for part, fault in _UNFIT.items():
+                        if part in str(error):
+                            raise SettingsError(f"ledger {self.name}: {fault} ({error})") from error
                     raise
                 cause = error
             waited = time.monotonic() - began
@@ -223,8 +240,11 @@ class Connection:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
     def _unavailable(self, cause: Exception, waited: float) -> Unavailable:
+        what = str(cause) or type(cause).__name__
+        if isinstance(cause, ResponseError):
+            return Unavailable(f"ledger {self.name} refused calls for {waited:.1f} s: {what}")
         return Unavailable(
-            f"ledger {self.name} did not answer for {waited:.1f} s ({str(cause) or type(cause).__name__}); "
+            f"ledger {self.name} did not answer for {waited:.1f} s ({what}); "
             "is the server running, and is the URL right?"
         )
 

@@ -21,10 +21,10 @@ from services.ledger.event_log.archiver import FILE
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import verify
 from services.ledger_recovery.journal_entries import accept_entry, commit_entry
-from services.ledger_recovery.reconcile import LedgerReconciler
+from services.ledger_recovery.reconcile import LedgerReconciler, reconcile
 from services.settings.load import dump_settings
 from services.settings.sections import Settings
-from tests.contracts.ledger_rig import Driver, RedisRig, new_run
+from tests.contracts.ledger_rig import Driver, RedisRig, new_run, spec
 from tests.integration.loop import settings_for
 from trainer.storage.spool import Spool
 
@@ -83,6 +83,24 @@ async def kept(directory: Path) -> AsyncIterator[Kept]:
         await guarded.close()
         await rig.close()
         await server.stop()
+
+
+async def test_a_run_made_in_another_directory_is_refused(tmp_path: Path) -> None:
+    async with kept(tmp_path / "first") as run:
+        before = await run.driver.ledger.head()
+        second = settings_for(tmp_path / "second", "stragglers.toml", f'run.name="{run.settings.run.name}"')
+        with pytest.raises(SettingsError, match=r"not of .*second, which has neither settings.json"):
+            await reconcile(run.driver.ledger, second)
+        assert await run.driver.ledger.head() == before
+        await reconcile(run.driver.ledger, run.settings)
+
+
+async def test_a_run_that_was_only_created_goes_on_without_settings(tmp_path: Path, valkey_url: str) -> None:
+    run = new_run()
+    rig = RedisRig(valkey_url, await RedisLedger.connect(valkey_url, run))
+    await rig.ledger.create(spec(run))
+    await reconcile(rig.ledger, settings_for(tmp_path, "stragglers.toml", f'run.name="{run}"'))
+    await rig.ledger.close()
 
 
 async def test_nobody_uses_a_server_that_was_started_again_until_it_is_reconciled(tmp_path: Path) -> None:

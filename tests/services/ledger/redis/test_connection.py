@@ -9,6 +9,7 @@ import redis as redis_sync
 from protocol.errors import SettingsError, Unavailable
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import Peer
+from services.ledger.redis.keys import Keys
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.redis.url import redacted
 from tests.contracts.ledger_rig import Driver, RedisRig, new_run
@@ -36,6 +37,43 @@ async def test_no_server_says_what_to_do(tmp_path: Path) -> None:
     with pytest.raises(Unavailable, match="did not answer"):
         await ledger.status()
     await ledger.close()
+
+
+async def test_what_no_wait_can_mend_is_a_fault_of_the_settings(tmp_path: Path) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read(1)
+        writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    web = await asyncio.start_server(answer, "127.0.0.1", 0)
+    port = web.sockets[0].getsockname()[1]
+    with pytest.raises(SettingsError, match=f"at redis://127.0.0.1:{port}/0 there is no Redis"):
+        await RedisLedger.connect(f"redis://127.0.0.1:{port}/0", "run")
+    web.close()
+    server = EmbeddedServer(tmp_path)
+    url = await server.start()
+    with pytest.raises(SettingsError, match="no database of that number"):
+        await RedisLedger.connect(f"{url.rpartition('/')[0]}/99", "run")
+    ledger = await RedisLedger.connect(url, "run")
+    with redis_sync.Redis.from_url(url) as client:
+        client.set(Keys("run").of("run"), "a word")
+    with pytest.raises(SettingsError, match="another program's data has a key of this run"):
+        await ledger.status()
+    await ledger.close()
+    await server.stop()
+
+
+async def test_a_replica_refuses_calls_rather_than_not_answering(tmp_path: Path) -> None:
+    server = EmbeddedServer(tmp_path)
+    url = await server.start()
+    ledger = await RedisLedger.connect(url, "run", retry_s=0.1)
+    with redis_sync.Redis.from_url(url) as client:
+        client.replicaof("127.0.0.1", 1)
+    with pytest.raises(Unavailable, match=r"refused calls for .* read only"):
+        await Driver(RedisRig(url, ledger)).begin(B=1)
+    await ledger.close()
+    await server.stop()
 
 
 async def test_settings_of_the_server_are_checked(tmp_path: Path) -> None:
