@@ -186,7 +186,7 @@ class MultiProcessEngine(Engine):
         await self.check()
         if self._weights.released:  # running requests were put back, and the cache is empty
             return Occupancy(0, 0.0)
-        return Occupancy(*(await self._call("occupancy"))[0])
+        return await self._occupancy()
 
     async def profile(self, file: Path, steps: int) -> None:
         await self.check()
@@ -208,6 +208,10 @@ class MultiProcessEngine(Engine):
     @abstractmethod
     async def _completion(self, request: Request, name: str, answer: Any) -> Completion:
         """Return the completion of a request from the answer of `_complete`."""
+
+    async def _occupancy(self) -> Occupancy:
+        """Return the occupancy of an engine that holds its memory."""
+        return Occupancy(*(await self._call("occupancy"))[0])
 
     async def _read_model(self, model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
         """Learn what requests need of the model; return name -> shape of its checkpoint's tensors.

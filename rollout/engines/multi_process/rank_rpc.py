@@ -146,11 +146,6 @@ class RankRpcClient:
         """Send a call to every rank and return their answers; otherwise as `call`."""
         return await self._call(self._connections, self._connections, method, arguments)
 
-    async def call_first(self, method: str, *arguments: Any) -> Any:
-        """Send a call to rank 0 and return its answer; otherwise as `call`."""
-        first = self._connections[:1]
-        return (await self._call(first, first, method, arguments))[0]
-
     def close(self) -> None:
         """Close all connections."""
         self._on_lost = None

@@ -1,8 +1,8 @@
 """Serves with vLLM: AsyncLLM in this process, the model in processes of its own with our `worker.py` in them.
 
 Weights are staged next to the live ones while requests are decoded, and committed between two steps on all
-ranks. The worker records each token with its log-probability and the version that sampled it, at the step
-that sampled it; the record of a request is fetched at its end.
+ranks. The worker marks the result of each step with log-probabilities and the version that sampled; the
+scheduler records them with the tokens that it accepts, and a request's last message brings its record.
 """
 
 import asyncio
@@ -20,7 +20,7 @@ from protocol.errors import EngineError, PoisonedError, WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.draft_head import PREFIX, head_shapes
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
-from rollout.engines.base import Completion, EngineConfig, KvPolicy, Request, Sampling
+from rollout.engines.base import Completion, EngineConfig, KvPolicy, Occupancy, Request, Sampling
 from rollout.engines.multi_process.engine import MultiProcessEngine
 from rollout.engines.multi_process.rank_rpc import start_error
 from rollout.engines.multi_process.routed_experts import recorded_experts
@@ -36,6 +36,7 @@ from rollout.engines.vllm.launch import (
     sampling_parameters,
 )
 from rollout.engines.vllm.lora import first_adapter, named_request
+from rollout.engines.vllm.step_records import RECORD
 
 
 class VllmEngine(MultiProcessEngine):
@@ -184,6 +185,9 @@ class VllmEngine(MultiProcessEngine):
                 f"in use: {error}"
             ) from error
 
+    async def _occupancy(self) -> Occupancy:
+        return await self._vllm.occupancy()
+
     async def _release_on_ranks(self) -> None:
         """Preempt running requests, with their tokens, and release all memory; the next commit resumes."""
         await self._vllm.pause_scheduler()
@@ -259,37 +263,34 @@ class VllmEngine(MultiProcessEngine):
 
     async def _completion(self, request: Request, name: str, answer: Any) -> Completion:
         output = answer.outputs[0]
-        tokens = tuple(output.token_ids)
-        logprobs, spans = await self._recorded(request, name, tokens) if tokens else ((), ())
-        experts = self._experts(request, answer)
+        tokens, logprobs, marks = list(output.token_ids), b"", list[tuple[int, int]]()
+        if answer.kv_transfer_params:
+            logprobs, marks = answer.kv_transfer_params[RECORD]
+        elif (found := await self._vllm.sampled(name)) is not None:  # an aborted one: vLLM has its tokens
+            tokens, logprobs, marks = np.frombuffer(found[0], np.int32).tolist(), *found[1:]
+        values = np.frombuffer(logprobs, np.float32).tolist()
+        if len(values) != len(tokens):
+            raise EngineError(f"request {request.id}: a record of {len(values)} of its {len(tokens)} tokens")
+        spans = spans_from_marks(marks, len(tokens))
+        experts = self._experts(request, answer, len(tokens))
         cached = answer.num_cached_tokens or 0
-        return Completion(tokens, logprobs, spans, str(output.finish_reason), experts, cached)
+        return Completion(tuple(tokens), tuple(values), spans, str(output.finish_reason), experts, cached)
 
-    async def _recorded(
-        self, request: Request, name: str, tokens: Sequence[int]
-    ) -> tuple[tuple[float, ...], tuple[tuple[int, int], ...]]:
-        """Return the log-probabilities and spans of tokens, as the worker has recorded them.
+    def _experts(self, request: Request, answer: Any, count: int) -> NDArray[np.uint16] | None:
+        """Return the experts that vLLM recorded; None if it does not record, or has sampled no token.
 
-        Raises:
-            EngineError: the record is of other tokens.
+        Args:
+            request: the request.
+            answer: vLLM's answer to it.
+            count: tokens of the completion.
         """
-        count = len(tokens)
-        ids, logprobs, marks = await self._vllm.sampled(name) or (b"", b"", [])
-        # an aborted request may have been sampled for once more
-        if np.frombuffer(ids, np.int32)[:count].tolist() != list(tokens):
-            raise EngineError(f"request {request.id}: no record of the sampling of its {count} tokens")
-        values = np.frombuffer(logprobs, np.float32)[:count].tolist()
-        return tuple(values), spans_from_marks(marks, count)
-
-    def _experts(self, request: Request, answer: Any) -> NDArray[np.uint16] | None:
-        """Return the experts that vLLM recorded; None if it does not record, or has sampled no token."""
-        output = answer.outputs[0]
-        if self._mixture is None or not output.token_ids:
+        if self._mixture is None or not count:
             return None
+        output = answer.outputs[0]
         # some versions report the prompt's experts apart
         parts = [getattr(answer, "prompt_routed_experts", None), getattr(output, "routed_experts", None)]
         rows = [np.asarray(part) for part in parts if part is not None]
-        inputs = len(request.prompt) + len(output.token_ids) - 1
+        inputs = len(request.prompt) + count - 1
         return recorded_experts(
             request.id,
             np.concatenate(rows) if rows else None,

@@ -15,7 +15,7 @@ import xxhash
 from protocol.device.hf_models import code_trust
 from protocol.errors import EngineError, EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
-from rollout.engines.base import EngineConfig, Sampling
+from rollout.engines.base import EngineConfig, Occupancy, Sampling
 from rollout.engines.multi_process.rank_rpc import CALL_TIMEOUT_S, RankRpcClient, socket_path
 from rollout.engines.requests import check_adapters, check_fits, head_dim_of, read_config
 from rollout.engines.vllm.core_server import (
@@ -153,9 +153,13 @@ class VllmProcesses:
         return await self._ranks.call_each(method, *arguments)
 
     async def sampled(self, name: str) -> Packed | None:
-        """Return what rank 0 has recorded of a request; see `SampledTokens.pop`."""
-        found: Packed | None = await self._ranks.call_first("sampled", name)
+        """Return what the scheduler has recorded of a request that did not end by itself."""
+        found: Packed | None = await self._ask("tether_sampled", name)
         return found
+
+    async def occupancy(self) -> Occupancy:
+        """Return the scheduler's own numbers."""
+        return Occupancy(*await self._ask("tether_occupancy"))
 
     async def pause_scheduler(self) -> None:
         """Stop the scheduler between two steps, keeping every running request."""
@@ -175,6 +179,12 @@ class VllmProcesses:
             self.llm.reset_prefix_cache(reset_running_requests=True), "reset_prefix_cache"
         ):
             raise EngineError(f"engine {self._name}: the KV cache could not be dropped")
+
+    async def _ask(self, method: str, *arguments: Any) -> Any:
+        """Return the answer of a method that `scheduling.py` gives the engine process."""
+        if self.llm is None:
+            raise EngineError(f"engine {self._name} is closed")
+        return await self._answer(self.llm.engine_core.call_utility_async(method, *arguments), method)
 
     async def _answer(self, answer: Awaitable[T], call: str) -> T:
         """Await vLLM's answer to `call`, at most until one of its processes has ended.

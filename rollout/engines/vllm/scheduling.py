@@ -1,4 +1,4 @@
-"""Makes vLLM's scheduler: it separates prefixes by version, and switches vLLM's own drafts on and off.
+"""Makes vLLM's scheduler: it separates prefixes by version, records tokens, and switches vLLM's own drafts.
 
 The key of a request (`cache_salt`) is part of the hash of its first block, on which all others rest. Versions
 may be committed while a request waits here. So it has the key of the version that is live when it begins, or
@@ -14,7 +14,11 @@ import functools
 from typing import Any
 
 from rollout.engines.draft_switch import DraftSwitch
+from rollout.engines.vllm.drafts.drafter import VerifiedDrafts
+from rollout.engines.vllm.step_records import SampledTokens, StepResult
 
+NULL_BLOCKS = 1
+"""Blocks of the KV cache that vLLM sets aside as placeholders."""
 STEPS_BEHIND = 3
 """Most steps after a decision whose drafts were made before it: the scheduler is a step ahead of the results,
 and the drafts that are made at a step are verified in the next one."""
@@ -29,6 +33,7 @@ def make_scheduler(**arguments: Any) -> Any:
     overlaps = arguments["vllm_config"].scheduler_config.async_scheduling
     scheduler = (AsyncScheduler if overlaps else Scheduler)(**arguments)
     separate_prefixes(EngineCore, scheduler.kv_cache_manager)
+    record_tokens(EngineCore, scheduler)
     if getattr(scheduler, "dynamic_sd_lookup", None) is not None:
         switch_drafts(scheduler, DraftSwitch(skipped=STEPS_BEHIND))
     return scheduler
@@ -67,6 +72,45 @@ def separate_prefixes(core: Any, manager: Any) -> None:
 
     core.collective_rpc, core.preprocess_add_request = collective_rpc, preprocess_add_request
     manager.get_computed_blocks = get_computed_blocks
+
+
+def record_tokens(core: Any, scheduler: Any) -> None:
+    """Have a scheduler record the tokens that it accepts, and vLLM's engine process answer about them.
+
+    Args:
+        core: vLLM's class EngineCore, whose methods the starting process can call.
+        scheduler: vLLM's scheduler. Where it counts statistics every token leaves at once, as these count so.
+    """
+    from vllm.sampling_params import RequestOutputKind
+
+    sampled, drafts = SampledTokens(), VerifiedDrafts()
+    add, update = scheduler.add_request, scheduler.update_from_output
+    manager = scheduler.kv_cache_manager
+
+    def add_request(request: Any) -> None:
+        is_final_only = request.sampling_params.output_kind == RequestOutputKind.FINAL_ONLY
+        sampled.begin(request, waits=is_final_only and not scheduler.log_stats)
+        add(request)
+
+    def update_from_output(scheduled: Any, output: Any) -> Any:
+        sampled.end(scheduled.finished_req_ids)
+        drafts.add(output.req_ids, output.sampled_token_ids, scheduled.scheduled_spec_decode_tokens)
+        found, result = update(scheduled, output), StepResult.of(output)
+        for client, answers in list(found.items()):
+            answers.outputs = sampled.add(result, output.req_id_to_index, answers.outputs)
+            if not (answers.outputs or answers.finished_requests or answers.scheduler_stats):
+                del found[client]
+        return found
+
+    def tether_sampled(core: Any, name: str) -> Any:
+        return sampled.pop(name)
+
+    def tether_occupancy(core: Any) -> tuple[int, float | None, float | None]:
+        kv_use = manager.usage if manager.block_pool.num_gpu_blocks > NULL_BLOCKS else None
+        return len(scheduler.running), kv_use, drafts.accepted
+
+    scheduler.add_request, scheduler.update_from_output = add_request, update_from_output
+    core.tether_sampled, core.tether_occupancy = tether_sampled, tether_occupancy
 
 
 def switch_drafts(scheduler: Any, switch: DraftSwitch) -> None:

@@ -1,37 +1,70 @@
-"""Records, at each step of vLLM's scheduler, the tokens that are sampled, and the requests that run.
+"""Records the log-probabilities and versions of the tokens that vLLM's scheduler accepts.
 
-It runs in the model's process, where every step brings the scheduler's changes. vLLM's own log-probabilities,
-objects of each token that pass through two more processes, and its statistics would cost time at every token.
+It runs in the thread of the scheduler. A worker marks the result of each step with what `StepResult` holds;
+vLLM's own log-probabilities would be objects of each token that pass through two processes. Whoever asked for
+a request waits for its end, so the tokens between its first and its last are kept here until then: each
+message costs the engine process and ours time at every step.
 """
 
-import threading
 from array import array
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, NamedTuple
 
-FINISHED_KEPT = 4096
-"""Finished requests whose tokens can still be fetched."""
-NULL_BLOCKS = 1
-"""Blocks that vLLM sets aside as placeholders."""
+import numpy as np
+from numpy.typing import NDArray
 
-Packed = tuple[bytes, bytes, list[tuple[int, int]]]
-"""What was sampled for a request: token ids as int32, log-probabilities as float32, and marks (first token,
-version), of which the last one for a token counts."""
+KEPT_BYTES = 128 << 20
+"""Memory of ended requests whose tokens can be fetched: one may be aborted as its last message leaves."""
+ENTRY_BYTES = 512
+"""Memory of such a request without its tokens."""
+RECORD = "tether_record"
+"""Key, in what vLLM passes on with a request's last tokens, of its log-probabilities and marks."""
+_RESULT = "tether_result"
+
+Marks = list[tuple[int, int]]
+"""(First token, version), of which the last one for a token counts."""
+Packed = tuple[bytes, bytes, Marks]
+"""What was sampled for a request: token ids as int32, log-probabilities as float32, and marks."""
+
+
+class StepResult(NamedTuple):
+    """Log-probabilities of a step, and their version, which a worker adds to its result."""
+
+    version: int
+    """Version that was live when the step was launched."""
+    logprobs: NDArray[np.float32]
+    """[N] of all requests, one after the other."""
+    starts: Sequence[int] | None
+    """[B], where each request's log-probabilities begin. None: [B] of them, one a request."""
+
+    @staticmethod
+    def take(output: Any, version: int) -> Any:
+        """Replace the log-probabilities of vLLM's ModelRunnerOutput by ours, and return it."""
+        if (found := getattr(output, "logprobs", None)) is not None:
+            starts = getattr(found, "cu_num_generated_tokens", None)
+            setattr(output, _RESULT, StepResult(version, found.logprobs[:, 0], starts))
+            output.logprobs = None
+        return output
+
+    @staticmethod
+    def of(output: Any) -> "StepResult | None":
+        """Return what `take` has left in a ModelRunnerOutput; None: no token was sampled."""
+        return getattr(output, _RESULT, None)
 
 
 class SampledTokens:
-    """Tokens of every request as the sampler drew them, with log-probabilities and versions.
+    """Tokens of every request, with log-probabilities and versions, and the answers that have to leave now.
 
-    The thread that runs the model begins steps. Results may come from a thread that waits for the device, one
-    step later but in order, and are fetched in a third thread. A request is known by a number of ours, at the
-    front of its id: vLLM appends random characters.
+    Results come in the order of their steps. A request is known by a number of ours, at the front of its id:
+    vLLM appends random characters.
     """
 
-    def __init__(self, version: int) -> None:
-        self.version = version
-        """Version whose weights are live: tokens of the steps that begin now are sampled under it."""
-        self._marked = version
+    def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
+        self._kept_bytes = kept_bytes
+        self._bytes = 0
+        """Memory of `_finished`."""
+        self._version = -1
         """Version of the last result."""
         self._running: dict[str, _RequestTokens] = {}
         """By id."""
@@ -39,139 +72,121 @@ class SampledTokens:
         """Number -> id, of running requests."""
         self._finished: OrderedDict[str, Packed] = OrderedDict()
         """By number."""
-        self._lock = threading.Lock()
-        """Held while a request changes its place."""
 
-    def begin_step(self, new: Iterable[str], finished: Iterable[str] = ()) -> None:
-        """Record the beginning of a step.
+    def begin(self, request: Any, *, waits: bool) -> None:
+        """Record a request from now on.
 
         Args:
-            new: ids of requests that may be in their first step.
-            finished: ids of requests that ended before this step.
+            request: vLLM's Request.
+            waits: whether its tokens are wanted at its end alone.
         """
-        with self._lock:
-            for request_id in finished:
-                ended = self._running.pop(request_id, None)
-                if ended is not None:
-                    number = _number(request_id)
-                    self._finished[number] = ended.packed()  # a cancelled request is never fetched
-                    self._ids.pop(number, None)
-            while len(self._finished) > FINISHED_KEPT:
-                self._finished.popitem(last=False)
-            for request_id in new:
-                if request_id not in self._running:
-                    self._running[request_id] = _RequestTokens(self.version)
-                    self._ids[_number(request_id)] = request_id
+        self._running[request.request_id] = _RequestTokens(request, self._version, waits)
+        self._ids[_number(request.request_id)] = request.request_id
 
-    def add(
-        self,
-        request_ids: Iterable[str],
-        tokens: Iterable[Sequence[int]],
-        logprobs: Sequence[float],
-        version: int,
-        starts: Sequence[int] | None = None,
-    ) -> None:
-        """Record the result of a step; a request that has ended meanwhile is left out.
+    def end(self, request_ids: Iterable[str]) -> None:
+        """Keep what was recorded of requests that have ended, as long as there is room."""
+        for request_id in request_ids:
+            ended = self._running.pop(request_id, None)
+            if ended is not None:
+                number = _number(request_id)
+                self._ids.pop(number, None)
+                self._finished[number] = packed = ended.packed()
+                self._bytes += _size(packed)
+        while self._bytes > self._kept_bytes:
+            self._bytes -= _size(self._finished.popitem(last=False)[1])
+
+    def add(self, result: StepResult | None, rows: Mapping[str, int], answers: Sequence[Any]) -> list[Any]:
+        """Record the tokens that the scheduler accepted of a step, and return the answers that cannot wait.
+
+        These have all tokens that were kept back until now. The last one of a request has its record.
 
         Args:
-            request_ids: [B], the step's requests.
-            tokens: [B], the tokens of each request: one, more where drafts were accepted, none where the
-                prompt is not complete.
-            logprobs: [N] of all requests, one after the other.
-            version: `version` at the beginning of the step.
-            starts: [B], where each request's log-probabilities begin. None: [B] of them, one a request.
+            result: of the step; None: no token was sampled.
+            rows: id -> row of the request in the result.
+            answers: vLLM's EngineCoreOutputs of the requests.
         """
-        if version != self._marked:
-            self._marked = version
-            for record in list(self._running.values()):
-                record.marks.append((len(record.tokens), version))
-        records = map(self._running.get, request_ids)
-        if starts is None:
-            # 40 us for 512 requests, in the process that limits small models; a batch may be padded
-            for found, row, logprob in zip(records, tokens, logprobs, strict=False):
-                if row and found is not None:
-                    found.tokens.append(row[0])
-                    found.logprobs.append(logprob)
-            return
-        for found, row, start in zip(records, tokens, starts, strict=False):
-            if found is not None:
-                found.tokens += row
-                found.logprobs += logprobs[start : start + len(row)]
+        values, starts = [], None
+        if result is not None:
+            values, starts = result.logprobs.tolist(), result.starts
+            self._mark(result.version)
+        running, leaving = self._running, []
+        for answer in answers:  # every token passes here, in the process that limits small models
+            name = answer.request_id
+            record = running.get(name)
+            if record is None:
+                leaving.append(answer)
+                continue
+            if answer.new_token_ids and values:
+                start = rows[name]
+                if starts is None:
+                    record.append(values[start])
+                else:
+                    start = starts[start]
+                    record.logprobs.extend(values[start : start + len(answer.new_token_ids)])
+            if (
+                answer.finish_reason is None
+                and record.waits
+                and answer.prefill_stats is None
+                and answer.routed_experts is None
+            ):
+                continue
+            answer.new_token_ids = record.unsent()
+            if answer.finish_reason is not None:
+                answer.kv_transfer_params = {RECORD: record.packed()[1:]}
+            leaving.append(answer)
+        return leaving
+
+    def _mark(self, version: int) -> None:
+        """Note that the tokens that come next are of `version`."""
+        if version != self._version:
+            self._version = version
+            for record in self._running.values():
+                record.marks.append((len(record.logprobs), version))
 
     def pop(self, name: str) -> Packed | None:
-        """Return and forget what was recorded of a request.
+        """Return and forget what was recorded of a request; one that runs is not recorded any more.
 
         Args:
             name: the request's id, with or without the characters that vLLM appends.
 
-        Returns: None if the request was never scheduled, was fetched before, or ended too long ago.
+        Returns: None if there was no such request, it was fetched before, or ended too long ago.
         """
         number = _number(name)
-        with self._lock:
-            request_id = self._ids.pop(number, None)
-            if request_id is None:
-                return self._finished.pop(number, None)
-            return self._running.pop(request_id).packed()
+        if number in self._ids:
+            self.end([self._ids[number]])
+        found = self._finished.pop(number, None)
+        self._bytes -= _size(found) if found is not None else 0
+        return found
 
 
 class _RequestTokens:
     """Tokens of one request."""
 
-    __slots__ = ("logprobs", "marks", "tokens")
+    __slots__ = ("_request", "_sent", "append", "logprobs", "marks", "waits")
 
-    def __init__(self, version: int) -> None:
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.marks = [(0, version)]
-        """(first token, version)."""
+    def __init__(self, request: Any, version: int, waits: bool) -> None:
+        self._request, self.waits = request, waits
+        self._sent = 0
+        """Tokens that have left."""
+        self.logprobs = array("f")
+        self.append = self.logprobs.append
+        self.marks: Marks = [(0, version)]
+
+    def unsent(self) -> list[int]:
+        """Return the tokens that have not left, which leave now."""
+        tokens: list[int] = self._request.output_token_ids[self._sent :]
+        self._sent += len(tokens)
+        return tokens
 
     def packed(self) -> Packed:
-        return array("i", self.tokens).tobytes(), array("f", self.logprobs).tobytes(), self.marks
+        tokens = array("i", self._request.output_token_ids[:])
+        return tokens.tobytes(), self.logprobs.tobytes(), self.marks
 
 
-class ScheduledRequests:
-    """The requests of the scheduler's last step, and the KV blocks of all requests that have any."""
-
-    def __init__(self) -> None:
-        self._blocks: dict[str, set[int]] = {}
-        """Request id -> its blocks; preempted requests keep their entry until they run again or end."""
-        self._scheduled: tuple[str, ...] = ()
-
-    @property
-    def running(self) -> int:
-        """Requests in the last step."""
-        return len(self._scheduled)
-
-    def kv_use(self, blocks: int) -> float | None:
-        """Return the share of the cache's `blocks` that the running requests hold; None if it has none.
-
-        A block that several of them share counts once.
-        """
-        if blocks <= NULL_BLOCKS:
-            return None
-        held = set().union(*(self._blocks.get(name, ()) for name in self._scheduled))
-        return min(1.0, len(held) / (blocks - NULL_BLOCKS))
-
-    def step(self, output: Any) -> None:
-        """Record the beginning of a step; `output` is vLLM's SchedulerOutput."""
-        for name in output.finished_req_ids:
-            self._blocks.pop(name, None)
-        for new in output.scheduled_new_reqs:
-            self._blocks[new.req_id] = set(_flat(new.block_ids))
-        cached = output.scheduled_cached_reqs
-        for name, added in zip(cached.req_ids, cached.new_block_ids, strict=True):
-            if name in cached.resumed_req_ids:  # its old blocks were freed when it was preempted
-                self._blocks[name] = set()
-            if added is not None:
-                self._blocks.setdefault(name, set()).update(_flat(added))
-        self._scheduled = tuple(output.num_scheduled_tokens)
+def _size(packed: Packed) -> int:
+    return len(packed[0]) + len(packed[1]) + ENTRY_BYTES
 
 
 def _number(request_id: str) -> str:
     """Return our own number from the front of an id."""
     return request_id.partition(":")[0]
-
-
-def _flat(groups: Iterable[Iterable[int]]) -> Iterable[int]:
-    """Yield the blocks of all groups of layers; they come from one pool."""
-    return (block for group in groups for block in group)

@@ -12,7 +12,7 @@ first of our modules that vLLM imports.
 import logging
 import os
 import signal
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,12 @@ from rollout.engines.multi_process.parent_watch import exit_with_parent
 from rollout.engines.multi_process.processed_layers import plan_of
 from rollout.engines.multi_process.rank_rpc import RankCall, RankRpcServer, socket_path
 from rollout.engines.multi_process.shared_rank import SharedRankPlan, traced_slices
-from rollout.engines.vllm.drafts.drafter import HeadedModel, VerifiedDrafts, own_tensors, prepare_drafts
+from rollout.engines.vllm.drafts.drafter import HeadedModel, own_tensors, prepare_drafts
 from rollout.engines.vllm.layers.plain import keep_weights_plain, rotate_heads_natively
 from rollout.engines.vllm.layers.processed import load_biased_experts, vllm_processings
 from rollout.engines.vllm.lora import trace_adapter
 from rollout.engines.vllm.rank_answers import Answer
-from rollout.engines.vllm.step_records import SampledTokens, ScheduledRequests
+from rollout.engines.vllm.step_records import StepResult
 from rollout.staging.loaded_weights import check_loaded
 from rollout.staging.loader_trace import LoaderTrace, record
 from rollout.staging.places import StagingRoom
@@ -47,9 +47,8 @@ log = logging.getLogger("tether.rollout")
 class WorkerExtension:
     """Mixin of vLLM's worker class, which has `model_runner` and `vllm_config`.
 
-    It holds this rank's staging (`_tether`), the record of sampled tokens (`_tether_sampled`), the requests
-    of the scheduler's last step (`_tether_scheduled`), its drafts (`_tether_drafts`) and the profile of its
-    steps (`_tether_profile`).
+    It holds this rank's staging (`_tether`), the version whose weights are live (`_tether_version`), and the
+    profile of its steps (`_tether_profile`).
     """
 
     def tether_install(
@@ -83,11 +82,9 @@ class WorkerExtension:
                 self._tether = _shared_staging(self, sizes, architecture, Path(shared))
             else:
                 self._tether = _staging(self, sizes, architecture, adapter, StagingRoom(staging, staging_mb))
-            self._tether_sampled, self._tether_scheduled = SampledTokens(-1), ScheduledRequests()
-            self._tether_profile, self._tether_drafts = StepProfile(), VerifiedDrafts()
-            _record_steps(self.model_runner, self._tether_scheduled, self._tether_profile)  # type: ignore[attr-defined]
-            if self.rank == 0:  # type: ignore[attr-defined] # its results are the scheduler's, and fetched
-                _record_results(self.model_runner, self._tether_sampled, self._tether_drafts)  # type: ignore[attr-defined]
+            self._tether_version, self._tether_profile = -1, StepProfile()
+            _profile_steps(self.model_runner, self._tether_profile)  # type: ignore[attr-defined]
+            _mark_results(self.model_runner, lambda: self._tether_version)  # type: ignore[attr-defined]
             prepare_drafts(self.model_runner)  # type: ignore[attr-defined]
             draft = own_tensors(self.model_runner)  # type: ignore[attr-defined]
             path = socket_path(Path(directory), self.rank)  # type: ignore[attr-defined]
@@ -108,7 +105,6 @@ class WorkerExtension:
             "stage": self._tether_stage,
             "status": self._tether.status,
             "cancel": self._tether.cancel,
-            "sampled": self._tether_sampled.pop,
         }
         self._tether_server.carry_out(call, methods[call.method])
 
@@ -138,22 +134,16 @@ class WorkerExtension:
         decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
         result = self._tether.commit(decoded)
         if result.applied:
-            self._tether_sampled.version = decoded.version
+            self._tether_version = decoded.version
         return msgspec.to_builtins(result)
 
     def tether_rename(self, version: int) -> None:
         """Count tokens from the next step on as sampled under `version`."""
-        self._tether_sampled.version = version
+        self._tether_version = version
 
     def tether_profile(self, file: str, steps: int) -> None:
         """Watch the next steps of this rank, see `Engine.profile`."""
         self._tether_profile.begin_or_end(file, self.rank, steps)  # type: ignore[attr-defined]
-
-    def tether_occupancy(self) -> tuple[int, float | None, float | None]:
-        """Return the values of an `Occupancy`."""
-        blocks = self.model_runner.kv_cache_config.num_blocks  # type: ignore[attr-defined]
-        scheduled, drafts = self._tether_scheduled, self._tether_drafts
-        return scheduled.running, scheduled.kv_use(blocks), drafts.accepted
 
     def tether_sleep(self, level: int) -> str:
         """Release the memory of the staging copy and vLLM's own; return why not, or "".
@@ -242,11 +232,10 @@ def _shared_staging(
     return staging
 
 
-def _record_steps(runner: Any, requests: ScheduledRequests, profile: StepProfile) -> None:
+def _profile_steps(runner: Any, profile: StepProfile) -> None:
     execute = runner.execute_model
 
     def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        requests.step(scheduler_output)
         if scheduler_output.total_num_scheduled_tokens:
             profile.step_begins()
         return execute(scheduler_output, *args, **kwargs)
@@ -254,8 +243,8 @@ def _record_steps(runner: Any, requests: ScheduledRequests, profile: StepProfile
     runner.execute_model = execute_model
 
 
-def _record_results(runner: Any, sampled: SampledTokens, drafts: VerifiedDrafts) -> None:
-    """Record the results of vLLM's model runner, and take the log-probabilities out of them.
+def _mark_results(runner: Any, live: Callable[[], int]) -> None:
+    """Mark the results of vLLM's model runner with the version that sampled them.
 
     A step is launched by `execute_model` and `sample_tokens`, one after the other, between two calls of
     methods of ours. So the version of its tokens is the one that is live then, also where the scheduler is a
@@ -265,43 +254,17 @@ def _record_results(runner: Any, sampled: SampledTokens, drafts: VerifiedDrafts)
         raise EngineSettingsError(
             "this vLLM's model runner has no sample_tokens: the versions of tokens cannot be recorded"
         )
-    execute, sample = runner.execute_model, runner.sample_tokens
-    verified: Mapping[str, Sequence[int]] = {}
-
-    def execute_model(scheduler_output: Any, *args: Any, **kwargs: Any) -> Any:
-        nonlocal verified
-        verified = scheduler_output.scheduled_spec_decode_tokens
-        # some runners send a preempted request as a new one
-        new = [request.req_id for request in scheduler_output.scheduled_new_reqs]
-        sampled.begin_step(new, scheduler_output.finished_req_ids)
-        return execute(scheduler_output, *args, **kwargs)
+    sample = runner.sample_tokens
 
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
-        output, version, step_drafts = sample(*args, **kwargs), sampled.version, verified
+        output, version = sample(*args, **kwargs), live()
         if hasattr(output, "get_output"):  # asynchronous scheduling: the result is waited for later
             wait = output.get_output
-            output.get_output = lambda: _record_result(wait(), sampled, version, drafts, step_drafts)
+            output.get_output = lambda: StepResult.take(wait(), version)
             return output
-        return _record_result(output, sampled, version, drafts, step_drafts)
+        return StepResult.take(output, version)
 
-    runner.execute_model, runner.sample_tokens = execute_model, sample_tokens
-
-
-def _record_result(
-    output: Any,
-    sampled: SampledTokens,
-    version: int,
-    drafts: VerifiedDrafts,
-    step_drafts: Mapping[str, Sequence[int]],
-) -> Any:
-    """Record a step's result and return it without log-probabilities; `output` is a ModelRunnerOutput."""
-    if getattr(output, "logprobs", None) is not None:
-        drafts.add(output.req_ids, output.sampled_token_ids, step_drafts)
-        values = output.logprobs.logprobs[:, 0].tolist()
-        starts = getattr(output.logprobs, "cu_num_generated_tokens", None)
-        sampled.add(output.req_ids, output.sampled_token_ids, values, version, starts)
-        output.logprobs = None
-    return output
+    runner.sample_tokens = sample_tokens
 
 
 def _end_after(owner: int, engine: int) -> None:

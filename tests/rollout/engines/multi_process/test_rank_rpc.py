@@ -49,14 +49,6 @@ async def test_call_to_rank_zero_is_answered_by_every_rank(tmp_path: Path) -> No
     calls.close()
 
 
-async def test_call_to_the_first_rank_alone_is_answered_by_it_alone(tmp_path: Path) -> None:
-    serve(tmp_path, 0, lambda call: Answer(call.number, call.arguments))
-    serve(tmp_path, 1, lambda call: pytest.fail("rank 1 was asked"))
-    calls = await connected(tmp_path, 2)
-    assert await calls.call_first("ask", "7") == ["7"]
-    calls.close()
-
-
 def test_answer_given_before_the_connection_is_accepted_is_not_lost(tmp_path: Path) -> None:
     server = RankRpcServer(socket_path(tmp_path, 1), lambda call: None)
     early = threading.Thread(target=server.answer, args=(Answer(7, "early"),))

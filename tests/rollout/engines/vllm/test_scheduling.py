@@ -4,6 +4,7 @@ import asyncio
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 
 from rollout.engines.base import EngineConfig, KvPolicy
@@ -11,7 +12,8 @@ from rollout.engines.contract.bench import LONG, MAX_MODEL_LEN, Bench, ask
 from rollout.engines.contract.models import tiny_model, weights
 from rollout.engines.draft_switch import BLOCK, DraftSwitch
 from rollout.engines.registry import make_engine
-from rollout.engines.vllm.scheduling import STEPS_BEHIND, switch_drafts
+from rollout.engines.vllm.scheduling import STEPS_BEHIND, record_tokens, switch_drafts
+from rollout.engines.vllm.step_records import RECORD, StepResult
 from tests.changes import VLLM, slow_unless_changed
 from tests.contracts.vllm_overlap import started
 
@@ -63,6 +65,51 @@ def test_steps_without_requests_decide_nothing() -> None:
         scheduler.update_from_output("scheduled", SimpleNamespace(sampled_token_ids=[]))
     assert scheduler.dynamic_sd_lookup == LENGTHS
     assert len(seen) == 3 * BLOCK
+
+
+@pytest.mark.engine  # vLLM is imported
+@pytest.mark.parametrize("counts", [False, True])
+def test_messages_without_answers_are_not_sent_unless_statistics_are_counted(counts: bool) -> None:
+    from vllm.sampling_params import RequestOutputKind, SamplingParams
+    from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs, FinishReason
+
+    tokens, core = list[int](), SimpleNamespace()
+    request = SimpleNamespace(
+        request_id="3:a",
+        output_token_ids=tokens,
+        sampling_params=SamplingParams(output_kind=RequestOutputKind.FINAL_ONLY),
+    )
+
+    def update(scheduled: object, output: object) -> dict[int, EngineCoreOutputs]:
+        tokens.append(7)
+        reason = FinishReason.LENGTH if len(tokens) == 3 else None
+        return {0: EngineCoreOutputs(outputs=[EngineCoreOutput("3:a", [7], finish_reason=reason)])}
+
+    scheduler = SimpleNamespace(
+        add_request=lambda request: None,
+        update_from_output=update,
+        log_stats=counts,
+        running=[request],
+        kv_cache_manager=SimpleNamespace(usage=0.25, block_pool=SimpleNamespace(num_gpu_blocks=5)),
+    )
+    record_tokens(core, scheduler)
+    scheduler.add_request(request)
+    sent = []
+    for version in (1, 2, 2):
+        output = SimpleNamespace(
+            req_ids=["3:a"],
+            req_id_to_index={"3:a": 0},
+            sampled_token_ids=[[7]],
+            logprobs=SimpleNamespace(logprobs=np.array([[-0.5]], np.float32)),
+        )
+        scheduled = SimpleNamespace(finished_req_ids=set(), scheduled_spec_decode_tokens={})
+        sent.append(scheduler.update_from_output(scheduled, StepResult.take(output, version)))
+    answers = [answer for found in sent for it in found.values() for answer in it.outputs]
+    assert [answer.new_token_ids for answer in answers] == ([[7]] * 3 if counts else [[7, 7, 7]])
+    assert [bool(found) for found in sent] == [counts, counts, True]
+    assert answers[-1].kv_transfer_params[RECORD][1] == [(0, -1), (0, 1), (1, 2)]
+    assert core.tether_occupancy(core) == (1, 0.25, None)
+    assert core.tether_sampled(core, "3:a")[2] == [(0, -1), (0, 1), (1, 2)]
 
 
 @pytest.mark.engine
