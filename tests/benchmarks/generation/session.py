@@ -91,10 +91,10 @@ class Session:
                     await self._load(generate_ours, running, COMMITTING, every, commits)
 
     async def _loads(self, generate: Generate) -> None:
-        """The plain loads, after one that is not measured: the first steps of each size compile."""
-        most = max(self._arguments.running)
-        warm = requests_of(most, SIZES[self._arguments.model].vocabulary, share=0.1)[:most]
-        await rate_of(generate, warm, most)
+        """The plain loads, after short ones that are not measured: the first steps of each size compile."""
+        for running in self._arguments.running:
+            warm = requests_of(running, SIZES[self._arguments.model].vocabulary, share=0.5)[: 2 * running]
+            await rate_of(generate, warm, running)
         say("ready", start_s=time.monotonic() - self._began)
         for running in self._arguments.running:
             await self._load(generate, running)
