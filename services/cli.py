@@ -390,6 +390,10 @@ def main() -> None:
         app()
     except (TetherError, ExceptionGroup) as error:
         exit_with(error, "tether")
+    except OSError as error:  # such as a file of the run that another user may not read
+        if error.filename is None:
+            raise
+        exit_with(SettingsError(f"{error.filename}: {error.strerror}"), "tether")
 
 
 if __name__ == "__main__":

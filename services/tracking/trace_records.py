@@ -111,19 +111,21 @@ def write_perfetto(run_dir: Path, out: Path) -> int:
 
     Raises:
         SettingsError: there is no event log, or a line of it is not an event; or `out` cannot be written.
+        OSError: another file of the run cannot be read; names it.
     """
+    steps, evaluations = read_steps(run_dir / METRICS), list(read_evaluations(run_dir))
+    records = trace_records(read_events(run_dir / FILE), steps, evaluations)
     try:
-        return _write(run_dir, out)
+        return _write(records, out)
     except OSError as error:
         raise SettingsError(f"{out} cannot be written: {error.strerror}") from None
 
 
-def _write(run_dir: Path, out: Path) -> int:
+def _write(records: Iterable[Record], out: Path) -> int:
     count = 0
     with written_aside(out) as aside, aside.open("wb") as file:
         file.write(b'{"displayTimeUnit":"ms","traceEvents":[\n')
-        files = read_events(run_dir / FILE), read_steps(run_dir / METRICS), read_evaluations(run_dir)
-        for record in without_overlaps(trace_records(*files)):
+        for record in without_overlaps(records):
             file.write((b",\n" if count else b"") + msgspec.json.encode(record))
             count += 1
         file.write(b"\n]}\n")

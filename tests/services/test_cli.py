@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from services.settings.load import dump_settings, load_settings
-from tests.integration.command import environment
+from tests.integration.command import environment, tether_here
 from tests.integration.loop import ROOT
 
 HEAVY = {"torch", "transformers", "matplotlib", "aiohttp", "prometheus_client", "datasets", "safetensors"}
@@ -45,6 +45,13 @@ def test_help_imports_nothing_that_it_does_not_print_with(arguments: tuple[str, 
 def test_verify_needs_no_settings_and_no_ledger(tmp_path: Path) -> None:
     (tmp_path / "audit.jsonl").touch()
     assert imported(MODULES_AT_EXIT, "verify", str(tmp_path)) & (SETTINGS - {"asyncio"}) == set()
+
+
+def test_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.touch()
+    result = tether_here("scale", run_dir, "rollouts=2")
+    assert (result.returncode, result.stderr) == (2, f"tether: {run_dir / 'lock'}: Not a directory\n")
 
 
 @pytest.mark.parametrize("arguments", [("status",), ("drain",), ("set", "max-staleness", "2")])

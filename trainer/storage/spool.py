@@ -17,6 +17,7 @@ ms) are for people: no decision reads them. A method's writes are on disk when i
 lies at the path then. The file must lie on a local disk: WAL needs shared memory between its users.
 """
 
+import os
 import sqlite3
 import threading
 import time
@@ -366,9 +367,12 @@ def _place(path: Path) -> tuple[int, int] | None:
 
 def _connect(path: Path, *, read_only: bool, create: bool) -> sqlite3.Connection:
     # A reader of a WAL file takes part in its shared memory, so it opens the file for writing, too, and then
-    # forbids itself writes.
+    # forbids itself writes. Where it may make no file, it reads what lies still, or joins who writes.
+    how = "mode=rwc" if create else "mode=rw"
+    if read_only and not os.access(path.parent, os.W_OK):
+        how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"
     connection = sqlite3.connect(
-        f"{path.absolute().as_uri()}?mode={'rwc' if create else 'rw'}",
+        f"{path.absolute().as_uri()}?{how}",
         uri=True,
         timeout=BUSY_S,
         isolation_level=None,

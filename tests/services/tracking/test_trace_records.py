@@ -174,3 +174,11 @@ def test_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None
     run_dir, out = recorded_run(tmp_path), tmp_path / name
     with pytest.raises(SettingsError, match=rf"^{out} cannot be written: "):
         write_perfetto(run_dir, out)
+
+
+def test_file_of_the_run_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    (run_dir / "metrics.jsonl").unlink(missing_ok=True)
+    (run_dir / "metrics.jsonl").mkdir()
+    with pytest.raises(IsADirectoryError, match=r"metrics\.jsonl"):
+        write_perfetto(run_dir, tmp_path / "trace.json")

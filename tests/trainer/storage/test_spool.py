@@ -215,6 +215,16 @@ def test_a_read_only_spool_refuses_writes(tmp_path: Path) -> None:
     assert records(reader) == 1
 
 
+def test_a_spool_is_read_where_no_file_can_be_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of another user's run that is over, or of one on a file system that is mounted read-only."""
+    with closing(Spool(tmp_path / "spool.sqlite")) as spool:
+        spool.put_many([(1, "a", b"x")])
+    monkeypatch.setattr(os, "access", lambda *_: False)
+    with closing(Spool(tmp_path / "spool.sqlite", read_only=True)) as reader:
+        assert records(reader) == 1
+        assert [path.name for path in tmp_path.iterdir()] == ["spool.sqlite"]
+
+
 def test_file_that_is_not_a_spool_is_refused(tmp_path: Path) -> None:
     with pytest.raises(SpoolError, match=r"absent\.sqlite: cannot open"):
         Spool(tmp_path / "absent.sqlite", read_only=True)
