@@ -4,7 +4,7 @@ import contextlib
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -16,7 +16,7 @@ from services.ledger.event_log.archiver import FILE as EVENTS
 from services.run_record.evaluations import FILE as EVALUATIONS
 from services.run_record.halts import explain_halt
 from services.run_record.steps import FILE as STEPS
-from services.run_record.steps import read_last, step_facts
+from services.run_record.steps import MAX_TIME, read_last, step_facts
 from services.run_record.tail import EventTail
 from services.runtime.errors import innermost
 from services.settings.sections import Settings
@@ -32,7 +32,7 @@ RESULTS = (EVENTS, STEPS, EVALUATIONS, "progress.png", "checkpoints", "exports",
 class RunEnd(msgspec.Struct, frozen=True):
     """End of the last `tether up` in a directory."""
 
-    time: float
+    time: Annotated[float, msgspec.Meta(ge=0, lt=MAX_TIME)]
     """Unix time, seconds."""
     error: str = ""
     """The error that ended it; empty if it was done, drained or interrupted."""

@@ -26,6 +26,8 @@ FILE = "metrics.jsonl"
 TAIL_BYTES = 1 << 20
 MAX_STEP = 1 << 53
 """Steps from here on are not exact numbers in a browser; lines with them are skipped."""
+MAX_TIME = 253_402_300_800
+"""Unix time of the year 10000, which no calendar here shows; lines of times from here on are skipped."""
 STALENESS = ("version", "lag_mean", "lag_max", "masked_share", "reward_mean", "trained_tokens", "step_s")
 """Fields of the last step's line that `step_facts` returns."""
 PLACING = frozenset({"version", "step"})
@@ -94,8 +96,10 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if not isinstance(fields, dict) or not isinstance(fields.get("epoch"), str):
         return None
     fields.pop(LINK, None)
-    step = fields.get("step")
-    return fields if type(step) is int and 0 <= step < MAX_STEP else None
+    step, at = fields.get("step"), fields.get("time", 0)
+    counts = (step, fields.get("version", 0), fields.get("groups", 0))
+    is_step = all(type(count) is int for count in counts) and 0 <= step < MAX_STEP
+    return fields if is_step and type(at) in (int, float) and 0 <= at < MAX_TIME else None
 
 
 def read_last(path: Path) -> dict[str, Any]:

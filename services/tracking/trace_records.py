@@ -37,7 +37,7 @@ from services.ledger.event_log.events import (
 from services.ledger.event_log.reader import read_events
 from services.run_record.evaluations import Evaluation, describe_scores, read_evaluations
 from services.run_record.steps import FILE as METRICS
-from services.run_record.steps import read_steps
+from services.run_record.steps import numbers_of, read_steps
 
 Record = dict[str, Any]
 PARTS = ("wait", "train", "publish", "checkpoint", "other")
@@ -212,8 +212,9 @@ def without_overlaps(records: Iterable[Record]) -> Iterator[Record]:
 
 def _step_records(pid: int, line: Mapping[str, Any]) -> Iterator[Record]:
     """Yield the parts of a step, and what `COUNTERS` says of it."""
-    seconds = [float(line.get(f"{part}_s") or 0.0) for part in PARTS]
-    end_us = float(line.get("time") or 0.0) * 1e6
+    numbers = dict(numbers_of(line))
+    seconds = [float(numbers.get(f"{part}_s", 0.0)) for part in PARTS]
+    end_us = float(numbers.get("time", 0.0)) * 1e6
     begin_us = end_us - 1e6 * sum(seconds)
     for part, length_s in zip(PARTS, seconds, strict=True):
         if length_s > 0:
@@ -221,7 +222,7 @@ def _step_records(pid: int, line: Mapping[str, Any]) -> Iterator[Record]:
             yield _slice(pid, f"{part} {line['step']}", begin_us, length_s * 1e6, args)
         begin_us += length_s * 1e6
     for counter, names in COUNTERS.items():
-        values = {name: line.get(name) or 0 for name in names}
+        values = {name: numbers.get(name, 0) for name in names}
         yield {"ph": "C", "name": counter, "pid": pid, "ts": round(end_us), "args": values}
 
 

@@ -190,6 +190,14 @@ def test_lines_whose_step_is_no_exact_number_are_skipped(step: str) -> None:
     assert parse_line(f'{{"step": {step}, "epoch": "e1"}}'.encode()) is None
 
 
+@pytest.mark.parametrize(
+    "wrong", ['"version": "1"', '"version": null', '"groups": []', '"time": "now"', '"time": -1e308']
+)
+def test_lines_with_wrong_counts_or_times_are_skipped(wrong: str) -> None:
+    line = f'{{"step": 1, "version": 2, "time": 1.5, "epoch": "e1", {wrong}}}'
+    assert parse_line(line.encode()) is None
+
+
 def test_tables_by_name_become_a_number_each() -> None:
     line = {
         "reward_by_source": {"gsm8k": 0.5},

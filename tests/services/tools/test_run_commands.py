@@ -10,7 +10,7 @@ from protocol.errors import SettingsError, TetherError
 from protocol.host import full_disk
 from services.launcher.scaling import run_lock
 from services.ledger.event_log.archiver import FILE
-from services.run_record.end import describe_ended_run, recording_end
+from services.run_record.end import describe_ended_run, read_end, recording_end
 from services.run_record.steps import read_last
 from services.settings.load import run_settings
 from services.tools.run_commands import (
@@ -96,6 +96,12 @@ def test_a_refused_start_leaves_the_end_before_it(run_dir: Path) -> None:
     with pytest.raises(SettingsError), recording_end(run_dir, is_on=lambda: False):
         raise SettingsError("setting run.name cannot change")
     assert (run_dir / "ended.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("time", ["1e300", "-1e18"])
+def test_an_end_at_no_time_is_none(run_dir: Path, time: str) -> None:
+    (run_dir / "ended.json").write_text(f'{{"time": {time}}}')
+    assert read_end(run_dir) is None
 
 
 def test_status_of_a_run_that_failed_unexpectedly_says_how(run_dir: Path) -> None:

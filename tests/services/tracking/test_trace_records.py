@@ -26,7 +26,7 @@ from services.ledger.event_log.events import (
 )
 from services.run_record.evaluations import Evaluation, append_evaluation
 from services.run_record.steps import read_steps
-from services.tracking.trace_records import trace_records, without_overlaps, write_perfetto
+from services.tracking.trace_records import TraceRecords, trace_records, without_overlaps, write_perfetto
 from tests.services.monitor.runs import recorded_run
 
 
@@ -182,3 +182,9 @@ def test_file_of_the_run_that_cannot_be_read_is_named(tmp_path: Path) -> None:
     (run_dir / "metrics.jsonl").mkdir()
     with pytest.raises(IsADirectoryError, match=r"metrics\.jsonl"):
         write_perfetto(run_dir, tmp_path / "trace.json")
+
+
+def test_numbers_of_wrong_types_are_left_out() -> None:
+    line = {"step": 1, "time": 2.0, "train_s": "long", "publish_s": 0.5, "lag_max": [1]}
+    records = list(TraceRecords().step_records(line))
+    assert [record["name"] for record in records if record["ph"] == "X"] == ["publish 1"]
