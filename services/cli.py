@@ -187,7 +187,9 @@ def monitor(
     host: Annotated[
         str | None, typer.Option(help="address to serve on; 127.0.0.1 by default, others need a key")
     ] = None,
-    port: Annotated[int | None, typer.Option(help="port to serve on; any free one by default")] = None,
+    port: Annotated[
+        int | None, typer.Option(min=0, max=65535, help="port to serve on; any free one by default")
+    ] = None,
 ) -> None:
     """Serve the web page of a run that is on or over, until Ctrl-C."""
     from services.monitor import run_monitor

@@ -126,7 +126,7 @@ def _yaml(text: str) -> dict[str, Any]:
 
     try:
         tree = yaml.safe_load(text)
-    except (yaml.YAMLError, ValueError) as error:  # ValueError: a date that is none
+    except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
         raise SettingsError(f"the file is not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
         raise SettingsError("the file has no mapping of names to values")

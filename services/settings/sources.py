@@ -60,7 +60,7 @@ def read_file(path: Path) -> dict[str, Any]:
         raise SettingsError(
             f"settings file {path}: {error.strerror}; give the path of a TOML file such as {example}"
         ) from None
-    except (tomllib.TOMLDecodeError, json.JSONDecodeError, UnicodeDecodeError) as error:
+    except (ValueError, RecursionError) as error:  # also of no UTF-8, or with a number too long to read
         raise SettingsError(f"settings file {path}: {error}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"settings file {path}: expected tables at the top level")
@@ -112,7 +112,7 @@ def parse(text: str, dotted: str, kind: type) -> Any:
     """
     try:
         tables = tomllib.loads(f"x = {text}")
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):  # not TOML, or a number or nesting too long to read
         return text
     if len(tables) > 1:  # a line break, and another name after it
         return text

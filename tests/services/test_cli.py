@@ -54,6 +54,11 @@ def test_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     assert (result.returncode, result.stderr) == (2, f"tether: {run_dir / 'lock'}: Not a directory\n")
 
 
+def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:
+    result = tether_here("monitor", tmp_path, "--port", "99999")
+    assert (result.returncode, "--port" in result.stderr) == (2, True)
+
+
 @pytest.mark.parametrize("arguments", [("status",), ("drain",), ("set", "max-staleness", "2")])
 def test_commands_on_a_ledger_import_settings_and_client_only(
     tmp_path: Path, arguments: tuple[str, ...]

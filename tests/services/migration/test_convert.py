@@ -214,6 +214,7 @@ def test_arguments_of_slime_become_settings(tmp_path: Path) -> None:
         ("seed: 1\n1: 2\n", "the name 1 is no text"),
         ("actor_rollout_ref: {null: 2}\n", "the name None is no text"),
         ("a: 2026-13-45\n", "not YAML"),
+        pytest.param("a: " + "[" * 5000, "not YAML", id="nested"),
         ("actor_rollout_ref: {model: {a: b}}\ndata: {train_files: [a, b]}\n", "2 files are not carried over"),
         (VERL.replace("/data/gsm8k/train.parquet", "\"['a','b']\""), "2 files are not carried over"),
         (SLIME.replace("17k.jsonl", "17k.jsonl b.jsonl"), "2 files are not carried over"),

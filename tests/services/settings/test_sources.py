@@ -60,3 +60,13 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 def test_an_override_is_one_name_and_one_value(override: str, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         load_settings(None, [override], environ={})
+
+
+@pytest.mark.parametrize("value", ["[" * 5000, "9" * 5000], ids=["nested", "long"])
+def test_a_value_that_python_does_not_read_is_refused(tmp_path: Path, value: str) -> None:
+    path = tmp_path / "config.toml"
+    path.write_text(f"run.steps = {value}")
+    with pytest.raises(SettingsError, match=rf"^settings file {path}: "):
+        load_settings(str(path), environ={})
+    with pytest.raises(SettingsError, match=r"run\.steps"):
+        load_settings(overrides=[f"run.steps={value}"], environ={})
