@@ -96,7 +96,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
     if not isinstance(fields, dict) or not isinstance(fields.get("epoch"), str):
         return None
     fields.pop(LINK, None)
-    step, at = fields.get("step"), fields.get("time", 0)
+    step, at = fields.get("step", -1), fields.get("time", 0)
     counts = (step, fields.get("version", 0), fields.get("groups", 0))
     is_step = all(type(count) is int for count in counts) and 0 <= step < MAX_STEP
     return fields if is_step and type(at) in (int, float) and 0 <= at < MAX_TIME else None

@@ -113,6 +113,8 @@ def write_perfetto(run_dir: Path, out: Path) -> int:
         SettingsError: there is no event log, or a line of it is not an event; or `out` cannot be written.
         OSError: another file of the run cannot be read; names it.
     """
+    if out.exists() and not out.is_file():  # a device or a pipe would be replaced by a file
+        raise SettingsError(f"{out} cannot be written: it is no file")
     steps, evaluations = read_steps(run_dir / METRICS), list(read_evaluations(run_dir))
     records = trace_records(read_events(run_dir / FILE), steps, evaluations)
     try:

@@ -1,6 +1,7 @@
 """Tests the trace of a run: the recorded one's, and a log with each way that a group can end."""
 
 import json
+import os
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -174,6 +175,14 @@ def test_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None
     run_dir, out = recorded_run(tmp_path), tmp_path / name
     with pytest.raises(SettingsError, match=rf"^{out} cannot be written: "):
         write_perfetto(run_dir, out)
+
+
+def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
+    run_dir, out = recorded_run(tmp_path), tmp_path / "pipe"
+    os.mkfifo(out)
+    with pytest.raises(SettingsError, match=rf"^{out} cannot be written: "):
+        write_perfetto(run_dir, out)
+    assert out.is_fifo()
 
 
 def test_file_of_the_run_that_cannot_be_read_is_named(tmp_path: Path) -> None:
