@@ -266,7 +266,7 @@ class VllmEngine(MultiProcessEngine):
         tokens, logprobs, marks = list(output.token_ids), b"", list[tuple[int, int]]()
         if answer.kv_transfer_params:
             logprobs, marks = answer.kv_transfer_params[RECORD]
-        elif (found := await self._vllm.sampled(name)) is not None:  # an aborted one: vLLM has its tokens
+        elif tokens and (found := await self._vllm.sampled(name)) is not None:  # aborted after its first one
             tokens, logprobs, marks = np.frombuffer(found[0], np.int32).tolist(), *found[1:]
         values = np.frombuffer(logprobs, np.float32).tolist()
         if len(values) != len(tokens):

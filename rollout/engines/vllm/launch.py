@@ -99,7 +99,9 @@ class VllmProcesses:
         set_environment(config)
         self._limits_s["install"] = config.start_timeout_s
         if config.staging in (StagingPlace.LAYERS, StagingPlace.AUTO):
-            self._limits_s["commit"] = max(CALL_TIMEOUT_S, config.stage_timeout_s)
+            # the engine process answers the other two after a commit that it is at
+            behind = "commit", "tether_sampled", "tether_occupancy"
+            self._limits_s |= dict.fromkeys(behind, max(CALL_TIMEOUT_S, config.stage_timeout_s))
         if has_server(config.enforce_eager, config.tensor_parallel_size):
             start_server(self)
 

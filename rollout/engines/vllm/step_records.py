@@ -84,7 +84,9 @@ class SampledTokens:
         self._ids[_number(request.request_id)] = request.request_id
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Keep what was recorded of requests that have ended, as long as there is room."""
+        """Keep what was recorded of requests that have ended; of earlier ones, what there is room for."""
+        while self._bytes > self._kept_bytes:
+            self._bytes -= _size(self._finished.popitem(last=False)[1])
         for request_id in request_ids:
             ended = self._running.pop(request_id, None)
             if ended is not None:
@@ -92,8 +94,6 @@ class SampledTokens:
                 self._ids.pop(number, None)
                 self._finished[number] = packed = ended.packed()
                 self._bytes += _size(packed)
-        while self._bytes > self._kept_bytes:
-            self._bytes -= _size(self._finished.popitem(last=False)[1])
 
     def add(self, result: StepResult | None, rows: Mapping[str, int], answers: Sequence[Any]) -> list[Any]:
         """Record the tokens that the scheduler accepted of a step, and return the answers that cannot wait.

@@ -1,7 +1,9 @@
 """Tests which models are refused before vLLM starts."""
 
+import asyncio
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,8 +12,15 @@ from protocol.errors import EngineSettingsError
 from protocol.weights.lora import NO_ADAPTERS
 from rollout.engines.base import EngineConfig, Sampling
 from rollout.engines.contract.models import tiny_model
+from rollout.engines.vllm import launch as launching
 from rollout.engines.vllm.imports import set_environment
-from rollout.engines.vllm.launch import check_model, engine_arguments, launch, sampling_parameters
+from rollout.engines.vllm.launch import (
+    VllmProcesses,
+    check_model,
+    engine_arguments,
+    launch,
+    sampling_parameters,
+)
 
 pytestmark = pytest.mark.xdist_group("vllm-recompute")  # the process in which the contract imports vLLM
 
@@ -58,3 +67,15 @@ def test_arguments_that_vllm_refuses_are_no_reason_to_try_again(tmp_path: Path) 
     with pytest.raises(EngineSettingsError, match=r"vLLM cannot serve .*float3") as refused:
         launch({**arguments, "dtype": "float3"})
     assert "\n" not in str(refused.value)
+
+
+async def test_questions_to_the_engine_process_wait_as_long_as_the_commit_before_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(launching, "CALL_TIMEOUT_S", 0.01)
+    processes = VllmProcesses("e")
+    processes.prepare(EngineConfig(enforce_eager=False, staging="layers", stage_timeout_s=60.0))
+    core = SimpleNamespace(call_utility_async=lambda method, *arguments: asyncio.sleep(0.1, (1, None, None)))
+    processes.llm = SimpleNamespace(engine_core=core)
+    assert await processes.sampled("1") == (1, None, None)
+    assert (await processes.occupancy()).running == 1

@@ -128,18 +128,28 @@ def test_request_that_was_fetched_is_not_recorded_any_more() -> None:
     assert steps.sampled.pop("a") is None
 
 
-def test_requests_that_ended_are_kept_while_there_is_room() -> None:
+def test_requests_that_ended_are_kept_while_there_is_room_and_of_the_last_step_all() -> None:
     steps = Steps(2 * (ENTRY_BYTES + 8))
+    names = ["0", "1", "2"]
+    steps.begin(*names, "3", "4")
+    steps.step(1, {name: [int(name)] for name in [*names, "3", "4"]}, [0.0] * 5)
+    steps.sampled.end(names)
+    assert steps.fetched("1")[0] == [1]
+    steps.sampled.end(["3"])
+    assert steps.fetched("0")[0] == [0]
+    steps.sampled.end(["4"])
+    assert [steps.fetched(name)[0] for name in ("2", "3", "4")] == [[2], [3], [4]]
+
+
+def test_the_first_to_end_are_forgotten_first() -> None:
+    steps = Steps(ENTRY_BYTES + 8)
     names = ["0", "1", "2"]
     steps.begin(*names)
     steps.step(1, {name: [int(name)] for name in names}, [0.0] * 3)
-    steps.sampled.end(names)
+    steps.sampled.end(["0", "1"])
+    steps.sampled.end(["2"])
     assert steps.sampled.pop("0") is None
-    assert steps.fetched("1")[0] == [1]
-    steps.begin("3")
-    steps.step(1, {"3": [3]}, [0.0])
-    steps.sampled.end(["3"])
-    assert [steps.fetched(name)[0] for name in ("2", "3")] == [[2], [3]]
+    assert [steps.fetched(name)[0] for name in ("1", "2")] == [[1], [2]]
 
 
 def test_result_without_log_probabilities_is_left_as_it_is() -> None:
