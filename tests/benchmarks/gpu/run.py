@@ -224,7 +224,6 @@ def facts_of(arguments: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
         "command": sys.argv,
         "model": arguments.model,
-        "layers": arguments.layers or SIZES[arguments.model].layers,
         "system": platform.platform(),
         "versions": versions_of(PACKAGES),
     }
@@ -289,7 +288,8 @@ def main() -> None:
     out: Path = arguments.out.absolute()
     out.parent.mkdir(parents=True, exist_ok=True)
     environment = DEFAULTS | dict(os.environ)
-    report = Report(out, facts_of(arguments))
+    layers = arguments.layers or SIZES[arguments.model].layers
+    report = Report(out, facts_of(arguments) | {"layers": layers})
     try:
         if not arguments.no_limits:
             run_limits(report, arguments, environment)

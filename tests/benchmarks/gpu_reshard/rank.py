@@ -13,7 +13,9 @@ import json
 import os
 import signal
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -24,9 +26,8 @@ from tests.benchmarks.gpu_reshard.follower import Follower, Memory
 from tests.benchmarks.gpu_reshard.orders import Orders
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig, WeightConfig
+from trainer.megatron import part
 from trainer.megatron.backend import MegatronBackend
-from trainer.megatron.families.stages import stage_rules
-from trainer.megatron.layers.tensor_parallel import mark_split
 from trainer.roles.models import RankModels
 from trainer.weights.registry import make_sender
 
@@ -36,22 +37,23 @@ LR = 1e-4
 TIMEOUT_S = 60.0
 
 
-class RandomMegatron(MegatronBackend):
-    """Starts from random weights: there is no checkpoint to read."""
+def fill_randomly(directory: Path, spec: Any, parameters: Mapping[str, torch.Tensor], *place: Any) -> None:
+    """Fill a rank's parameters without a checkpoint, in place of `load_checkpoint`."""
+    torch.manual_seed(int(os.environ["RANK"]))
+    with torch.no_grad():
+        for name, parameter in parameters.items():
+            if parameter.dim() > 1:
+                parameter.normal_(std=STD)
+            else:  # some of these are equal on all ranks
+                parameter.fill_(0.0 if name.endswith("bias") else 1.0)
 
-    def _load(self, model_dir: Path) -> None:
-        mark_split(self._parameters, stage_rules(self._model_spec, self._places, self._position.place.pp))
-        torch.manual_seed(self._position.rank)
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                if parameter.dim() > 1:
-                    parameter.normal_(std=STD)
-                else:  # some of these are equal on all ranks
-                    parameter.fill_(0.0 if name.endswith("bias") else 1.0)
+
+class PerturbedMegatron(MegatronBackend):
+    """Changes its weights without a step."""
 
     def perturb(self, factor: float) -> None:
         """Multiply all weights, in place of a step; in any thread."""
-        device = self._position.device
+        device = self.position.device
         # the default stream of a rank that waits for a command in a kernel stands still
         stream = torch.cuda.Stream(device) if device.type == "cuda" else None
         with torch.no_grad(), torch.cuda.stream(stream):
@@ -60,9 +62,10 @@ class RandomMegatron(MegatronBackend):
             stream.synchronize()
 
 
-def make_backend(model_dir: Path, dtype: str, ranks: int) -> RandomMegatron:
-    """Return this rank's part, with Adam's moments still to be made by the first step."""
-    return RandomMegatron(
+def make_backend(model_dir: Path, dtype: str, ranks: int) -> PerturbedMegatron:
+    """Return this rank's part with random weights; Adam's moments are still to be made by the first step."""
+    part.load_checkpoint = fill_randomly
+    return PerturbedMegatron(
         model_dir,
         parallel=ParallelConfig(tensor_model_parallel_size=ranks),
         optimizer=OptimizerConfig(lr=LR),

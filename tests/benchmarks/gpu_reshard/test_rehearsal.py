@@ -11,6 +11,7 @@ import torch
 
 from tests.benchmarks.gpu.partner import ROOT
 from tests.benchmarks.gpu_reshard.orders import held_by
+from tests.changes import slow_unless_changed
 
 
 @pytest.mark.parametrize(
@@ -31,7 +32,7 @@ def test_engine_ranks_hold_disjoint_parts_or_all_of_a_tensor(
     assert torch.equal(torch.maximum(*parts), tensor)
 
 
-@pytest.mark.slow
+@slow_unless_changed("tests/benchmarks/gpu_reshard/", "tests/benchmarks/gpu/", "trainer/megatron/part.py")
 @pytest.mark.engine
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("transport", ["shm", "nccl", "ipc"])
