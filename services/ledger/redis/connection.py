@@ -87,24 +87,47 @@ _AWAY = (
     ClusterDownError,
     OutOfMemoryError,
     TryAgainError,
-    TimeoutError,
     OSError,
 )
 """Errors of a server that restarts, fails over or is full, for a while."""
 _AWAY_PREFIXES = ("MISCONF", "BUSY")
 """How its other error replies begin then; redis-py takes the codes that it knows from the text."""
-_DENIED = (AuthenticationError, AuthorizationError, NoPermissionError)
-_UNFIT = {
-    "WRONGTYPE": "another program's data has a key of this run; give another database or run.name",
-    "DB index is out of range": "it has no database of that number",
-    "unknown command": "it is no Redis or Valkey with scripts",
-}
-"""Part of an error reply that its settings cause -> their fault."""
+_FAULTS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ...] = (
+    (
+        (AuthenticationError, AuthorizationError, NoPermissionError),
+        "",
+        "it refuses this user; check user, password and ACL",
+    ),
+    (InvalidResponse, "", "there is no Redis or Valkey"),
+    (MovedError, "", "it is one of a cluster's servers; take a server that is none"),
+    (
+        ResponseError,
+        "WRONGTYPE",
+        "another program's data has a key of this run; give another database or run.name",
+    ),
+    (ResponseError, "DB index is out of range", "it has no database of that number"),
+    (ResponseError, "unknown command", "it is no Redis or Valkey with scripts"),
+)
+"""Kind of error, part of its text -> the fault of the settings that it tells; no wait mends these."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _LANES = 2
 """Batches under way at a time: one is executed while the answers to the other are read."""
 _POOL = _LANES + 2
 """Connections at most; the ones in addition to the batches' are for questions about the server itself."""
+
+
+def _fault_of_settings(error: Exception) -> str:
+    """Return the fault of the settings that an error tells; empty if it tells none."""
+    return next(
+        (fault for kind, part, fault in _FAULTS if isinstance(error, kind) and part in str(error)), ""
+    )
+
+
+def _is_away(error: Exception) -> bool:
+    """Return whether an error may be over a moment later."""
+    return isinstance(error, _AWAY) or (
+        isinstance(error, ResponseError) and str(error).startswith(_AWAY_PREFIXES)
+    )
 
 
 class _Packed(aioredis.Connection):
@@ -214,23 +237,10 @@ class Connection:
                 if task.cancelling() > cancels:  # redis-py uses wait_for, which may lose one in Python 3.11
                     raise asyncio.CancelledError
                 return answer
-            except _DENIED as error:
-                raise SettingsError(
-                    f"ledger {self.name} refuses this user: {error}; check user, password and ACL"
-                ) from error
-            except InvalidResponse as error:
-                raise SettingsError(f"at {self.name} there is no Redis or Valkey: {error}") from error
-            except MovedError as error:
-                raise SettingsError(
-                    f"ledger {self.name} is one of a cluster's servers: take a server that is none"
-                ) from error
-            except _AWAY as error:
-                cause: Exception = error
-            except ResponseError as error:
-                if not str(error).startswith(_AWAY_PREFIXES):
-                    for part, fault in _UNFIT.items():
-                        if part in str(error):
-                            raise SettingsError(f"ledger {self.name}: {fault} ({error})") from error
+            except (RedisError, OSError) as error:  # TimeoutError is an OSError
+                if fault := _fault_of_settings(error):
+                    raise SettingsError(f"ledger {self.name}: {fault} ({error})") from error
+                if not _is_away(error):
                     raise
                 cause = error
             waited = time.monotonic() - began
