@@ -16,7 +16,7 @@ import typer
 from protocol.errors import SettingsError, TetherError
 from protocol.host.prctl import keep_private
 from services.migration.convert import import_config
-from services.runtime.errors import configure_logging, exit_with
+from services.runtime.errors import configure_logging, end_command
 from services.serving.command import serve
 from services.tools.push import push
 from services.tools.recorded.commands import bisect, replay, rerun
@@ -390,12 +390,8 @@ def main() -> None:
     keep_private()
     try:
         app()
-    except (TetherError, ExceptionGroup) as error:
-        exit_with(error, "tether")
-    except OSError as error:  # such as a file of the run that another user may not read
-        if error.filename is None:
-            raise
-        exit_with(SettingsError(f"{error.filename}: {error.strerror}"), "tether")
+    except (TetherError, ExceptionGroup, OSError) as error:
+        end_command(error)
 
 
 if __name__ == "__main__":

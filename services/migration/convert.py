@@ -33,23 +33,31 @@ def convert(file: Path) -> str:
     """Return the text of a settings file for a file of TRL, verl or slime.
 
     Raises:
-        SettingsError: the file cannot be read, or has names that are not known, all of which are listed, or a
-            value that has no counterpart.
+        SettingsError: the file, which it names, cannot be read, or has names that are not known, all of which
+            are listed, or a value that has no counterpart.
     """
     try:
         text = file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"{file} cannot be read: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"{file} cannot be read: {reason}") from None
+    try:
+        return _converted(text, file.name if file.name.isprintable() else ascii(file.name))
+    except SettingsError as error:
+        raise SettingsError(f"{file}: {error}") from None
+
+
+def _converted(text: str, title: str) -> str:
+    """Return the text of a settings file for the text of a file with this name. Raises SettingsError."""
     source = source_of(text)
     given = read(text, source)
     if hostile := [name for name in given if not name.isprintable()]:
         raise SettingsError(f"the name {hostile[0]!a} has characters that cannot be printed")
-    title = file.name if file.name.isprintable() else ascii(file.name)
     carried, left = CARRIED[source], LEFT[source]
     reasons = {name: _reason(name, left) for name in given if name not in carried}
     if unknown := [name for name, reason in reasons.items() if reason is None]:
         listed = "; ".join(f"{name}{nearest(name, carried)}" for name in unknown)
-        raise SettingsError(f"{title} of {source}: not known: {listed}; take these out of the file")
+        raise SettingsError(f"not known of {source}: {listed}; take these out of the file")
     settings, notes = _carried(source, given)
     notes += [f"{name}: {reason}" for name, reason in reasons.items()]
     notes += [note.format(source=source) for note in ALWAYS_LEFT]

@@ -84,9 +84,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
         kind, token = str(match.lastgroup), match[0]
         if kind == "unclosed":
             line = text.count("\n", 0, match.start()) + 1
-            raise SettingsError(
-                f"the file cannot be read as arguments: line {line} opens a {token} without end"
-            )
+            raise SettingsError(f"line {line} opens a {token} without end, so these are no arguments")
         if kind == "word":
             lexer = shlex.shlex(token, posix=True)
             lexer.commenters, lexer.whitespace, lexer.whitespace_split = "", "", True
@@ -127,9 +125,9 @@ def _yaml(text: str) -> dict[str, Any]:
     try:
         tree = yaml.safe_load(text)
     except (yaml.YAMLError, ValueError, RecursionError) as error:  # ValueError: a date that is none
-        raise SettingsError(f"the file is not YAML: {' '.join(str(error).split())}") from None
+        raise SettingsError(f"not YAML: {' '.join(str(error).split())}") from None
     if not isinstance(tree, dict):
-        raise SettingsError("the file has no mapping of names to values")
+        raise SettingsError("no mapping of names to values")
     return tree
 
 

@@ -80,7 +80,7 @@ def _unwritable(run_dir: Path) -> Problem | None:
     """Return why a run directory, which may be missing, cannot be written; None if it can."""
     place = run_dir
     try:
-        while not place.exists():
+        while not place.exists() and not place.is_symlink():  # nothing is made in place of a broken link
             place = place.parent
         with tempfile.TemporaryDirectory(prefix=".tether-", dir=place):
             return None

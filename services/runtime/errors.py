@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from protocol.errors import SettingsError, TetherError, Unavailable
+from protocol.errors import SettingsError, SpoolError, TetherError, Unavailable
 from services.observability.printable import one_line
 from services.settings.sources import log_level
 
@@ -77,3 +77,19 @@ def exit_with(error: BaseException, name: str) -> NoReturn:
     line, code = describe_error(error)
     print(f"{name}: {line}", file=sys.stderr)
     sys.exit(code)
+
+
+def end_command(error: Exception) -> NoReturn:
+    """End `tether` with one line, and with `EXIT_SETTINGS` for a file that cannot be read.
+
+    Raises:
+        OSError: `error` is one that names no file.
+    """
+    if isinstance(found := innermost(error), SpoolError):
+        # a command only reads the record of a run; to a service, which ends elsewhere, a full disk may pass
+        error = SettingsError(str(found))
+    elif isinstance(error, OSError):  # such as a file of the run that another user may not read
+        if error.filename is None:
+            raise error
+        error = SettingsError(f"{error.filename}: {error.strerror}")
+    exit_with(error, "tether")

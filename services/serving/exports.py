@@ -29,6 +29,14 @@ def newest_export(run_dir: Path) -> Path:
     return found[-1]
 
 
+def check_model_directory(directory: Path) -> None:
+    """Check that a directory is there and has weights. Raises SettingsError."""
+    if not directory.is_dir():
+        raise SettingsError(f"there is no directory {directory}: name a model directory")
+    if not any(directory.glob("*.safetensors")):
+        raise SettingsError(f"{directory} lacks *.safetensors: name a model directory")
+
+
 def load_model(directory: Path) -> dict[str, Any]:
     """Return all tensors of a Hugging Face directory, by name.
 

@@ -165,7 +165,8 @@ def _key(serving: Serving) -> str:
     try:
         return read_key(Path(serving.key_file))
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(f"--key-file {serving.key_file}: {error}") from None
+        reason = getattr(error, "strerror", None) or error
+        raise SettingsError(f"--key-file {serving.key_file}: {reason}") from None
 
 
 async def serve_until_signal(serving: Serving, announce: Callable[[str], None]) -> None:

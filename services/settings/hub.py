@@ -232,7 +232,8 @@ def read_record(path: Path, what: str) -> Mapping[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise SettingsError(
-            f"{path}: {error}; it says which {what}: restore it, or delete it to take the present ones"
+            f"{path}: {reason}; it says which {what}: restore it, or delete it to take the present ones"
         ) from None
     return {name: value for name, value in commits.items() if name != MEMBER}

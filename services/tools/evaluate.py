@@ -24,7 +24,7 @@ from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_s
 from services.run_record.evaluations import Evaluation, describe_scores
 from services.runtime.event_loop import run_loop
 from services.runtime.user_modules import add_user_modules
-from services.serving.exports import newest_export, publish_model
+from services.serving.exports import check_model_directory, newest_export, publish_model
 from services.settings.evaluation import HeldOutSets, read_sets
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
@@ -74,6 +74,8 @@ def score_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[str, Any]
     Raises:
         SettingsError, EngineError: as `evaluate_run`; where the log is, is printed before an `EngineError`.
     """
+    for checkpoint in checkpoints:  # before the log is opened, and an engine started
+        check_model_directory(checkpoint)
     log = settings.run_dir / "logs/eval.log"
     try:
         with redirect_output(log):

@@ -38,8 +38,10 @@ def verify_run(run_dir: Path, *, files: bool = False, numerics: bool = False) ->
         from services.tools.recorded.run import RecordedRun
 
         facts |= audit_recorded(RecordedRun(run_settings(run_dir), range(STEPS))).facts()
-    if not (run_dir / "spool.sqlite").is_file() and not (run_dir / "archive").is_dir():
-        return facts
+    spool = run_dir / "spool.sqlite"
+    absent = "" if spool.is_file() else f"there is no file {spool}"
+    if absent and not (run_dir / "archive").is_dir():
+        return {**facts, "note": f"no records were found to compare: {absent}"}
     from services.run_record.call_audit import audit_calls  # numpy; a log alone needs none
 
     calls, stored = audit_calls(run_dir), count_stored_tokens(run_dir, path)
@@ -47,14 +49,17 @@ def verify_run(run_dir: Path, *, files: bool = False, numerics: bool = False) ->
     facts |= {"records": stored.records, "record_tokens": stored.tokens}
     if stored.cancelled_samples:
         facts |= {name: getattr(stored, name) for name in ("cancelled_samples", "cancelled_tokens")}
-    found = {"calls": calls.calls, "call_tokens": calls.tokens} if calls.calls else {}
+    found: dict[str, Any] = {"calls": calls.calls, "call_tokens": calls.tokens} if calls.calls else {}
+    if absent:
+        what = "only archived records were compared" if stored.records else "no records were found to compare"
+        found["note"] = f"{what}: {absent}"
     return {**facts, **found, **({"tool_results": calls.results} if calls.results else {})}
 
 
 def render_verification(facts: dict[str, Any]) -> str:
     """Return counters, violations and damaged files as text."""
     counts = {name: len(value) if isinstance(value, list) else value for name, value in facts.items()}
-    not_covered = counts.pop("not_covered", 0)
+    not_covered, note = counts.pop("not_covered", 0), counts.pop("note", "")
     return "\n".join(
         (
             "  ".join(f"{name} {value}" for name, value in counts.items()),
@@ -62,5 +67,6 @@ def render_verification(facts: dict[str, Any]) -> str:
             *(f"alarm: {alarm['sentence']}" for alarm in facts.get("alarms", ())[:MAX_SHOWN]),
             *(f"damaged: {place}" for place in facts.get("damaged", ())[:MAX_SHOWN]),
             *([f"not covered: {', '.join(facts['not_covered'])}"] if not_covered else ()),
+            *([f"note: {note}"] if note else ()),
         )
     )

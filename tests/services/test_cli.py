@@ -1,7 +1,9 @@
 """Tests what the `tether` command and the services import: large libraries only where they are used."""
 
+import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -9,6 +11,7 @@ import pytest
 from services.settings.load import dump_settings, load_settings
 from tests.integration.command import environment, tether_here
 from tests.integration.loop import ROOT
+from tests.services.monitor.runs import recorded_run
 
 HEAVY = {"torch", "transformers", "matplotlib", "aiohttp", "prometheus_client", "datasets", "safetensors"}
 SETTINGS = HEAVY | {"services.settings.sections", "redis", "numpy", "asyncio", "zmq"}
@@ -52,6 +55,31 @@ def test_file_that_cannot_be_opened_is_named(tmp_path: Path) -> None:
     run_dir.touch()
     result = tether_here("scale", run_dir, "rollouts=2")
     assert (result.returncode, result.stderr) == (2, f"tether: {run_dir / 'lock'}: Not a directory\n")
+
+
+DAMAGE: dict[str, Callable[[bytes], bytes]] = {
+    "is empty": lambda _: b"",
+    "file is not a database": lambda _: bytes(range(256)) * 100,
+    "disk image is malformed": lambda whole: whole[: len(whole) // 2],
+}
+
+
+@pytest.mark.parametrize("problem", DAMAGE)
+def test_a_damaged_spool_of_a_past_run_ends_with_two(problem: str, tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    spool = run_dir / "spool.sqlite"
+    spool.write_bytes(DAMAGE[problem](spool.read_bytes()))
+    commands = (
+        ("samples", run_dir),
+        ("trace", run_dir, 5),
+        ("replay", run_dir, "--step", 6),
+        ("check-algorithm", "grpo", "--run", run_dir),
+    )
+    for command in commands:
+        result = tether_here(*command)
+        (line,) = result.stderr.splitlines()
+        assert result.returncode == 2
+        assert re.match(f"tether: spool {spool}:? .*{problem}", line), line
 
 
 def test_a_port_that_is_none_is_refused(tmp_path: Path) -> None:

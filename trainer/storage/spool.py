@@ -151,11 +151,7 @@ class Spool:
         return messages
 
     def find(self, groups: Iterable[int]) -> list[bytes]:
-        """Return the newest whole payload of each group that has one, under any lease.
-
-        Raises:
-            SpoolError: the file cannot be read.
-        """
+        """Return the newest whole payload of each group that has one, under any lease. Raises SpoolError."""
         messages = []
         with self.transaction("read", "BEGIN") as connection:
             for group in sorted(set(groups)):
@@ -165,11 +161,7 @@ class Spool:
         return [payload for payload in messages if payload is not None]
 
     def damaged(self) -> Iterator[DamagedItem]:
-        """Read everything again, and yield each row that is not what was written.
-
-        Raises:
-            SpoolError: the file cannot be read.
-        """
+        """Read everything again, and yield each row that is not what was written. Raises SpoolError."""
         with self.transaction("read", "BEGIN") as connection:
             for (found,) in connection.execute("PRAGMA integrity_check"):
                 if found != "ok":
@@ -381,7 +373,9 @@ def _connect(path: Path, *, read_only: bool, create: bool) -> sqlite3.Connection
     try:
         found = connection.execute("PRAGMA user_version").fetchone()[0]
         is_new = not connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchall()
-        if found != SCHEMA and not (is_new and create):
+        if is_new and not create:
+            raise SpoolError(f"spool {path} is empty: restore the file, or start in a new run directory")
+        if found != SCHEMA and not is_new:
             raise SpoolError(
                 f"spool {path} was made by another version of tether (schema {found}, this one reads "
                 f"{SCHEMA}): continue the run with that version, or start in a new run directory"

@@ -39,19 +39,18 @@ def read_events(path: Path) -> Iterator[LedgerEvent]:
         SettingsError: there is no log, or a line is not an event; names it.
     """
     try:
-        file = path.open("rb")
+        with path.open("rb") as file:
+            for number, line in enumerate(file, 1):
+                if not line.endswith(b"\n"):
+                    return
+                event = decode_line(line)
+                if isinstance(event, MalformedEvent):
+                    raise SettingsError(f"{path}: line {number} is not an event; see `tether verify`")
+                yield event
     except OSError as error:
         raise SettingsError(
             f"no event log {path}: {error.strerror or error}; give the directory of a run, such as runs/demo"
         ) from error
-    with file:
-        for number, line in enumerate(file, 1):
-            if not line.endswith(b"\n"):
-                return
-            event = decode_line(line)
-            if isinstance(event, MalformedEvent):
-                raise SettingsError(f"{path}: line {number} is not an event; see `tether verify`")
-            yield event
 
 
 def with_journal_events(

@@ -40,6 +40,7 @@ class RecordedRun:
         add_user_modules(settings)
         self._steps = committed_steps(read_events(settings.run_dir / FILE), steps)
         self._archive = Archive(settings.run_dir / "archive")
+        self._spool = settings.run_dir / "spool.sqlite"
 
     def settings_of(self, step: int) -> Settings:
         """Return the settings under which a step was made, also an earlier start's if they decide it.
@@ -103,9 +104,12 @@ class RecordedRun:
         try:
             records = self._records(step, keys)
         except MissingRecords as missing:
-            held = self._archive.steps()
+            held, cause = self._archive.steps(), str(missing)
+            if not self._spool.is_file():  # where each group lacks its record for the one reason
+                count = f"{len(missing.causes)} of its {len(keys)} groups"
+                cause = f"there is no file {self._spool}, and records of {count} are missing"
             raise SettingsError(
-                f"step {step} cannot be built again: {missing}. "
+                f"step {step} cannot be built again: {cause}. "
                 f"The archive holds {f'steps {held[0]} to {held[-1]}' if held else 'no step'}; "
                 "trainer.archive_mb limits its size"
             ) from None
@@ -116,10 +120,9 @@ class RecordedRun:
 
         In this order no step is missed that a live trainer moves from one to the other meanwhile.
         """
-        path = self.settings.run_dir / "spool.sqlite"
         causes = {}
-        if path.is_file():
-            with closing(Spool(path, read_only=True)) as spool:
+        if self._spool.is_file():
+            with closing(Spool(self._spool, read_only=True)) as spool:
                 try:
                     return spool.get_many(keys)
                 except MissingRecords as error:

@@ -227,6 +227,7 @@ def test_names_and_values_without_a_counterpart_are_refused_by_name(
     (tmp_path / "given").write_text(text)
     with pytest.raises(SettingsError) as refused:
         convert(tmp_path / "given")
+    assert str(refused.value).startswith(f"{tmp_path / 'given'}: ")
     assert message in str(refused.value)
 
 
@@ -249,4 +250,4 @@ def test_command_prints_the_settings_or_ends_with_two(tmp_path: Path) -> None:
     assert tomllib.loads(done.stdout)["run"] == {"steps": 300}
     done = tether_here("import-config", tmp_path / "none.yaml")
     assert done.returncode == 2
-    assert "none.yaml cannot be read" in done.stderr
+    assert done.stderr == f"tether: {tmp_path / 'none.yaml'} cannot be read: No such file or directory\n"

@@ -79,6 +79,18 @@ def test_a_place_that_takes_no_directory_is_refused(place: str) -> None:
     assert re.match(f"setting run.dir = '{place}': /.* cannot be written: ", str(problem))
 
 
+@pytest.mark.parametrize(
+    ("target", "reason"),
+    [("run", "Too many levels of symbolic links"), ("none", "No such file or directory")],
+)
+def test_a_link_that_leads_nowhere_is_refused(target: str, reason: str, tmp_path: Path) -> None:
+    link = tmp_path / "run"
+    link.symlink_to(tmp_path / target)
+    for place in (link, link / "inside"):
+        (problem,) = directory_problems(place)
+        assert f"setting run.dir = '{place}': {link} cannot be written: {reason}; " in str(problem)
+
+
 def test_a_directory_of_other_files_is_refused_and_left_alone(tmp_path: Path) -> None:
     assert list(directory_problems(tmp_path / "new" / "run")) == []
     assert list(directory_problems(tmp_path)) == []

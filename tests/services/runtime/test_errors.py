@@ -5,8 +5,15 @@ import logging
 
 import pytest
 
-from protocol.errors import SettingsError, TetherError
-from services.runtime.errors import EXIT_FAILED, EXIT_SETTINGS, MOST, LineFormatter, describe_error
+from protocol.errors import SettingsError, SpoolError, TetherError
+from services.runtime.errors import (
+    EXIT_FAILED,
+    EXIT_SETTINGS,
+    MOST,
+    LineFormatter,
+    describe_error,
+    end_command,
+)
 
 FORGED = "evil\n12:00:00 ingest E forged.line \x1b[31m\u2028x\r"
 
@@ -63,3 +70,15 @@ def test_an_error_is_described_in_one_line() -> None:
         assert (len(line.splitlines()), found) == (1, code)
     assert describe_error(TetherError("the run halted")) == ("the run halted", EXIT_FAILED)
     assert describe_error(KeyError("x")) == ("KeyError: 'x'", EXIT_FAILED)
+
+
+def test_a_command_that_cannot_read_a_file_ends_with_two(capsys: pytest.CaptureFixture[str]) -> None:
+    spool, absent = SpoolError("spool x is empty"), FileNotFoundError(2, "No such file", "x")
+    for error in (spool, ExceptionGroup("", [spool]), absent):
+        with pytest.raises(SystemExit) as ended:
+            end_command(error)
+        assert ended.value.code == EXIT_SETTINGS
+    assert capsys.readouterr().err == 2 * "tether: spool x is empty\n" + "tether: x: No such file\n"
+    assert describe_error(spool)[1] == EXIT_FAILED, "to a service, which tries again"
+    with pytest.raises(OSError, match="nameless"):
+        end_command(OSError("nameless"))

@@ -157,6 +157,14 @@ async def test_an_address_that_is_not_safe_is_refused(model_dir: Path, more: lis
         await serve(serving_of(str(model_dir), [*ENGINE, *more], False), asyncio.Event(), print)
 
 
+async def test_a_key_file_that_cannot_be_read_is_named_once(model_dir: Path, tmp_path: Path) -> None:
+    file = tmp_path / "key"
+    file.symlink_to(file)
+    served = replace(serving_of(str(model_dir), ENGINE, False), key_file=str(file))
+    with pytest.raises(SettingsError, match=f"^--key-file {file}: Too many levels of symbolic links$"):
+        await serve(served, asyncio.Event(), print)
+
+
 async def test_random_weights_are_not_served(model_dir: Path) -> None:
     (model_dir / "model.safetensors").unlink()
     with pytest.raises(SettingsError, match="no safetensors"):

@@ -217,3 +217,10 @@ def test_a_damaged_record_is_named(hub: HubServer, asked: Settings) -> None:
     (asked.run_dir / FILE).write_text("{")
     with pytest.raises(SettingsError, match=r"hub\.json: .*restore it, or delete it"):
         pin_names(asked)
+
+
+def test_a_record_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
+    path = tmp_path / FILE
+    path.symlink_to(path)
+    with pytest.raises(SettingsError, match=f"^{path}: Too many levels of symbolic links; it says which "):
+        read_record(path, RECORDED)

@@ -1,5 +1,6 @@
 """Tests the numbers of `tether eval`: gains with their errors, the best constant answer, and the text."""
 
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -13,7 +14,9 @@ from reward.workers.pool import ScorePool
 from rollout.prompts.base import Prompt
 from services.evaluation.estimates import PromptScore
 from services.evaluation.scoring import SetScores
-from services.tools.evaluate import add_gains, best_constant, redirect_output, render_scores
+from services.settings.load import run_settings
+from services.tools.evaluate import add_gains, best_constant, redirect_output, render_scores, score_run
+from tests.services.monitor.runs import recorded_run
 
 
 def greedy(*rewards: float | None) -> SetScores:
@@ -121,3 +124,16 @@ def test_a_log_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "logs").touch()
     with pytest.raises(SettingsError, match=r"logs"), redirect_output(tmp_path / "logs/eval.log"):
         pass
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"), [("missing", "there is no directory {}: "), (".", "{} lacks *.safetensors: ")]
+)
+def test_a_checkpoint_without_weights_is_refused_before_anything_is_touched(
+    given: str, reason: str, tmp_path: Path
+) -> None:
+    run_dir, checkpoint = recorded_run(tmp_path), tmp_path / given
+    before = sorted(tmp_path.rglob("*"))
+    with pytest.raises(SettingsError, match="^" + re.escape(reason.format(checkpoint))):
+        score_run(run_settings(run_dir), [checkpoint])
+    assert sorted(tmp_path.rglob("*")) == before

@@ -181,9 +181,19 @@ def test_samples_without_records_say_what_is_kept(run_dir: Path) -> None:
 
 
 def test_samples_of_no_run_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(SettingsError, match="no run in"):
+    with pytest.raises(SettingsError, match=r"no event log .*; give the directory of a run"):
         find_samples(tmp_path, None, None, 8)
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("target", ["/proc/self/mem", "audit.jsonl", "."])
+def test_samples_name_a_log_that_cannot_be_read(run_dir: Path, target: str) -> None:
+    shutil.rmtree(run_dir / "archive")
+    log = run_dir / "audit.jsonl"
+    log.unlink()
+    log.symlink_to(target)
+    with pytest.raises(SettingsError, match=f"^no event log {log}: "):
+        find_samples(run_dir, None, None, 8)
 
 
 def test_samples_cannot_drive_the_terminal(run_dir: Path) -> None:

@@ -1,5 +1,6 @@
 """What `tether verify` reads and prints."""
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,27 @@ def test_a_directory_without_a_log_is_refused(tmp_path: Path) -> None:
 def test_recorded_run_without_sessions_is_verified(tmp_path: Path) -> None:
     facts = verify_run(recorded_run(tmp_path))
     assert (facts["violations"], facts["trained"]) == ([], 21)
+    assert "note" not in facts
+
+
+@pytest.mark.parametrize("kind", ["missing", "directory", "loop"])
+def test_absent_spool_is_named_and_is_no_violation(kind: str, tmp_path: Path) -> None:
+    run_dir = recorded_run(tmp_path)
+    spool = run_dir / "spool.sqlite"
+    spool.unlink()
+    if kind == "directory":
+        spool.mkdir()
+    elif kind == "loop":
+        spool.symlink_to(spool)
+    said = render_verification(verify_run(run_dir))
+    assert said.endswith(f"\nnote: only archived records were compared: there is no file {spool}")
+    shutil.rmtree(run_dir / "archive")
+    facts = verify_run(run_dir)
+    assert (facts["violations"], "records" in facts) == ([], False)
+    without = f"\nnote: no records were found to compare: there is no file {spool}"
+    assert render_verification(facts).endswith(without)
+    (run_dir / "archive").mkdir()
+    assert render_verification(verify_run(run_dir)).endswith(without)
 
 
 def test_recorded_run_has_files_of_the_present_format(tmp_path: Path) -> None:

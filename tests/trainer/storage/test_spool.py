@@ -313,6 +313,15 @@ def test_a_spool_of_another_version_is_refused_and_not_changed(tmp_path: Path) -
     assert path.read_bytes() == before
 
 
+def test_an_empty_spool_is_called_empty_and_not_changed(tmp_path: Path) -> None:
+    path = tmp_path / "spool.sqlite"
+    path.touch()
+    with pytest.raises(SpoolError, match=r"spool\.sqlite is empty: restore the file"):
+        Spool(path, read_only=True)
+    assert path.read_bytes() == b""
+    assert Spool(path).position == 0, "who may make one fills it"
+
+
 def test_a_spool_is_made_only_by_who_may(tmp_path: Path) -> None:
     with pytest.raises(SpoolError, match="cannot open"):
         Spool(tmp_path / "spool.sqlite", create=False)

@@ -1,5 +1,7 @@
 """Steps and groups read from the event log, on histories with crashes, rewinds, drops and lost writes."""
 
+from pathlib import Path
+
 import pytest
 
 from protocol.errors import SettingsError
@@ -12,7 +14,7 @@ from services.ledger.event_log.events import (
     ResumeEvent,
     decode_fields,
 )
-from services.ledger.event_log.reader import committed_steps
+from services.ledger.event_log.reader import committed_steps, read_events
 from services.ledger.event_log.trace import render_trace, trace
 from services.ledger.interface import JournalCommit
 from tests.contracts.ledger_rebuild import accept_of
@@ -123,3 +125,12 @@ async def test_committed_steps_refuse_a_log_with_a_hole() -> None:
     _, log = await rewound()
     with pytest.raises(SettingsError, match=r"event \d+ \(commit\) does not fit"):
         committed_steps([event for event in log if not isinstance(event, AcceptEvent)], range(0, 9))
+
+
+def test_a_log_that_cannot_be_read_is_named(tmp_path: Path) -> None:
+    opens, loops = tmp_path / "opens.jsonl", tmp_path / "loops.jsonl"
+    opens.symlink_to("/proc/self/mem")  # can be opened, and has nothing at its first byte
+    loops.symlink_to(loops)
+    for path, reason in ((opens, "Input/output error"), (loops, "Too many levels")):
+        with pytest.raises(SettingsError, match=f"no event log {path}: {reason}"):
+            next(read_events(path))
