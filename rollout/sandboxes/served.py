@@ -30,11 +30,11 @@ class Channel(Protocol):
 
     @property
     def source(self) -> asyncio.StreamReader:
-        """What the program writes."""
+        """Output of the program."""
 
     @property
     def sink(self) -> asyncio.StreamWriter:
-        """What the program reads."""
+        """Input of the program."""
 
     def kill(self) -> None:
         """End the sandbox at once, or begin to."""

@@ -108,7 +108,7 @@ _FAULTS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], .
     (ResponseError, "DB index is out of range", "it has no database of that number"),
     (ResponseError, "unknown command", "it is no Redis or Valkey with scripts"),
 )
-"""Kind of error, part of its text -> the fault of the settings that it tells; no wait mends these."""
+"""Kind of error, part of its text -> the fault of the settings that it tells; waiting would not help."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _LANES = 2
 """Batches under way at a time: one is executed while the answers to the other are read."""

@@ -39,7 +39,7 @@ async def test_no_server_says_what_to_do(tmp_path: Path) -> None:
     await ledger.close()
 
 
-async def test_what_no_wait_can_mend_is_a_fault_of_the_settings(tmp_path: Path) -> None:
+async def test_servers_of_another_kind_are_faults_of_the_settings(tmp_path: Path) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read(1)
         writer.write(b"HTTP/1.1 400 Bad Request\r\n\r\n")
