@@ -16,7 +16,7 @@ from services.ledger.interface import RunSpec
 from services.ledger_recovery.reconcile import reconcile
 from services.preflight.check import check_run
 from services.preflight.problem import refuse
-from services.run_record.end import refuse_made_from_record
+from services.run_record.end import explaining_full_disk, refuse_made_from_record
 from services.runtime.errors import configure_logging, exit_with
 from services.runtime.run_copies import settings_of_fetched
 from services.runtime.run_ledger import ledger_url, open_ledger
@@ -85,14 +85,15 @@ async def prepare_run(settings: Settings, compose: Callable[[], Settings]) -> Se
             server is.
 
     Raises:
-        SettingsError: names the problem; ledger and settings.json are unchanged.
+        SettingsError: names the problem, a full disk for example; ledger and settings.json are unchanged.
     """
     refuse_made_from_record(settings.run_dir)
     ledger_url(settings)  # before a model is made, which takes time
     settings.run_dir.mkdir(parents=True, exist_ok=True)
-    settings = await asyncio.to_thread(settings_of_fetched, settings, compose)
-    pinned = await asyncio.to_thread(pin_names, settings)
-    spec = await asyncio.to_thread(prepare, pinned)
+    with explaining_full_disk(settings.run_dir):
+        settings = await asyncio.to_thread(settings_of_fetched, settings, compose)
+        pinned = await asyncio.to_thread(pin_names, settings)
+        spec = await asyncio.to_thread(prepare, pinned)
     async with open_ledger(settings) as ledger:
         await reconcile(ledger, settings)
         lines = await start_or_resume(ledger, pinned, spec)

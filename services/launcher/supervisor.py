@@ -32,7 +32,7 @@ from services.preflight.machine import check_directory
 from services.preflight.memory import describe_memory
 from services.preflight.model import read_model
 from services.prepare import prepare
-from services.run_record.end import recording_end, refuse_made_from_record
+from services.run_record.end import explaining_full_disk, recording_end, refuse_made_from_record
 from services.run_record.halts import explain_halt
 from services.run_record.progress import Progress, plot_run, report_failures_loop
 from services.run_record.tail import EventTail
@@ -133,9 +133,10 @@ async def run_up(settings: Settings, progress: Progress, compose: Callable[[], S
     check_directory(run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
-        original = await asyncio.to_thread(settings_of_fetched, settings, compose)
-        settings = await asyncio.to_thread(pin_names, original)
-        spec = await asyncio.to_thread(prepare, settings, local=True)
+        with explaining_full_disk(run_dir):
+            original = await asyncio.to_thread(settings_of_fetched, settings, compose)
+            settings = await asyncio.to_thread(pin_names, original)
+            spec = await asyncio.to_thread(prepare, settings, local=True)
         with recording_end(run_dir, lambda: progress.is_full, lambda: progress.is_on):
             outcome = await _run_prepared(original, settings, spec, progress)
         await asyncio.to_thread(plot_run, run_dir)

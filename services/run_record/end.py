@@ -11,7 +11,7 @@ import msgspec
 from protocol.errors import SettingsError, TetherError
 from protocol.host.atomic_file import write_atomically
 from protocol.host.file_lock import try_lock
-from protocol.host.full_disk import describe_full, is_full
+from protocol.host.full_disk import describe_full, is_for_want_of_room, is_full
 from services.ledger.event_log.archiver import FILE as EVENTS
 from services.run_record.evaluations import FILE as EVALUATIONS
 from services.run_record.halts import explain_halt
@@ -72,6 +72,23 @@ def recording_end(
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide what ended the run
             write_atomically(path, kept or msgspec.json.encode(RunEnd(time.time(), error)))
+
+
+@contextlib.contextmanager
+def explaining_full_disk(run_dir: Path) -> Iterator[None]:
+    """Have a start that makes the files of a run end with a sentence where there is no room for one.
+
+    Raises:
+        SettingsError: the block could not write for want of room.
+    """
+    try:
+        yield
+    except SettingsError:
+        raise
+    except Exception as error:
+        if is_for_want_of_room(error):
+            raise SettingsError(f"{_full(run_dir)} ({error})") from error
+        raise
 
 
 class Parent(msgspec.Struct, frozen=True):

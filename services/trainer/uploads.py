@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from protocol.errors import TetherError
+from protocol.host.full_disk import is_for_want_of_room
 from protocol.host.hub import upload_model
 from services.observability.metrics import Metrics
 from services.runtime.run_copies import (
@@ -32,7 +33,7 @@ from services.runtime.run_copies import (
 )
 from services.settings.load import SPOOL
 from services.settings.resume import EARLIER
-from trainer.storage.remote import RemoteDirectory
+from trainer.storage.remote import EXPORTS, RemoteDirectory, RemoteError
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.trainer")
@@ -124,10 +125,22 @@ class RemoteRun:
 
     def copy(self, job: Job) -> None:
         """Copy the export and the checkpoint, and remove old copies."""
-        if job.export.is_dir():
-            self.directory.upload_export(job.export)
-        self.directory.upload(job.version, job.files)
+        try:
+            if job.export.is_dir():
+                self.directory.upload_export(job.export)
+            self.directory.upload(job.version, job.files)
+        except RemoteError as error:
+            if is_for_want_of_room(error):
+                with suppress(RemoteError):
+                    self._make_room(job)
+            raise
         self.directory.prune(self.keep)
+
+    def _make_room(self, job: Job) -> None:
+        """Remove what is there of a copy that failed: it would take the room of the next one."""
+        self.directory.remove(f"{EXPORTS}/{job.export.name}")
+        if job.version not in self.directory.versions():
+            self.directory.remove(job.staged.name)
 
 
 @dataclass(frozen=True, slots=True)

@@ -81,7 +81,9 @@ class RemoteDirectory:
                 for name, path in sorted(files.items())
             ]
             manifest = msgspec.json.encode(FileList(tuple(parts)))
-            self._fs.pipe_file(self._path(version, COMPLETE), manifest)
+            aside = self._path(version, f"{COMPLETE}.tmp")  # a disk that is full leaves an empty file
+            self._fs.pipe_file(aside, manifest)
+            self._fs.mv(aside, self._path(version, COMPLETE))
 
     def upload_export(self, directory: Path) -> None:
         """Copy an exported model under its directory's name, its list of checksums last.

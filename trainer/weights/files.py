@@ -208,6 +208,6 @@ class FileSender(WeightSender):
         free = found.f_bavail * found.f_frsize
         if free < needed:
             raise WeightError(
-                f"{self.directory} has {free >> 20} MiB free, the weights need {needed >> 20} MiB more: "
+                f"{self.directory} has {free >> 20} MiB free, the weights need {-(-needed >> 20)} MiB more: "
                 + REMEDIES[self._transport]
             )

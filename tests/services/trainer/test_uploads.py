@@ -1,11 +1,13 @@
 """Tests what the trainer copies elsewhere, also while the remote directory fails, and what is held for it."""
 
+import errno
 import socket
 import threading
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from fsspec.implementations.local import LocalFileSystem
 from huggingface_hub import close_session, get_session
 
 from protocol.host import hub as hub_client
@@ -109,6 +111,30 @@ def test_a_run_goes_on_while_its_remote_directory_fails(run: Run, tmp_path: Path
     run.uploader.finish()
     assert run.counted("remote.copied") == 1
     assert RemoteDirectory(run.url).versions() == [2]
+
+
+def test_a_copy_that_found_no_room_leaves_nothing_that_takes_it(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run.export(1)
+    run.save(1)
+    run.uploader.finish()
+    put_file = LocalFileSystem.put_file
+
+    def full(system: LocalFileSystem, source: str, target: str) -> None:
+        put_file(system, source, target)
+        if target.endswith("manifest.json"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(LocalFileSystem, "put_file", full)
+    run.export(2)
+    run.save(2)
+    run.uploader.finish()
+    (warning,) = run.uploader.warnings()
+    assert "No space left on device" in warning
+    remote = tmp_path / "elsewhere/remote"
+    assert sorted(path.name for path in remote.rglob("step_*")) == ["step_00000001"] * 2
+    assert RemoteDirectory(run.url).versions() == [1]
 
 
 def test_waiting_upload_is_not_pruned_and_gives_way_to_a_newer_one(

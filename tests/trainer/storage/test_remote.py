@@ -26,6 +26,11 @@ class FullDisk(LocalFileSystem):  # type: ignore[misc]
         FullDisk.room -= 1
         super().put_file(lpath, rpath, *args, **options)
 
+    def pipe_file(self, path: str, value: bytes, *args: Any, **options: Any) -> None:
+        super().pipe_file(path, value if FullDisk.room > 0 else b"", *args, **options)
+        if FullDisk.room <= 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
 
 fsspec.register_implementation("fulldisk", FullDisk, clobber=True)
 
@@ -99,16 +104,16 @@ def test_a_damaged_file_is_named_and_nothing_is_left(remote: RemoteDirectory, tm
     assert not (tmp_path / "here").exists()
 
 
-@pytest.mark.parametrize("room", [0, 1, 2])
+@pytest.mark.parametrize("room", [0, 1, 2, 4])
 def test_half_a_copy_counts_as_nothing_and_is_replaced(tmp_path: Path, room: int) -> None:
     remote = RemoteDirectory(f"fulldisk://{tmp_path}/remote")
-    FullDisk.room = 4
+    FullDisk.room = 5
     remote.upload(1, files_of(tmp_path / "local"))
     FullDisk.room = room
     with pytest.raises(RemoteError, match=r"fulldisk://.* cannot be written: .*No space left on device"):
         remote.upload(2, files_of(tmp_path / "local", "newer"))
     assert remote.versions() == [1]
-    FullDisk.room = 4
+    FullDisk.room = 5
     remote.upload(2, files_of(tmp_path / "local", "newer"))
     assert remote.versions() == [1, 2]
     FullDisk.room = 1  # a version that is made again replaces the complete one only when it is complete

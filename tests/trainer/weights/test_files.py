@@ -122,6 +122,9 @@ def test_too_little_space_is_reported_with_numbers_and_leaves_nothing(
     big = [("a", torch.zeros(2 << 18)), ("b", torch.zeros(4 << 20))]
     with pytest.raises(WeightError, match=r"has 3 MiB free.* need(s)? 1[68] MiB"):
         sender.publish("e1", 2, big)
+    monkeypatch.setattr(os, "statvfs", lambda path: Space(0, 1 << 12))
+    with pytest.raises(WeightError, match="has 0 MiB free, the weights need 1 MiB more"):
+        sender.publish("e1", 2, [("a", torch.zeros(1 << 10))])
     assert names(tmp_path) == before
     sender.close()
 
