@@ -32,7 +32,7 @@ from trainer.fsdp.layout import (
     division_refusal,
     layout_refusals,
     plan_of,
-    whole_layer_refusal,
+    tensor_rank_refusals,
 )
 from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.convert.reshard import TensorPlan, in_turns
@@ -228,8 +228,8 @@ def _division_problems(settings: Settings, model: ModelFacts) -> Iterator[Proble
     parallel, ranks = settings.parallel, settings.parallel.tensor_model_parallel_size
     for setting, value in layout_refusals(parallel):
         yield Problem(NOT_SHARDED, "leave it out, or use megatron", setting, value)
-    if cause := whole_layer_refusal(parallel, settings.trainer):
-        yield Problem(cause, "leave one of them out", TENSOR_SIZE, ranks)
+    for cause, remedy in tensor_rank_refusals(parallel, settings.trainer):
+        yield Problem(cause, remedy, TENSOR_SIZE, ranks)
     if cause := _undivided(model, parallel):
         yield Problem(cause, "choose another number, or use megatron", TENSOR_SIZE, ranks)
 

@@ -3,6 +3,9 @@
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import fields
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 from protocol.errors import SettingsError
@@ -15,6 +18,8 @@ OTHER_LAYERS = "name other layers, use 'all-linear', or set parallel.tensor_mode
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
 KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Layers, as config.json calls them, whose attention the kernels of both backends compute."""
+DIVIDING = "transformers.distributed.tensor_parallel"
+"""Module by which layers are divided."""
 TABLES = ("embed_tokens", "lm_head")
 """Usual names of a model's embedding and output layer."""
 
@@ -28,11 +33,26 @@ def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
             yield f"parallel.{field.name}", value
 
 
-def whole_layer_refusal(parallel: ParallelConfig, trainer: TrainerConfig) -> str:
-    """Return why a rank needs whole layers and has parts; empty: it has them, or nothing asks for it."""
+def tensor_rank_refusals(parallel: ParallelConfig, trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
+    """Yield why the backend cannot have the tensor-parallel ranks that are asked for, with a remedy."""
+    if parallel.tensor_model_parallel_size == 1:
+        return
     asked = {"compiled (trainer.compile)": trainer.compile, "in FP8 (trainer.fp8)": trainer.fp8 != "off"}
-    named = [name for name, is_set in asked.items() if is_set and parallel.tensor_model_parallel_size > 1]
-    return f"layers of tensor-parallel ranks of trainer.backend 'fsdp' are not {named[0]}" if named else ""
+    for name, is_set in asked.items():
+        if is_set:
+            cause = f"layers of tensor-parallel ranks of trainer.backend 'fsdp' are not {name}"
+            yield cause, "leave one of them out"
+    if not _divides():
+        cause = f"trainer.backend 'fsdp' divides layers by {DIVIDING}, which transformers"
+        yield f"{cause} {version('transformers')} lacks", "use data-parallel ranks, or a newer transformers"
+
+
+def _divides() -> bool:
+    """Return whether the installed transformers can divide a model's layers, without importing it."""
+    found = find_spec("transformers")
+    places = found.submodule_search_locations if found else None
+    file = Path(*DIVIDING.split(".")[1:]).with_suffix(".py")
+    return any((Path(place) / file).is_file() for place in places or ())
 
 
 def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
@@ -43,9 +63,10 @@ def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
     """
     for setting, value in layout_refusals(parallel):
         raise SettingsError(f"setting {setting}: {value}: {NOT_SHARDED}; leave it out, or use megatron")
-    if cause := whole_layer_refusal(parallel, trainer):
-        ranks = parallel.tensor_model_parallel_size
-        raise SettingsError(f"setting {TENSOR_SIZE}: {ranks}: {cause}; leave one of them out")
+    for cause, remedy in tensor_rank_refusals(parallel, trainer):
+        raise SettingsError(
+            f"setting {TENSOR_SIZE}: {parallel.tensor_model_parallel_size}: {cause}; {remedy}"
+        )
 
 
 def plan_of(config: Mapping[str, Any]) -> dict[str, str]:

@@ -14,6 +14,7 @@ from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import save_model
 from trainer.backends.base import FrozenSpec
 from trainer.config import ParallelConfig, TrainerConfig
+from trainer.fsdp import layout
 from trainer.fsdp.apart import load_frozen_apart
 from trainer.fsdp.layout import adapter_refusal, check_layout, division_refusal, plan_of, style_of
 from trainer.fsdp.loading import load_shards
@@ -50,6 +51,15 @@ def test_compiled_layers_and_fp8_on_tensor_parallel_ranks_are_refused() -> None:
     spec = FrozenSpec(role="reference", directory=Path("absent"))
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
         load_frozen_apart(spec, TWO, TrainerConfig(compile=True))
+
+
+def test_tensor_parallel_ranks_are_refused_where_transformers_cannot_divide_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(layout, "DIVIDING", "transformers.distributed.absent")
+    with pytest.raises(SettingsError, match=r"size: 2: .* by .*absent, which transformers 5\S+ lacks"):
+        check_layout(TWO, TrainerConfig())
+    check_layout(ParallelConfig(data_parallel_size=2), TrainerConfig())
 
 
 def test_adapters_on_latent_attentions_first_layer_are_refused_by_its_name() -> None:
