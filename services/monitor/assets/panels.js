@@ -105,6 +105,8 @@ export const PANELS = [
     ["Learning rate by sample size", { zero: true, max: 1, help: "Factor of algorithm.ess_scaling." }, ["lr_scale", "factor"]],
     ["Bonus for entropy", { zero: true, help: "Coefficient under algorithm.entropy_target." }, ["entropy_coef", "coefficient"]],
     ["KL in the reward", { zero: true, help: "Of a sample, before algorithm.kl_coef, nats." }, ["reward_kl_k1", "sum"]],
+    ["Score by the reward model", { help: "Of a sample, by the model in the trainer's ranks, before its weight." }, ["reward_model_mean", "score"]],
+    ["Training of the draft head", { zero: true, format: seconds, help: "In the trainer's wait for groups." }, ["drafts_s", "time"]],
     ["Values of the critic", { help: "Against the returns that it is trained towards." }, ["value_mean", "values"], ["return_mean", "returns"]],
     ["Explained variance", { help: "Of returns by the critic: 1 is best, below 0 is worse than a constant." }, ["explained_variance", "explained"]],
     ["Memory of a GPU", { zero: true, help: "Largest allocation of a rank of the trainer, GiB." }, ["memory_peak_gb", "peak"], ["memory_expected_gb", "expected"]],

@@ -253,7 +253,7 @@ async def test_each_measure_of_a_step_has_a_name_and_an_explained_chart(tmp_path
     numbers = [
         f.name for f in msgspec.structs.fields(StepReport) if f.type in (float, int, float | None, int | None)
     ]
-    fields = {name: 0.5 for name in numbers if name not in ("step", "version", "time")}
+    fields = {name: 0.5 for name in numbers if name not in ("step", "version", "groups", "time")}
     write_lines(path, (step_line(s, **fields) for s in range(5)))
     async with opened(tmp_path, run_dir, 390, "light") as (page, _):
         named = await page.evaluate(TEXTS_OF.format(".chart h3, .chart .legend span"))
