@@ -153,3 +153,8 @@ class RewardError(TetherError):
 
 class BoundViolation(TetherError):
     """A trained token exceeds the staleness bound. Stops the run."""
+
+
+def error_text(error: BaseException) -> str:
+    """Return an error's text; an OSError's without number and path, which the caller's sentence names."""
+    return str(getattr(error, "strerror", None) or error)

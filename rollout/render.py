@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, error_text
 from protocol.paths import FilePath, set_first
 from rollout.prompts.base import Prompt
 from rollout.tokenizer_files import end_ids, load_tokenizer
@@ -366,7 +366,7 @@ def _template_of(config: RenderConfig) -> str:
     try:
         text = Path(config.chat_template_file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
-        cause = getattr(error, "strerror", None) or error
+        cause = error_text(error)
         raise SettingsError(
             f"setting render.chat_template_file: {config.chat_template_file}: {cause}"
         ) from None

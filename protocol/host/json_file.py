@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, error_text
 
 
 def read_object(
@@ -24,7 +24,7 @@ def read_object(
     try:
         found = json.loads(path.read_bytes())
     except (OSError, ValueError) as error:
-        raise kind(f"{what}: {getattr(error, 'strerror', None) or error}{remedy}") from None
+        raise kind(f"{what}: {error_text(error)}{remedy}") from None
     if not isinstance(found, dict):
         raise kind(f"{what}: it is not a JSON object{remedy}")
     return found

@@ -32,7 +32,7 @@ from aiohttp import ClientConnectionResetError, hdrs, web
 from aiohttp.typedefs import Handler
 from yarl import URL
 
-from protocol.errors import EpisodeError, SettingsError
+from protocol.errors import EpisodeError, SettingsError, error_text
 from protocol.network.addresses import advertised_url, is_loopback
 from protocol.network.certificates import server_tls
 from protocol.network.http_listener import LimitedListener, request_logger
@@ -119,7 +119,7 @@ class ApiServer(ABC):
             await self._runner.cleanup()
             raise SettingsError(
                 f"setting environment.port: cannot serve on {config.host}:{config.port} "
-                f"(environment.ports = {config.ports}): {error.strerror or error}; choose others"
+                f"(environment.ports = {config.ports}): {error_text(error)}; choose others"
             ) from None
         url = URL(self.bound)
         self._address = advertised_url(

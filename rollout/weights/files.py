@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 
 from protocol.device.slice_digests import Digests
-from protocol.errors import WeightError
+from protocol.errors import WeightError, error_text
 from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import bucket_name
 from protocol.weights.slices import Wanted
@@ -107,7 +107,7 @@ def _map(path: Path, nbytes: int, first: TensorEntry, shared: bool) -> tuple[tor
     try:
         return _mapped(path, nbytes, first, "rb", mmap.ACCESS_COPY), False
     except OSError as error:
-        raise WeightError(f"{path}: {error.strerror or error} (first tensor {first.name})") from error
+        raise WeightError(f"{path}: {error_text(error)} (first tensor {first.name})") from error
 
 
 def _mapped(path: Path, nbytes: int, first: TensorEntry, mode: str, access: int) -> torch.Tensor:

@@ -212,8 +212,8 @@ async def reconcile(ledger: RedisLedger, settings: Settings) -> None:
     made_here = (run_dir / FILE).exists() or (run_dir / AUDIT_LOG).exists()
     if status is not None and status.sequence > CREATED and not made_here:
         raise SettingsError(
-            f"run {settings.run.name} in this ledger is not of {run_dir}, which has neither {FILE} nor "
-            f"{AUDIT_LOG}: continue it in its own directory, or give this run another run.name"
+            f"run {settings.run.name} in this ledger was made in another directory: {run_dir} has neither "
+            f"{FILE} nor {AUDIT_LOG}; continue it there, or give this run another run.name"
         )
     spool = await asyncio.to_thread(Spool, settings.run_dir / "spool.sqlite")
     with closing(spool):

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, error_text
 from services.migration.maps import CARRIED, LEFT, kl_decided
 from services.migration.sources import nearest, read, source_of
 from services.settings.sources import to_toml
@@ -39,7 +39,7 @@ def convert(file: Path) -> str:
     try:
         text = file.read_text("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = error_text(error)
         raise SettingsError(f"{file} cannot be read: {reason}") from None
     try:
         return _converted(text, file.name if file.name.isprintable() else ascii(file.name))

@@ -7,7 +7,7 @@ from aiohttp.typedefs import Handler, Middleware
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from yarl import URL
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, error_text
 from protocol.network.addresses import is_loopback
 from protocol.network.http_listener import LimitedListener, request_logger
 
@@ -78,7 +78,7 @@ class HttpServer:
         except OSError as error:
             await self._runner.cleanup()
             raise SettingsError(
-                f"cannot serve HTTP on {host}:{port}: {error.strerror or error}; "
+                f"cannot serve HTTP on {host}:{port}: {error_text(error)}; "
                 "choose another port, or 0 for any free one"
             ) from None
         return int(URL(address).port or 0)

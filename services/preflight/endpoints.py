@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
 
-from protocol.errors import SettingsError, Unavailable
+from protocol.errors import SettingsError, Unavailable, error_text
 from protocol.host.curve_keys import load_authorized, load_pair
 from protocol.network.certificates import server_tls
 from protocol.topics import TOPICS
@@ -177,5 +177,5 @@ def _why_not_bound(host: str, port: int) -> str:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             probe.bind(address)
     except OSError as error:
-        return error.strerror or str(error)
+        return error_text(error)
     return ""

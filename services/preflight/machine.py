@@ -5,7 +5,7 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, error_text
 from services.preflight.model import ModelFacts, engines_of
 from services.preflight.problem import Problem, refuse
 from services.settings.processes import gpu_list
@@ -85,7 +85,7 @@ def _unwritable(run_dir: Path) -> Problem | None:
         with tempfile.TemporaryDirectory(prefix=".tether-", dir=place):
             return None
     except OSError as error:
-        reason = error.strerror or str(error)
+        reason = error_text(error)
     return Problem(
         f"{place} cannot be written: {reason}", "choose another directory", "run.dir", str(run_dir)
     )

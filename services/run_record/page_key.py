@@ -10,7 +10,7 @@ from pathlib import Path
 
 from yarl import URL
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, error_text
 from protocol.network.addresses import is_loopback
 
 KEY_FILE = "monitor.key"
@@ -37,9 +37,7 @@ def access_key(host: str, key_file: str, run_dir: Path) -> str:
             _make_key(path)
         return read_key(path)
     except (OSError, UnicodeDecodeError) as error:
-        raise SettingsError(
-            f"monitor.host = {host!r} needs a key: {path}: {getattr(error, 'strerror', None) or error}"
-        ) from None
+        raise SettingsError(f"monitor.host = {host!r} needs a key: {path}: {error_text(error)}") from None
 
 
 def add_key(page: str, host: str, key_file: str, run_dir: Path) -> str:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
-from protocol.errors import PoisonedError, SettingsError, WeightError
+from protocol.errors import PoisonedError, SettingsError, WeightError, error_text
 from protocol.network.addresses import is_loopback
 from protocol.validation import validated
 from protocol.weights.lora import NO_ADAPTERS
@@ -165,7 +165,7 @@ def _key(serving: Serving) -> str:
     try:
         return read_key(Path(serving.key_file))
     except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = error_text(error)
         raise SettingsError(f"--key-file {serving.key_file}: {reason}") from None
 
 

@@ -14,7 +14,7 @@ from typing import TypeVar
 import msgspec
 
 from protocol.device.checkpoint_shapes import tensor_shapes
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, error_text
 from protocol.host.atomic_file import write_atomically
 from protocol.host.hub import Kind, fetch, is_commit, is_hub_name, resolve_commit
 from reward.classifiers.base import check_classifier
@@ -232,7 +232,7 @@ def read_record(path: Path, what: str) -> Mapping[str, str]:
     except FileNotFoundError:
         return {}
     except (OSError, msgspec.DecodeError) as error:
-        reason = getattr(error, "strerror", None) or error
+        reason = error_text(error)
         raise SettingsError(
             f"{path}: {reason}; it says which {what}: restore it, or delete it to take the present ones"
         ) from None

@@ -137,7 +137,7 @@ class RemoteRun:
         self.directory.prune(self.keep)
 
     def _make_room(self, job: Job) -> None:
-        """Remove what is there of a copy that failed: it would take the room of the next one."""
+        """Remove the parts of a copy that failed: they would take the room of the next one."""
         self.directory.remove(f"{EXPORTS}/{job.export.name}")
         if job.version not in self.directory.versions():
             self.directory.remove(job.staged.name)

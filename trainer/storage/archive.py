@@ -12,7 +12,7 @@ from pathlib import Path
 
 import msgspec
 
-from protocol.errors import SpoolError
+from protocol.errors import SpoolError, error_text
 from protocol.host.atomic_file import write_atomically
 from trainer.storage.stored import MissingRecords, StoredMessage
 
@@ -56,7 +56,7 @@ class Archive:
             self.directory.mkdir(parents=True, exist_ok=True)
             write_atomically(path, msgspec.msgpack.encode(ArchivedStep(step, tuple(records), tuple(calls))))
         except OSError as error:
-            raise SpoolError(f"archive {path}: {error.strerror or error}") from error
+            raise SpoolError(f"archive {path}: {error_text(error)}") from error
 
     def make_room(self) -> None:
         """Remove the oldest steps until the others fit; the newest stays even if it is too large.
@@ -73,7 +73,7 @@ class Archive:
                 self._path(step).unlink()
                 total -= sizes[step]
         except OSError as error:
-            raise SpoolError(f"archive {self.directory}: {error.strerror or error}") from error
+            raise SpoolError(f"archive {self.directory}: {error_text(error)}") from error
 
     def get(self, step: int, keys: Sequence[tuple[int, str]]) -> list[bytes]:
         """Return payloads of a step's groups in the order of `keys` (group, token).
@@ -111,7 +111,7 @@ class Archive:
         except FileNotFoundError:
             return ArchivedStep(step, ())
         except OSError as error:
-            raise SpoolError(f"archive {path}: {error.strerror or error}") from error
+            raise SpoolError(f"archive {path}: {error_text(error)}") from error
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
             raise SpoolError(f"archive {path} is damaged: {error}") from error
         if archived.step != step or msgspec.msgpack.encode(archived) != content:

@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 import xxhash
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, error_text
 
 FILE = "checksums.json"
 """The list in an exported model's directory; Hugging Face's tools ignore it."""
@@ -86,7 +86,7 @@ def damaged_document(path: Path) -> Iterator[tuple[Path, str]]:
         if not is_sealed(path.read_bytes()):
             yield path, "is damaged: it does not match its checksum"
     except OSError as error:
-        yield path, f"cannot be read: {error.strerror or error}"
+        yield path, f"cannot be read: {error_text(error)}"
 
 
 def damaged_files(path: Path) -> Iterator[tuple[Path, str]]:
@@ -100,7 +100,7 @@ def damaged_files(path: Path) -> Iterator[tuple[Path, str]]:
             if digest_of(file) != part.xxh3:
                 yield file, f"is damaged: it does not match its checksum in {path.name}"
         except OSError as error:
-            yield file, f"cannot be read: {error.strerror or error}"
+            yield file, f"cannot be read: {error_text(error)}"
 
 
 def check_model_files(directory: Path) -> None:

@@ -26,7 +26,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import SettingsError, SpoolError
+from protocol.errors import SettingsError, SpoolError, error_text
 from trainer.storage.stored import (
     JournalEntry,
     MissingRecords,
@@ -103,7 +103,7 @@ class Spool:
             try:
                 path.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
-                raise SpoolError(f"spool {path}: {error.strerror or error}") from error
+                raise SpoolError(f"spool {path}: {error_text(error)}") from error
         with self._explained("open"):
             self._connection = _connect(path, read_only=read_only, create=create)
             self.id = str(self._connection.execute("SELECT id FROM meta").fetchone()[0])

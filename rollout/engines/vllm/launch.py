@@ -155,7 +155,7 @@ class VllmProcesses:
         return await self._ranks.call_each(method, *arguments)
 
     async def sampled(self, name: str) -> Packed | None:
-        """Return what the scheduler has recorded of a request that did not end by itself."""
+        """Return the scheduler's record of a request that did not end by itself; None: it has none."""
         found: Packed | None = await self._ask("tether_sampled", name)
         return found
 

@@ -25,7 +25,7 @@ _RESULT = "tether_result"
 Marks = list[tuple[int, int]]
 """(First token, version), of which the last one for a token counts."""
 Packed = tuple[bytes, bytes, Marks]
-"""What was sampled for a request: token ids as int32, log-probabilities as float32, and marks."""
+"""Record of a request: token ids as int32, log-probabilities as float32, and marks."""
 
 
 class StepResult(NamedTuple):
@@ -49,7 +49,7 @@ class StepResult(NamedTuple):
 
     @staticmethod
     def of(output: Any) -> "StepResult | None":
-        """Return what `take` has left in a ModelRunnerOutput; None: no token was sampled."""
+        """Return the result that `take` left in a ModelRunnerOutput; None: no token was sampled."""
         return getattr(output, _RESULT, None)
 
 
@@ -84,7 +84,7 @@ class SampledTokens:
         self._ids[_number(request.request_id)] = request.request_id
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Keep what was recorded of requests that have ended; of earlier ones, what there is room for."""
+        """Keep the records of requests that have ended, and earlier ones while there is room."""
         while self._bytes > self._kept_bytes:
             self._bytes -= _size(self._finished.popitem(last=False)[1])
         for request_id in request_ids:
@@ -144,7 +144,7 @@ class SampledTokens:
                 record.marks.append((len(record.logprobs), version))
 
     def pop(self, name: str) -> Packed | None:
-        """Return and forget what was recorded of a request; one that runs is not recorded any more.
+        """Return and forget the record of a request; one that runs is not recorded any more.
 
         Args:
             name: the request's id, with or without the characters that vLLM appends.

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from protocol.errors import error_text
 from protocol.host.atomic_file import write_atomically
 from protocol.host.file_lock import locked
 
@@ -80,7 +81,7 @@ def damaged_lines(path: Path) -> Iterator[tuple[Path, str]]:
                 if line.endswith(b"\n") and not chain.follows(line):
                     yield path, f"line {number} is not what was written, or does not follow the line before"
     except OSError as error:
-        yield path, f"cannot be read: {error.strerror or error}"
+        yield path, f"cannot be read: {error_text(error)}"
         return
     if missing := chain.missing():
         yield path, missing

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, error_text
 from services.ledger.event_log.events import (
     AcceptEvent,
     CommitEvent,
@@ -49,7 +49,7 @@ def read_events(path: Path) -> Iterator[LedgerEvent]:
                 yield event
     except OSError as error:
         raise SettingsError(
-            f"no event log {path}: {error.strerror or error}; give the directory of a run, such as runs/demo"
+            f"no event log {path}: {error_text(error)}; give the directory of a run, such as runs/demo"
         ) from error
 
 

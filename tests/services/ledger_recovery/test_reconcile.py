@@ -89,7 +89,7 @@ async def test_a_run_made_in_another_directory_is_refused(tmp_path: Path) -> Non
     async with kept(tmp_path / "first") as run:
         before = await run.driver.ledger.head()
         second = settings_for(tmp_path / "second", "stragglers.toml", f'run.name="{run.settings.run.name}"')
-        with pytest.raises(SettingsError, match=r"not of .*second, which has neither settings.json"):
+        with pytest.raises(SettingsError, match=r"another directory: .*second has neither settings.json"):
             await reconcile(run.driver.ledger, second)
         assert await run.driver.ledger.head() == before
         await reconcile(run.driver.ledger, run.settings)
