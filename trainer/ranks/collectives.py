@@ -4,7 +4,7 @@ A broadcast of a message over NCCL would be a kernel that runs until the message
 may share. Ranks on GPUs therefore receive messages on the host, from torchrun's store.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -37,21 +37,35 @@ def agreed(value: bool) -> bool:
     return bool(decision.item())
 
 
+def exchange(operation: Callable[..., object], values: torch.Tensor, rank: int) -> None:
+    """Send or receive an array as a batch of one operation; returns when it is done.
+
+    NCCL runs that in the communicator of all ranks: it would make and keep one for each pair otherwise.
+
+    Args:
+        operation: `dist.isend` or `dist.irecv`.
+        values: contiguous, on the device of the ranks' messages.
+        rank: the other rank.
+    """
+    for work in dist.batch_isend_irecv([dist.P2POp(operation, values, rank)]):
+        work.wait()
+
+
 def gather_bytes(data: bytes) -> list[bytes]:
     """Return the data of every rank, by rank, on rank 0; an empty list on the others. A collective."""
     device = control_device()
     if dist.get_rank() != 0:
-        dist.send(torch.tensor([len(data)], device=device), 0)
+        exchange(dist.isend, torch.tensor([len(data)], device=device), 0)
         if data:
-            dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), 0)
+            exchange(dist.isend, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), 0)
         return []
     gathered = [data]
     for rank in range(1, dist.get_world_size()):
         size = torch.empty(1, dtype=torch.int64, device=device)
-        dist.recv(size, rank)
+        exchange(dist.irecv, size, rank)
         part = torch.empty(int(size), dtype=torch.uint8, device=device)
         if len(part):
-            dist.recv(part, rank)
+            exchange(dist.irecv, part, rank)
         gathered.append(part.cpu().numpy().tobytes())
     return gathered
 

@@ -66,6 +66,9 @@ def join_ranks(
     Without a store the processes meet by torchrun's environment variables; a plain `python` is a world of
     one.
 
+    torch gets no `device_id`: with one, each of Megatron's groups has a communicator from the start, which
+    takes half a GiB of the GPU even in a group of one rank. The barrier binds the GPU instead.
+
     Args:
         device: where this rank computes.
         world: number of ranks.
@@ -77,19 +80,17 @@ def join_ranks(
         Whether the group may be destroyed before the process exits. torchrun's store keeps the addresses of
         the first rendezvous, so a second one through it would wait forever.
     """
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None
-    timeout = timedelta(seconds=timeout_s)
-    if store is None and "RANK" in os.environ:
-        dist.init_process_group(backend, timeout=timeout, device_id=device_id)
-        atexit.register(_leave)
-        return False
-    alone = store is None
-    if store is None:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-    dist.init_process_group(
-        backend, store=store, rank=rank, world_size=world, timeout=timeout, device_id=device_id
-    )
+    on_gpu = device.type == "cuda"
+    backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=timeout_s)
+    launched = store is None and "RANK" in os.environ
+    alone = store is None and not launched
+    if launched:
+        dist.init_process_group(backend, timeout=timeout)
+    else:
+        store = dist.HashStore() if alone else store  # type: ignore[attr-defined]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
+    if on_gpu:
+        dist.barrier(device_ids=[torch.cuda.current_device() if device.index is None else device.index])
     if not alone:
         atexit.register(_leave)
     return alone

@@ -6,7 +6,7 @@ A part is a header, which names its arrays, and then one message for each array:
 """
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import msgspec
@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.batch import SAMPLE_FIELDS, TOKEN_FIELDS, Batch, StepTotals
-from trainer.ranks.collectives import control_device
+from trainer.ranks.collectives import control_device, exchange
 
 
 class OwnRanks:
@@ -25,22 +25,15 @@ class OwnRanks:
 
     def send(self, values: torch.Tensor, rank: int) -> None:
         """Send an array, on the CPU, to a rank; returns when it has it. An empty one is not sent."""
-        self._exchange(dist.isend, values.to(control_device()), rank)
+        if len(values):
+            exchange(dist.isend, _bytes(values.to(control_device())), rank)
 
     def receive(self, entries: int, dtype: torch.dtype, rank: int = 0) -> torch.Tensor:
         """Wait for an array of a rank, [entries], on the CPU. An empty one was not sent."""
         values = torch.empty(entries, dtype=dtype, device=control_device())
-        self._exchange(dist.irecv, values, rank)
+        if entries:
+            exchange(dist.irecv, _bytes(values), rank)
         return values.cpu()
-
-    def _exchange(self, operation: Callable[..., object], values: torch.Tensor, rank: int) -> None:
-        """Exchange an array as a batch of one operation.
-
-        NCCL runs that in the communicator of all ranks: it would make and keep one for each pair otherwise.
-        """
-        if len(values):
-            for work in dist.batch_isend_irecv([dist.P2POp(operation, _bytes(values), rank)]):
-                work.wait()
 
 
 class BetweenModels:

@@ -86,6 +86,7 @@ def main() -> None:
         "tokens_per_s": work.total / step_s,
         "gpus": ranks,
         "mfu": model_flops(options.size, work) / step_s / PEAK / ranks,
+        "outside_gib": _outside_gib(),
         "peak_gib": torch.cuda.max_memory_allocated() / 2**30 if CUDA else None,
         "gpu": torch.cuda.get_device_name() if CUDA else None,
         "torch": torch.__version__,
@@ -94,6 +95,14 @@ def main() -> None:
         print(
             json.dumps({k: round(v, 4) if isinstance(v, float) else v for k, v in found.items()}), flush=True
         )
+
+
+def _outside_gib() -> float | None:
+    """Return the GPU's memory that torch's allocator does not have: CUDA's own, and NCCL's communicators."""
+    if not CUDA:
+        return None
+    free, total = torch.cuda.mem_get_info()
+    return (total - free - torch.cuda.memory_reserved()) / 2**30
 
 
 def _settings(options: argparse.Namespace) -> dict[str, dict[str, Any]]:
