@@ -30,6 +30,14 @@ START_S = 300.0
 POLL_S = 0.2
 
 
+@dataclass(slots=True)
+class Asked:
+    """What a bare engine is asked for besides tokens, by requests that begin now."""
+
+    logprobs: bool = False
+    """The log-probability of each token."""
+
+
 @dataclass(frozen=True, slots=True)
 class Commits:
     """What an engine has committed while a load ran."""
@@ -106,15 +114,13 @@ def random_weights(model_dir: Path, dtype: str) -> dict[str, torch.Tensor]:
 
 
 @asynccontextmanager
-async def bare_vllm(
-    config: EngineConfig, model_dir: Path, logprobs: list[int | None]
-) -> AsyncIterator[Generate]:
+async def bare_vllm(config: EngineConfig, model_dir: Path, asked: Asked) -> AsyncIterator[Generate]:
     """Yield what has vLLM alone generate, as its own server would be started.
 
     Args:
         config: model length, dtype, and the size of a CPU's cache.
         model_dir: directory of the model's config.
-        logprobs: one element: `logprobs` of the requests that begin now.
+        asked: read at each request.
     """
     on_gpu = torch.cuda.is_available()
     set_environment(config)
@@ -150,7 +156,7 @@ async def bare_vllm(
         parameters = SamplingParams(
             max_tokens=request.sampling.max_tokens,
             temperature=1.0,
-            logprobs=logprobs[0],
+            logprobs=0 if asked.logprobs else None,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -167,7 +173,7 @@ async def bare_vllm(
 
 
 @asynccontextmanager
-async def bare_sglang(config: EngineConfig, model_dir: Path) -> AsyncIterator[Generate]:
+async def bare_sglang(config: EngineConfig, model_dir: Path, asked: Asked) -> AsyncIterator[Generate]:
     """Yield what has SGLang's server alone generate."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -192,6 +198,7 @@ async def bare_sglang(config: EngineConfig, model_dir: Path) -> AsyncIterator[Ge
                 async def generate(request: Request) -> int:
                     body = {
                         "input_ids": list(request.prompt),
+                        "return_logprob": asked.logprobs,
                         "sampling_params": {
                             "max_new_tokens": request.sampling.max_tokens,
                             "temperature": 1.0,

@@ -16,12 +16,21 @@ from typing import Any
 import torch
 
 from rollout.engines.base import EngineConfig, KvPolicy, Request
-from tests.benchmarks.generation.engines import START_S, Commits, bare_sglang, bare_vllm, ours, publishing
+from tests.benchmarks.generation.engines import (
+    START_S,
+    Asked,
+    Commits,
+    bare_sglang,
+    bare_vllm,
+    ours,
+    publishing,
+)
 from tests.benchmarks.generation.load import Generate, rate_of, requests_of
 from tests.benchmarks.gpu.shapes import SIZES, write_model
 from tests.contracts.sglang_environment import sglang_settings
 
 WAYS = ("vllm-bare", "vllm", "sglang-bare", "sglang", "megatron", "megatron-graphs")
+BARE_ENGINES = {"vllm-bare": bare_vllm, "sglang-bare": bare_sglang}
 COMMITTING = "commits"
 LOGPROBS = "log-probabilities"
 
@@ -65,15 +74,13 @@ class Session:
         say("end")
 
     async def _measure(self, config: EngineConfig, model_dir: Path) -> None:
-        if self._arguments.way == "vllm-bare":
-            logprobs: list[int | None] = [None]
-            async with bare_vllm(config, model_dir, logprobs) as generate:
+        if bare := BARE_ENGINES.get(self._arguments.way):
+            asked = Asked()
+            async with bare(config, model_dir, asked) as generate:
                 await self._loads(generate)
-                logprobs[0] = 0
-                await self._load(generate, max(self._arguments.running), LOGPROBS)
-        elif self._arguments.way == "sglang-bare":
-            async with bare_sglang(config, model_dir) as generate:
-                await self._loads(generate)
+                asked.logprobs = True
+                for running in self._arguments.running:
+                    await self._load(generate, running, LOGPROBS)
         else:
             model, transport = self._arguments.model, self._arguments.transport
             async with (

@@ -71,10 +71,11 @@ def render(facts: Mapping[str, Any]) -> str:
             number(row["paused_ms"], 1),
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
-    for (kind, running), rate in rates_of(facts, "vllm-bare").items():
-        if kind == LOGPROBS:
-            found = number(rate["tokens_per_s"])
-            lines += ["", f"vLLM alone with its own {LOGPROBS}, {running} at a time: {found} tokens/s"]
+    for way in dict.fromkeys(BARE.values()):
+        for (kind, running), rate in rates_of(facts, way).items():
+            if kind == LOGPROBS:
+                found = number(rate["tokens_per_s"])
+                lines += ["", f"{way} with its own {LOGPROBS}, {running} at a time: {found} tokens/s"]
     lines += ["", *(f"failed: {way}: {why}" for way, why in facts["failed"].items())]
     return "\n".join(lines).rstrip()
 

@@ -41,7 +41,7 @@ def test_ratio_is_over_the_bare_engine_without_commits() -> None:
 def test_table_names_the_loads_the_cost_of_log_probabilities_and_what_failed() -> None:
     table = render(facts(970.0))
     assert "| vllm, commits | 32 | 940 | 1,000 | 0.940 | 0.95 | 3 | 3.0 |" in table
-    assert "vLLM alone with its own log-probabilities, 32 at a time: 750 tokens/s" in table
+    assert "vllm-bare with its own log-probabilities, 32 at a time: 750 tokens/s" in table
     assert "failed: sglang: gone after 0 loads" in table
 
 
