@@ -23,16 +23,20 @@ class Angles:
     cos: torch.Tensor
     """[..., 1, R], on the device: of the angles of each token's position, from 0 in every sequence."""
     sin: torch.Tensor
-    """Shaped as `cos`."""
+    """Shaped as `cos`: negative for the first dimension of each pair, which takes minus the second one."""
     interleaved: bool = False
     """See `Rotary`."""
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys [..., heads, D] rotated; what comes after the first R stays as it is.
 
-        On a GPU one compiled kernel does each of the two directions.
+        On a GPU one compiled kernel does each of the two directions, for any number of tokens.
         """
-        return (_compiled() if query.is_cuda else _rotate)(query, key, self.cos, self.sin, self.interleaved)
+        if not query.is_cuda:
+            return _rotate(query, key, self.cos, self.sin, self.interleaved)
+        for tensor in (query, key, self.cos, self.sin):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return _compiled()(query, key, self.cos, self.sin, self.interleaved)
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,15 +77,15 @@ class Rotary:
             cos, sin = (torch.where(is_long, x, y) for x, y in zip(longer, (cos, sin), strict=True))
         if self.factor != 1.0:
             cos, sin = cos * self.factor, sin * self.factor
-        if self.interleaved:
-            cos, sin = (x.chunk(2, -1)[0].repeat_interleave(2, -1) for x in (cos, sin))
-        return Angles(cos.to(dtype), sin.to(dtype), self.interleaved)
+        dim = _pair_dim(self.interleaved)
+        cos, sin = (torch.stack(pair, dim).flatten(-2).to(dtype) for pair in ((cos, cos), (-sin, sin)))
+        return Angles(cos, sin, self.interleaved)
 
     def halves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return cosine and sine of each angle once, float32 [T, R / 2], of sequences that end there."""
         found = self.angles(positions, positions + 1, torch.float32)
         each = slice(None, None, 2) if self.interleaved else slice(len(self.frequencies))
-        return found.cos[:, 0, each], found.sin[:, 0, each]
+        return found.cos[:, 0, each], -found.sin[:, 0, each]
 
 
 def inverse_frequencies(rope: Rope, dimensions: int, *, long: bool = False) -> torch.Tensor:
@@ -129,9 +133,14 @@ def _kept_by_yarn(rope: Rope, dimensions: int) -> torch.Tensor:
 def rotation(
     positions: torch.Tensor, frequencies: torch.Tensor, dtype: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return cosine and sine of every angle, each [T, 1, R], for positions [T]; computed in float32."""
-    angles = torch.outer(positions.float(), frequencies).repeat(1, 2)[:, None]
+    """Return cosine and sine of every angle, each [T, 1, R / 2], for positions [T]; computed in float32."""
+    angles = torch.outer(positions.float(), frequencies)[:, None]
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def _pair_dim(interleaved: bool) -> int:
+    """Return the dimension of a pair's two members, where R is unflattened into pairs."""
+    return -1 if interleaved else -2
 
 
 def _rotate(
@@ -143,19 +152,16 @@ def _rotate(
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     dimensions = cos.size(-1)
     turned, rest = x[..., :dimensions], x[..., dimensions:]
-    if interleaved:
-        pairs = turned.unflatten(-1, (-1, 2))
-        across = torch.stack((-pairs[..., 1], pairs[..., 0]), dim=-1).flatten(-2)
-    else:
-        first, second = turned.chunk(2, dim=-1)
-        across = torch.cat((-second, first), dim=-1)
-    turned = turned * cos + across * sin
+    # a flip, and signs in the sine: concatenated halves are read twice in the compiled kernel
+    pairs = turned.unflatten(-1, (-1, 2) if interleaved else (2, -1))
+    partners = pairs.flip(_pair_dim(interleaved)).flatten(-2)
+    turned = turned * cos + partners * sin
     return torch.cat((turned, rest), dim=-1) if rest.size(-1) else turned
 
 
 @functools.cache
 def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
-    return torch.compile(_rotate, dynamic=True)
+    return torch.compile(_rotate)
 
 
 @dataclass(frozen=True, slots=True)

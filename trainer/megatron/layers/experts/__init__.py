@@ -7,7 +7,7 @@ router and the experts of this rank:
     rows sorted by expert                dispatch.ExpertOrder.rows_of(x) -> [R, H]
     to the ranks of the experts          dispatch.Exchange.send
     what experts compute                 layer.LocalExperts(rows [R, H], rows of each expert [L]) -> [R, H],
-    back, in the order of tokens         dispatch.Exchange.give_back, ExpertOrder.by_token
+    back, and summed for each token      dispatch.Exchange.give_back, ExpertOrder.sums
 
 A family with another choice extends `router.scores_of`, `choose` and `weights_of`, by fields of
 `families.experts.Experts`; one with other experts overrides `ExpertMLP.make_experts`. Where

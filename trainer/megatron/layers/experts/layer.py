@@ -20,11 +20,6 @@ from trainer.megatron.layers.experts.router import ExpertRouter
 from trainer.megatron.layers.layer import Layer
 from trainer.megatron.layers.tensor_parallel import empty_parameter, whole_parameter
 
-# isort: split
-
-# isort: split
-
-
 ALIGNED = 8
 """Sizes of bfloat16 matrices that torch's grouped product takes are multiples of it: 16 bytes."""
 
@@ -219,9 +214,8 @@ class ExpertMLP(torch.nn.Module):
         x = hidden_states.flatten(0, 1)
         routing = self.router(x, padding_mask)
         order = ExpertOrder(routing.experts, self.router.experts.count)
-        outputs = order.by_token(self._outputs(order.rows_of(x), order.counts))
-        weights = routing.weights[:, None].to(outputs.dtype)
-        total = torch.bmm(weights, outputs).view_as(hidden_states)
+        outputs = self._outputs(order.rows_of(x), order.counts)
+        total = order.sums(outputs, routing.weights.to(outputs.dtype)).view_as(hidden_states)
         if self.sums:
             total = reduce_from_tensor_model_parallel_region(total)
         return total if self.shared is None else total + self._shared(hidden_states, self.shared), None
