@@ -4,8 +4,9 @@ What an earlier start chose for the run is read from its directory, on the same 
 settings are composed again once there is something in it.
 """
 
+import logging
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -18,7 +19,9 @@ from services.settings.hub import FILE as HUB
 from services.settings.load import FILE as SETTINGS
 from services.settings.load import SPOOL
 from services.settings.sections import Settings
-from trainer.storage.remote import RemoteDirectory
+from trainer.storage.remote import DamagedCopy, RemoteDirectory, RemoteError
+
+log = logging.getLogger("tether")
 
 CHECKPOINT, RUN = "checkpoint", "run"
 """Directories of a copy."""
@@ -97,11 +100,11 @@ def settings_of_fetched(settings: Settings, compose: Callable[[], Settings]) -> 
 
 
 def fetch_run(settings: Settings) -> str:
-    """Fetch the newest complete copy if the run directory has no run; returns a line for the user, or "".
+    """Fetch the newest whole copy if the run directory has no run; returns a line for the user, or "".
 
     Raises:
         SettingsError: `run.remote` is no URL that can be used.
-        RemoteError: it cannot be read, or the copy is damaged.
+        RemoteError: it cannot be read, or all its copies are damaged; names them.
     """
     if not settings.run.remote:
         return ""
@@ -113,11 +116,25 @@ def fetch_run(settings: Settings) -> str:
     versions = remote.versions()
     if not versions:
         return ""
-    version = versions[-1]
     checkpoints = run_dir / "checkpoints"
     checkpoints.mkdir(parents=True, exist_ok=True)
     marker.touch()
-    remote.download(version, {CHECKPOINT: checkpoints / f"step_{version:08d}", RUN: run_dir})
+    version = _download_newest(remote, versions, run_dir)
     note_copy(run_dir, "remote", CopyState(version, place=remote.url))
     marker.unlink()
     return f"fetched version {version} of the run from {settings.run.remote}"
+
+
+def _download_newest(remote: RemoteDirectory, versions: Sequence[int], run_dir: Path) -> int:
+    """Download the newest of ascending versions whose copy is whole, and return it."""
+    left_out: list[str] = []
+    for version in reversed(versions):
+        checkpoint = run_dir / "checkpoints" / f"step_{version:08d}"
+        try:
+            remote.download(version, {CHECKPOINT: checkpoint, RUN: run_dir})
+        except DamagedCopy as error:
+            log.warning("remote.left_out version=%d error=%s", version, error)
+            left_out.append(f"version {version}: {error}")
+        else:
+            return version
+    raise RemoteError(f"{remote.url} has no whole copy: {'; '.join(left_out)}")

@@ -134,7 +134,7 @@ class RemoteRun:
                 with suppress(RemoteError):
                     self._make_room(job)
             raise
-        self.directory.prune(self.keep)
+        self.directory.prune(self.keep, job.version)
 
     def _make_room(self, job: Job) -> None:
         """Remove the parts of a copy that failed: they would take the room of the next one."""

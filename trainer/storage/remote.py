@@ -9,6 +9,7 @@ A copy without complete.json is incomplete: readers ignore it, and the next copy
 """
 
 import math
+import shutil
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
@@ -28,6 +29,10 @@ EXPORTS = "exports"
 
 class RemoteError(TetherError):
     """A remote directory cannot be read or written."""
+
+
+class DamagedCopy(RemoteError):
+    """A copy that counts as complete is not what was written."""
 
 
 class RemoteDirectory:
@@ -125,14 +130,18 @@ class RemoteDirectory:
         with _explained(self.url, "pruned"):
             self._remove(f"{self._root}/{name}")
 
-    def prune(self, keep: int) -> None:
+    def prune(self, keep: int, version: int) -> None:
         """Remove all but the newest complete copies, with older incomplete copies and exports.
+
+        Args:
+            keep: complete copies that stay, of versions up to `version`.
+            version: the run's. Newer copies stay: a run that continues from an older one found them damaged.
 
         Raises:
             RemoteError: something cannot be removed.
         """
         with _explained(self.url, "pruned"):
-            newest = self.versions()[-keep:]
+            newest = [copy for copy in self.versions() if copy <= version][-keep:]
             for directory in (self._root, f"{self._root}/{EXPORTS}"):
                 names = self._fs.ls(directory, detail=False) if self._fs.exists(directory) else []
                 for path in names:
@@ -149,24 +158,41 @@ class RemoteDirectory:
                 it exists.
 
         Raises:
-            RemoteError: it cannot be read, or is damaged; names the file.
+            DamagedCopy: a file is missing or damaged; names it. Nothing of the copy is left.
+            RemoteError: it cannot be read.
         """
+        asides = {target: target.with_name(f"{target.name}.download") for target in targets.values()}
         with _explained(self.url, "read"):
-            text = self._fs.cat_file(self._path(version, COMPLETE))
-            manifest = msgspec.json.decode(text, type=FileList)
-            for first, target in targets.items():
-                parts = {
-                    "/".join(inside): part
-                    for part in manifest.files
-                    for top, *inside in [PurePosixPath(part.name).parts]
-                    if top == first and inside and ".." not in inside
-                }
-                aside = target.with_name(f"{target.name}.download")
-                with directory_written_aside(aside) as directory:
-                    for name, part in parts.items():
-                        (directory / name).parent.mkdir(exist_ok=True)
-                        self._get(self._path(version, part.name), directory / name, part)
+            try:
+                files = self._files(version)
+                for first, target in targets.items():
+                    self._fetch(version, files, first, asides[target])
+            except BaseException:
+                for aside in asides.values():
+                    shutil.rmtree(aside, ignore_errors=True)
+                raise
+            for target, aside in asides.items():
                 _move(aside, target)
+
+    def _files(self, version: int) -> tuple[FilePart, ...]:
+        """Return what complete.json of a version names."""
+        try:
+            return msgspec.json.decode(self._fs.cat_file(self._path(version, COMPLETE)), type=FileList).files
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise DamagedCopy(f"step_{version:08d}/{COMPLETE} is damaged: {error}") from error
+
+    def _fetch(self, version: int, files: Iterable[FilePart], first: str, target: Path) -> None:
+        """Copy the files whose path begins with `first` into a new local directory."""
+        parts = {
+            "/".join(inside): part
+            for part in files
+            for top, *inside in [PurePosixPath(part.name).parts]
+            if top == first and inside and ".." not in inside
+        }
+        with directory_written_aside(target) as directory:
+            for name, part in parts.items():
+                (directory / name).parent.mkdir(exist_ok=True)
+                self._get(version, part, directory / name)
 
     def _path(self, version: int, name: str = "") -> str:
         return f"{self._root}/step_{version:08d}" + (f"/{name}" if name else "")
@@ -181,10 +207,14 @@ class RemoteDirectory:
             raise OSError(f"{target} has {size} bytes instead of {nbytes}")
         return nbytes
 
-    def _get(self, source: str, target: Path, part: FilePart) -> None:
-        self._fs.get_file(source, str(target))
+    def _get(self, version: int, part: FilePart, target: Path) -> None:
+        name = f"step_{version:08d}/{part.name}"
+        try:
+            self._fs.get_file(self._path(version, part.name), str(target))
+        except FileNotFoundError as error:
+            raise DamagedCopy(f"{name} is missing") from error
         if digest_of(target) != part.xxh3:
-            raise OSError(f"{source} is damaged: its digest is not the one that {COMPLETE} names")
+            raise DamagedCopy(f"{name} is damaged: its digest is not the one that {COMPLETE} names")
 
     def _remove(self, path: str) -> None:
         """Remove a directory if it is there, what completes it first."""

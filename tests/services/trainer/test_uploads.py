@@ -18,7 +18,7 @@ from services.trainer import uploads
 from services.trainer.uploads import HubModel, RemoteRun, Uploader
 from tests.hub_server import HubServer, files_of
 from trainer.storage.checkpoints import Checkpoints
-from trainer.storage.remote import RemoteDirectory
+from trainer.storage.remote import RemoteDirectory, RemoteError
 from trainer.storage.spool import Spool
 
 
@@ -94,6 +94,39 @@ def test_a_copy_is_a_whole_run(run: Run, tmp_path: Path) -> None:
     (again / "fetching").touch()  # as if it had been cut off
     assert fetch_run(settings).startswith("fetched version 1")
     assert list(describe_copies(settings)) == [f"version 1 is at {run.url}"]
+
+
+@pytest.mark.parametrize(
+    ("damaged", "says"),
+    [
+        ("checkpoint/part", "is damaged: its digest"),
+        ("run/spool.sqlite", "is missing"),
+        ("complete.json", "is damaged: JSON"),
+    ],
+)
+def test_the_newest_copy_that_is_whole_is_fetched(
+    run: Run, tmp_path: Path, damaged: str, says: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    for version in (1, 2):
+        run.save(version)
+        run.uploader.finish()
+    newest, new = tmp_path / f"elsewhere/remote/step_00000002/{damaged}", tmp_path / "new"
+    (tmp_path / "elsewhere/remote/step_00000001/run/settings.json").rename(tmp_path / "kept")
+    newest.unlink() if "missing" in says else newest.write_text("noise")
+    settings = load_settings(None, [f"run.dir={new}", f"run.remote={run.url}"], environ={})
+    names = rf"version 2: step_00000002/{damaged} {says}.*; version 1: step_00000001/run/settings.json is "
+    with pytest.raises(RemoteError, match=rf"^{run.url} has no whole copy: {names}missing$"):
+        fetch_run(settings)
+    (tmp_path / "kept").rename(tmp_path / "elsewhere/remote/step_00000001/run/settings.json")
+    caplog.clear()
+    assert fetch_run(settings) == f"fetched version 1 of the run from {run.url}"
+    (line,) = caplog.messages
+    assert line.startswith(f"remote.left_out version=2 error=step_00000002/{damaged} {says}")
+    latest = Checkpoints(new / "checkpoints", keep=1).latest()
+    assert latest is not None
+    assert latest.version == 1
+    assert [path.name for path in (new / "checkpoints").iterdir()] == ["step_00000001"]
+    assert not list(tmp_path.glob("*.download*"))
 
 
 def test_a_run_goes_on_while_its_remote_directory_fails(run: Run, tmp_path: Path) -> None:

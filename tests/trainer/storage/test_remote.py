@@ -86,13 +86,23 @@ def test_the_newest_copies_are_kept_and_their_exports(remote: RemoteDirectory, t
         (export / "inner/model").write_text("weights")
         remote.upload_export(export)
         remote.upload(version, files_of(tmp_path / "local"))
-        remote.prune(2)
+        remote.prune(2, version)
     assert remote.versions() == [2, 3]
     fs, root = fsspec.core.url_to_fs(remote.url)
     fs.invalidate_cache()
     exports = [path.rsplit("/", 1)[1] for path in fs.ls(f"{root}/exports", detail=False)]
     assert sorted(exports) == ["step_00000002", "step_00000003"]
     assert fs.cat_file(f"{root}/exports/step_00000003/inner/model") == b"weights"
+
+
+def test_a_newer_copy_that_was_left_out_takes_no_place_of_a_kept_one(
+    remote: RemoteDirectory, tmp_path: Path
+) -> None:
+    for version in (2, 4):
+        remote.upload(version, files_of(tmp_path / "local"))
+    remote.upload(3, files_of(tmp_path / "local"))  # of a run that goes on from 2, as 4 is damaged
+    remote.prune(1, 3)
+    assert remote.versions() == [3, 4]
 
 
 def test_a_damaged_file_is_named_and_nothing_is_left(remote: RemoteDirectory, tmp_path: Path) -> None:
