@@ -12,14 +12,14 @@ CHUNK_BYTES = 4 << 20
 
 
 def read_parsed(path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
-    """Yield the lines of a file that `parse` can read, oldest first; none if there is no file."""
+    """Yield the complete lines that `parse` can read, oldest first; none if there is no file."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
         return
     with file:
         for line in file:
-            if (parsed := parse(line)) is not None:
+            if line.endswith(b"\n") and (parsed := parse(line)) is not None:
                 yield parsed
 
 

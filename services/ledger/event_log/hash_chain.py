@@ -66,25 +66,31 @@ class Chain:
         return f"the newest line that {self._head} names is missing" if self._newest else None
 
 
-def damaged_lines(path: Path) -> Iterator[tuple[Path, str]]:
+def damaged_lines(path: Path, remedy: str = "") -> Iterator[tuple[Path, str]]:
     """Read a log; yield path and place of each line that is not as it was written, and of a missing end.
 
-    A torn last line, which a crash leaves and the next line replaces, is left out.
+    A torn last line, which a crash leaves and the next line replaces, is left out, unless the end is missing.
+
+    Args:
+        path: of the log.
+        remedy: what is added where the end is missing.
     """
     head = head_of(path)
     if not head.is_file():
         yield head, f"is missing: whether {path.name} has its end is not known"
-    chain = Chain(path)
+    chain, cut = Chain(path), ""
     try:
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
-                if line.endswith(b"\n") and not chain.follows(line):
+                if not line.endswith(b"\n"):
+                    cut = f"line {number}, its last one, is cut: "
+                elif not chain.follows(line):
                     yield path, f"line {number} is not what was written, or does not follow the line before"
     except OSError as error:
         yield path, f"cannot be read: {error_text(error)}"
         return
     if missing := chain.missing():
-        yield path, missing
+        yield path, f"{cut}{missing}{remedy}"
 
 
 def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None:

@@ -158,6 +158,17 @@ def test_a_missing_log_or_list_is_named(run_dir: Path) -> None:
     ]
 
 
+def test_a_last_line_that_a_loss_of_power_cut_is_named_as_cut(run_dir: Path) -> None:
+    for name in ("metrics.jsonl", "eval.jsonl"):
+        (run_dir / name).write_bytes((run_dir / name).read_bytes()[:-9])
+    steps, evaluations = check_files(run_dir).damaged
+    assert steps == (
+        "metrics.jsonl: line 5, its last one, is cut: the newest line that metrics.head names is missing; "
+        "the next start of the run writes again what a loss of power cut"
+    )
+    assert evaluations.endswith(", is cut: the newest line that eval.head names is missing")
+
+
 def test_an_adapter_has_checksums(run_dir: Path) -> None:
 
     adapter = run_dir / "exports/adapter_step_00000005"

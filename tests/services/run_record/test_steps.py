@@ -11,6 +11,7 @@ import pytest
 
 from protocol.codec import encode_payload
 from protocol.messages import StepReport, WeightApplied
+from services.ledger.event_log.hash_chain import damaged_lines
 from services.monitor.history import History
 from services.observability.status import collect_status, render_status
 from services.run_record.progress import Progress, plot_run
@@ -99,15 +100,23 @@ def test_a_line_after_a_torn_one_is_not_lost(path: Path) -> None:
     assert made(path) == [(1, "e1")]
 
 
-def test_steps_unwritten_at_a_crash_are_filled_in_once(path: Path) -> None:
+@pytest.mark.parametrize("lost", [1, 30])
+def test_steps_unwritten_at_a_crash_are_filled_in_once(path: Path, lost: int) -> None:
+    """A loss of power cuts lines that are not synced, also just before their newline."""
     log = StepLog(path)
-    log.append(report(0))
-    path.write_bytes(path.read_bytes() + b'{"step":1,"ver')
+    for step in range(2):
+        log.append(report(step))
+    path.write_bytes(path.read_bytes()[:-lost])
+    assert list(damaged_lines(path)) == [
+        (path, "line 2, its last one, is cut: the newest line that metrics.head names is missing")
+    ]
+    assert made(path) == [(0, "e1")]
     recorded = [encode_payload(report(step)) for step in range(3)]
     log.backfill(recorded)
     log.backfill(recorded)
     assert made(path) == [(0, "e1"), (1, "e1"), (2, "e1")]
     assert len(list(read_lines(path))) == 3
+    assert list(damaged_lines(path)) == []
 
 
 def test_only_reports_are_filled_in(path: Path) -> None:
