@@ -137,10 +137,14 @@ class RemoteRun:
         self.directory.prune(self.keep, job.version)
 
     def _make_room(self, job: Job) -> None:
-        """Remove the parts of a copy that failed: they would take the room of the next one."""
+        """Remove the parts of a copy that failed, and the oldest whole one, which has to go once it is whole.
+
+        The next attempt has their room. The last whole copy stays.
+        """
         self.directory.remove(f"{EXPORTS}/{job.export.name}")
         if job.version not in self.directory.versions():
             self.directory.remove(job.staged.name)
+        self.directory.prune(max(1, self.keep - 1), job.version)
 
 
 @dataclass(frozen=True, slots=True)

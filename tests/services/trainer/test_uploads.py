@@ -17,6 +17,7 @@ from services.settings.load import load_settings
 from services.trainer import uploads
 from services.trainer.uploads import HubModel, RemoteRun, Uploader
 from tests.hub_server import HubServer, files_of
+from tests.small_disks import small_disk
 from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.remote import RemoteDirectory, RemoteError
 from trainer.storage.spool import Spool
@@ -25,21 +26,21 @@ from trainer.storage.spool import Spool
 class Run:
     """A run directory with a spool, an event log and checkpoints."""
 
-    def __init__(self, root: Path, remote: str) -> None:
+    def __init__(self, root: Path, remote: str, keep: int = 2) -> None:
         self.directory = root / "run"
         self.spool = Spool(self.directory / "spool.sqlite")
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=1)
         self.metrics = Metrics("trainer")
         self.url = remote
-        to = RemoteRun(RemoteDirectory(remote), self.directory, 2)
+        to = RemoteRun(RemoteDirectory(remote), self.directory, keep)
         self.uploader = Uploader(to, self.directory, self.checkpoints.held, self.metrics)
 
-    def save(self, version: int) -> None:
+    def save(self, version: int, nbytes: int = 0) -> None:
         with (self.directory / "audit.jsonl").open("a") as log:
             log.write(f'{{"seq":{version}}}\n{{"half')
         (self.directory / "settings.json").write_text("{}")
         self.spool.put_many([(version, "a", b"record")])
-        (self.checkpoints.begin(version) / "part").write_text(f"weights {version}")
+        (self.checkpoints.begin(version) / "part").write_text(f"weights {version}" + " " * nbytes)
         self.checkpoints.finish(version, epoch="e", digest=version, sequence=version)
         self.uploader.put(version, self.spool, self.directory / f"exports/step_{version:08d}")
 
@@ -168,6 +169,33 @@ def test_a_copy_that_found_no_room_leaves_nothing_that_takes_it(
     remote = tmp_path / "elsewhere/remote"
     assert sorted(path.name for path in remote.rglob("step_*")) == ["step_00000001"] * 2
     assert RemoteDirectory(run.url).versions() == [1]
+
+
+@pytest.mark.parametrize(("keep", "kept"), [(1, [1]), (2, [2, 3]), (3, [2, 3, 4])])
+def test_a_full_place_gives_up_its_oldest_copy_but_never_its_last(
+    tmp_path: Path, keep: int, kept: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(uploads, "PAUSE_S", 0.001)
+    remove, left = RemoteDirectory._remove, []
+
+    def noted(directory: RemoteDirectory, path: str) -> None:
+        remove(directory, path)
+        left.append(len(directory.versions()))
+
+    with small_disk(tmp_path / "elsewhere", keep * 1200 + 600) as disk:
+        run = Run(tmp_path, f"file://{disk}/remote", keep)
+        for version in range(1, keep + 2):
+            if version > keep:
+                monkeypatch.setattr(RemoteDirectory, "_remove", noted)
+            run.save(version, 1 << 20)
+            run.uploader.finish()
+        copies = RemoteDirectory(run.url).versions()
+        run.uploader.close()
+        run.spool.close()
+    assert copies == kept
+    assert min(left) == max(1, keep - 1)
+    warnings = run.uploader.warnings()
+    assert [f"of version {keep + 1} was not copied" in line for line in warnings] == [True] * (keep == 1)
 
 
 def test_waiting_upload_is_not_pruned_and_gives_way_to_a_newer_one(
