@@ -3,7 +3,8 @@
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import TypeVar
 
 from protocol.errors import SpoolError, TetherError
@@ -50,13 +51,51 @@ async def until_written(process: Process, write: Callable[[], T]) -> T:
                     raise
 
 
+async def until_room(process: Process, work: Callable[[], Awaitable[T]], place: Path) -> T:
+    """Do work that writes to a disk, repeatedly while that is full, until the process is to stop.
+
+    Args:
+        process: shows the wait.
+        work: has no effect if it raises.
+        place: a directory on the disk, which a person has to make room on.
+
+    Returns:
+        The result of `work`.
+
+    Raises:
+        Exception: the error of `work`, unless it is a full disk, or the process is to stop.
+    """
+    try:
+        return await work()
+    except Exception as error:
+        if not is_for_want_of_room(error):
+            raise
+        refused = error
+    async with waiting_for_room(process, refused, place):
+        while not await process.stopped_within(RETRY_S):
+            try:
+                return await work()
+            except Exception as error:
+                if not is_for_want_of_room(error):
+                    raise
+    raise refused
+
+
 @contextlib.asynccontextmanager
-async def waiting_for_room(process: Process, error: BaseException) -> AsyncIterator[None]:
-    """Show that the process waits because a write was refused, at once and until the block ends."""
+async def waiting_for_room(
+    process: Process, error: BaseException, place: Path | None = None
+) -> AsyncIterator[None]:
+    """Show that the process waits because a write was refused, at once and until the block ends.
+
+    Args:
+        process: it.
+        error: of the write.
+        place: a directory on the disk; None: the run directory.
+    """
     process.metrics.count("writes.refused")
     log.error("write.refused error=%s", error)
     is_full = is_for_want_of_room(error)
-    what = f"{ROOM}: {describe_full(process.settings.run_dir)}" if is_full else "the spool"
+    what = f"{ROOM}: {describe_full(place or process.settings.run_dir)}" if is_full else "the spool"
     with process.waiting(what):
         with contextlib.suppress(TetherError, TimeoutError):  # the ledger may be on the same disk
             async with asyncio.timeout(RETRY_S):

@@ -9,12 +9,15 @@ whatever `trainer.publish_every` says; with 0 it is version 0, as before.
 import asyncio
 import logging
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
 from protocol.codec import encode_payload
 from protocol.errors import ProtocolError, SettingsError, TetherError
 from protocol.ids import new_epoch
 from protocol.messages import WeightManifest
 from services.ledger.interface import LedgerStatus, Taken
+from services.runtime.writing import until_room
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import ModelVersion, OpenRun
@@ -51,7 +54,7 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
     if run.process.settings.algorithm.kl_coef > 0:
         await runner.lead(KeepReferenceCommand())
     never = run.process.settings.trainer.publish_every == 0
-    initial = await runner.publish(run.epoch, 0) if never else None
+    initial = await publish(run, runner, 0) if never else None
     if checkpoint:
         await runner.restore(checkpoint.directory)
     model = await _replay(run, runner, status, start, initial)
@@ -98,7 +101,7 @@ async def reclaim(
     run.process.metrics.count("groups.lost", len(error.causes))
     if run.process.settings.trainer.publish_every == 0:
         raise TetherError("the trainer starts again, to publish the initial weights under its new epoch")
-    again = await runner.publish(run.epoch, model.version)
+    again = await publish(run, runner, model.version)
     if again.digest != model.digest or not await ledger.resume(run.epoch, status.version, again.digest):
         raise TetherError(
             f"version {model.version} was exported again and is not what was committed; the trainer "
@@ -106,6 +109,20 @@ async def reclaim(
         )
     await announce(run, again)
     return replace(model, published=again)
+
+
+async def publish(run: OpenRun, runner: ModelRunner, version: int) -> WeightManifest:
+    """Publish the model's version, repeatedly while the disk of its files is full; returns its manifest.
+
+    Shared memory without room for a version ends the trainer instead: a person can only enlarge it.
+
+    Raises:
+        WeightError: it is not published; on a full disk only once the process is to stop.
+    """
+    settings, work = run.process.settings, partial(runner.publish, run.epoch, version)
+    if settings.weights.transport not in ("disk", "http"):
+        return await work()
+    return await until_room(run.process, work, Path(settings.weights.directory or settings.run_dir))
 
 
 async def announce(run: OpenRun, manifest: WeightManifest) -> None:
@@ -152,7 +169,7 @@ async def _published(
     """Publish the version that the model is at, unless engines are to keep the initial weights."""
     if initial is not None:
         return ModelVersion(version, await runner.digest(), initial)
-    manifest = await runner.publish(run.epoch, version)
+    manifest = await publish(run, runner, version)
     return ModelVersion(version, manifest.digest, manifest)
 
 

@@ -39,7 +39,7 @@ from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import ModelVersion, OpenRun
 from services.trainer.snapshots import Snapshots
 from services.trainer.step_report import SkipLimit, StepClock, StepReporter, TrainedStep, excess_mismatch
-from services.trainer.takeover import announce, reclaim
+from services.trainer.takeover import announce, publish, reclaim
 from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
@@ -301,7 +301,7 @@ class TrainLoop:
         provisional = await self._runner.provisional(self._run.epoch, version)
         if provisional is not None:
             self._announce_draft(provisional)
-        return await self._runner.publish(self._run.epoch, version)
+        return await publish(self._run, self._runner, version)
 
     def _announce_draft(self, draft: WeightDraft) -> None:
         """Let engines receive a version that is being published; they commit it under its manifest alone."""

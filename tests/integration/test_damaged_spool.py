@@ -20,6 +20,7 @@ from services.ledger.event_log.archiver import FILE
 from services.run_record.steps import read_steps
 from tests.integration.command import audit, ledger_of, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT
+from tests.small_disks import small_disk
 from trainer.storage.spool import Spool
 
 STEPS = 12
@@ -155,16 +156,6 @@ def test_a_spool_that_is_deleted_ends_the_run_which_can_be_continued(tmp_path: P
     assert (result["code"], result["violations"], result["steps"]) == (0, [], STEPS)
 
 
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 24 MiB."""
-    path = tmp_path / "disk"
-    path.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", "size=24m", "tmpfs", str(path)], check=True)
-    yield path
-    subprocess.run(["umount", "--lazy", str(path)], check=True)
-
-
 def waits_of(place: Path, name: str) -> list[str]:
     """What a service waits for, as the ledger in a place says."""
 
@@ -176,16 +167,24 @@ def waits_of(place: Path, name: str) -> list[str]:
     return asyncio.run(look())
 
 
+@pytest.fixture
+def disk(tmp_path: Path) -> Iterator[Path]:
+    with small_disk(tmp_path / "disk", 24 << 10) as path:
+        yield path
+
+
 @pytest.mark.slow
-def test_a_full_disk_stops_the_run_until_there_is_room(tmp_path: Path, small_disk: Path) -> None:
-    run_dir, output, place = small_disk / "run", tmp_path / "up.log", tmp_path / "server"
+@pytest.mark.parametrize("transport", ["shm", "disk"])
+def test_a_full_disk_stops_the_run_until_there_is_room(tmp_path: Path, disk: Path, transport: str) -> None:
+    run_dir, output, place = disk / "run", tmp_path / "up.log", tmp_path / "server"
+    words = [*arguments(run_dir), "--set", f"weights.transport={transport}"]
     server = EmbeddedServer(place / "ledger")  # on another disk
     url = asyncio.run(server.start())
     try:
-        with tether_up(*arguments(run_dir), output=output, TETHER_REDIS_URL=url) as up:
+        with tether_up(*words, output=output, TETHER_REDIS_URL=url) as up:
             reaches(run_dir, 2, up)
             before = pids(place)
-            with (small_disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+            with (disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
                 while True:
                     ballast.write(bytes(1 << 12))
             full = f"the disk of {run_dir} is full"
@@ -194,7 +193,7 @@ def test_a_full_disk_stops_the_run_until_there_is_room(tmp_path: Path, small_dis
             until(lambda: full in output.read_text(), seconds=10, what="a word of it")
             after = pids(place)
             assert {name: after[name] for name in ("trainer", "ingest")}.items() <= before.items()
-            (small_disk / "ballast").unlink()
+            (disk / "ballast").unlink()
             assert up.wait(200) == 0, output.read_text()
         text = output.read_text()
         assert "has room again" in text

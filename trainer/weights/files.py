@@ -12,6 +12,7 @@ shared memory end with the trainer. They are plain files rather than `multiproce
 the resource tracker of a reader would unlink the latter when the reader exits.
 """
 
+import errno
 import os
 from collections.abc import Callable
 from functools import partial
@@ -210,4 +211,4 @@ class FileSender(WeightSender):
             raise WeightError(
                 f"{self.directory} has {free >> 20} MiB free, the weights need {-(-needed >> 20)} MiB more: "
                 + REMEDIES[self._transport]
-            )
+            ) from OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))

@@ -1,26 +1,29 @@
 """Tests that a batch with groups that cannot be trained is given back, and the trainer holds the run."""
 
+import asyncio
 from collections.abc import AsyncIterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import asynccontextmanager, closing, nullcontext, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from protocol.errors import Reason, Refused, TetherError
+from protocol.errors import Reason, Refused, TetherError, WeightError
 from protocol.lifecycle import GroupState
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
+from services.runtime import writing
 from services.runtime.process import Process
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import ModelVersion, OpenRun
 from services.trainer.takeover import reclaim
 from tests.contracts.ledger_rig import Driver, MemoryRig
 from tests.integration.loop import settings_for
+from tests.small_disks import small_disk
 from trainer.backends.scripted import ScriptedBackend
-from trainer.config import TrainerConfig, WeightConfig
+from trainer.config import TrainerConfig
 from trainer.roles.models import RankModels
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
@@ -29,22 +32,28 @@ from trainer.weights.files import disk_sender
 Held = tuple[OpenRun, ModelRunner, Driver, ModelVersion]
 
 
-@pytest.fixture
-async def held(tmp_path: Path) -> AsyncIterator[Held]:
-    """A trainer at version 0 that has taken a batch of three groups."""
-    settings = settings_for(tmp_path, "stragglers.toml")
+@asynccontextmanager
+async def holding(tmp_path: Path, *overrides: str) -> AsyncIterator[Held]:
+    """A trainer at version 0 that has taken a batch of three groups, and publishes on disk."""
+    settings = settings_for(tmp_path, "stragglers.toml", *overrides)
     driver = await Driver(MemoryRig()).begin(B=3)
     ledger: Any = driver.ledger
     process = Process(Role.TRAINER, settings, ledger, "trainer")
     models = RankModels(ScriptedBackend(trainer=TrainerConfig()))
     with ThreadPoolExecutor(1) as thread, closing(Spool(tmp_path / "spool.sqlite")) as spool:
-        runner = ModelRunner(models, disk_sender(WeightConfig(), tmp_path), thread, engine_dtype="float32")
+        runner = ModelRunner(models, disk_sender(settings.weights, tmp_path), thread, engine_dtype="float32")
         async with Broadcaster(WEIGHTS, run="r", incarnation="trainer", config=settings.bus) as broadcaster:
             run = OpenRun(process, "e1", spool, None, None, None, broadcaster)  # type: ignore[arg-type]
             await driver.scored(3)
             manifest = await runner.publish("e1", 0)
             yield run, runner, driver, ModelVersion(0, manifest.digest, manifest)
         await runner.close()
+
+
+@pytest.fixture
+async def held(tmp_path: Path) -> AsyncIterator[Held]:
+    async with holding(tmp_path) as made:
+        yield made
 
 
 async def test_only_the_groups_that_cannot_be_trained_are_generated_again(held: Held) -> None:
@@ -94,3 +103,49 @@ async def test_trainer_that_never_publishes_starts_again_to_have_the_initial_wei
             run, runner, model, MissingRecords({(batch[0].group, batch[0].token): "group 0: damaged"})
         )
     assert (await driver.ledger.head()).published == -1
+
+
+def fill(disk: Path) -> Path:
+    """Leave no room on a disk, and return the file to remove."""
+    with (disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+        while True:
+            ballast.write(bytes(1 << 12))
+    return disk / "ballast"
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+async def test_a_version_waits_for_room_on_its_disk_until_the_process_stops(
+    tmp_path: Path, is_stopped: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "RETRY_S", 0.01)
+    with small_disk(tmp_path / "disk", 256) as disk:
+        words = "weights.transport=disk", f"weights.directory={disk}"
+        async with holding(tmp_path, *words) as (run, runner, driver, model), asyncio.timeout(60):
+            ballast = fill(disk)
+
+            async def end_wait() -> list[str]:
+                while not (peers := await driver.ledger.peers()):  # noqa: ASYNC110 (the ledger tells nobody)
+                    await asyncio.sleep(0.01)
+                if is_stopped:
+                    run.process.stop.set()
+                else:
+                    ballast.unlink()
+                return list(peers[0].info["waits"])
+
+            async with asyncio.TaskGroup() as tasks:
+                waits = tasks.create_task(end_wait())
+                with pytest.raises(WeightError) if is_stopped else nullcontext():
+                    again = await reclaim(run, runner, model, MissingRecords({}))
+                    assert again.digest == model.digest
+            names = {path.name for path in disk.iterdir()}
+        assert waits.result() == [f"room: the disk of {disk} is full"]
+        assert names == {"v00000000-e1", "ballast" if is_stopped else f"v00000000-{run.epoch}"}
+
+
+async def test_shared_memory_without_room_ends_the_trainer(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 256) as disk:
+        words = "weights.transport=shm", f"weights.directory={disk}"
+        async with holding(tmp_path, *words) as (run, runner, _, model):
+            fill(disk)
+            with pytest.raises(WeightError):
+                await reclaim(run, runner, model, MissingRecords({}))
