@@ -8,6 +8,7 @@ writes; so may have any server that was restarted and does not sync each write.
 
 import asyncio
 import logging
+import time
 from contextlib import closing
 
 from protocol.errors import Reason, Refused, SettingsError
@@ -31,6 +32,10 @@ CREATED = 1
 """Event that creates a run; a start may end before it has written the settings."""
 MAX_TRIES = 20
 """Attempts of a rebuild, which starts again when another process wrote to the ledger meanwhile."""
+
+
+MANY_EVENTS = 100_000
+"""A rebuild from so many events takes seconds, and is logged before it, too."""
 
 
 class LedgerReconciler:
@@ -101,6 +106,11 @@ class LedgerReconciler:
 
     async def _rebuild(self) -> None:
         """Rebuild the ledger from archive and journal; start again if another process wrote meanwhile."""
+        began, known = time.monotonic(), await asyncio.to_thread(self._last_known)
+        if known >= MANY_EVENTS:
+            path = self._archiver.path
+            size = path.stat().st_size if path.is_file() else 0
+            log.warning("ledger.rebuilding events=%d archive_bytes=%d", known, size)
         for _ in range(MAX_TRIES):
             while await self._archive_rest():
                 pass
@@ -119,13 +129,15 @@ class LedgerReconciler:
                     raise
                 continue
             log.warning(
-                "ledger.rebuilt after=%d sequence=%d version=%d scored=%d waiting=%d journal_events=%d",
+                "ledger.rebuilt after=%d sequence=%d version=%d scored=%d waiting=%d journal_events=%d "
+                "seconds=%.1f",
                 snapshot.after,
                 snapshot.sequence,
                 snapshot.version,
                 len(snapshot.scored),
                 len(snapshot.waiting),
                 len(snapshot.journal_events),
+                time.monotonic() - began,
             )
             if bound := builder.pending:
                 await self._ledger.set_bound(

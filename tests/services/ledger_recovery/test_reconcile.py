@@ -2,6 +2,7 @@
 
 import asyncio
 import os
+import re
 import signal
 import sqlite3
 from collections.abc import AsyncIterator
@@ -20,6 +21,7 @@ from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log.archiver import FILE
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import verify
+from services.ledger_recovery import reconcile as reconcile_module
 from services.ledger_recovery.journal_entries import accept_entry, commit_entry
 from services.ledger_recovery.reconcile import LedgerReconciler, reconcile
 from services.settings.load import dump_settings
@@ -184,6 +186,20 @@ async def test_an_emptied_server_gets_what_the_journal_has(tmp_path: Path) -> No
         await here.archived()
         result = verify(tmp_path / FILE)
         assert (result.violations, result.trained) == ([], 2)
+
+
+@pytest.mark.parametrize("many", [0, 10**6])
+async def test_a_long_rebuild_is_told_at_its_beginning_and_each_at_its_end(
+    tmp_path: Path, many: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(reconcile_module, "MANY_EVENTS", many)
+    async with kept(tmp_path) as here:
+        known, size = await here.archived(), (tmp_path / FILE).stat().st_size
+        here.command("FLUSHALL")
+        await here.reconciler.reconcile_and_archive()
+    *_, rebuilt = told = [line for line in caplog.messages if line.startswith("ledger.rebuil")]
+    assert told[:-1] == ([] if many else [f"ledger.rebuilding events={known} archive_bytes={size}"])
+    assert re.match(r"ledger\.rebuilt .* seconds=\d+\.\d$", rebuilt)
 
 
 async def test_a_run_that_was_drained_is_drained_after_a_rebuild_and_its_last_step_may_be_short(
