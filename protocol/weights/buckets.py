@@ -103,16 +103,6 @@ _known_layout: tuple[tuple[object, object, object], int] = ((None, None, None), 
 """(buckets, tensors, parts) of the last manifest, and its digest."""
 
 
-def check_manifest(manifest: WeightManifest) -> None:
-    """Refuse a manifest that contradicts itself.
-
-    Raises:
-        WeightError: see `check_layout` and `check_digest`.
-    """
-    check_layout(manifest)
-    check_digest(manifest)
-
-
 def check_digest(manifest: WeightManifest) -> None:
     """Refuse a manifest whose digest does not match its entries; a provisional one has none yet.
 

@@ -22,7 +22,7 @@ class ManifestCheck:
         """Refuse a manifest that contradicts itself.
 
         Raises:
-            WeightError: see `check_manifest` and `check_parts`.
+            WeightError: see `check_layout`, `check_parts` and `check_digest`.
         """
         layout = layout_digest(manifest)
         if layout != self._passed:

@@ -10,7 +10,8 @@ from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import (
     ALIGNMENT,
     BucketLayout,
-    check_manifest,
+    check_digest,
+    check_layout,
     layout_digest,
     manifest_digest,
 )
@@ -101,7 +102,8 @@ B = TensorEntry("b", "bfloat16", (4,), 0, 8, 8, 2)
 
 
 def test_a_good_manifest_passes() -> None:
-    check_manifest(manifest(A, B))
+    check_layout(manifest(A, B))
+    check_digest(manifest(A, B))
 
 
 @pytest.mark.parametrize(
@@ -117,12 +119,12 @@ def test_a_good_manifest_passes() -> None:
 )
 def test_contradictions_are_refused_and_named(entries: tuple[TensorEntry, ...], text: str) -> None:
     with pytest.raises(WeightError, match=text):
-        check_manifest(manifest(*entries))
+        check_layout(manifest(*entries))
 
 
 def test_an_edited_manifest_does_not_match_its_digest() -> None:
     with pytest.raises(WeightError, match="digest"):
-        check_manifest(
+        check_digest(
             msgspec.structs.replace(manifest(A, B), tensors=(A, msgspec.structs.replace(B, digest=3)))
         )
 

@@ -9,7 +9,8 @@ import torch
 
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.buckets import check_manifest, manifest_digest
+from protocol.weights.buckets import manifest_digest
+from rollout.weights.checked import ManifestCheck
 from tests.trainer.weights.senders import receive, sender_of
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import TrainerConfig, WeightConfig
@@ -65,7 +66,7 @@ def test_published_version_arrives_byte_for_byte(sender: WeightSender) -> None:
     manifest = sender.publish(
         "e1", 3, iter(sent), base_model="Qwen2ForCausalLM", tied=(("lm_head.weight", "embed"),)
     )
-    check_manifest(manifest)
+    ManifestCheck()(manifest)
     assert (manifest.epoch, manifest.version, manifest.base_model) == ("e1", 3, "Qwen2ForCausalLM")
     assert manifest.tied == (("lm_head.weight", "embed"),)
     assert [entry.name for entry in manifest.tensors] == [name for name, _ in sent]

@@ -8,7 +8,7 @@ import torch
 
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import WeightManifest
-from protocol.weights.buckets import check_manifest
+from rollout.weights.checked import ManifestCheck
 from rollout.weights.registry import make_receiver
 from rollout.weights.shared import SharedReceiver
 from tests.trainer.weights.senders import received
@@ -54,7 +54,7 @@ def test_a_version_is_what_the_masters_make_and_has_the_digest_of_any_transport(
     sender: SharedSender, masters: dict[str, torch.Tensor], tmp_path: Path, dtype: str
 ) -> None:
     manifest = publish(sender, masters, 3, dtype)
-    check_manifest(manifest)
+    ManifestCheck()(manifest)
     assert (manifest.epoch, manifest.version, manifest.base_model, manifest.tied) == (
         "e1",
         3,

@@ -12,7 +12,7 @@ from protocol.errors import ProtocolError, WeightError
 from protocol.messages import Rollout, ScoredRollout, TensorEntry, WeightManifest
 from protocol.msgpack_limits import check_shape
 from protocol.tensors import Array
-from protocol.weights.buckets import check_manifest, manifest_digest
+from protocol.weights.buckets import check_digest, check_layout, manifest_digest
 from reward.config import RewardConfig
 from reward.score import score_rollout
 from reward.workers.pool import ScorePool
@@ -107,7 +107,8 @@ def manifest(data: bytes, _: Path) -> None:
     if not isinstance(found, WeightManifest):
         return
     try:
-        check_manifest(msgspec.structs.replace(found, digest=manifest_digest(found.tensors)))
+        check_layout(found)
+        check_digest(msgspec.structs.replace(found, digest=manifest_digest(found.tensors)))
     except WeightError:
         return
     taken: list[tuple[int, int, int]] = []

@@ -16,10 +16,10 @@ from msgspec.structs import replace
 
 from protocol.errors import WeightError
 from protocol.weights.boxes import Box, shape_of, whole
-from protocol.weights.buckets import check_manifest
 from protocol.weights.provisional import provisional_manifest
-from protocol.weights.slices import check_parts, decode_wanted, encode_wanted
+from protocol.weights.slices import decode_wanted, encode_wanted
 from rollout.staging.staging import digest_of
+from rollout.weights.checked import ManifestCheck
 from rollout.weights.registry import make_receiver
 from rollout.weights.sender_connection import parse_location
 from tests.trainer.weights.engines import ROOT
@@ -104,8 +104,7 @@ def test_every_engine_rank_gets_its_slices_and_the_digest_of_the_whole(
         for version in (1, 2, 3, 4):
             sent = tensors(version)
             manifest = ranks.publish("e1", version, sent)
-            check_manifest(manifest)
-            check_parts(manifest)
+            ManifestCheck()(manifest)
             assert manifest.digest == digest_of(sent)
             for engine in found:
                 assert engine.fetch(manifest) == sum(tensor.nbytes for tensor in sent.values())
