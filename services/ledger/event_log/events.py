@@ -369,13 +369,6 @@ def decode_fields(fields: Mapping[str, Any]) -> LedgerEvent:
         return MalformedEvent(seq=seq, time_ms=time_ms, name=kind, problem=f"malformed: {error}")
 
 
-def fields_of(event: LedgerEvent) -> dict[str, Any]:
-    """Return an event as JSON values, in the order in which the log has them."""
-    head = {"seq": event.seq, "time_ms": event.time_ms}
-    fields: dict[str, Any] = msgspec.to_builtins(event, str_keys=True)
-    return head | {"event": event.kind} | fields
-
-
 def bound_of(event: CreateEvent | BoundPendingEvent | BoundEvent) -> Bound:
     """Return the bound that an event states."""
     return Bound(event.max_staleness, event.groups_per_step, event.policy)

@@ -20,7 +20,6 @@ from services.ledger.event_log.events import (
     ExtendEvent,
     LeaseEvent,
     StepsEvent,
-    fields_of,
 )
 from services.ledger.interface import (
     Head,
@@ -35,6 +34,7 @@ from services.ledger.interface import (
 )
 from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
 from tests.contracts.memory_ledger import trainer_transitions as trainer
+from tests.contracts.memory_ledger.event_fields import fields_of
 from tests.contracts.memory_ledger.run_clock import RunClock
 from tests.contracts.memory_ledger.run_state import Group, ProcessRegistry, RunState, bound_event
 

@@ -11,9 +11,10 @@ from protocol.lifecycle import GroupState
 from protocol.staleness import Policy
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
-from services.ledger.event_log.events import AcceptEvent, CreateEvent, DropEvent, LedgerEvent, fields_of
+from services.ledger.event_log.events import AcceptEvent, CreateEvent, DropEvent, LedgerEvent
 from services.settings.sections import RunConfig, Settings
 from services.tools.pass_rates import render_pass_rates, write_pass_rates
+from tests.contracts.memory_ledger.event_fields import fields_of
 
 ROWS = [{"question": f"q{i}", "solution": f"#### {i}", "level": i} for i in range(6)]
 

@@ -18,11 +18,11 @@ from services.ledger.event_log.events import (
     UnknownEvent,
     decode_fields,
     decode_line,
-    fields_of,
 )
 from services.ledger.verify.verifier import verify
 from tests.contracts.ledger_rebuild import journal_of, restored, small
 from tests.contracts.ledger_rig import Driver, MemoryRig, RedisRig, Rig, spec
+from tests.contracts.memory_ledger.event_fields import fields_of
 
 GOLDEN = Path(__file__).parent / "golden"
 KINDS = {
