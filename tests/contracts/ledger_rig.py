@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Awaitable
+from pathlib import Path
 from typing import Any, Protocol
 
 import pytest
@@ -10,12 +11,19 @@ import redis as redis_sync
 from protocol.errors import Reason, Refused
 from protocol.staleness import Bound, Policy
 from services.ledger.interface import Lease, Ledger, RunSpec, Taken
-from services.ledger.redis.keys import padded
+from services.ledger.redis import scripts
 from services.ledger.redis.ledger import RedisLedger
 from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.contracts.memory_ledger.run_clock import RunClock
 
 _runs = itertools.count()
+SCRIPTS = sorted(path.stem for path in (Path(scripts.__file__).parent / "lua").glob("[!_]*.lua"))
+"""Names of all Lua scripts."""
+
+
+def padded(group: int) -> str:
+    """A group id as a zset member or hash field."""
+    return f"{group:012d}"
 
 
 def new_run() -> str:

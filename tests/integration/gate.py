@@ -12,7 +12,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from urllib.parse import urlsplit, urlunsplit
 
-from services.ledger.redis.scripts import names, script
+from services.ledger.redis.scripts import script
+from tests.contracts.ledger_rig import SCRIPTS
 
 
 class When(StrEnum):
@@ -68,7 +69,7 @@ class Gate:
         return True
 
 
-SHAS = {script(name).sha.encode(): name for name in names()}
+SHAS = {script(name).sha.encode(): name for name in SCRIPTS}
 
 
 @asynccontextmanager

@@ -38,9 +38,6 @@ NAMES = (
 )  # fmt: skip
 """Keys in the order in which every script gets them as KEYS."""
 
-PAD = 12
-"""Digits of a group id."""
-
 
 class Keys:
     """Key names of one run."""
@@ -52,8 +49,3 @@ class Keys:
     def of(self, name: str) -> str:
         """Return the key called `name` in the table above."""
         return self.all[NAMES.index(name)]
-
-
-def padded(group: int) -> str:
-    """Return a group id as a zset member or hash field."""
-    return f"{group:0{PAD}d}"

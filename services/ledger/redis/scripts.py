@@ -34,8 +34,3 @@ def script(name: str) -> Script:
     parts = [(_DIRECTORY / f"{part}.lua").read_bytes() for part in (_SHARED, name)]
     body = b"\n".join([f"local NAMES = {{{keys}}}".encode(), *parts])
     return Script(name, body, hashlib.sha1(body, usedforsecurity=False).hexdigest())
-
-
-def names() -> tuple[str, ...]:
-    """Return the names of all scripts, in order."""
-    return tuple(sorted(path.stem for path in _DIRECTORY.glob("*.lua") if path.stem != _SHARED))

@@ -6,7 +6,8 @@ from typing import Any
 import redis
 
 from protocol.errors import Reason, Refused
-from services.ledger.redis.scripts import Script, names, script
+from services.ledger.redis.scripts import Script, script
+from tests.contracts.ledger_rig import SCRIPTS
 
 MOST = 256
 """Calls that wait for each other."""
@@ -30,7 +31,7 @@ class Pipeline:
 
     def __init__(self, url: str) -> None:
         self._client = redis.Redis.from_url(url)
-        for name in names():
+        for name in SCRIPTS:
             self._client.script_load(script(name).body)
         self._commands: list[tuple[Any, ...]] = []
         self._answers: list[_Answer | None] = []

@@ -7,9 +7,9 @@ from typing import Any
 
 from protocol.errors import Refused
 from services.ledger.event_log.events import ExpireEvent, decode_fields
-from services.ledger.redis.keys import padded
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import AuditResult, Verifier
+from tests.contracts.ledger_rig import padded
 from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.contracts.memory_ledger.run_state import WAITS_MS
 from tests.trials.simulation.pipeline import Pipeline

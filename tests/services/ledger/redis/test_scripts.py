@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from services.ledger.redis import scripts
-from services.ledger.redis.scripts import names
-from tests.contracts.ledger_rig import Driver, RedisRig
+from tests.contracts.ledger_rig import SCRIPTS, Driver, RedisRig
 
 
 async def test_scripts_survive_a_flush(valkey_url: str) -> None:
@@ -18,7 +17,7 @@ async def test_scripts_survive_a_flush(valkey_url: str) -> None:
     await rig.close()
 
 
-@pytest.mark.parametrize("name", names())
+@pytest.mark.parametrize("name", SCRIPTS)
 def test_every_script_says_what_it_takes_returns_and_refuses(name: str) -> None:
     lines = (Path(scripts.__file__).parent / "lua" / f"{name}.lua").read_text().splitlines()
     header = "\n".join(itertools.takewhile(lambda line: line.startswith("--"), lines))
