@@ -158,3 +158,10 @@ class BoundViolation(TetherError):
 def error_text(error: BaseException) -> str:
     """Return an error's text; an OSError's without number and path, which the caller's sentence names."""
     return str(getattr(error, "strerror", None) or error)
+
+
+def innermost(error: BaseException) -> BaseException:
+    """Return the first error inside nested exception groups, or `error` itself."""
+    while isinstance(error, BaseExceptionGroup):
+        error = error.exceptions[0]
+    return error

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.choices import did_you_mean
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, innermost
 
 PROJECT = Path(__file__).resolve().parents[1]
 OURS = tuple(PROJECT / name for name in ("protocol", "reward", "rollout", "services", "trainer"))
@@ -157,8 +157,7 @@ def located(error: BaseException) -> str:
 
     For a group of exceptions, describe the first one.
     """
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
+    error = innermost(error)
     text = f"{type(error).__name__}: {error}".rstrip(": ")
     place = place_of(error)
     return f"{place}: {text}" if place else text

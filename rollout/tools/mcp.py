@@ -21,6 +21,7 @@ from mcp.client.streamable_http import streamable_http_client
 from mcp.shared.exceptions import MCPError
 from mcp_types import CONNECTION_CLOSED, REQUEST_TIMEOUT, CallToolResult
 
+from protocol.errors import innermost
 from rollout.tools.base import Tool
 from rollout.tools.mcp_server import McpServer
 
@@ -84,12 +85,12 @@ class McpTool(Tool):
                 await closing.wait()
         except Exception as error:  # the transport's own errors come in groups
             if connected.done():
-                log.warning("tool.mcp_lost server=%s why=%r", self._name, _innermost(error))
+                log.warning("tool.mcp_lost server=%s why=%r", self._name, innermost(error))
             else:
                 connected.set_exception(self._failed(error))
 
     def _failed(self, error: Exception) -> RuntimeError:
-        return RuntimeError(f"the MCP server {self._name!r}: {str(_innermost(error))[:300]}")
+        return RuntimeError(f"the MCP server {self._name!r}: {str(innermost(error))[:300]}")
 
     async def _transport(self, stack: AsyncExitStack) -> Any:
         server = self._server
@@ -126,9 +127,3 @@ def _text_of(result: CallToolResult) -> str:
     parts = [f"[{kind}]" if text is None else text for kind, text in texts]
     said = "\n".join(parts) if parts else json.dumps(result.structured_content)
     return f"error: {said}" if result.is_error else said
-
-
-def _innermost(error: BaseException) -> BaseException:
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error

@@ -17,7 +17,7 @@ from typing import Any
 
 import psutil  # type: ignore[import-untyped]
 
-from protocol.errors import TetherError
+from protocol.errors import TetherError, innermost
 from protocol.host.owned_directory import remove_dead
 from services.launcher.finishing import describe_unscored, finish_evaluation
 from services.launcher.fleet import Fleet
@@ -36,7 +36,6 @@ from services.run_record.end import explaining_full_disk, recording_end, refuse_
 from services.run_record.halts import explain_halt
 from services.run_record.progress import Progress, plot_run, report_failures_loop
 from services.run_record.tail import EventTail
-from services.runtime.errors import innermost
 from services.runtime.event_loop import is_set_within, running_loops
 from services.runtime.process import pid_space
 from services.runtime.run_copies import describe_copies, settings_of_fetched

@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from protocol.errors import SettingsError, TetherError
+from protocol.errors import SettingsError, TetherError, innermost
 from protocol.host.atomic_file import write_atomically
 from protocol.host.file_lock import try_lock
 from protocol.host.full_disk import describe_full, is_for_want_of_room, is_full
@@ -18,7 +18,6 @@ from services.run_record.halts import explain_halt
 from services.run_record.steps import FILE as STEPS
 from services.run_record.steps import MAX_TIME, read_last, step_facts
 from services.run_record.tail import EventTail
-from services.runtime.errors import innermost
 from services.settings.sections import Settings
 
 FILE = "ended.json"

@@ -8,7 +8,7 @@ import os
 import sys
 from typing import Any, NoReturn
 
-from protocol.errors import SettingsError, SpoolError, TetherError, Unavailable
+from protocol.errors import SettingsError, SpoolError, TetherError, Unavailable, innermost
 from services.observability.printable import one_line
 from services.settings.sources import log_level
 
@@ -54,13 +54,6 @@ def _shortened(text: str) -> str:
     """Return text as one line, of which at most `MOST` characters are kept."""
     line = one_line(text[:MOST])
     return line if max(len(text), len(line)) <= MOST else f"{line[:MOST]} ... (of {len(text)} characters)"
-
-
-def innermost(error: BaseException) -> BaseException:
-    """Return the first error inside nested exception groups, or `error` itself."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 def describe_error(error: BaseException) -> tuple[str, int]:

@@ -13,9 +13,9 @@ import sys
 
 import uvloop
 
-from protocol.errors import TetherError, Unavailable
+from protocol.errors import TetherError, Unavailable, innermost
 from protocol.topics import Role
-from services.runtime.errors import EXIT_AWAY, EXIT_FAILED, configure_logging, describe_error, innermost
+from services.runtime.errors import EXIT_AWAY, EXIT_FAILED, configure_logging, describe_error
 from services.runtime.event_loop import STOP_SIGNALS, run_loop, running_loops, stop_at_signals
 from services.runtime.process import Serve, log, open_process
 from services.settings.load import load_settings

@@ -10,13 +10,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from protocol.errors import EngineError, EngineSettingsError
+from protocol.errors import EngineError, EngineSettingsError, innermost
 from protocol.messages import WeightManifest
 from rollout.prompts.base import Prompt
 from services.evaluation import scoring as scoring_module
 from services.evaluation.estimates import PromptScore
 from services.evaluation.scoring import Scorer, SetScores, evaluation_of, open_scorer
-from services.runtime.errors import innermost
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from tests.changes import slow_unless_changed
