@@ -6,7 +6,6 @@ import socket
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib.util import find_spec
 from pathlib import Path
 
 from protocol.errors import SettingsError, Unavailable, error_text
@@ -23,6 +22,7 @@ from services.runtime.run_ledger import ledger_url, status_if_created
 from services.settings.automatic import visible_gpus
 from services.settings.engine_pool import engine_names
 from services.settings.sections import Settings
+from services.settings.tracking import is_installed
 
 LEDGER_S = 3.0
 """Limit for the answer of the ledger's server."""
@@ -67,7 +67,7 @@ def _library_problems(settings: Settings) -> Iterator[Problem]:
     engines = {*engine_names(settings.engine, settings.services.pool)}
     for setting, names in (("trainer.backend", {settings.trainer.backend}), ("engine.name", engines)):
         for name in sorted(names & LIBRARIES.keys()):
-            if not _is_installed(LIBRARIES[name]):
+            if not is_installed(LIBRARIES[name]):
                 yield Problem(
                     f"the library {LIBRARIES[name]} is not installed for this Python",
                     "install it, or choose another one",
@@ -93,13 +93,6 @@ def _sglang_problems(settings: Settings) -> Iterator[Problem]:
                 "engine.name",
                 "sglang",
             )
-
-
-def _is_installed(library: str) -> bool:
-    try:
-        return find_spec(library) is not None
-    except ModuleNotFoundError:  # nor the package that it is in
-        return False
 
 
 def _key_problems(bus: BusConfig) -> Iterator[Problem]:

@@ -54,11 +54,12 @@ def check_kinds(config: TrackingConfig) -> None:
 
 
 def missing_libraries(config: TrackingConfig) -> list[str]:
-    """Return the kinds whose library is not installed here; none is imported, but for parents of a module."""
-    return [kind for kind in config.kind if not _is_there(MODULES.get(kind, kind))]
+    """Return the kinds whose library is not installed here."""
+    return [kind for kind in config.kind if not is_installed(MODULES.get(kind, kind))]
 
 
-def _is_there(module: str) -> bool:
+def is_installed(module: str) -> bool:
+    """Return whether a module is installed here; none is imported, but for its parents."""
     try:
         return find_spec(module) is not None
     except ModuleNotFoundError:  # a parent of it
