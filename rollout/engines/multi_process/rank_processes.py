@@ -78,11 +78,6 @@ class RankProcesses:
             self.close()
             raise
 
-    @property
-    def pids(self) -> list[int]:
-        """Process ids, by rank."""
-        return [process.pid for process in self._processes]
-
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Run a coroutine in the event loop and return its value."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()

@@ -56,7 +56,7 @@ async def test_dead_rank_ends_the_engine_with_the_reason(tmp_path: Path) -> None
     async with started(save_model("qwen2", tmp_path), tensor_parallel_size=2) as engine:
         assert engine._ranked is not None
         with pytest.raises(ExceptionGroup) as caught:
-            await kill_while_it_generates(engine, engine._ranked.processes.pids[1])
+            await kill_while_it_generates(engine, engine._ranked.processes._processes[1].pid)
         assert caught.group_contains(EngineError, match="request a/0: ")
         with pytest.raises(EngineError, match="rank 1 has ended with code -9"):
             await engine.check()
