@@ -30,8 +30,6 @@ _COMMON_FIELDS = ("seq", "time_ms", "event", "group")
 class Moment:
     """One event of a group's life."""
 
-    sequence: int
-    """Number of the event in the log."""
     time_ms: int
     """Unix time on the ledger's clock, in ms."""
     since_ms: int
@@ -55,7 +53,7 @@ def trace(events: Iterable[LedgerEvent], group: int) -> list[Moment]:
             elif name == "rebuild":
                 state = GroupState(facts["state"])
             since_ms = place.time_ms - last_ms if moments else 0
-            moments.append(Moment(place.seq, place.time_ms, since_ms, name, state, facts))
+            moments.append(Moment(place.time_ms, since_ms, name, state, facts))
             last_ms = place.time_ms
     return moments
 

@@ -117,7 +117,7 @@ async def test_a_rebuild_adds_what_only_the_journal_knew() -> None:
     steps = committed_steps([*kept, rebuild], range(0, 9))
     assert steps == committed_steps(log, range(0, 9))
     moments = trace([*kept, rebuild], 4)
-    assert (moments[-1].event, str(moments[-1].state), moments[-1].sequence) == ("rebuild", "waiting", 900)
+    assert (moments[-1].event, str(moments[-1].state), moments[-1].time_ms) == ("rebuild", "waiting", 5)
     assert [moment.event for moment in trace([*kept, rebuild], 2)][-2:] == ["accept", "commit"]
 
 
