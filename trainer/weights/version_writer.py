@@ -150,7 +150,10 @@ class PartWriter(VersionWriter):
         """Return the reports of all ranks."""
         if len(self._blank.parts) == 1:
             return [report]
-        return [msgspec.msgpack.decode(data, type=PartReport) for data in gather_bytes(_encoded(report))]
+        return [
+            msgspec.msgpack.decode(data, type=PartReport)
+            for data in gather_bytes(msgspec.msgpack.encode(report))
+        ]
 
 
 class PartFollower(WeightSender):
@@ -176,7 +179,7 @@ class PartFollower(WeightSender):
         if order == NO_VERSION:
             drain(tensors)
         else:
-            gather_bytes(_encoded(self._files.write(tensors, order, self._root)))
+            gather_bytes(msgspec.msgpack.encode(self._files.write(tensors, order, self._root)))
         return self._blank
 
     def retire(self, in_use: frozenset[int]) -> None:
@@ -191,7 +194,3 @@ def _created(bucket: Path, size: int) -> Path:
     with bucket.open("xb+") as file:
         os.truncate(file.fileno(), size)
     return bucket
-
-
-def _encoded(report: PartReport) -> bytes:
-    return msgspec.msgpack.encode(report)
