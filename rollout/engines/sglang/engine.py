@@ -181,7 +181,7 @@ class SglangEngine(MultiProcessEngine):
             },
         }
         try:
-            return await self._post("generate", body)
+            return await self._post(body)
         except EngineError as error:
             raise EngineError(f"request {request.id}: {error}") from error
         except asyncio.CancelledError:
@@ -193,8 +193,8 @@ class SglangEngine(MultiProcessEngine):
     async def _completion(self, request: Request, name: str, answer: Any) -> Completion:
         return completion_of(request, answer, self._mixture)
 
-    async def _post(self, path: str, body: dict[str, Any]) -> Any:
-        """Send a request to the server and return its answer.
+    async def _post(self, body: dict[str, Any]) -> Any:
+        """Send a body to the server's /generate and return its answer.
 
         Raises:
             EngineError: with the server's message, or if it does not answer.
@@ -202,7 +202,7 @@ class SglangEngine(MultiProcessEngine):
         if self._http is None:
             raise EngineError(f"engine {self._name} is not started")
         try:
-            async with self._http.post(f"{self._server.url}/{path}", json=body) as response:
+            async with self._http.post(f"{self._server.url}/generate", json=body) as response:
                 answer = await response.read()
                 if response.status != 200:
                     reason = answer[:500].decode(errors="replace")
