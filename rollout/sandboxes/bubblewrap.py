@@ -115,7 +115,7 @@ class BubblewrapProvider:
             "--proc", "/proc", "--dev", "/dev",
             *(part for path in ("/tmp", WORK, *config.directories) for part in _in_memory(path, size)),
             *_mounts(config.read_only),
-            *_mounted("--ro-bind", "inside.py", "/run/inside.py"),
+            *_mounted("inside.py", "/run/inside.py"),
             *([] if relay is None else ["--ro-bind", SOCKET_FILE, SOCKET]),
             "--remount-ro", "/dev", "--remount-ro", "/", "--chdir", WORK,
             *(part for name, value in _variables().items() for part in ("--setenv", name, value)),
@@ -149,12 +149,12 @@ def _mounts(more: Iterable[str]) -> Iterator[str]:
         if os.path.islink(path):
             yield from ("--symlink", os.readlink(path), path)
         elif os.path.exists(path):
-            yield from _mounted("--ro-bind", path, path)
+            yield from _mounted(path, path)
 
 
-def _mounted(how: str, source: str, path: str) -> Iterator[str]:
+def _mounted(source: str, path: str) -> Iterator[str]:
     """Yield arguments that mount `source` at `path`."""
-    yield from (*_parents(path), how, source, path)
+    yield from (*_parents(path), "--ro-bind", source, path)
 
 
 def _in_memory(path: str, size: str) -> Iterator[str]:
