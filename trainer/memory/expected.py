@@ -4,7 +4,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Protocol
 
-from protocol.errors import SettingsError
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 
 GIB = 1 << 30
@@ -75,22 +74,6 @@ FIRST_TOKENS = {"cpu": 8192, "cuda": 16384}
 """Tokens of a micro-batch by the kind of device, where neither a setting nor a plan says them."""
 USED_SHARE = 0.9
 """Share of the free memory that the expected peak may take: the rest is for fragments and errors of it."""
-
-
-def choose_tokens(work: Planned, room: float) -> int:
-    """Return the largest budget whose expected peak fits, in tokens of a micro-batch.
-
-    Args:
-        work: the run.
-        room: bytes that a rank may take.
-
-    Raises:
-        SettingsError: not even the smallest one fits; names settings that would.
-    """
-    tokens = largest_budget(work, room)
-    if not tokens:
-        raise SettingsError(refusal(work, room))
-    return tokens
 
 
 def largest_budget(work: Planned, room: float) -> int:

@@ -13,7 +13,7 @@ from trainer.memory.expected import (
     TOKENS_STEP,
     USED_SHARE,
     Planned,
-    choose_tokens,
+    largest_budget,
     refusal,
 )
 
@@ -85,7 +85,9 @@ def planned_tokens(work: Planned, room: float) -> int:
     """
     tokens = work.trainer.micro_batch_tokens
     if not tokens:
-        return choose_tokens(work, room)
+        if most := largest_budget(work, room):
+            return most
+        raise SettingsError(refusal(work, room))
     whole = room / USED_SHARE
     if work.expected(min(tokens, TOKENS_STEP)).peak > whole:
         raise SettingsError(refusal(work, whole))

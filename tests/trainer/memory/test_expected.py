@@ -11,7 +11,6 @@ from trainer.memory.expected import (
     TOKENS_MOST,
     TOKENS_STEP,
     alternatives,
-    choose_tokens,
     largest_budget,
 )
 from trainer.memory.plan import planned_tokens, room_of
@@ -20,15 +19,15 @@ HOST = workload(optimizer=OptimizerConfig(cpu_offload=True))
 
 
 def test_the_largest_multiple_that_fits_is_chosen() -> None:
-    tokens = choose_tokens(HOST, 71 * GIB)
+    tokens = planned_tokens(HOST, 71 * GIB)
     assert tokens % TOKENS_STEP == 0
     assert expected_memory(HOST, tokens).peak <= 71 * GIB < expected_memory(HOST, tokens + TOKENS_STEP).peak
-    assert choose_tokens(HOST, 10_000 * GIB) == TOKENS_MOST
+    assert planned_tokens(HOST, 10_000 * GIB) == TOKENS_MOST
 
 
 def test_budget_that_does_not_fit_is_refused_with_the_cheapest_settings_that_would() -> None:
     with pytest.raises(SettingsError) as error:
-        choose_tokens(workload(), 71 * GIB)
+        planned_tokens(workload(), 71 * GIB)
     text, tokens = str(error.value), largest_budget(HOST, 71 * GIB)
     assert f"expected to take {expected_memory(workload(), 1024)}, and 71.0 GiB may be used; " in text
     assert f"it would fit with optimizer.cpu_offload = true, up to {tokens} tokens" in text
@@ -46,7 +45,7 @@ def test_alternatives_come_in_the_order_of_their_costs() -> None:
 
 def test_more_gpus_are_named_where_no_setting_fits() -> None:
     with pytest.raises(SettingsError, match=r"no setting of one rank would fit: .*\[parallel\]"):
-        choose_tokens(workload(), 40 * GIB)
+        planned_tokens(workload(), 40 * GIB)
 
 
 def test_masters_that_an_engine_reads_stay_on_the_device() -> None:
