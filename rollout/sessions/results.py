@@ -110,7 +110,7 @@ class Results:
             raise ended(self._ended)
         try:
             async with asyncio.TaskGroup() as tasks:
-                task = tasks.create_task(_stored(self._record, call), name="session.result")
+                task = tasks.create_task(self._record.recording.journal.store(call), name="session.result")
                 self._storing.add(task)
                 task.add_done_callback(self._storing.discard)
         except BaseExceptionGroup as failures:
@@ -119,10 +119,6 @@ class Results:
             raise ended(self._ended)
         self._unseen.pop(name, None)
         self._known[name] = call.result
-
-
-async def _stored(record: SampleRecord, call: Call) -> None:
-    await record.recording.journal.store(call)
 
 
 def checked_name(name: str) -> str:
