@@ -1,6 +1,6 @@
 """Makes the rows of a sample from the calls of its session: each sampled token is in one of them, once."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 
 import numpy as np
@@ -59,7 +59,9 @@ def _branch(
     for call, place in zip(row, places, strict=True):
         inserted, sampled = context if call is row[0] else call.inserted, call.completion
         sampled_versions = [
-            version for (first, _), (end, version) in _pairs(sampled.spans) for _ in range(first, end)
+            version
+            for (first, _), (end, version) in pairwise([(0, 0), *sampled.spans])
+            for _ in range(first, end)
         ]
         tokens += (*inserted, *sampled.tokens)
         calls += [(call.number, len(tokens) - len(sampled.tokens), len(tokens))] * (call.number >= 0)
@@ -73,7 +75,3 @@ def _branch(
         tuple(tokens), tuple(logprobs), tuple(mask), spans_of(versions), parent, shared, tuple(calls),
         tuple(turns),
     )  # fmt: skip
-
-
-def _pairs(spans: Sequence[tuple[int, int]]) -> Iterator[tuple[tuple[int, int], tuple[int, int]]]:
-    return pairwise([(0, 0), *spans])
