@@ -125,7 +125,9 @@ def _rollout(
     **fields: Any,
 ) -> Rollout:
     """Return the message of some samples, with texts of rows if a response is not the text of its sample."""
-    responses = [_response(sample, renderer) for sample in samples]
+    responses = [
+        renderer.text(sample.tokens) if sample.response is None else sample.response for sample in samples
+    ]
     rollout = assemble(prompt, prompt_tokens, samples, responses, **fields)
     no_rows = all(sample.response is None for sample in samples)
     rollout = turn_texts(rollout, renderer.text) if with_turn_texts or no_rows else rollout
@@ -139,7 +141,3 @@ def _rollout(
 def _length(sample: Sample) -> int:
     """Return the tokens of all rows of a sample."""
     return len(sample.tokens) + sum(len(branch.tokens) for branch in sample.branches)
-
-
-def _response(sample: Sample, renderer: Renderer) -> str:
-    return renderer.text(sample.tokens) if sample.response is None else sample.response
