@@ -95,7 +95,7 @@ async def in_game_thread(function: Any, *arguments: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(_thread, function, *arguments)
 
 
-def checked_games(names: tuple[str, ...], setting: str) -> tuple[str, ...]:
+def checked_games(names: tuple[str, ...]) -> tuple[str, ...]:
     """Return names of games that textarena has.
 
     Raises:
@@ -109,9 +109,11 @@ def checked_games(names: tuple[str, ...], setting: str) -> tuple[str, ...]:
         ) from None
     games = [name for name in ENV_REGISTRY if not name.endswith(SUFFIXES)]
     if not names:
-        raise SettingsError(f"{setting}: name at least one game, such as GuessTheNumber-v0")
+        raise SettingsError("setting prompts.families: name at least one game, such as GuessTheNumber-v0")
     for name in names:
         if name.endswith(SUFFIXES):
-            raise SettingsError(f"{setting}: {name!r} is not known; {did_you_mean(name, games)}")
-        checked_name(name, games, f"{setting}: game")
+            raise SettingsError(
+                f"setting prompts.families: {name!r} is not known; {did_you_mean(name, games)}"
+            )
+        checked_name(name, games, "setting prompts.families: game")
     return names

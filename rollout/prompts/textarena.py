@@ -22,7 +22,7 @@ class TextArenaSource:
 
     def __init__(self, config: PromptConfig) -> None:
         self._config = config
-        self._games = checked_games(config.families, "setting prompts.families")
+        self._games = checked_games(config.families)
         for name, params in config.params.items():
             checked_name(name, self._games, "setting prompts.params: game")
             if "seed" in params:

@@ -54,8 +54,8 @@ async def test_games_are_played_side_by_side() -> None:
 )
 def test_games_that_there_are_not_are_refused(names: tuple[str, ...], why: str) -> None:
     with pytest.raises(SettingsError, match=why):
-        checked_games(names, "setting prompts.families")
-    assert checked_games(GAMES, "setting prompts.families") == GAMES
+        checked_games(names)
+    assert checked_games(GAMES) == GAMES
 
 
 @pytest.mark.parametrize(
