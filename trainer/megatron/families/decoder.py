@@ -170,7 +170,10 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
     shape = (architecture.vocabulary, architecture.hidden)
     if architecture.value_head:
         sizes = zip(VALUE_HEAD, ((1, architecture.hidden), (1,)), strict=True)
-        rules += [Direct(parameter=_value_head(name), name=name, shape=size) for name, size in sizes]
+        rules += [
+            Direct(parameter=name.replace("score.", "value_head."), name=name, shape=size)
+            for name, size in sizes
+        ]
     elif not architecture.tied:
         rules.append(Vocabulary(parameter="output_layer.weight", name=OUTPUT, shape=shape))
     elif not with_embedding:
@@ -178,10 +181,6 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
     if architecture.output_bias:
         rules.append(Vocabulary(parameter="output_layer.bias", name=OUTPUT_BIAS, shape=shape[:1]))
     return rules
-
-
-def _value_head(name: str) -> str:
-    return name.replace("score.", "value_head.")
 
 
 def ignorable(architecture: Architecture, name: str) -> bool:
