@@ -42,13 +42,13 @@ def load_pair(directory: str | Path, name: str) -> tuple[bytes, bytes]:
     return public, secret
 
 
-def load_public(directory: str | Path, name: str) -> bytes:
-    """Return public key `name` ("server" or "client"), as Z85 text.
+def load_public(directory: str | Path) -> bytes:
+    """Return the server's public key, as Z85 text.
 
     Raises:
         SettingsError: if the file is missing or holds no key.
     """
-    return _load(Path(directory) / f"{name}.key", directory)[0]
+    return _load(Path(directory) / "server.key", directory)[0]
 
 
 def load_authorized(directory: str | Path) -> frozenset[bytes]:

@@ -78,7 +78,7 @@ class ReceiverKeys:
         """Read the pair "client" and the sender's public key. Raises SettingsError if one cannot be read."""
         public, secret = load_pair(directory, "client")
         self._public, self._secret = z85.decode(public), z85.decode(secret)
-        self._sender = z85.decode(load_public(directory, "server"))
+        self._sender = z85.decode(load_public(directory))
         self._nonce = secrets.token_bytes(KEY_BYTES)
 
     def hello(self) -> dict[str, str]:

@@ -90,7 +90,7 @@ class ClientKeys:
             SettingsError: if a file is missing or holds no key.
         """
         public, secret = load_pair(directory, "client")
-        return cls(public, secret, load_public(directory, "server"))
+        return cls(public, secret, load_public(directory))
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
         """Set the keys of a socket, before it connects."""

@@ -178,7 +178,7 @@ def test_keys_whose_making_was_interrupted_are_finished(
     assert {name: (tmp_path / name).read_bytes() for name in KEY_FILES[:moved]} == placed
     assert sorted(path.name for path in tmp_path.iterdir()) == sorted(["authorized", *KEY_FILES[:4]])
     assert load_authorized(tmp_path) == {load_pair(tmp_path, "client")[0]}
-    assert load_pair(tmp_path, "server")[0] == load_public(tmp_path, "server")
+    assert load_pair(tmp_path, "server")[0] == load_public(tmp_path)
 
 
 def test_file_that_is_no_key_is_skipped(tmp_path: Path) -> None:
