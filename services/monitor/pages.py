@@ -38,15 +38,10 @@ from services.settings.load import shown_settings
 from services.settings.sections import Settings
 
 
-def no_bounds() -> Sequence[Any]:
-    """Return no bounds: the event log of the run is not read."""
-    return ()
-
-
 class RunNumbers:
     """History, scores and settings of one run."""
 
-    def __init__(self, run_dir: Path, bounds: Callable[[], Sequence[Any]] = no_bounds) -> None:
+    def __init__(self, run_dir: Path, bounds: Callable[[], Sequence[Any]] = tuple) -> None:
         """Store the arguments; `bounds` returns the bounds that were in force, as `EventTail.bounds`."""
         self._run_dir, self._bounds = run_dir, bounds
         self.history = History(run_dir / "metrics.jsonl")
