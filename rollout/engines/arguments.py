@@ -14,6 +14,27 @@ from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import ENGINES
 
+# reasons of refusals that engines share
+MODEL = "the engine serves the model that is trained: set it in [model]"
+OTHER_MODEL = "the engine would compute another model than the trainer"
+FILES = (
+    "the weights that the start compares with the parameters, and that adapters rest on, are the model's "
+    "safetensors; without any, they come with the first version"
+)
+SAMPLED = "tokens would be drawn from another distribution than the one that the trainer computes"
+ADAPTER = "[lora] sets it: one adapter, which versions replace in its slot"
+RANKS = (
+    "an engine's GPUs, ranks and threads are counted by engine.tensor_parallel_size alone; raise that, or "
+    "start more rollout workers (services.rollouts)"
+)
+MOVED = (
+    "experts would move between ranks while the engine serves, away from where versions are copied to by the "
+    "plan of its start"
+)
+OFFLOADED = "parameters would be copied from where no version is written"
+OTHER_KV = "keys and values would be kept where an update does not drop those of the old weights"
+OTHER_UPDATES = "weights change only by a commit of the run's own version"
+
 
 def check_arguments(config: EngineConfig, setting: str) -> None:
     """Check that an engine takes arguments, and that none of them is in its table of refused ones.

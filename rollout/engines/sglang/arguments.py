@@ -12,7 +12,19 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineSettingsError
-from rollout.engines.arguments import annotated_fields
+from rollout.engines.arguments import (
+    ADAPTER,
+    FILES,
+    MODEL,
+    MOVED,
+    OFFLOADED,
+    OTHER_KV,
+    OTHER_MODEL,
+    OTHER_UPDATES,
+    RANKS,
+    SAMPLED,
+    annotated_fields,
+)
 from rollout.engines.base import EngineConfig
 
 OTHER_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -21,13 +33,6 @@ OTHER_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
 BOUND = "attn_logit_softcapping"
 """Field of config.json that bounds attention scores (Gemma 2)."""
 
-_MODEL = "the engine serves the model that is trained: set it in [model]"
-_OTHER_MODEL = "the engine would compute another model than the trainer"
-_FILES = (
-    "the weights that the start compares with the parameters, and that adapters rest on, are the model's "
-    "safetensors; without any, they come with the first version"
-)
-_SAMPLED = "tokens would be drawn from another distribution than the one that the trainer computes"
 _SAMPLER = "tether's plug-in applies top-k and top-p before SGLang's own sampler, which it knows"
 _QUANTISED = (
     "versions are published in engine.dtype and quantised by SGLang's own processing of a layer alone "
@@ -39,33 +44,21 @@ _SEVERAL = (
     "versions are recorded and committed for one model and one token a step"
 )
 _SPLIT = "a request's tokens would come from two servers, and a version is committed on one"
-_ADAPTER = "[lora] sets it: one adapter, which versions replace in its slot"
 _DATA_PARALLEL = (
     "tether connects to the ranks of one tensor-parallel group, and a version has to be committed on all "
     "ranks between the same two steps; start one rollout worker for each replica (services.rollouts)"
-)
-_RANKS = (
-    "an engine's GPUs, ranks and threads are counted by engine.tensor_parallel_size alone; raise that, or "
-    "start more rollout workers (services.rollouts)"
 )
 _ONE_HOST = (
     "tether commands each rank over a socket of the worker's host, so an engine has one host; start a "
     "rollout worker on each"
 )
-_MOVED = (
-    "experts would move between ranks while the engine serves, away from where versions are copied to by the "
-    "plan of its start"
-)
-_OFFLOADED = "parameters would be copied from where no version is written"
-_OTHER_KV = "keys and values would be kept where an update does not drop those of the old weights"
-_OTHER_UPDATES = "weights change only by a commit of the run's own version"
 _LOOPBACK = "the server is this worker's own, on loopback, with a key of its own"
 _START = "tether starts the server and waits for it"
 
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("model_path", "revision", "tokenizer_path", "is_embedding"), _MODEL),
-    **dict.fromkeys(("json_model_override_args", "dllm_algorithm", "dllm_algorithm_config"), _OTHER_MODEL),
-    **dict.fromkeys(("load_format", "custom_weight_loader", "startup_weight_load_mode"), _FILES),
+    **dict.fromkeys(("model_path", "revision", "tokenizer_path", "is_embedding"), MODEL),
+    **dict.fromkeys(("json_model_override_args", "dllm_algorithm", "dllm_algorithm_config"), OTHER_MODEL),
+    **dict.fromkeys(("load_format", "custom_weight_loader", "startup_weight_load_mode"), FILES),
     "skip_tokenizer_init": "an engine takes and returns tokens; text is rendered by [render]",
     "dtype": "set engine.dtype: weights are published in it",
     **dict.fromkeys(
@@ -77,7 +70,7 @@ REFUSED: Mapping[str, str] = {
             "watermark_default_enabled",
             "watermark_enforce_all",
         ),
-        _SAMPLED,
+        SAMPLED,
     ),
     "sampling_backend": _SAMPLER,
     "random_seed": "it is made of the engine's name: engines with one seed would sample the same completions",
@@ -97,20 +90,20 @@ REFUSED: Mapping[str, str] = {
             "max_loras_per_batch",
             "enable_lora_overlap_loading",
         ),
-        _ADAPTER,
+        ADAPTER,
     ),
     "tp_size": "set engine.tensor_parallel_size",
     **dict.fromkeys(
         ("dp_size", "attn_dp_size", "enable_dp_attention", "moe_dp_size", "dwdp_size"), _DATA_PARALLEL
     ),
-    "pp_size": _RANKS,
+    "pp_size": RANKS,
     **dict.fromkeys(("base_gpu_id", "gpu_id_step"), "set services.rollout_gpus"),
     **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "use_ray"), _ONE_HOST),
     **dict.fromkeys(
-        ("enable_eplb", "elastic_ep_backend", "enable_elastic_expert_backup", "enable_paged_experts"), _MOVED
+        ("enable_eplb", "elastic_ep_backend", "enable_elastic_expert_backup", "enable_paged_experts"), MOVED
     ),
     **dict.fromkeys(
-        ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step"), _OFFLOADED
+        ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step"), OFFLOADED
     ),
     **dict.fromkeys(
         (
@@ -122,10 +115,10 @@ REFUSED: Mapping[str, str] = {
             "radix_cache_backend",
             "enable_unified_cache_external_linker",
         ),
-        _OTHER_KV,
+        OTHER_KV,
     ),
     **dict.fromkeys(
-        ("checkpoint_engine_wait_weights_before_ready", "weight_version", "weight_cache_mode"), _OTHER_UPDATES
+        ("checkpoint_engine_wait_weights_before_ready", "weight_version", "weight_cache_mode"), OTHER_UPDATES
     ),
     **dict.fromkeys(
         (

@@ -7,40 +7,33 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollout.engines.arguments import annotated_fields
+from rollout.engines.arguments import (
+    ADAPTER,
+    FILES,
+    MODEL,
+    MOVED,
+    OFFLOADED,
+    OTHER_KV,
+    OTHER_MODEL,
+    OTHER_UPDATES,
+    RANKS,
+    SAMPLED,
+    annotated_fields,
+)
 from rollout.engines.base import EngineConfig
 
-_MODEL = "the engine serves the model that is trained: set it in [model]"
-_OTHER_MODEL = "the engine would compute another model than the trainer"
-_FILES = (
-    "the weights that the start compares with the parameters, and that adapters rest on, are the model's "
-    "safetensors; without any, they come with the first version"
-)
-_SAMPLED = "tokens would be drawn from another distribution than the one that the trainer computes"
 _LOGPROBS = "log-probabilities have to be those of the distribution that a token was drawn from"
 _DRAFTS = "drafts are switched and verified by settings of their own: engine.drafts, engine.draft_model"
 _SCHEDULER = "commits and the record of token versions rest on vLLM's own scheduler and worker"
-_ADAPTER = "[lora] sets it: one adapter, which versions replace in its slot"
 _DATA_PARALLEL = (
     "vLLM answers a call to all replicas with the first one's answer, so the others' commits would not be "
     "known, and they come at other steps of theirs; with experts, which replicas share, tokens would then be "
     "of two versions; start one rollout worker for each replica (services.rollouts)"
 )
-_RANKS = (
-    "an engine's GPUs, ranks and threads are counted by engine.tensor_parallel_size alone; raise that, or "
-    "start more rollout workers (services.rollouts)"
-)
 _ONE_HOST = (
     "each rank is asked to stage over a socket of the worker's host, so an engine has one host; start a "
     "rollout worker on each"
 )
-_MOVED = (
-    "experts would move between ranks while the engine serves, away from where versions are copied to by the "
-    "plan of its start"
-)
-_OFFLOADED = "parameters would be copied from where no version is written"
-_OTHER_KV = "keys and values would be kept where an update does not drop those of the old weights"
-_OTHER_UPDATES = "weights change only by a commit of the run's own version"
 
 REFUSED: Mapping[str, str] = {
     **dict.fromkeys(
@@ -54,12 +47,12 @@ REFUSED: Mapping[str, str] = {
             "tokenizer",
             "tokenizer_revision",
         ),
-        _MODEL,
+        MODEL,
     ),
-    **dict.fromkeys(("hf_overrides", "model_class_overrides", "diffusion_config"), _OTHER_MODEL),
+    **dict.fromkeys(("hf_overrides", "model_class_overrides", "diffusion_config"), OTHER_MODEL),
     **dict.fromkeys(("runner", "convert"), "the engine generates: it has no other task"),
     "skip_tokenizer_init": "an engine takes and returns tokens; text is rendered by [render]",
-    "load_format": _FILES,
+    "load_format": FILES,
     "dtype": "set engine.dtype: weights are published in it",
     **dict.fromkeys(
         (
@@ -69,7 +62,7 @@ REFUSED: Mapping[str, str] = {
             "watermark_config",
             "enable_trace_replay",
         ),
-        _SAMPLED,
+        SAMPLED,
     ),
     "logprobs_mode": _LOGPROBS,
     "seed": "it is made of the engine's name: engines with one seed would sample the same completions",
@@ -85,7 +78,7 @@ REFUSED: Mapping[str, str] = {
             "lora_target_modules",
             "default_mm_loras",
         ),
-        _ADAPTER,
+        ADAPTER,
     ),
     "tensor_parallel_size": "set engine.tensor_parallel_size",
     **dict.fromkeys(
@@ -103,12 +96,12 @@ REFUSED: Mapping[str, str] = {
         ),
         _DATA_PARALLEL,
     ),
-    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size"), _RANKS),
+    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size"), RANKS),
     "device_ids": "set services.rollout_gpus",
     **dict.fromkeys(
         ("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port"), _ONE_HOST
     ),
-    **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size"), _MOVED),
+    **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size"), MOVED),
     **dict.fromkeys(
         (
             "offload_backend",
@@ -119,13 +112,13 @@ REFUSED: Mapping[str, str] = {
             "offload_prefetch_step",
             "offload_params",
         ),
-        _OFFLOADED,
+        OFFLOADED,
     ),
     **dict.fromkeys(
-        ("kv_transfer_config", "ec_transfer_config", "kv_offloading_size", "kv_offloading_backend"), _OTHER_KV
+        ("kv_transfer_config", "ec_transfer_config", "kv_offloading_size", "kv_offloading_backend"), OTHER_KV
     ),
     **dict.fromkeys(
-        ("weight_transfer_config", "enable_fault_tolerance", "fault_tolerance_config"), _OTHER_UPDATES
+        ("weight_transfer_config", "enable_fault_tolerance", "fault_tolerance_config"), OTHER_UPDATES
     ),
     "trust_remote_code": "set model.trust_remote_code",
     "max_model_len": "set engine.max_model_len",
