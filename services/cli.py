@@ -19,7 +19,7 @@ from services.migration.convert import import_config
 from services.runtime.errors import configure_logging, end_command
 from services.serving.command import serve
 from services.tools.push import push
-from services.tools.recorded.commands import bisect, replay, rerun
+from services.tools.recorded.commands import AsJson, bisect, replay, rerun
 
 if TYPE_CHECKING:
     from services.settings.sections import Settings
@@ -32,7 +32,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 RunDir = Annotated[Path, typer.Argument(metavar="D", help="run directory, such as runs/demo")]
-AsJson = Annotated[bool, typer.Option("--json", help="print JSON")]
 Config = Annotated[
     Path, typer.Argument(metavar="CONFIG", help="settings file, such as deploy/configs/demo.toml")
 ]
