@@ -1,6 +1,5 @@
 """Describes the state of a run for the page, from the ledger."""
 
-import re
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -8,6 +7,7 @@ from typing import Any, NamedTuple
 
 from protocol.topics import Role
 from services.ledger.interface import Ledger, Peer
+from services.observability.printable import without_numbers
 from services.observability.service_rows import wait_text
 from services.observability.status import collect_status
 from services.run_record.sentences import short_name
@@ -20,7 +20,6 @@ SAMPLE_S = 1.0
 SETTLED_S = 10.0
 """Samples must span so long before a share is given: busy times come with heartbeats, seconds apart."""
 MAX_PROCESSES = 512
-_NUMBER = re.compile(r"\d+")
 
 
 class ActivitySample(NamedTuple):
@@ -92,7 +91,7 @@ def _sample(peer: Peer, now: float) -> ActivitySample:
     return ActivitySample(
         now,
         float(busy) if isinstance(busy, (int, float)) else None,
-        frozenset(_NUMBER.sub("N", wait_text(peer.role, str(name)))[:120] for name in names),
+        frozenset(without_numbers(wait_text(peer.role, str(name)))[:120] for name in names),
     )
 
 

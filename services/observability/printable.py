@@ -1,5 +1,6 @@
 """Makes text that a model or a user wrote safe to print: it must not drive the terminal."""
 
+import re
 import unicodedata
 
 KEPT = frozenset("\n\t\u200c\u200d")
@@ -26,3 +27,8 @@ def one_line(text: str) -> str:
 def _escape(char: str) -> str:
     code = ord(char)
     return f"\\x{code:02x}" if code < 0x100 else f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
+
+
+def without_numbers(text: str) -> str:
+    """Return text with N in place of each number: metric labels and kinds of waits do not name groups."""
+    return re.sub(r"\d+", "N", text)

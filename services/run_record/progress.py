@@ -1,7 +1,6 @@
 """Prints the progress of `tether up`, and draws it: steps, evaluations, failed scores, long waits."""
 
 import asyncio
-import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -13,7 +12,7 @@ from protocol.host.full_disk import describe_full, is_full
 from protocol.topics import Role
 from services.ledger.interface import Ledger, LedgerStatus, Peer
 from services.observability.bottleneck import PartTimes
-from services.observability.printable import printable
+from services.observability.printable import printable, without_numbers
 from services.observability.service_rows import (
     MISSING,
     ROOM,
@@ -40,7 +39,6 @@ FAILURES_S = 1.0
 """Seconds between two reads of the reward workers' failures."""
 MOST = 20
 """Different failures that are reported."""
-NUMBER = re.compile(r"\d+")
 
 
 class Progress:
@@ -163,7 +161,7 @@ async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) ->
     while True:
         for peer in await answering_peers(ledger, Role.REWARD):
             text = str(peer.info.get(FAILED, ""))
-            kind = NUMBER.sub("N", text)
+            kind = without_numbers(text)
             if text and kind not in reported and len(reported) < MOST:
                 reported.add(kind)
                 report(

@@ -4,7 +4,6 @@ import asyncio
 import contextlib
 import logging
 import os
-import re
 import socket
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
@@ -21,6 +20,7 @@ from services.ledger.interface import Peer
 from services.ledger.redis.ledger import RedisLedger
 from services.observability.http import HttpServer
 from services.observability.metrics import Metrics
+from services.observability.printable import without_numbers
 from services.observability.start_parts import READY
 from services.runtime.event_loop import is_set_within
 from services.runtime.run_ledger import open_ledger
@@ -31,9 +31,6 @@ B = TypeVar("B", Receiver, Broadcaster)
 C = TypeVar("C", Sender, Listener)
 S = TypeVar("S", bound=Receiver | Broadcaster | Sender | Listener)
 log = logging.getLogger("tether")
-
-NUMBER = re.compile(r"\d+")
-"""Numbers in metric labels are replaced by N; otherwise every group would add a label."""
 
 
 def pid_space() -> str:
@@ -139,7 +136,7 @@ class Process:
         self.metrics.waiting.clear()
         by_length = sorted(waits.items(), key=lambda wait: wait[1])
         for what, seconds in by_length:  # of waits that differ only in a number, the longest is written last
-            self.metrics.waiting.labels(NUMBER.sub("N", what)).set(seconds)
+            self.metrics.waiting.labels(without_numbers(what)).set(seconds)
         work = {what: (len(since), round(now - min(since), 1)) for what, since in self._work.items()}
         info = {**self.info, "waits": waits, "work": work}
         await self.ledger.register(
