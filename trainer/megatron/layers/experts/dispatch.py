@@ -129,8 +129,8 @@ class _Sums(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         rows, weights, places = ctx.saved_tensors
-        of_rows, of_weights = _kernels().sums_backward(gradients[0].contiguous(), rows, places, weights)
-        return of_rows, of_weights, None
+        rows_grad, weights_grad = _kernels().sums_backward(gradients[0].contiguous(), rows, places, weights)
+        return rows_grad, weights_grad, None
 
 
 def _kernels() -> Any:
