@@ -36,7 +36,7 @@ from trainer.execution.commands import (
     next_command,
 )
 from trainer.execution.state_writer import CHECKPOINT, EXPORT, StateWriter
-from trainer.ranks.collectives import broadcast_message, is_distributed
+from trainer.ranks.collectives import broadcast_message, is_distributed, wait_for_ranks
 from trainer.ranks.wire import receive_part, send_part
 from trainer.roles.models import RankModels
 from trainer.roles.placed import RoleLink, StepDivision
@@ -202,7 +202,7 @@ class Executor:
         """
         self.models.offload()
         if is_distributed():
-            dist.barrier()
+            wait_for_ranks()
 
 
 def _rank() -> int:

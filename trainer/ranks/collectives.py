@@ -37,6 +37,13 @@ def agreed(value: bool) -> bool:
     return bool(decision.item())
 
 
+def wait_for_ranks() -> None:
+    """Wait until every rank is here. A collective."""
+    device = control_device()
+    # without the device, torch guesses it by the rank's number, and warns
+    dist.barrier(device_ids=None if device.index is None else [device.index])
+
+
 def exchange(operation: Callable[..., object], values: torch.Tensor, rank: int) -> None:
     """Send or receive an array as a batch of one operation; returns when it is done.
 

@@ -18,6 +18,7 @@ from torch.distributed.rendezvous import rendezvous
 
 from protocol.errors import SettingsError
 from trainer.config import ParallelConfig
+from trainer.ranks.collectives import wait_for_ranks
 from trainer.ranks.wire import BetweenModels
 
 TIMEOUT_S = 600.0
@@ -90,7 +91,7 @@ def join_ranks(
         store = dist.HashStore() if alone else store  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=rank, world_size=world, timeout=timeout)
     if on_gpu:
-        dist.barrier(device_ids=[torch.cuda.current_device() if device.index is None else device.index])
+        wait_for_ranks()
     if not alone:
         atexit.register(_leave)
     return alone

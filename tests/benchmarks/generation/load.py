@@ -4,7 +4,6 @@ import asyncio
 import random
 import time
 from collections.abc import Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from dataclasses import dataclass
 
 from rollout.engines.base import Request, Sampling
@@ -54,24 +53,18 @@ def requests_of(running: int, vocabulary: int, share: float = 1.0) -> list[Reque
     ]
 
 
-async def rate_of(
-    generate: Generate,
-    requests: Sequence[Request],
-    running: int,
-    beside: AbstractAsyncContextManager[object] | None = None,
-) -> Rate:
-    """Run requests, so many at a time, while `beside` is entered.
+async def rate_of(generate: Generate, requests: Sequence[Request], running: int) -> Rate:
+    """Run requests, so many at a time.
 
     Raises:
         ValueError: an answer has fewer or more tokens than were asked for.
     """
     left = iter(requests)
-    async with beside or nullcontext():
-        began = time.monotonic()
-        async with asyncio.TaskGroup() as group:
-            for place in range(running):
-                group.create_task(_answer(generate, left), name=f"load-{place}")
-        seconds = time.monotonic() - began
+    began = time.monotonic()
+    async with asyncio.TaskGroup() as group:
+        for place in range(running):
+            group.create_task(_answer(generate, left), name=f"load-{place}")
+    seconds = time.monotonic() - began
     return Rate(running, sum(request.sampling.max_tokens for request in requests), seconds)
 
 

@@ -1,14 +1,18 @@
 """Measures one engine in a process of its own: `python -m tests.benchmarks.generation.session --way vllm`.
 
-It prints an event of JSON for its start and for each load: {"event": "ready" | "rate" | "end", ...}.
+It prints {"event": "ready", ...} when the engine is warm. Then orders come as lines of JSON on its input,
+{"kind": "" | "commits" | "log-probabilities", "running": requests at a time}, and each is answered by
+{"event": "rate", ...}. The end of the input ends it.
 """
 
 import argparse
 import asyncio
 import json
+import sys
 import tempfile
 import time
-from contextlib import AbstractAsyncContextManager
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -59,65 +63,70 @@ def config_of(arguments: argparse.Namespace) -> EngineConfig:
     )
 
 
+Load = Callable[[str, int], Awaitable[dict[str, Any]]]
+"""Runs the load of a kind with so many requests at a time, and returns its rate."""
+
+
 class Session:
-    """One way, measured under each load."""
+    """One way, started once."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self._arguments = arguments
-        self._began = time.monotonic()
 
     async def run(self) -> None:
-        """Start the engine, measure, end it."""
+        """Start the engine, run the loads that are ordered, end it."""
+        began = time.monotonic()
         with tempfile.TemporaryDirectory(prefix="tether-bench-") as directory:
             model_dir = await asyncio.to_thread(write_model, self._arguments.model, Path(directory) / "model")
-            await self._measure(config_of(self._arguments), model_dir)
-        say("end")
+            async with self._engine(config_of(self._arguments), model_dir) as load:
+                say("ready", start_s=time.monotonic() - began)
+                while line := await asyncio.to_thread(sys.stdin.readline):
+                    order = json.loads(line)
+                    say("rate", **await load(order["kind"], order["running"]))
 
-    async def _measure(self, config: EngineConfig, model_dir: Path) -> None:
+    @asynccontextmanager
+    async def _engine(self, config: EngineConfig, model_dir: Path) -> AsyncIterator[Load]:
         if bare := BARE_ENGINES.get(self._arguments.way):
             asked = Asked()
             async with bare(config, model_dir, asked) as generate:
-                await self._loads(generate)
-                asked.logprobs = True
-                for running in self._arguments.running:
-                    await self._load(generate, running, LOGPROBS)
-        else:
-            model, transport = self._arguments.model, self._arguments.transport
-            async with (
-                ours(config, model_dir, model) as engine,
-                publishing(engine, model, model_dir, transport) as way,
-            ):
 
-                async def generate_ours(request: Request) -> int:
-                    return len((await engine.generate(request)).tokens)
+                async def load_bare(kind: str, running: int) -> dict[str, Any]:
+                    asked.logprobs = kind == LOGPROBS
+                    return {"kind": kind, **await self._rate(generate, running)}
 
-                await self._loads(generate_ours)
-                for running in self._arguments.running:
-                    commits = Commits([])
-                    every = commits.every(engine, way, self._arguments.interval_s)
-                    await self._load(generate_ours, running, COMMITTING, every, commits)
+                await self._warm(generate)
+                yield load_bare
+            return
+        model, transport = self._arguments.model, self._arguments.transport
+        async with (
+            ours(config, model_dir, model) as engine,
+            publishing(engine, model, model_dir, transport) as way,
+        ):
 
-    async def _loads(self, generate: Generate) -> None:
-        """The plain loads, after short ones that are not measured: the first steps of each size compile."""
+            async def generate_ours(request: Request) -> int:
+                return len((await engine.generate(request)).tokens)
+
+            async def load_ours(kind: str, running: int) -> dict[str, Any]:
+                if kind != COMMITTING:
+                    return {"kind": kind, **await self._rate(generate_ours, running)}
+                commits = Commits([])
+                async with commits.every(engine, way, self._arguments.interval_s):
+                    rate = await self._rate(generate_ours, running)
+                return {"kind": kind, **rate, "paused_ms": commits.paused_ms}
+
+            await self._warm(generate_ours)
+            yield load_ours
+
+    async def _warm(self, generate: Generate) -> None:
+        """Run short loads that are not measured: the first steps of each size compile."""
         for running in self._arguments.running:
             warm = requests_of(running, SIZES[self._arguments.model].vocabulary, share=0.5)[: 2 * running]
             await rate_of(generate, warm, running)
-        say("ready", start_s=time.monotonic() - self._began)
-        for running in self._arguments.running:
-            await self._load(generate, running)
 
-    async def _load(
-        self,
-        generate: Generate,
-        running: int,
-        kind: str = "",
-        beside: AbstractAsyncContextManager[None] | None = None,
-        commits: Commits | None = None,
-    ) -> None:
+    async def _rate(self, generate: Generate, running: int) -> dict[str, Any]:
         requests = requests_of(running, SIZES[self._arguments.model].vocabulary, self._arguments.share)
-        rate = await rate_of(generate, requests, running, beside)
-        more = {} if commits is None else {"paused_ms": commits.paused_ms}
-        say("rate", kind=kind, tokens_per_s=rate.tokens_per_s, **asdict(rate), **more)
+        rate = await rate_of(generate, requests, running)
+        return {"tokens_per_s": rate.tokens_per_s, **asdict(rate)}
 
 
 def numbers(text: str) -> list[int]:
@@ -133,7 +142,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--interval-s", type=float, default=2.0, help="from one version to the next")
     transport = "ipc" if torch.cuda.is_available() else "shm"
     parser.add_argument("--transport", default=transport, help="of versions, from a trainer's process")
-    parser.add_argument("--memory-fraction", type=float, default=0.8)
+    parser.add_argument("--memory-fraction", type=float, default=0.8, help="of all engines at once")
     parser.add_argument("--kv", choices=("keep", "recompute"), default="keep")
     parser.add_argument("--sglang-attention", default="", help="attention kernels; empty: SGLang's choice")
 

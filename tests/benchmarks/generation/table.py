@@ -23,32 +23,49 @@ AIMS = {"": 0.97, COMMITTING: 0.95}
 """Kind of load -> least tokens/s of the project's engine over the bare engine's; `megatron` has no aim."""
 
 
-def rates_of(facts: Mapping[str, Any], way: str) -> dict[tuple[str, int], Mapping[str, Any]]:
-    """Return (kind of load, requests at a time) -> the rate of a way."""
-    return {(rate["kind"], rate["running"]): rate for rate in facts["ways"].get(way, ())}
+def rates_of(facts: Mapping[str, Any], way: str) -> dict[tuple[str, int], list[Mapping[str, Any]]]:
+    """Return (kind of load, requests at a time) -> the rates of a way, round by round."""
+    found: dict[tuple[str, int], list[Mapping[str, Any]]] = {}
+    for rate in facts["ways"].get(way, ()):
+        found.setdefault((rate["kind"], rate["running"]), []).append(rate)
+    return found
+
+
+def speed_of(rates: Sequence[Mapping[str, Any]]) -> float | None:
+    """Return the median of the rounds' tokens/s; None without any."""
+    return median(rate["tokens_per_s"] for rate in rates) if rates else None
 
 
 def ratios_of(facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return a row for each load of the project's engines, with the bare engine's rate without commits."""
+    """Return a row for each load of the project's engines: medians of the rounds.
+
+    A round's ratio is over the bare engine's rate in that round, without log-probabilities.
+    """
     rows = []
     for engine, way in BARE.items():
         bare = rates_of(facts, way)
-        for (kind, running), rate in rates_of(facts, engine).items():
-            reference = bare.get(("", running))
-            ratio = rate["tokens_per_s"] / reference["tokens_per_s"] if reference else None
+        for (kind, running), rates in rates_of(facts, engine).items():
+            references = bare.get(("", running), [])
+            ratios = [
+                rate["tokens_per_s"] / reference["tokens_per_s"]
+                for rate, reference in zip(rates, references, strict=False)
+            ]
+            ratio = median(ratios) if ratios else None
             aim = None if engine.startswith("megatron") else AIMS[kind]
+            paused_ms = [pause for rate in rates for pause in rate.get("paused_ms", ())]
             rows.append(
                 {
                     "engine": engine,
                     "kind": kind,
                     "running": running,
-                    "tokens_per_s": rate["tokens_per_s"],
-                    "bare": reference["tokens_per_s"] if reference else None,
+                    "tokens_per_s": speed_of(rates),
+                    "bare": speed_of(references),
                     "ratio": ratio,
+                    "ratios": ratios,
                     "aim": aim,
                     "reached": None if ratio is None or aim is None else ratio >= aim,
-                    "commits": len(rate.get("paused_ms", ())),
-                    "paused_ms": median(rate["paused_ms"]) if rate.get("paused_ms") else None,
+                    "commits": len(paused_ms),
+                    "paused_ms": median(paused_ms) if paused_ms else None,
                 }
             )
     return rows
@@ -72,9 +89,9 @@ def render(facts: Mapping[str, Any]) -> str:
         ]
         lines.append("| " + " | ".join(map(str, cells)) + " |")
     for way in dict.fromkeys(BARE.values()):
-        for (kind, running), rate in rates_of(facts, way).items():
+        for (kind, running), rates in rates_of(facts, way).items():
             if kind == LOGPROBS:
-                found = number(rate["tokens_per_s"])
+                found = number(speed_of(rates))
                 lines += ["", f"{way} with its own {LOGPROBS}, {running} at a time: {found} tokens/s"]
     lines += ["", *(f"failed: {way}: {why}" for way, why in facts["failed"].items())]
     return "\n".join(lines).rstrip()

@@ -25,22 +25,30 @@ def facts(ours: float) -> dict[str, object]:
         "versions": {},
         "failed": {"sglang": "gone after 0 loads"},
         "ways": {
-            "vllm-bare": [rate("", 1000.0), rate(LOGPROBS, 750.0)],
-            "vllm": [rate("", ours), rate(COMMITTING, 940.0, paused_ms=[1.0, 3.0, 20.0])],
+            "vllm-bare": [rate("", 1000.0), rate(LOGPROBS, 750.0), rate("", 500.0), rate("", 2000.0)],
+            "vllm": [
+                rate("", ours),
+                rate(COMMITTING, 940.0, paused_ms=[1.0, 3.0]),
+                rate("", 2 * ours),
+                rate(COMMITTING, 470.0, paused_ms=[20.0]),
+                rate("", ours),
+            ],
             "sglang": [],
         },
     }
 
 
-def test_ratio_is_over_the_bare_engine_without_commits() -> None:
+def test_ratio_is_the_median_over_the_bare_engine_in_the_same_round() -> None:
     plain, committing = ratios_of(facts(970.0))
+    assert plain["ratios"] == [0.97, 3.88, 0.485]
     assert (plain["ratio"], plain["reached"], plain["commits"]) == (0.97, True, 0)
+    assert (plain["tokens_per_s"], plain["bare"]) == (970.0, 1000.0)
     assert (committing["ratio"], committing["reached"], committing["paused_ms"]) == (0.94, False, 3.0)
 
 
 def test_table_names_the_loads_the_cost_of_log_probabilities_and_what_failed() -> None:
     table = render(facts(970.0))
-    assert "| vllm, commits | 32 | 940 | 1,000 | 0.940 | 0.95 | 3 | 3.0 |" in table
+    assert "| vllm, commits | 32 | 705 | 1,000 | 0.940 | 0.95 | 3 | 3.0 |" in table
     assert "vllm-bare with its own log-probabilities, 32 at a time: 750 tokens/s" in table
     assert "failed: sglang: gone after 0 loads" in table
 

@@ -71,6 +71,7 @@ class Lines:
             command,
             cwd=ROOT,
             env=environment,
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             errors="replace",
@@ -84,7 +85,10 @@ class Lines:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        """End the process and everything that it started."""
+        """End the process, whose input ends first, and everything that it started."""
+        assert self._process.stdin is not None
+        with suppress(OSError):
+            self._process.stdin.close()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(0 if self._hung or kind else END_S)
         for number in (signal.SIGTERM, signal.SIGKILL):
@@ -92,6 +96,13 @@ class Lines:
                 os.killpg(self._process.pid, number)
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE_S)
+
+    def order(self, **values: Any) -> None:
+        """Write an order of JSON to the process's input; a process that has exited gets none."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(values) + "\n")
+            self._process.stdin.flush()
 
     def next(self, limit_s: float) -> dict[str, Any]:
         """Return the next event, or `{"event": "hung"}` or `{"event": "gone"}` if none comes.

@@ -27,7 +27,7 @@ from tests.benchmarks.gpu_trainer.shapes import PROMPT, Work, make_work, model_d
 from trainer.batch import Batch, StepTotals
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.data.packing import balance
-from trainer.ranks.collectives import is_distributed
+from trainer.ranks.collectives import is_distributed, wait_for_ranks
 from trainer.ranks.launch import result_of_ranks
 
 CUDA = torch.cuda.is_available()
@@ -123,7 +123,7 @@ def _timed(step: Callable[[], object], repeat: int) -> tuple[float, float]:
     times = []
     for _ in range(1 + repeat):
         if is_distributed():
-            torch.distributed.barrier()
+            wait_for_ranks()
         began = time.perf_counter()
         step()
         if CUDA:
