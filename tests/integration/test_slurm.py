@@ -18,7 +18,7 @@ from tests.integration.test_hosts import FIRST, free_port
 
 STEPS = 4
 STAND_INS = {
-    "scontrol": f"echo {FIRST}; echo 127.0.0.3",
+    "scontrol": f"echo {FIRST}; sleep 0.3; echo 127.0.0.3",
     "scancel": 'touch "$RUN_DIR/cancelled"',
     "srun": """
 nodes=$SLURM_JOB_NUM_NODES pids=() code=0
