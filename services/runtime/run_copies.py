@@ -5,6 +5,7 @@ settings are composed again once there is something in it.
 """
 
 import logging
+import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
@@ -134,6 +135,7 @@ def _download_newest(remote: RemoteDirectory, versions: Sequence[int], run_dir: 
             remote.download(version, {CHECKPOINT: checkpoint, RUN: run_dir})
         except DamagedCopy as error:
             log.warning("remote.left_out version=%d error=%s", version, error)
+            shutil.rmtree(checkpoint, ignore_errors=True)  # of a fetch that was cut off as it moved it in
             left_out.append(f"version {version}: {error}")
         else:
             return version

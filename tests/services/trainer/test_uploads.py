@@ -1,6 +1,7 @@
 """Tests what the trainer copies elsewhere, also while the remote directory fails, and what is held for it."""
 
 import errno
+import shutil
 import socket
 import threading
 from collections.abc import Iterator
@@ -128,6 +129,22 @@ def test_the_newest_copy_that_is_whole_is_fetched(
     assert latest.version == 1
     assert [path.name for path in (new / "checkpoints").iterdir()] == ["step_00000001"]
     assert not list(tmp_path.glob("*.download*"))
+
+
+def test_a_fetch_that_was_cut_off_leaves_no_checkpoint_of_a_copy_that_is_damaged_since(
+    run: Run, tmp_path: Path
+) -> None:
+    for version in (1, 2):
+        run.save(version)
+        run.uploader.finish()
+    new, newest = tmp_path / "new", tmp_path / "elsewhere/remote/step_00000002"
+    new.mkdir()
+    (new / "fetching").touch()  # and killed once the checkpoint was there, before the other files were
+    shutil.copytree(newest / "checkpoint", new / "checkpoints/step_00000002")
+    (newest / "run/spool.sqlite").write_text("noise")
+    settings = load_settings(None, [f"run.dir={new}", f"run.remote={run.url}"], environ={})
+    assert fetch_run(settings) == f"fetched version 1 of the run from {run.url}"
+    assert [path.name for path in (new / "checkpoints").iterdir()] == ["step_00000001"]
 
 
 def test_a_run_goes_on_while_its_remote_directory_fails(run: Run, tmp_path: Path) -> None:
