@@ -67,7 +67,7 @@ async def test_sleeping_sglang_jax_has_no_weights_no_cache_and_no_staged_version
     await engine.start()
     try:
         assert engine._child is not None
-        child, file = psutil.Process(engine._child._ranks.pids[0]), engine._child._file
+        child, file = psutil.Process(engine._child._ranks._processes[0].pid), engine._child._file
 
         def held() -> int:
             return int(child.memory_full_info().uss)
