@@ -58,8 +58,8 @@ class Progress:
         self._is_stopping = False
         self.is_on = False
         """Whether the run was made or continued, after which no setting is refused."""
-        self.is_full = False
-        """Whether the disk of the run directory was full when it was read last."""
+        self._full = ""
+        """Says which disk was full when that was read last; empty: none."""
 
     def note(self, text: str) -> None:
         """Print a line, if there is text."""
@@ -124,14 +124,20 @@ class Progress:
         else:
             self.note("draining: finishing what is in flight; Ctrl-C again to stop now")
 
+    @property
+    def is_full(self) -> bool:
+        """Whether the disk of the run directory was full when it was read last."""
+        return self._full == describe_full(self._run_dir)
+
     async def _print_disk(self, peers: Sequence[Peer]) -> None:
-        """Print when the disk of the run directory is full, or a process waits for it, and when that ends."""
-        full = await asyncio.to_thread(is_full, self._run_dir) or waits_for_room(peers)
-        if full and not self.is_full:
-            self.note(f"{describe_full(self._run_dir)}: the run waits until there is room")
-        elif self.is_full and not full:
-            self.note(f"the disk of {self._run_dir} has room again")
-        self.is_full = full
+        """Print when the disk of the run directory, or one that a process waits for, is full, and the end."""
+        own = describe_full(self._run_dir)
+        full = own if await asyncio.to_thread(is_full, self._run_dir) else awaited_room(peers)
+        if full and full != self._full:
+            self.note(f"{full}: the run waits until there is room")
+        elif self._full and not full:
+            self.note(f"{self._full.removesuffix(' is full')} has room again")
+        self._full = full
 
     async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
         # at the end of a run a process that is not in the registry has ended, it does not start
@@ -184,9 +190,10 @@ def page_of(peers: Iterable[Peer]) -> str:
     return next((str(peer.info["page"]) for peer in peers if "page" in peer.info), "")
 
 
-def waits_for_room(peers: Iterable[Peer]) -> bool:
-    """Return whether a process waits for the disk of the run directory."""
-    return any(what.startswith(ROOM) for peer in peers for what in peer.info.get("waits", {}))
+def awaited_room(peers: Iterable[Peer]) -> str:
+    """Return the sentence about the full disk that a process waits for; empty if none does."""
+    waits = (what for peer in peers for what in peer.info.get("waits", {}))
+    return next((what.removeprefix(f"{ROOM}: ") for what in waits if what.startswith(ROOM)), "")
 
 
 async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervised]] | None = None) -> str:

@@ -30,7 +30,10 @@ async def test_warnings_of_a_step_are_printed_below_it(tmp_path: Path) -> None:
     assert lines[1] == "warning: step 0: they disagree"
 
 
-async def test_a_full_disk_is_printed_once_and_again_when_it_has_room(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["", "versions"])
+async def test_a_full_disk_is_printed_once_and_again_when_it_has_room(tmp_path: Path, place: str) -> None:
+    """That of the run directory, or another one, of published versions, of which nothing else is said."""
+    disk = tmp_path / place
     ledger = (await Driver(MemoryRig()).begin()).ledger
     out = io.StringIO()
     progress = Progress(tmp_path, 3, out)
@@ -44,8 +47,11 @@ async def test_a_full_disk_is_printed_once_and_again_when_it_has_room(tmp_path: 
 
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         watching = tasks.create_task(progress.watch_loop(ledger, {}))
-        await printed({f"room: the disk of {tmp_path} is full": 0.5}, f"the disk of {tmp_path} is full")
-        await printed({}, f"the disk of {tmp_path} has room again")
+        await printed(
+            {f"room: the disk of {disk} is full": 0.5}, f"the disk of {disk} is full: the run waits"
+        )
+        assert progress.is_full == (disk == tmp_path)
+        await printed({}, f"the disk of {disk} has room again")
         watching.cancel()
     assert out.getvalue().count("is full") == 1
 
