@@ -25,6 +25,6 @@ def is_for_want_of_room(error: BaseException | None) -> bool:
     return False
 
 
-def describe_full(run_dir: Path) -> str:
-    """Return the message that a user reads when a disk is full."""
-    return f"the disk of {run_dir} is full"
+def describe_full(place: Path | str) -> str:
+    """Return the message that a user reads when the disk of a directory is full."""
+    return f"the disk of {place} is full"

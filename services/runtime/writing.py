@@ -51,13 +51,15 @@ async def until_written(process: Process, write: Callable[[], T]) -> T:
                     raise
 
 
-async def until_room(process: Process, work: Callable[[], Awaitable[T]], place: Path) -> T:
+async def until_room(
+    process: Process, work: Callable[[], Awaitable[T]], place_of: Callable[[Exception], Path | str]
+) -> T:
     """Do work that writes to a disk, repeatedly while that is full, until the process is to stop.
 
     Args:
         process: shows the wait.
         work: has no effect if it raises.
-        place: a directory on the disk, which a person has to make room on.
+        place_of: returns a directory on the disk, which a person has to make room on, from the error.
 
     Returns:
         The result of `work`.
@@ -71,7 +73,7 @@ async def until_room(process: Process, work: Callable[[], Awaitable[T]], place: 
         if not is_for_want_of_room(error):
             raise
         refused = error
-    async with waiting_for_room(process, refused, place):
+    async with waiting_for_room(process, refused, place_of(refused)):
         while not await process.stopped_within(RETRY_S):
             try:
                 return await work()
@@ -83,14 +85,14 @@ async def until_room(process: Process, work: Callable[[], Awaitable[T]], place: 
 
 @contextlib.asynccontextmanager
 async def waiting_for_room(
-    process: Process, error: BaseException, place: Path | None = None
+    process: Process, error: BaseException, place: Path | str | None = None
 ) -> AsyncIterator[None]:
     """Show that the process waits because a write was refused, at once and until the block ends.
 
     Args:
         process: it.
         error: of the write.
-        place: a directory on the disk; None: the run directory.
+        place: a directory on the disk, or its URL; None: the run directory.
     """
     process.metrics.count("writes.refused")
     log.error("write.refused error=%s", error)

@@ -122,7 +122,13 @@ async def publish(run: OpenRun, runner: ModelRunner, version: int) -> WeightMani
     settings, work = run.process.settings, partial(runner.publish, run.epoch, version)
     if settings.weights.transport not in ("disk", "http"):
         return await work()
-    return await until_room(run.process, work, Path(settings.weights.directory or settings.run_dir))
+    url = settings.weights.url.rstrip("/")
+
+    def place_of(error: Exception) -> Path | str:
+        directory = Path(settings.weights.directory or settings.run_dir)
+        return url if url and str(error).startswith(url) else directory
+
+    return await until_room(run.process, work, place_of)
 
 
 async def announce(run: OpenRun, manifest: WeightManifest) -> None:

@@ -27,7 +27,7 @@ from trainer.config import TrainerConfig
 from trainer.roles.models import RankModels
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
-from trainer.weights.files import disk_sender
+from trainer.weights.files import disk_sender, http_sender
 
 Held = tuple[OpenRun, ModelRunner, Driver, ModelVersion]
 
@@ -41,7 +41,8 @@ async def holding(tmp_path: Path, *overrides: str) -> AsyncIterator[Held]:
     process = Process(Role.TRAINER, settings, ledger, "trainer")
     models = RankModels(ScriptedBackend(trainer=TrainerConfig()))
     with ThreadPoolExecutor(1) as thread, closing(Spool(tmp_path / "spool.sqlite")) as spool:
-        runner = ModelRunner(models, disk_sender(settings.weights, tmp_path), thread, engine_dtype="float32")
+        make = http_sender if settings.weights.url else disk_sender
+        runner = ModelRunner(models, make(settings.weights, tmp_path), thread, engine_dtype="float32")
         async with Broadcaster(WEIGHTS, run="r", incarnation="trainer", config=settings.bus) as broadcaster:
             run = OpenRun(process, "e1", spool, None, None, None, broadcaster)  # type: ignore[arg-type]
             await driver.scored(3)
@@ -140,6 +141,23 @@ async def test_a_version_waits_for_room_on_its_disk_until_the_process_stops(
             names = {path.name for path in disk.iterdir()}
         assert waits.result() == [f"room: the disk of {disk} is full"]
         assert names == {"v00000000-e1", "ballast" if is_stopped else f"v00000000-{run.epoch}"}
+
+
+async def test_a_full_disk_of_copies_is_named_by_its_url(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "RETRY_S", 0.01)
+    with small_disk(tmp_path / "disk", 256) as disk:
+        words = "weights.transport=http", f"weights.url=file://{disk}/copies/"
+        async with holding(tmp_path, *words) as (run, runner, driver, model), asyncio.timeout(60):
+            ballast = fill(disk)
+            async with asyncio.TaskGroup() as tasks:
+                again = tasks.create_task(reclaim(run, runner, model, MissingRecords({})))
+                while not (peers := await driver.ledger.peers()):  # noqa: ASYNC110 (the ledger tells nobody)
+                    await asyncio.sleep(0.01)
+                ballast.unlink()
+            assert list(peers[0].info["waits"]) == [f"room: the disk of file://{disk}/copies is full"]
+            assert again.result().digest == model.digest
 
 
 async def test_shared_memory_without_room_ends_the_trainer(tmp_path: Path) -> None:
