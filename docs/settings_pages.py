@@ -93,13 +93,16 @@ Credentials come from the environment, as the package reads them.
     tether up run.toml --set run.remote=s3://bucket/my-run --run-dir /new/empty/dir   # elsewhere: resumes
     tether verify /new/empty/dir
 
-Where RUN_DIR has no run, the newest complete copy is fetched, each file compared with its digest:
+Where RUN_DIR has no run, the newest complete copy is fetched, each file compared with its digest; a
+damaged copy is named, and the copy before it taken:
 checkpoint, settings, commits of the hub, digests of models that are not trained, spool, event log, steps.
 Then it is a resume like any other, with the rules above, and what was chosen at the first start stays: data
 types that were `auto`, and the commit of each branch. The
 ledger is rebuilt from the event log and the spool, so it has to be an empty one: an embedded one is; on a
 server of your own choose another database than the run had, as its ledger is ahead of the copy. Steps after
-the copy are made again. Half a copy counts as nothing. The archive for `tether replay` and the logs are not
+the copy are made again. Half a copy counts as nothing. The place needs room for
+`trainer.keep_checkpoints` copies, and for two if that is 1; a place that is full gives up its oldest
+copy for a newer one, and always keeps the newest. The archive for `tether replay` and the logs are not
 copied.
 """
 
