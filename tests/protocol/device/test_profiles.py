@@ -66,10 +66,11 @@ async def test_an_engine_leaves_a_trace_of_the_decode_steps_asked_for(tmp_path: 
             await generate(engine, "after/0")
     finally:
         await engine.close()
-    # each step multiplies by the same matrices, and 12 tokens take 12 steps
-    multiplications = [sum(event == "aten::mm" for event in found) for found in (first, second)]
-    assert multiplications[0] > 0
-    assert multiplications[0] * 12 == multiplications[1] * STEPS
+    # each decode step multiplies by the same matrices, the prompt's by fewer at most; 12 tokens are 12 steps
+    in_steps, in_twelve = (sum(event == "aten::mm" for event in found) for found in (first, second))
+    decode, rest = divmod(in_twelve - in_steps, 12 - STEPS)
+    assert rest == 0
+    assert 0 < in_steps - (STEPS - 1) * decode <= decode
 
 
 def test_a_trace_that_cannot_be_written_ends_no_loop(
