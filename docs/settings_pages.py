@@ -100,7 +100,7 @@ Then it is a resume like any other, with the rules above, and what was chosen at
 types that were `auto`, and the commit of each branch. The
 ledger is rebuilt from the event log and the spool, so it has to be an empty one: an embedded one is; on a
 server of your own choose another database than the run had, as its ledger is ahead of the copy. Steps after
-the copy are made again. Half a copy counts as nothing. The place needs room for
+the copy are made again. An incomplete copy does not count. The place needs room for
 `trainer.keep_checkpoints` copies, and for two if that is 1; a place that is full gives up its oldest
 copy for a newer one, and always keeps the newest. The archive for `tether replay` and the logs are not
 copied.

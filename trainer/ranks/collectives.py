@@ -44,7 +44,7 @@ def wait_for_ranks() -> None:
     dist.barrier(device_ids=None if device.index is None else [device.index])
 
 
-def exchange(operation: Callable[..., object], values: torch.Tensor, rank: int) -> None:
+def batched_p2p(operation: Callable[..., object], values: torch.Tensor, rank: int) -> None:
     """Send or receive an array as a batch of one operation; returns when it is done.
 
     NCCL runs that in the communicator of all ranks: it would make and keep one for each pair otherwise.
@@ -62,17 +62,17 @@ def gather_bytes(data: bytes) -> list[bytes]:
     """Return the data of every rank, by rank, on rank 0; an empty list on the others. A collective."""
     device = control_device()
     if dist.get_rank() != 0:
-        exchange(dist.isend, torch.tensor([len(data)], device=device), 0)
+        batched_p2p(dist.isend, torch.tensor([len(data)], device=device), 0)
         if data:
-            exchange(dist.isend, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), 0)
+            batched_p2p(dist.isend, torch.frombuffer(bytearray(data), dtype=torch.uint8).to(device), 0)
         return []
     gathered = [data]
     for rank in range(1, dist.get_world_size()):
         size = torch.empty(1, dtype=torch.int64, device=device)
-        exchange(dist.irecv, size, rank)
+        batched_p2p(dist.irecv, size, rank)
         part = torch.empty(int(size), dtype=torch.uint8, device=device)
         if len(part):
-            exchange(dist.irecv, part, rank)
+            batched_p2p(dist.irecv, part, rank)
         gathered.append(part.cpu().numpy().tobytes())
     return gathered
 

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.batch import SAMPLE_FIELDS, TOKEN_FIELDS, Batch, StepTotals
-from trainer.ranks.collectives import control_device, exchange
+from trainer.ranks.collectives import batched_p2p, control_device
 
 
 class OwnRanks:
@@ -26,13 +26,13 @@ class OwnRanks:
     def send(self, values: torch.Tensor, rank: int) -> None:
         """Send an array, on the CPU, to a rank; returns when it has it. An empty one is not sent."""
         if len(values):
-            exchange(dist.isend, _bytes(values.to(control_device())), rank)
+            batched_p2p(dist.isend, _bytes(values.to(control_device())), rank)
 
     def receive(self, entries: int, dtype: torch.dtype, rank: int = 0) -> torch.Tensor:
         """Wait for an array of a rank, [entries], on the CPU. An empty one was not sent."""
         values = torch.empty(entries, dtype=dtype, device=control_device())
         if entries:
-            exchange(dist.irecv, _bytes(values), rank)
+            batched_p2p(dist.irecv, _bytes(values), rank)
         return values.cpu()
 
 

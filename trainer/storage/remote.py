@@ -158,7 +158,7 @@ class RemoteDirectory:
                 it exists.
 
         Raises:
-            DamagedCopy: a file is missing or damaged; names it. Nothing of the copy is left.
+            DamagedCopy: a file is missing or damaged; names it. The downloaded files are removed.
             RemoteError: it cannot be read.
         """
         asides = {target: target.with_name(f"{target.name}.download") for target in targets.values()}

@@ -12,19 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from protocol.errors import EngineSettingsError
-from rollout.engines.arguments import (
-    ADAPTER,
-    FILES,
-    MODEL,
-    MOVED,
-    OFFLOADED,
-    OTHER_KV,
-    OTHER_MODEL,
-    OTHER_UPDATES,
-    RANKS,
-    SAMPLED,
-    annotated_fields,
-)
+from rollout.engines import arguments as shared
 from rollout.engines.base import EngineConfig
 
 OTHER_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
@@ -56,9 +44,11 @@ _LOOPBACK = "the server is this worker's own, on loopback, with a key of its own
 _START = "tether starts the server and waits for it"
 
 REFUSED: Mapping[str, str] = {
-    **dict.fromkeys(("model_path", "revision", "tokenizer_path", "is_embedding"), MODEL),
-    **dict.fromkeys(("json_model_override_args", "dllm_algorithm", "dllm_algorithm_config"), OTHER_MODEL),
-    **dict.fromkeys(("load_format", "custom_weight_loader", "startup_weight_load_mode"), FILES),
+    **dict.fromkeys(("model_path", "revision", "tokenizer_path", "is_embedding"), shared.MODEL),
+    **dict.fromkeys(
+        ("json_model_override_args", "dllm_algorithm", "dllm_algorithm_config"), shared.OTHER_MODEL
+    ),
+    **dict.fromkeys(("load_format", "custom_weight_loader", "startup_weight_load_mode"), shared.FILES),
     "skip_tokenizer_init": "an engine takes and returns tokens; text is rendered by [render]",
     "dtype": "set engine.dtype: weights are published in it",
     **dict.fromkeys(
@@ -70,7 +60,7 @@ REFUSED: Mapping[str, str] = {
             "watermark_default_enabled",
             "watermark_enforce_all",
         ),
-        SAMPLED,
+        shared.SAMPLED,
     ),
     "sampling_backend": _SAMPLER,
     "random_seed": "it is made of the engine's name: engines with one seed would sample the same completions",
@@ -90,20 +80,22 @@ REFUSED: Mapping[str, str] = {
             "max_loras_per_batch",
             "enable_lora_overlap_loading",
         ),
-        ADAPTER,
+        shared.ADAPTER,
     ),
     "tp_size": "set engine.tensor_parallel_size",
     **dict.fromkeys(
         ("dp_size", "attn_dp_size", "enable_dp_attention", "moe_dp_size", "dwdp_size"), _DATA_PARALLEL
     ),
-    "pp_size": RANKS,
+    "pp_size": shared.RANKS,
     **dict.fromkeys(("base_gpu_id", "gpu_id_step"), "set services.rollout_gpus"),
     **dict.fromkeys(("nnodes", "node_rank", "dist_init_addr", "use_ray"), _ONE_HOST),
     **dict.fromkeys(
-        ("enable_eplb", "elastic_ep_backend", "enable_elastic_expert_backup", "enable_paged_experts"), MOVED
+        ("enable_eplb", "elastic_ep_backend", "enable_elastic_expert_backup", "enable_paged_experts"),
+        shared.MOVED,
     ),
     **dict.fromkeys(
-        ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step"), OFFLOADED
+        ("cpu_offload_gb", "offload_group_size", "offload_num_in_group", "offload_prefetch_step"),
+        shared.OFFLOADED,
     ),
     **dict.fromkeys(
         (
@@ -115,10 +107,11 @@ REFUSED: Mapping[str, str] = {
             "radix_cache_backend",
             "enable_unified_cache_external_linker",
         ),
-        OTHER_KV,
+        shared.OTHER_KV,
     ),
     **dict.fromkeys(
-        ("checkpoint_engine_wait_weights_before_ready", "weight_version", "weight_cache_mode"), OTHER_UPDATES
+        ("checkpoint_engine_wait_weights_before_ready", "weight_version", "weight_cache_mode"),
+        shared.OTHER_UPDATES,
     ),
     **dict.fromkeys(
         (
@@ -162,7 +155,7 @@ def argument_names(config: EngineConfig) -> list[str]:
         return []
     arguments = place / "srt/server_args.py"
     fields = sorted(place.glob("srt/arg_groups/fields/*.py"))  # since 0.5.2x they are spread over groups
-    return [*annotated_fields([arguments], ("ServerArgs",)), *annotated_fields(fields)]
+    return [*shared.annotated_fields([arguments], ("ServerArgs",)), *shared.annotated_fields(fields)]
 
 
 def option_words(arguments: Mapping[str, Any]) -> list[str]:

@@ -7,19 +7,7 @@ from collections.abc import Mapping
 from importlib.util import find_spec
 from pathlib import Path
 
-from rollout.engines.arguments import (
-    ADAPTER,
-    FILES,
-    MODEL,
-    MOVED,
-    OFFLOADED,
-    OTHER_KV,
-    OTHER_MODEL,
-    OTHER_UPDATES,
-    RANKS,
-    SAMPLED,
-    annotated_fields,
-)
+from rollout.engines import arguments as shared
 from rollout.engines.base import EngineConfig
 
 _LOGPROBS = "log-probabilities have to be those of the distribution that a token was drawn from"
@@ -47,12 +35,12 @@ REFUSED: Mapping[str, str] = {
             "tokenizer",
             "tokenizer_revision",
         ),
-        MODEL,
+        shared.MODEL,
     ),
-    **dict.fromkeys(("hf_overrides", "model_class_overrides", "diffusion_config"), OTHER_MODEL),
+    **dict.fromkeys(("hf_overrides", "model_class_overrides", "diffusion_config"), shared.OTHER_MODEL),
     **dict.fromkeys(("runner", "convert"), "the engine generates: it has no other task"),
     "skip_tokenizer_init": "an engine takes and returns tokens; text is rendered by [render]",
-    "load_format": FILES,
+    "load_format": shared.FILES,
     "dtype": "set engine.dtype: weights are published in it",
     **dict.fromkeys(
         (
@@ -62,7 +50,7 @@ REFUSED: Mapping[str, str] = {
             "watermark_config",
             "enable_trace_replay",
         ),
-        SAMPLED,
+        shared.SAMPLED,
     ),
     "logprobs_mode": _LOGPROBS,
     "seed": "it is made of the engine's name: engines with one seed would sample the same completions",
@@ -78,7 +66,7 @@ REFUSED: Mapping[str, str] = {
             "lora_target_modules",
             "default_mm_loras",
         ),
-        ADAPTER,
+        shared.ADAPTER,
     ),
     "tensor_parallel_size": "set engine.tensor_parallel_size",
     **dict.fromkeys(
@@ -96,12 +84,14 @@ REFUSED: Mapping[str, str] = {
         ),
         _DATA_PARALLEL,
     ),
-    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size"), RANKS),
+    **dict.fromkeys(("pipeline_parallel_size", "prefill_context_parallel_size"), shared.RANKS),
     "device_ids": "set services.rollout_gpus",
     **dict.fromkeys(
         ("distributed_executor_backend", "nnodes", "node_rank", "master_addr", "master_port"), _ONE_HOST
     ),
-    **dict.fromkeys(("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size"), MOVED),
+    **dict.fromkeys(
+        ("enable_eplb", "eplb_config", "enable_elastic_ep", "elastic_ep_max_dp_size"), shared.MOVED
+    ),
     **dict.fromkeys(
         (
             "offload_backend",
@@ -112,13 +102,14 @@ REFUSED: Mapping[str, str] = {
             "offload_prefetch_step",
             "offload_params",
         ),
-        OFFLOADED,
+        shared.OFFLOADED,
     ),
     **dict.fromkeys(
-        ("kv_transfer_config", "ec_transfer_config", "kv_offloading_size", "kv_offloading_backend"), OTHER_KV
+        ("kv_transfer_config", "ec_transfer_config", "kv_offloading_size", "kv_offloading_backend"),
+        shared.OTHER_KV,
     ),
     **dict.fromkeys(
-        ("weight_transfer_config", "enable_fault_tolerance", "fault_tolerance_config"), OTHER_UPDATES
+        ("weight_transfer_config", "enable_fault_tolerance", "fault_tolerance_config"), shared.OTHER_UPDATES
     ),
     "trust_remote_code": "set model.trust_remote_code",
     "max_model_len": "set engine.max_model_len",
@@ -141,4 +132,4 @@ def argument_names(config: EngineConfig | None = None) -> list[str]:
     spec = find_spec("vllm")
     places = spec.submodule_search_locations if spec is not None else None
     paths = [Path(place) / "engine/arg_utils.py" for place in places or ()]
-    return annotated_fields(paths, ("EngineArgs", "AsyncEngineArgs"))
+    return shared.annotated_fields(paths, ("EngineArgs", "AsyncEngineArgs"))

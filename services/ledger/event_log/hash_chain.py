@@ -73,7 +73,7 @@ def damaged_lines(path: Path, remedy: str = "") -> Iterator[tuple[Path, str]]:
 
     Args:
         path: of the log.
-        remedy: what is added where the end is missing.
+        remedy: text added to the message if the end is missing.
     """
     head = head_of(path)
     if not head.is_file():

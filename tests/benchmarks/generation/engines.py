@@ -32,7 +32,7 @@ POLL_S = 0.2
 
 @dataclass(slots=True)
 class Asked:
-    """What a bare engine is asked for besides tokens, by requests that begin now."""
+    """Options of the requests to a bare engine, read as each request begins."""
 
     logprobs: bool = False
     """The log-probability of each token."""

@@ -32,7 +32,7 @@ async def test_warnings_of_a_step_are_printed_below_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("place", ["", "versions"])
 async def test_a_full_disk_is_printed_once_and_again_when_it_has_room(tmp_path: Path, place: str) -> None:
-    """That of the run directory, or another one, of published versions, of which nothing else is said."""
+    """The line names the directory whose disk is full: the run directory, or the directory of versions."""
     disk = tmp_path / place
     ledger = (await Driver(MemoryRig()).begin()).ledger
     out = io.StringIO()

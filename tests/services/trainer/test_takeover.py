@@ -106,6 +106,13 @@ async def test_trainer_that_never_publishes_starts_again_to_have_the_initial_wei
     assert (await driver.ledger.head()).published == -1
 
 
+async def waits_of_trainer(driver: Driver) -> list[str]:
+    """Return the waits of the trainer, once the ledger has them."""
+    while not (peers := await driver.ledger.peers()):  # noqa: ASYNC110 (the ledger sends no notice)
+        await asyncio.sleep(0.01)
+    return list(peers[0].info["waits"])
+
+
 def fill(disk: Path) -> Path:
     """Leave no room on a disk, and return the file to remove."""
     with (disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
@@ -125,13 +132,12 @@ async def test_a_version_waits_for_room_on_its_disk_until_the_process_stops(
             ballast = fill(disk)
 
             async def end_wait() -> list[str]:
-                while not (peers := await driver.ledger.peers()):  # noqa: ASYNC110 (the ledger tells nobody)
-                    await asyncio.sleep(0.01)
+                waits = await waits_of_trainer(driver)
                 if is_stopped:
                     run.process.stop.set()
                 else:
                     ballast.unlink()
-                return list(peers[0].info["waits"])
+                return waits
 
             async with asyncio.TaskGroup() as tasks:
                 waits = tasks.create_task(end_wait())
@@ -153,10 +159,9 @@ async def test_a_full_disk_of_copies_is_named_by_its_url(
             ballast = fill(disk)
             async with asyncio.TaskGroup() as tasks:
                 again = tasks.create_task(reclaim(run, runner, model, MissingRecords({})))
-                while not (peers := await driver.ledger.peers()):  # noqa: ASYNC110 (the ledger tells nobody)
-                    await asyncio.sleep(0.01)
+                waits = await waits_of_trainer(driver)
                 ballast.unlink()
-            assert list(peers[0].info["waits"]) == [f"room: the disk of file://{disk}/copies is full"]
+            assert waits == [f"room: the disk of file://{disk}/copies is full"]
             assert again.result().digest == model.digest
 
 

@@ -19,7 +19,7 @@ from trainer.megatron.convert.reshard import TensorPlan, stretch
 from trainer.megatron.convert.rules import Segment
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
-from trainer.ranks.collectives import exchange
+from trainer.ranks.collectives import batched_p2p
 from trainer.ranks.publication import Publication
 
 
@@ -127,7 +127,7 @@ class Exporter:
                 shape = [*plan.shape] if pieces[0].matrix is None else [*plan.shape[1:]]
                 shape[plan.dim] = sum(lengths)
                 message = torch.empty(shape, dtype=tensor.dtype, device=tensor.device)
-                exchange(dist.irecv, message, holder)
+                batched_p2p(dist.irecv, message, holder)
                 rows = list(message.split(lengths, plan.dim))
             for piece, part in zip(pieces, rows, strict=True):
                 stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix).copy_(part)
@@ -139,7 +139,7 @@ class Exporter:
         pieces = [piece for piece in plan.pieces if piece.rank == number]
         if pieces and self._position.rank == self._layout.holder_of(plan.stage, number):
             views = _views(plan, pieces, self._held(plan.parameter))
-            exchange(dist.isend, torch.cat(views, plan.dim).contiguous(), owner)
+            batched_p2p(dist.isend, torch.cat(views, plan.dim).contiguous(), owner)
 
 
 def published_pieces(plans: Sequence[TensorPlan], layout: Layout) -> tuple[tuple[PublishedPiece, ...], ...]:

@@ -35,7 +35,7 @@ class ExpertOrder:
         """Return the rows [R, H] of tokens [T, H], sorted."""
         return _take(x, self.index, self.inverse, self.copies)
 
-    def sums(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+    def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         """Return for each token the weighted sum of its rows, [T, H].
 
         Args:
@@ -43,7 +43,7 @@ class ExpertOrder:
             weights: [T, k]: factors of a token's rows, in the order of `chosen`.
         """
         if rows.is_cuda:
-            found: torch.Tensor = _Sums.apply(rows.contiguous(), weights.contiguous(), self.inverse)
+            found: torch.Tensor = _Combine.apply(rows.contiguous(), weights.contiguous(), self.inverse)
             return found
         by_token = _take(rows, self.inverse, self.index, 1).unflatten(0, (-1, self.copies))
         return torch.bmm(weights[:, None], by_token)[:, 0]
@@ -112,32 +112,34 @@ class _Take(torch.autograd.Function):
         if ctx.copies == 1:
             return gradients[0].index_select(0, inverse), None, None, None
         if gradients[0].is_cuda:
-            return _kernels().sums(gradients[0].contiguous(), inverse, None, ctx.copies), None, None, None
+            return _kernels().combine(gradients[0].contiguous(), inverse, None, ctx.copies), None, None, None
         by_token = gradients[0].index_select(0, inverse).unflatten(0, (-1, ctx.copies))
         return by_token.sum(1), None, None, None
 
 
-class _Sums(torch.autograd.Function):
-    """`ExpertOrder.sums` on a GPU."""
+class _Combine(torch.autograd.Function):
+    """`ExpertOrder.combine` on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         ctx.save_for_backward(rows, weights, places)
-        found: torch.Tensor = _kernels().sums(rows, places, weights, weights.size(1))
+        found: torch.Tensor = _kernels().combine(rows, places, weights, weights.size(1))
         return found
 
     @staticmethod
     def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, None]:
         rows, weights, places = ctx.saved_tensors
-        rows_grad, weights_grad = _kernels().sums_backward(gradients[0].contiguous(), rows, places, weights)
+        rows_grad, weights_grad = _kernels().combine_backward(
+            gradients[0].contiguous(), rows, places, weights
+        )
         return rows_grad, weights_grad, None
 
 
 def _kernels() -> Any:
     """Return the module of kernels, which only GPU hosts can import."""
-    from trainer.megatron.layers.experts import sums_triton
+    from trainer.megatron.layers.experts import combine_triton
 
-    return sums_triton
+    return combine_triton
 
 
 def _take(x: torch.Tensor, index: torch.Tensor, inverse: torch.Tensor, copies: int) -> torch.Tensor:

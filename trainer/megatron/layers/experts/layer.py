@@ -215,7 +215,7 @@ class ExpertMLP(torch.nn.Module):
         routing = self.router(x, padding_mask)
         order = ExpertOrder(routing.experts, self.router.experts.count)
         outputs = self._outputs(order.rows_of(x), order.counts)
-        total = order.sums(outputs, routing.weights.to(outputs.dtype)).view_as(hidden_states)
+        total = order.combine(outputs, routing.weights.to(outputs.dtype)).view_as(hidden_states)
         if self.sums:
             total = reduce_from_tensor_model_parallel_region(total)
         return total if self.shared is None else total + self._shared(hidden_states, self.shared), None

@@ -1,4 +1,4 @@
-"""Adds up the outputs of each token's experts, and computes the gradients, on a GPU, reading rows once.
+"""Combines the outputs of each token's experts, and computes the gradients, on a GPU, reading rows once.
 
 Shapes: T tokens, H hidden size, k experts of a token; R = T k rows.
 """
@@ -11,7 +11,9 @@ import triton.language as tl
 BLOCK = 1024
 
 
-def sums(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, copies: int) -> torch.Tensor:
+def combine(
+    rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, copies: int
+) -> torch.Tensor:
     """Return the sum of each token's rows, [T, H], added up in float32.
 
     Args:
@@ -23,7 +25,7 @@ def sums(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None,
     tokens, hidden = len(rows) // copies, rows.size(1)
     out = rows.new_empty(tokens, hidden)
     if tokens:
-        _sums[(tokens, triton.cdiv(hidden, BLOCK))](
+        _combine[(tokens, triton.cdiv(hidden, BLOCK))](
             rows,
             places,
             rows if weights is None else weights,
@@ -37,20 +39,20 @@ def sums(rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None,
     return out
 
 
-def sums_backward(
+def combine_backward(
     grad: torch.Tensor, rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the gradients of `sums` with respect to rows, [R, H], and weights, [T, k].
+    """Return the gradients of `combine` with respect to rows, [R, H], and weights, [T, k].
 
     Args:
-        grad: [T, H], contiguous: the sums' gradient.
-        rows: as in `sums`.
-        places: as in `sums`.
-        weights: as in `sums`.
+        grad: [T, H], contiguous: the gradient of the combined rows.
+        rows: as in `combine`.
+        places: as in `combine`.
+        weights: as in `combine`.
     """
     rows_grad, weights_grad = torch.empty_like(rows), torch.empty_like(weights)
     if len(rows):
-        _sums_backward[(len(rows),)](
+        _combine_backward[(len(rows),)](
             grad,
             rows,
             places,
@@ -66,7 +68,7 @@ def sums_backward(
 
 
 @triton.jit
-def _sums(
+def _combine(
     rows,
     places,
     weights,
@@ -90,7 +92,7 @@ def _sums(
 
 
 @triton.jit
-def _sums_backward(
+def _combine_backward(
     grad,
     rows,
     places,
@@ -109,7 +111,7 @@ def _sums_backward(
     for start in range(0, hidden, BLOCK):
         column = start + tl.arange(0, BLOCK)
         inside = column < hidden
-        slope = tl.load(grad + token + column, mask=inside, other=0.0).to(tl.float32)
-        products += slope * tl.load(rows + place + column, mask=inside, other=0.0).to(tl.float32)
-        tl.store(rows_grad + place + column, (slope * weight).to(rows_grad.dtype.element_ty), mask=inside)
+        grad_row = tl.load(grad + token + column, mask=inside, other=0.0).to(tl.float32)
+        products += grad_row * tl.load(rows + place + column, mask=inside, other=0.0).to(tl.float32)
+        tl.store(rows_grad + place + column, (grad_row * weight).to(rows_grad.dtype.element_ty), mask=inside)
     tl.store(weights_grad + copy, tl.sum(products, 0).to(weights_grad.dtype.element_ty))
