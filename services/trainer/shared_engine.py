@@ -103,6 +103,23 @@ class SharedEngine:
                 delay = min(delay * 1.5, POLL_S[1])
         return False
 
+    async def copied(self, manifest: WeightManifest) -> None:
+        """Wait until the attached engine has copied a version, before the masters go.
+
+        Returns, too, when the engine has left, after the limit, or when the process is to stop.
+
+        Args:
+            manifest: the last published version's.
+        """
+        until = time.monotonic() + self._timeout_s
+        with self._process.waiting("the engine to copy the last weights"):
+            while self._sender is not None and time.monotonic() < until:
+                described = await self._described()
+                if self._engine not in described or await self._serving(manifest, described):
+                    return
+                if await self._process.stopped_within(POLL_S[1]):
+                    return
+
     def check(self) -> None:
         """Check that the attached engine lives.
 

@@ -17,6 +17,7 @@ from tests.changes import slow_unless_changed
 from tests.gpus import visible_gpus
 from tests.integration.command import audit, pids, processes_of, tether, tether_up, until
 from tests.integration.loop import ROOT, Finished, run_to_end, running
+from tests.integration.test_colocated import TRAINERS_LOGPROBS
 from tests.integration.test_loop import of, small
 
 STEPS = 8
@@ -132,7 +133,7 @@ def test_two_ranks_of_each_have_the_weights_of_a_run_by_shm(
         "parallel.tensor_model_parallel_size=2", "bound.max_staleness=0", "sampling.temperature=0",
         "algorithm.name=reinforce_plus_plus", f"trainer.dtype={dtype}", f"engine.dtype={dtype}",
         "eval.at_end=false", "monitor.enabled=false", "trainer.checkpoint_every=2",
-        "algorithm.entropy_coef=0.1", *more,
+        "algorithm.entropy_coef=0.1", *TRAINERS_LOGPROBS, *more,
     )  # fmt: skip
     words = [word for override in overrides for word in ("--set", override)]
     demo, found = str(ROOT / "deploy/configs/demo.toml"), []

@@ -44,15 +44,18 @@ class Trainer:
 
     async def ready(self, version: int = 0) -> bool:
         """Return whether it may continue from a version."""
-        manifest = WeightManifest(
-            epoch=EPOCH, version=version, transport="shared", location="", buckets=(), tensors=()
-        )
 
         async def attach(path: Path) -> None:
             self.attached.append(path)
 
         async with asyncio.timeout(60):
-            return await self.share.ready(manifest, attach)
+            return await self.share.ready(manifest_of(version), attach)
+
+
+def manifest_of(version: int) -> WeightManifest:
+    return WeightManifest(
+        epoch=EPOCH, version=version, transport="shared", location="", buckets=(), tensors=()
+    )
 
 
 @pytest_asyncio.fixture
@@ -185,6 +188,19 @@ async def test_a_trainer_that_is_to_stop_does_not_wait(settings: Settings) -> No
         mine.process.stop.set()
         assert not await waiting
         assert mine.attached == []
+
+
+async def test_a_trainer_keeps_its_masters_until_its_engine_has_copied_or_left(settings: Settings) -> None:
+    async with trainer(settings) as mine, asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+        await mine.share.copied(manifest_of(1))  # it never attached
+        async with engine(settings, "rollout.0"):
+            assert await mine.ready()
+            await mine.share.copied(manifest_of(0))
+            ending = tasks.create_task(mine.share.copied(manifest_of(1)))
+            for _ in range(10):
+                await mine.process.ledger.status()
+            assert mine.process.waits == ["the engine to copy the last weights"]
+        await ending
 
 
 @pytest.mark.parametrize(
