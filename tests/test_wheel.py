@@ -94,6 +94,9 @@ def test_the_wheel_has_every_file_that_is_read_at_run_time(wheel: Path) -> None:
     assert {name.split("/")[0] for name in inside if "dist-info" not in name} == {*PACKAGES, "tether.py"}
 
 
+@slow_unless_changed(
+    "pyproject.toml", "tether.py", "services/cli.py", "services/launcher/", "tests/test_wheel.py",
+)  # fmt: skip
 def test_the_wheel_runs_far_from_the_tree(home: Path) -> None:
     (packages,) = (home / "venv/lib").glob("python*/site-packages")
     config = packages / "deploy/configs/demo.toml"

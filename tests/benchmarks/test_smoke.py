@@ -9,9 +9,11 @@ import pytest
 
 from tests.benchmarks.table import figure, render
 from tests.benchmarks.trainer import run as trainer
+from tests.changes import slow_unless_changed
 from tests.integration.loop import ROOT
 
 
+@slow_unless_changed("tests/benchmarks/", "services/ledger/redis/")
 def test_quick_ledger_benchmark_writes_figures_and_machine(tmp_path: Path) -> None:
     out = tmp_path / "bench.json"
     command = [sys.executable, "-m", "tests.benchmarks.run", "--quick", "--only", "ledger", "--out", str(out)]

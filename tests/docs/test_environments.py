@@ -26,6 +26,7 @@ def check_run(run_dir: Path) -> None:
     assert all(0 < step["reward_mean"] < 1 for step in steps)
 
 
+@slow_unless_changed(*PAGES, "rollout/environments/")
 def test_run_with_the_environments_of_the_page_is_trained(tmp_path: Path) -> None:
     begin(PAGE, tmp_path)
     config, run_dir = str(tmp_path / "my-game/game.toml"), tmp_path / "my-game/game"

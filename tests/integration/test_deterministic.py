@@ -60,6 +60,7 @@ def commits(run_dir: Path) -> Iterator[tuple[int, int]]:
             yield event["version"], int(event["digest"])
 
 
+@slow_unless_changed(*KILLS)
 async def test_a_run_is_the_same_with_one_worker_and_with_three(tmp_path: Path) -> None:
     one = await made(tmp_path / "one")
     three = await made(tmp_path / "three", "rollout.groups_in_flight=2", rollouts=3)

@@ -11,7 +11,7 @@ import pytest
 
 from services.ledger.event_log.archiver import FILE
 from services.run_record.steps import read_steps
-from tests.changes import VLLM, slow_unless_changed
+from tests.changes import LAUNCHER, VLLM, slow_unless_changed
 from tests.integration.command import audit, pids, processes_of, tether_up, until
 from tests.integration.loop import ROOT
 
@@ -56,6 +56,7 @@ def events(run_dir: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
 
 
+@slow_unless_changed(*LAUNCHER)
 @pytest.mark.parametrize("victim", ["trainer", pytest.param("reward.0", marks=pytest.mark.slow)])
 def test_a_service_that_is_given_up_ends_the_run_drained_and_leaves_nothing(
     tmp_path: Path, victim: str
@@ -80,6 +81,7 @@ def test_a_service_that_is_given_up_ends_the_run_drained_and_leaves_nothing(
     assert (result["code"], result["violations"], result["steps"]) == (0, [], made + 3)
 
 
+@slow_unless_changed(*LAUNCHER, "services/monitor/")
 def test_a_run_outlives_its_page_and_leaves_no_weights_at_a_second_ctrl_c(tmp_path: Path) -> None:
     run, run_dir, output = f"ends-killed-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
     with tether_up(*arguments(run_dir, run), output=output) as up:
@@ -112,6 +114,7 @@ def test_setting_refused_at_the_start_of_an_engine_ends_the_run_at_once(tmp_path
     assert (processes_of(run_dir), shared_memory(run)) == ([], [])
 
 
+@slow_unless_changed(*LAUNCHER, "services/ledger/event_log/", "services/ingest/")
 def test_a_run_whose_event_log_was_deleted_ends_at_once_and_says_what_to_do(tmp_path: Path) -> None:
     run, run_dir, output = f"ends-log-{os.getpid()}", tmp_path / "run", tmp_path / "up.log"
     path, aside = run_dir / FILE, tmp_path / "aside"

@@ -10,6 +10,7 @@ from pathlib import Path
 from services.ledger.event_log.archiver import FILE as AUDIT
 from services.run_record.evaluations import BEST, SNAPSHOTS, Evaluation, read_evaluations
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.integration.command import ledger_of, processes_of, tether_up, until
 from tests.integration.loop import ROOT, running, settings_for
 
@@ -82,6 +83,9 @@ def evaluation_of(run_dir: Path) -> int | None:
     return None
 
 
+@slow_unless_changed(
+    "services/evaluation/", "services/launcher/finishing.py", "services/trainer/snapshots.py",
+)  # fmt: skip
 def test_run_does_not_depend_on_its_evaluation(tmp_path: Path) -> None:
     """The evaluation is killed, continues where it was, and is stopped for good: the run ends as it would."""
     run_dir, output = tmp_path / "run", tmp_path / "up.log"

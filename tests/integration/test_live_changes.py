@@ -23,6 +23,7 @@ from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
 from services.settings.sections import Settings
+from tests.changes import LAUNCHER, slow_unless_changed
 from tests.integration.command import processes_of, tether_here, tether_up, until
 from tests.integration.loop import ROOT, LiveRun, running, settings_for
 
@@ -221,6 +222,7 @@ def names(run_dir: Path) -> set[str]:
     return {item["name"] for item in json.loads(out)["processes"]} if code == 0 else set()
 
 
+@slow_unless_changed(*LAUNCHER, "services/tools/")
 @pytest.mark.xdist_group("command")
 @pytest.mark.timeout(900)
 def test_a_run_is_scaled_and_drained_by_commands(tmp_path: Path) -> None:

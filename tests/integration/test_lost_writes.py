@@ -19,6 +19,7 @@ import redis
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.event_log import archiver as log
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.integration.command import audit, processes_of, tether_up, until
 from tests.integration.loop import ROOT, running, settings_for
 from trainer.storage.spool import Spool
@@ -126,6 +127,7 @@ def check(run_dir: Path, steps: int, rebuilds: int, output: Path) -> None:
     assert processes_of(run_dir) == []
 
 
+@slow_unless_changed("services/ledger/", "services/ledger_recovery/", "services/ingest/")
 def test_a_run_goes_on_when_its_ledger_falls_back_and_when_it_is_emptied(
     tmp_path: Path, server: Server
 ) -> None:

@@ -23,6 +23,7 @@ from rollout.environments.registry import make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import RenderConfig, Renderer
+from tests.changes import VLLM, slow_unless_changed
 from tests.contracts.sglang_environment import sglang_settings
 from tests.trainer.groups import whole
 from trainer.algorithms.registry import make_algorithm
@@ -89,8 +90,15 @@ def under(model: torch.nn.Module, weights: Mapping[str, torch.Tensor], batch: Ba
 @pytest.mark.parametrize(
     ("name", "lora"),
     [
-        # the process in which the contract imports vLLM
-        pytest.param("vllm", NO_ADAPTERS, id="whole", marks=pytest.mark.xdist_group("vllm-recompute")),
+        pytest.param(
+            "vllm",
+            NO_ADAPTERS,
+            id="whole",
+            marks=[
+                pytest.mark.xdist_group("vllm-recompute"),  # the process in which the contract imports vLLM
+                slow_unless_changed(*VLLM, "trainer/megatron/", "trainer/layers/"),
+            ],
+        ),
         pytest.param("vllm", LoraConfig(rank=8), id="lora", marks=pytest.mark.slow),
         pytest.param("megatron", NO_ADAPTERS, id="megatron"),
         pytest.param(

@@ -6,6 +6,7 @@ import pytest
 
 from services.ledger.event_log.archiver import FILE
 from services.ledger.verify.verifier import verify
+from tests.changes import slow_unless_changed
 from tests.integration.command import tether
 from tests.integration.loop import ROOT
 
@@ -28,6 +29,7 @@ def keep(*, rewards):
 """
 
 
+@slow_unless_changed("services/runtime/", "services/launcher/", "trainer/algorithms/")
 @pytest.mark.parametrize(
     ("setting", "words"),
     [

@@ -4,12 +4,14 @@ from pathlib import Path
 
 from services.ledger.event_log.archiver import FILE
 from services.ledger.verify.verifier import verify
+from tests.changes import slow_unless_changed
 from tests.integration.command import tether
 from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
 
 
+@slow_unless_changed("services/reward.py", "services/launcher/", "reward/workers/")
 def test_an_exception_reaches_the_halt_with_file_and_line(tmp_path: Path) -> None:
     source = "def score(response, metadata):\n    return 'an' in response or metadata['anwser']\n"
     (tmp_path / "own_reward.py").write_text(source)  # the response of the check before the start passes

@@ -6,12 +6,14 @@ from pathlib import Path
 
 from services.run_record.steps import read_steps
 from services.runtime.run_copies import CopyState, fetch_run, note_copy
+from tests.changes import slow_unless_changed
 from tests.integration.loop import run_to_end, settings_for
 from trainer.storage.remote import RemoteDirectory
 
 FAST = ("trainer.step_s=0.01", "engine.seconds_per_token=0.001", "trainer.checkpoint_every=2")
 
 
+@slow_unless_changed("trainer/storage/", "services/trainer/", "services/run_record/")
 async def test_a_run_goes_on_from_its_copy_on_an_empty_host(tmp_path: Path) -> None:
     url = f"file://{tmp_path}/remote"
     first = settings_for(tmp_path / "lost", "stragglers.toml", *FAST, f"run.remote={url}", "run.steps=4")

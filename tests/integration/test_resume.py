@@ -9,6 +9,7 @@ from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.events import CommitEvent
 from services.ledger.event_log.reader import read_events
 from services.settings.load import dump_settings, run_settings
+from tests.changes import slow_unless_changed
 from tests.integration.command import audit, tether_here, tether_up
 from tests.integration.loop import ROOT, run_to_end, settings_for
 
@@ -21,6 +22,7 @@ def words(run_dir: Path, steps: int, *overrides: str) -> list[str]:
     return [CONFIG, "--run-dir", str(run_dir), "--steps", str(steps), *options]
 
 
+@slow_unless_changed("services/settings/", "services/launcher/", "services/trainer/takeover.py")
 @pytest.mark.timeout(600)
 def test_a_run_goes_on_with_other_settings_and_refuses_another_model(tmp_path: Path) -> None:
     run_dir, out = tmp_path / "run", tmp_path / "up.log"

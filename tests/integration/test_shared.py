@@ -68,6 +68,10 @@ async def test_weights_are_those_of_a_run_by_shm(tmp_path: Path, pair: str, dtyp
     assert list((tmp_path / "shared/shared").iterdir()) == []
 
 
+@slow_unless_changed(
+    "trainer/weights/shared", "rollout/staging/shared_weights.py", "services/trainer/shared_engine.py",
+    "rollout/engines/vllm/worker.py", "trainer/megatron/convert/",
+)  # fmt: skip
 @pytest.mark.engine
 async def test_megatron_trains_on_vllms_copy_where_both_lay_out_alike(
     tmp_path: Path, caplog: pytest.LogCaptureFixture

@@ -7,6 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.integration.command import audit, processes_of, tether, tether_here
 from tests.integration.loop import ROOT
 from trainer.config import ScratchConfig
@@ -31,6 +32,7 @@ enabled = false
 """
 
 
+@slow_unless_changed("services/trainer/", "services/launcher/")
 def test_a_run_of_skipped_steps_is_halted_and_names_the_cause(tmp_path: Path) -> None:
     """The scripted engine needs no weights; those that the trainer has are not numbers."""
     scratch = ScratchConfig(vocabulary="0123456789= ", hidden_size=32)

@@ -17,6 +17,7 @@ from services.ledger.interface import LedgerStatus
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.integration.command import environment, processes_of
 from tests.integration.loop import ROOT
 from tests.warm.popen import forking
@@ -98,6 +99,10 @@ async def reached(ledger: RedisLedger, ready: Callable[[LedgerStatus], Awaitable
         await asyncio.sleep(0.05)  # leave the processor to those that are waited for
 
 
+@slow_unless_changed(
+    "services/cli.py", "services/runtime/", "services/rollout/service.py", "services/trainer/service.py",
+    "services/ingest/", "services/reward.py", "tests/integration/test_standalone.py",
+)  # fmt: skip
 @pytest.mark.timeout(LIMIT_S + 100)
 async def test_services_alone_make_a_run(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"

@@ -12,6 +12,7 @@ from protocol.codec import SMALL_BYTES, decode_payload, encode_payload
 from protocol.errors import ProtocolError
 from protocol.messages import Ack, AnyMessage, TensorEntry, WeightManifest, WeightPart, WeightPiece
 from protocol.msgpack_limits import MANIFEST_ITEMS, MOST_ITEMS, check_shape
+from tests.changes import slow_unless_changed
 from tests.protocol.samples import SAMPLES
 
 VALUES = st.recursive(
@@ -168,6 +169,7 @@ def test_a_manifest_decodes_to_a_bounded_size() -> None:
     assert peak / (3 * pairs) * MANIFEST_ITEMS < 400 << 20
 
 
+@slow_unless_changed("protocol/")
 def test_a_manifest_of_more_values_is_refused_before_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     assert isinstance(decode_payload(ties(MANIFEST_ITEMS // 3 - 100)), WeightManifest)
     with pytest.raises(ProtocolError, match=f"at most {MANIFEST_ITEMS}"):

@@ -18,6 +18,7 @@ from services.ledger.event_log.events import ExpireEvent
 from services.ledger.event_log.reader import read_events
 from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.integration.loop import running, settings_for
 from tests.rollout.sessions.chats import renderer
 from tests.rollout.sessions.serving import USER, served
@@ -68,6 +69,7 @@ def own_garbage() -> Iterator[None]:
     gc.unfreeze()
 
 
+@slow_unless_changed("rollout/sessions/", "tests/security/")
 @pytest.mark.usefixtures("own_garbage")
 @pytest.mark.parametrize(("max_model_len", "size"), [(4096, 10**7), (0, 4 * 10**5)])
 async def test_a_hostile_request_leaves_the_event_loop_to_others(max_model_len: int, size: int) -> None:

@@ -12,6 +12,7 @@ import pytest
 from protocol.errors import SettingsError, TetherError, Unavailable
 from services.ledger.redis.ledger import RedisLedger
 from services.ledger.redis.url import complete_url, redacted
+from tests.changes import slow_unless_changed
 from tests.integration.command import tether, tether_here
 from tests.integration.loop import ROOT
 from tests.security.tls_server import CORE, PASSWORD, USER, TlsServer, tls_server
@@ -59,6 +60,10 @@ class Lookout:
             self.told.add(line.replace(b"\0", b" ").decode(errors="replace").strip())
 
 
+@slow_unless_changed(
+    "services/ledger/redis/connection.py", "services/ledger/embedded_server.py", "services/launcher/",
+    "services/settings/", "tests/security/",
+)  # fmt: skip
 def test_a_run_over_tls_shows_its_password_nowhere(server: TlsServer, tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
     lookout = Lookout(run_dir)

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
+from tests.changes import slow_unless_changed
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
@@ -60,6 +61,9 @@ def test_reading_the_registered_names_imports_no_torch(imported: tuple[set[str],
     assert "torch" not in imported[0]
 
 
+@slow_unless_changed(
+    "trainer/registry.py", "trainer/backends/", "trainer/fsdp/backend.py", "trainer/megatron/backend.py",
+)  # fmt: skip
 def test_a_backend_is_imported_before_it_is_made(imported: tuple[set[str], set[str]]) -> None:
     assert {"torch", "trainer.reference.backend", "trainer.reference.critic"} <= imported[1]
 

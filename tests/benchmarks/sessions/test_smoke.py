@@ -5,6 +5,7 @@ from pathlib import Path
 
 from tests.benchmarks.sessions import many
 from tests.benchmarks.sessions.__main__ import main
+from tests.changes import slow_unless_changed
 
 
 def test_small_session_benchmark_writes_what_the_endpoint_adds(tmp_path: Path) -> None:
@@ -16,6 +17,7 @@ def test_small_session_benchmark_writes_what_the_endpoint_adds(tmp_path: Path) -
     assert {"idle_session_kb", "added_p50_ms_by_turn"} <= figures["20"].keys()
 
 
+@slow_unless_changed("tests/benchmarks/", "rollout/sessions/")
 def test_workers_are_measured_together(tmp_path: Path) -> None:
     out = tmp_path / "many.json"
     many.main(["--workers", "2", "--open", "20", "--turns", "2", "--repeats", "2", f"--out={out}"])

@@ -11,6 +11,7 @@ from protocol.errors import SettingsError
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.reasoning_gym import UNSTABLE
 from rollout.prompts.registry import make_source
+from tests.changes import slow_unless_changed
 
 SMALL = {"chain_sum": {"min_terms": 2, "max_terms": 2, "min_digits": 1, "max_digits": 1}}
 CONFIG = PromptConfig(source="reasoning_gym", families=("chain_sum",))
@@ -98,6 +99,7 @@ def test_families_that_depend_on_hash_seeds_need_a_fixed_one(
         make_source(replace(CONFIG, families=(family,)))
 
 
+@slow_unless_changed("rollout/prompts/")
 def test_prompts_are_the_same_in_processes_with_other_hash_seeds() -> None:
     families = ("ab", "countdown", "letter_jumble", "shortest_path", "zebra_puzzles")
     script = (

@@ -82,7 +82,7 @@ class World:
     "binary",
     [
         pytest.param(valkey_binary, marks=slow_unless_changed("services/ledger/", "services/ingest/")),
-        redis_binary,
+        pytest.param(redis_binary, marks=slow_unless_changed("services/ledger/", "services/ingest/")),
     ],
 )
 async def test_jumps_end_what_is_dead_in_its_time_and_nothing_else(

@@ -15,6 +15,7 @@ from services.monitor.pages import Pages
 from services.run_record.evaluations import Evaluation, append_evaluation
 from services.run_record.steps import read_steps
 from services.settings.sections import Settings
+from tests.changes import slow_unless_changed
 from tests.services.monitor.drawn import LEGEND, PANEL_OF, TEXTS_OF, fits, legend, opened, tile
 from tests.services.monitor.runs import monitored, offline_settings, recorded_run, step_line, write_lines
 
@@ -143,6 +144,7 @@ async def test_asset_is_sent_again_only_if_it_changed(tmp_path: Path) -> None:
             assert (answer.status, await answer.read()) == (304, b"")
 
 
+@slow_unless_changed("services/monitor/")
 async def test_long_run_stays_under_a_megabyte_a_minute(tmp_path: Path) -> None:
     """The first minute of a page on a run of 5,000 steps that makes ten more each second, with more numbers
     than a step has; a longer run has no more points. A sixth of the minute is read, the rest is like it."""

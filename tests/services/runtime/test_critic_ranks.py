@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from tests.changes import slow_unless_changed
 from tests.services.runtime.critic_ranks import Case, measured_of, run
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.models import save_model
@@ -51,6 +52,7 @@ def assert_same_bits(left: str, right: str) -> None:
     assert [name for name in a if not torch.equal(a[name], b[name])] == []
 
 
+@slow_unless_changed("trainer/roles/", "trainer/execution/", "services/runtime/")
 def test_a_run_with_its_critic_apart_and_then_beside_is_the_run_beside(model: str, tmp_path: Path) -> None:
     """Checkpoint, steps and checkpoint again in each place are the same bits."""
     updates: dict[str, Any] = {"epochs": 2, "mini_batches": 2}

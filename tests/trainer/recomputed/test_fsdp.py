@@ -31,7 +31,7 @@ def test_one_rank_is_the_naive_loop(name: str, directory: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        pytest.param("dp2", FEW, id="dp2-few"),
+        pytest.param("dp2", FEW, marks=CHANGED, id="dp2-few"),
         pytest.param("tp2", FEW, marks=CHANGED, id="tp2-few"),
         *(pytest.param(layout, tuple(CASES), marks=pytest.mark.slow, id=layout) for layout in MANY_RANKS),
     ],

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import slow_unless_changed
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.layouts import LAYOUTS
 from tests.trainer.recomputed.cases import CASES
@@ -18,6 +19,10 @@ OTHER_MODELS = (
     "branches-ppo",
     "branches-reward-model",
 )
+CHANGED = slow_unless_changed(
+    "trainer/megatron/", "trainer/layers/", "trainer/functional/", "trainer/algorithms/", "trainer/roles/",
+    "trainer/step/", "tests/trainer/recomputed/",
+)  # fmt: skip
 MANY_RANKS = ("tp2", "tp2-sequence", "pp2", "cp2", "dp2", "tp2-dp2")
 
 pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
@@ -34,7 +39,7 @@ def test_one_rank_is_the_naive_loop(name: str, directory: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("layout", "names"),
     [
-        pytest.param("tp2", OTHER_MODELS, id="tp2-other-models"),
+        pytest.param("tp2", OTHER_MODELS, marks=CHANGED, id="tp2-other-models"),
         *(pytest.param(layout, tuple(CASES), marks=pytest.mark.slow, id=layout) for layout in MANY_RANKS),
     ],
 )

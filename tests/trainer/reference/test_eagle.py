@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 from protocol.errors import SettingsError
 from protocol.weights.draft_head import PREFIX, head_shapes
 from rollout.engines.contract.models import VOCAB
+from tests.changes import slow_unless_changed
 from tests.contracts.engine_draft_models import tiny_shallow
 from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from tests.trainer.heads import ALGORITHM, ROUNDS, learnt, make_models, texts, write_random_head
@@ -47,7 +48,13 @@ def accepted(target: PreTrainedModel, tensors: dict[str, torch.Tensor], head_dir
     return float(torch.cat(found, dim=1).float().mean())
 
 
-@pytest.mark.parametrize("backend", ["reference", "fsdp"])
+@pytest.mark.parametrize(
+    "backend",
+    [
+        "reference",
+        pytest.param("fsdp", marks=slow_unless_changed("trainer/reference/eagle.py", "trainer/fsdp/")),
+    ],
+)
 def test_head_learns_to_draft_what_its_target_says(
     backend: str, target: PreTrainedModel, head_dir: Path, tmp_path: Path
 ) -> None:

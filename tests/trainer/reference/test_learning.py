@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from protocol.messages import ScoredRollout
+from tests.changes import slow_unless_changed
 from tests.trainer.groups import GroupSpec, SampleSpec, scored, whole
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.config import OptimizerConfig, TrainerConfig
@@ -38,7 +39,10 @@ def rollouts(model: torch.nn.Module, version: int, generator: torch.Generator) -
     return groups
 
 
-@pytest.mark.parametrize("lag", [0, 1])
+@pytest.mark.parametrize(
+    "lag",
+    [0, pytest.param(1, marks=slow_unless_changed("trainer/reference/", "trainer/algorithms/"))],
+)
 def test_grpo_learns_the_largest_digit(lag: int, model_dir: Path) -> None:
     backend = ReferenceBackend(
         model_dir,

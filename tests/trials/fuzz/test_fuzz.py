@@ -21,7 +21,7 @@ def test_seeds_are_read_or_refused(name: str, tmp_path: Path) -> None:
         TARGETS[name].check(seed[: len(seed) // 2], tmp_path)
 
 
-@pytest.mark.parametrize(("seconds", "runs"), [(20, 400), pytest.param(60, -1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("seconds", "runs"), [(20, 100), pytest.param(60, -1, marks=pytest.mark.slow)])
 def test_fuzzing_finds_nothing(tmp_path: Path, seconds: int, runs: int) -> None:
     command = [
         sys.executable, "-m", "tests.trials.fuzz.run", "--seconds", str(seconds), "--runs", str(runs),

@@ -10,6 +10,7 @@ from services.bus import receiver
 from services.ledger.event_log.archiver import FILE
 from services.ledger.redis.keys import NAMES
 from services.ledger.verify.verifier import verify
+from tests.changes import slow_unless_changed
 from tests.integration.loop import LiveRun, running, settings_for
 from tests.trials.soak.census import census
 from tests.trials.soak.probe import GROUP_KEYS, Probe
@@ -65,6 +66,7 @@ async def ledger_is_trimmed(live: LiveRun) -> None:
     assert group_bytes < 2000 * (active + kept)
 
 
+@slow_unless_changed("services/ledger/", "services/ingest/", "tests/trials/soak/")
 @pytest.mark.timeout(900)  # seconds, on a machine that has nothing else to do
 async def test_nothing_grows_with_the_groups_that_are_done(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

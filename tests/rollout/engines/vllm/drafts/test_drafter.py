@@ -14,6 +14,7 @@ from rollout.engines.contract.models import weights, write_shm
 from rollout.engines.registry import make_engine
 from rollout.engines.vllm.drafts.drafter import VerifiedDrafts
 from rollout.staging.staging import digest_of
+from tests.changes import VLLM, slow_unless_changed
 from tests.contracts.engine_draft_models import tiny_shallow, write_eagle
 from tests.contracts.vllm_overlap import started
 
@@ -60,6 +61,7 @@ async def engine(tmp_path: Path) -> AsyncIterator[Engine]:
         yield engine
 
 
+@slow_unless_changed(*VLLM)
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*")
 async def test_a_head_drafts_by_the_embeddings_of_the_version_that_is_live(

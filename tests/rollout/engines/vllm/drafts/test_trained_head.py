@@ -15,6 +15,7 @@ from protocol.weights.draft_head import PREFIX
 from rollout.engines.base import Engine, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.contract.models import logits_of, weights, write_shm
 from rollout.engines.registry import make_engine
+from tests.changes import VLLM, slow_unless_changed
 from tests.contracts.engine_draft_models import tiny_shallow, write_eagle
 from tests.contracts.vllm_overlap import started
 from tests.trainer.heads import ROUNDS, learnt, make_models, texts, write_random_head
@@ -80,6 +81,7 @@ async def drawn(engine: Engine, seed: int, name: str) -> float:
     return (await engine.occupancy()).drafts_accepted or 0.0
 
 
+@slow_unless_changed(*VLLM, "trainer/reference/eagle")
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*")
 async def test_head_of_a_version_drafts_from_its_commit_on(engine: Engine, tmp_path: Path) -> None:
@@ -106,6 +108,7 @@ async def test_head_of_a_version_drafts_from_its_commit_on(engine: Engine, tmp_p
     assert await engine.live_digest() == third  # type: ignore[attr-defined]
 
 
+@slow_unless_changed(*VLLM, "trainer/reference/eagle")
 @pytest.mark.engine
 @pytest.mark.filterwarnings("ignore:.*torch.distributed.reduce_op.*")
 async def test_trained_head_drafts_in_vllm_what_it_drafts_in_training(tmp_path: Path) -> None:
