@@ -113,7 +113,7 @@ async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
     """Make steps, while engines answer and the shared engine is watched."""
     process = run.process
     reports = await process.ledger.reports(0)
-    await until_written(process, lambda: run.steps.backfill(reports))
+    await until_written(process, lambda: run.steps.backfill(reports), run.check_held)
     loops = {"weights.answers": loop.answers_loop(), "audit": loop.audit.audit_loop()}
     if runner.shared_engine is not None:
         loops["engine.watch"] = runner.shared_engine.watch_loop()

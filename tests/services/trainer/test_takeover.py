@@ -149,6 +149,28 @@ async def test_a_version_waits_for_room_on_its_disk_until_the_process_stops(
         assert names == {"v00000000-e1", "ballast" if is_stopped else f"v00000000-{run.epoch}"}
 
 
+async def test_a_trainer_that_is_fenced_while_it_waits_for_room_ends_its_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "RETRY_S", 0.01)
+    with small_disk(tmp_path / "disk", 256) as disk:
+        words = "weights.transport=disk", f"weights.directory={disk}"
+        async with holding(tmp_path, *words) as (run, runner, driver, model), asyncio.timeout(60):
+            fill(disk)
+
+            async def fence() -> None:
+                await waits_of_trainer(driver)
+                await driver.ledger.claim("e2")
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(fence())
+                with pytest.raises(Refused) as refused:
+                    await reclaim(run, runner, model, MissingRecords({}))
+            assert refused.value.reason is Reason.STALE_EPOCH
+            assert run.process.waits == []
+            assert {path.name for path in disk.iterdir()} == {"v00000000-e1", "ballast"}
+
+
 async def test_a_full_disk_of_copies_is_named_by_its_url(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
