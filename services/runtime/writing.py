@@ -19,6 +19,10 @@ RETRY_S = 1.0
 """Seconds between two attempts."""
 
 
+class StoppedWaiting(TetherError):
+    """The process is to stop, and there was no room for what it was to write until then."""
+
+
 async def _nothing() -> None:
     pass
 
@@ -77,7 +81,8 @@ async def until_room(
         The result of `work`.
 
     Raises:
-        Exception: the error of `check`, or of `work`, unless it is a full disk, or the process is to stop.
+        StoppedWaiting: the process is to stop.
+        Exception: the error of `check`, or of `work`, unless it is a full disk.
     """
     try:
         return await work()
@@ -93,7 +98,7 @@ async def until_room(
             except Exception as error:
                 if not is_for_want_of_room(error):
                     raise
-    raise refused
+        raise StoppedWaiting(str(refused)) from refused
 
 
 @contextlib.asynccontextmanager

@@ -117,7 +117,8 @@ async def publish(run: OpenRun, runner: ModelRunner, version: int) -> WeightMani
     Shared memory without room for a version ends the trainer instead: a person can only enlarge it.
 
     Raises:
-        WeightError: it is not published; on a full disk only once the process is to stop.
+        WeightError: it is not published.
+        StoppedWaiting: the process is to stop, and the disk is full.
         Refused: STALE_EPOCH, another trainer took the run over while the disk was full.
     """
     settings, work = run.process.settings, partial(runner.publish, run.epoch, version)

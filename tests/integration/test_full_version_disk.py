@@ -1,4 +1,4 @@
-"""The disk of the versions is full, and the trainer that waits for room is fenced."""
+"""The disk of the versions is full, and the trainer that waits for room is fenced, or stopped."""
 
 import asyncio
 from collections.abc import Iterator
@@ -10,7 +10,7 @@ import pytest
 from protocol.errors import TetherError
 from protocol.topics import Role
 from services.settings.sections import Settings
-from tests.integration.loop import LiveRun, running, settings_for
+from tests.integration.loop import LiveRun, run_to_end, running, settings_for
 from tests.small_disks import small_disk
 
 STEPS = 8
@@ -54,3 +54,17 @@ async def test_a_trainer_that_is_fenced_meanwhile_ends_and_says_so(settings: Set
         await fence()
     assert ended.group_contains(TetherError, match="^another trainer has taken over run stragglers; this one")
     assert {path.name for path in disk.iterdir()} == before
+
+
+async def test_a_stop_meanwhile_is_an_ordinary_one_and_the_run_resumes(
+    settings: Settings, disk: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    async with asyncio.timeout(120), running(settings) as live:
+        await fill(live, disk)
+    assert "run.stopped_without_room error=" in caplog.text
+    assert live.trained.is_set()
+    (disk / "ballast").unlink()
+    finished = await run_to_end(settings)
+    assert [step["step"] for step in finished.steps] == list(range(STEPS))
+    assert finished.audit.violations == []
+    assert all(event["continued"] for event in finished.events if event["event"] == "resume")

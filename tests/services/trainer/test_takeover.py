@@ -16,6 +16,7 @@ from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.runtime import writing
 from services.runtime.process import Process
+from services.runtime.writing import StoppedWaiting
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import ModelVersion, OpenRun
 from services.trainer.takeover import reclaim
@@ -141,7 +142,7 @@ async def test_a_version_waits_for_room_on_its_disk_until_the_process_stops(
 
             async with asyncio.TaskGroup() as tasks:
                 waits = tasks.create_task(end_wait())
-                with pytest.raises(WeightError) if is_stopped else nullcontext():
+                with pytest.raises(StoppedWaiting) if is_stopped else nullcontext():
                     again = await reclaim(run, runner, model, MissingRecords({}))
                     assert again.digest == model.digest
             names = {path.name for path in disk.iterdir()}
