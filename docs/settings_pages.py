@@ -102,8 +102,8 @@ ledger is rebuilt from the event log and the spool, so it has to be an empty one
 server of your own choose another database than the run had, as its ledger is ahead of the copy. Steps after
 the copy are made again. An incomplete copy does not count. The place needs room for
 `trainer.keep_checkpoints` copies, and for two if that is 1; a place that is full gives up its oldest
-copy for a newer one, and always keeps the newest. The archive for `tether replay` and the logs are not
-copied.
+copy for a newer one, or damaged ones newer than the newest whole copy, which it always keeps. The archive
+for `tether replay` and the logs are not copied.
 """
 
 HEADER = "| setting | type | range | default | meaning | variable |\n|---|---|---|---|---|---|\n"

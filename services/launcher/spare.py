@@ -29,6 +29,8 @@ TRIES = 3
 """Spares of a kind that may end by themselves, one after the other, before no more are started."""
 READY_S = 300.0
 """Seconds that a spare has for its imports."""
+LATE_S = 30.0
+"""Seconds of its imports after which no service waits for a spare: a new process takes about as long."""
 ORDER_S = 10.0
 """Limit of having a spare fork and handing over a name, seconds."""
 ROOM_BYTES = 4 << 30
@@ -60,7 +62,7 @@ class Spares:
         """Kinds to keep a spare of -> the first service of that kind."""
         self._ready: dict[Kind, Spare] = {}
         self._imports: dict[Kind, asyncio.Event] = {}
-        """Kind whose spare imports now -> set once it is ready, or has failed."""
+        """Kind whose spare imports now -> set once it is ready, has failed, or is late."""
         self._tasks: asyncio.TaskGroup | None = None
         self._importing = asyncio.Lock()
         """Held by the one spare that imports: together they would leave the run no processor."""
@@ -104,12 +106,15 @@ class Spares:
     ) -> ServiceProcess | None:
         """Make the service `name` of the spare of a kind, and append its output to `log_path`.
 
-        It waits for one that imports already, at most `READY_S`: a new process of the service would import
-        the same at the same time. Returns None if there is none.
+        It waits for one that imports already, until `LATE_S`: a new process of the service would import the
+        same at the same time. Returns None if there is none.
         """
         kind = _kind(module, environ, withheld)
         if importing := self._imports.get(kind):
             await importing.wait()
+            if kind in self._imports:  # it may hang
+                see = self._log(self._kinds[kind])
+                log.warning("spare.late name=%s seconds=%g instead=a new process see=%s", name, LATE_S, see)
         async with self._ordering:
             spare = self._ready.get(kind)
             if spare is None:
@@ -172,9 +177,11 @@ class Spares:
     def _import_noted(self, kind: Kind) -> Iterator[None]:
         """Have `take` wait for the spare that imports within the block."""
         self._imports[kind] = event = asyncio.Event()
+        late = asyncio.get_running_loop().call_later(LATE_S, event.set)
         try:
             yield
         finally:
+            late.cancel()
             del self._imports[kind]
             event.set()
 

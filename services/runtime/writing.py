@@ -19,7 +19,17 @@ RETRY_S = 1.0
 """Seconds between two attempts."""
 
 
-async def until_written(process: Process, write: Callable[[], T]) -> T:
+class StoppedWaiting(TetherError):
+    """The process is to stop, and there was no room for what it was to write until then."""
+
+
+async def _nothing() -> None:
+    pass
+
+
+async def until_written(
+    process: Process, write: Callable[[], T], check: Callable[[], Awaitable[None]] = _nothing
+) -> T:
     """Do blocking work that writes to the run directory, repeatedly while the disk or the spool refuses it.
 
     Messages that depend on it are not acknowledged meanwhile, so senders keep them. Cancelled, it leaves an
@@ -28,12 +38,13 @@ async def until_written(process: Process, write: Callable[[], T]) -> T:
     Args:
         process: shows the wait.
         write: has no effect if it raises, or may be repeated.
+        check: awaited before each attempt but the first; raises if there is to be none.
 
     Returns:
         The result of `write`.
 
     Raises:
-        Exception: the error of `write`, unless it is a full disk or a SpoolError.
+        Exception: the error of `check`, or of `write`, unless it is a full disk or a SpoolError.
     """
     try:
         return await asyncio.to_thread(write)
@@ -44,6 +55,7 @@ async def until_written(process: Process, write: Callable[[], T]) -> T:
     async with waiting_for_room(process, refused):
         while True:
             await asyncio.sleep(RETRY_S)
+            await check()
             try:
                 return await asyncio.to_thread(write)
             except Exception as error:
@@ -52,7 +64,10 @@ async def until_written(process: Process, write: Callable[[], T]) -> T:
 
 
 async def until_room(
-    process: Process, work: Callable[[], Awaitable[T]], place_of: Callable[[Exception], Path | str]
+    process: Process,
+    work: Callable[[], Awaitable[T]],
+    place_of: Callable[[Exception], Path | str],
+    check: Callable[[], Awaitable[None]],
 ) -> T:
     """Do work that writes to a disk, repeatedly while that is full, until the process is to stop.
 
@@ -60,12 +75,14 @@ async def until_room(
         process: shows the wait.
         work: has no effect if it raises.
         place_of: returns a directory on the disk, which a person has to make room on, from the error.
+        check: as in `until_written`.
 
     Returns:
         The result of `work`.
 
     Raises:
-        Exception: the error of `work`, unless it is a full disk, or the process is to stop.
+        StoppedWaiting: the process is to stop.
+        Exception: the error of `check`, or of `work`, unless it is a full disk.
     """
     try:
         return await work()
@@ -75,12 +92,13 @@ async def until_room(
         refused = error
     async with waiting_for_room(process, refused, place_of(refused)):
         while not await process.stopped_within(RETRY_S):
+            await check()
             try:
                 return await work()
             except Exception as error:
                 if not is_for_want_of_room(error):
                     raise
-    raise refused
+        raise StoppedWaiting(str(refused)) from refused
 
 
 @contextlib.asynccontextmanager

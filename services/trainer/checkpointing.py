@@ -189,6 +189,7 @@ class Checkpointer:
             return
         async with waiting_for_room(self._run.process, self._no_room):
             while self._no_room is not None and not await self._run.process.stopped_within(RETRY_S):
+                await self._run.check_held()
                 self._no_room = None
                 await self._attempt(begin)
                 await self.finish()

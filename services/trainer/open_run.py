@@ -5,7 +5,7 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from protocol.errors import ProtocolError, SettingsError, TetherError
+from protocol.errors import ProtocolError, Reason, Refused, SettingsError, TetherError
 from protocol.messages import WeightManifest
 from protocol.rollout_view import sample_lengths
 from protocol.topics import Role
@@ -53,6 +53,15 @@ class OpenRun:
     """metrics.jsonl, a line for each committed step."""
     broadcaster: Broadcaster
     """Reaches the engines."""
+
+    async def check_held(self) -> None:
+        """Check that this trainer still holds the run, for waits without another call that would show it.
+
+        Raises:
+            Refused: STALE_EPOCH, it does not.
+        """
+        if (epoch := (await self.process.ledger.head()).epoch) != self.epoch:
+            raise Refused(Reason.STALE_EPOCH, epoch)
 
     def read_command(self, batch: Taken, *, mask_late: bool = True) -> TrainCommand:
         """Return the command that trains on a batch; reads its records from the spool. Blocks.

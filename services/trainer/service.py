@@ -6,11 +6,12 @@ Consumes: scored groups, by `take`, from the spool. Produces: versions, their we
 B scored groups.
 """
 
+import logging
 import os
 import signal
 import sys
 
-from protocol.errors import Reason, Refused, SettingsError, TetherError
+from protocol.errors import Reason, Refused, SettingsError, TetherError, innermost
 from protocol.host.prctl import die_with_parent
 from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
@@ -22,7 +23,7 @@ from services.runtime.errors import configure_logging, exit_with
 from services.runtime.event_loop import running_loops
 from services.runtime.main import service_main
 from services.runtime.process import Process
-from services.runtime.writing import until_written
+from services.runtime.writing import StoppedWaiting, until_written
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.trainer.checkpointing import Checkpointer
@@ -39,6 +40,8 @@ from trainer.hosts.place import find_place
 from trainer.registry import import_backend
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
+
+log = logging.getLogger("tether.trainer")
 
 
 async def serve(process: Process) -> None:
@@ -98,22 +101,30 @@ def _is_fenced(error: BaseException) -> bool:
 
 
 async def _take_over_and_step(run: OpenRun, runner: ModelRunner) -> None:
-    process = run.process
+    """Make steps within the block of the checkpoints; a stop while there is no room ends it as any other."""
     async with Checkpointer(run, runner) as checkpointer:
-        with process.waiting("take-over"):
-            model = await take_over(run, runner, checkpointer)
-        await process.register()
-        async with Snapshots(run, runner) as snapshots:
-            is_last = (await process.ledger.status()).done
-            await snapshots.take_over(model.version, model.digest, is_last=is_last)
-            await _step(run, runner, TrainLoop(run, runner, checkpointer, snapshots, model))
+        try:
+            await _make_steps(run, runner, checkpointer)
+        except* StoppedWaiting as stopped:  # what was not committed is made again at the next start
+            log.warning("run.stopped_without_room error=%s", innermost(stopped))
+
+
+async def _make_steps(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointer) -> None:
+    process = run.process
+    with process.waiting("take-over"):
+        model = await take_over(run, runner, checkpointer)
+    await process.register()
+    async with Snapshots(run, runner) as snapshots:
+        is_last = (await process.ledger.status()).done
+        await snapshots.take_over(model.version, model.digest, is_last=is_last)
+        await _step(run, runner, TrainLoop(run, runner, checkpointer, snapshots, model))
 
 
 async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
     """Make steps, while engines answer and the shared engine is watched."""
     process = run.process
     reports = await process.ledger.reports(0)
-    await until_written(process, lambda: run.steps.backfill(reports))
+    await until_written(process, lambda: run.steps.backfill(reports), run.check_held)
     loops = {"weights.answers": loop.answers_loop(), "audit": loop.audit.audit_loop()}
     if runner.shared_engine is not None:
         loops["engine.watch"] = runner.shared_engine.watch_loop()

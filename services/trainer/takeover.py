@@ -117,7 +117,9 @@ async def publish(run: OpenRun, runner: ModelRunner, version: int) -> WeightMani
     Shared memory without room for a version ends the trainer instead: a person can only enlarge it.
 
     Raises:
-        WeightError: it is not published; on a full disk only once the process is to stop.
+        WeightError: it is not published.
+        StoppedWaiting: the process is to stop, and the disk is full.
+        Refused: STALE_EPOCH, another trainer took the run over while the disk was full.
     """
     settings, work = run.process.settings, partial(runner.publish, run.epoch, version)
     if settings.weights.transport not in ("disk", "http"):
@@ -128,7 +130,7 @@ async def publish(run: OpenRun, runner: ModelRunner, version: int) -> WeightMani
         directory = Path(settings.weights.directory or settings.run_dir)
         return url if url and str(error).startswith(url) else directory
 
-    return await until_room(run.process, work, place_of)
+    return await until_room(run.process, work, place_of, run.check_held)
 
 
 async def announce(run: OpenRun, manifest: WeightManifest) -> None:

@@ -343,7 +343,7 @@ class TrainLoop:
             report=payload,
         )
         # before any engine serves the version: a ledger that loses the commit is rebuilt from the journal
-        await until_written(self._process, partial(run.spool.append, [entry]))
+        await until_written(self._process, partial(run.spool.append, [entry]), run.check_held)
         return status
 
     async def _announce(
@@ -356,7 +356,7 @@ class TrainLoop:
         """Tell engines of a published version, log its step, and retire versions that no engine serves."""
         if manifest:
             self._run.broadcaster.publish(manifest, epoch=self._run.epoch)
-        await until_written(self._process, partial(self._run.steps.append, report))
+        await until_written(self._process, partial(self._run.steps.append, report), self._run.check_held)
         alive = {peer.incarnation for peer in peers}
         served = {version for engine, (_, version) in status.engines.items() if engine in alive}
         self._runner.sender.retire(frozenset({self._model.published.version} | served))

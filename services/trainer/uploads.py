@@ -14,6 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -33,7 +34,7 @@ from services.runtime.run_copies import (
 )
 from services.settings.load import SPOOL
 from services.settings.resume import EARLIER
-from trainer.storage.remote import EXPORTS, RemoteDirectory, RemoteError
+from trainer.storage.remote import EXPORTS, DamagedCopy, RemoteDirectory, RemoteError
 from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.trainer")
@@ -137,14 +138,31 @@ class RemoteRun:
         self.directory.prune(self.keep, job.version)
 
     def _make_room(self, job: Job) -> None:
-        """Remove the parts of a copy that failed, and the oldest whole one, which has to go once it is whole.
+        """Remove the parts of a copy that failed, and the oldest copy, which goes once the new one is whole.
 
-        The next attempt has their room. The last whole copy stays.
+        The next attempt has their room. The newest whole copy stays; newer ones are damaged, and go. A copy
+        of the same version, which is about to be replaced, is not counted.
         """
         self.directory.remove(f"{EXPORTS}/{job.export.name}")
-        if job.version not in self.directory.versions():
+        versions, keep = self.directory.versions(), max(1, self.keep - 1)
+        if job.version not in versions:
             self.directory.remove(job.staged.name)
-        self.directory.prune(max(1, self.keep - 1), job.version)
+        older = [version for version in versions if version < job.version]
+        if len(older) > keep:  # only then does one go, for which the others are read
+            damaged = list(takewhile(self._is_damaged, reversed(older)))
+            if len(damaged) == len(older):
+                return
+            for version in damaged:
+                self.directory.remove(f"step_{version:08d}")
+        self.directory.prune(keep, job.version - 1)
+
+    def _is_damaged(self, version: int) -> bool:
+        try:
+            self.directory.check(version)
+        except DamagedCopy as error:
+            log.warning("remote.damaged version=%d error=%s", version, error)
+            return True
+        return False
 
 
 @dataclass(frozen=True, slots=True)

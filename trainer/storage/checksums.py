@@ -7,6 +7,7 @@ lists the other files: checksums.json in an exported model, manifest.json in a c
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import IO
 
 import msgspec
 import xxhash
@@ -42,10 +43,15 @@ class FileList(msgspec.Struct, frozen=True):
 
 def digest_of(path: Path) -> str:
     """Return xxh3-64 of a file's bytes, 16 hex digits. Raises OSError."""
-    state = xxhash.xxh3_64()
     with path.open("rb") as file:
-        while chunk := file.read(_READ_BYTES):
-            state.update(chunk)
+        return digest_of_rest(file)
+
+
+def digest_of_rest(file: IO[bytes]) -> str:
+    """Return xxh3-64 of what an open file still has, 16 hex digits. Raises OSError."""
+    state = xxhash.xxh3_64()
+    while chunk := file.read(_READ_BYTES):
+        state.update(chunk)
     return state.hexdigest()
 
 

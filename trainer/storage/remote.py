@@ -11,8 +11,9 @@ A copy without complete.json is incomplete: readers ignore it, and the next copy
 import math
 import shutil
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path, PurePosixPath
 
 import fsspec
@@ -21,7 +22,7 @@ import msgspec
 from protocol.errors import SettingsError, TetherError
 from protocol.host.atomic_file import directory_written_aside
 from trainer.storage.checkpoints import NAME
-from trainer.storage.checksums import FILE, FileList, FilePart, digest_of
+from trainer.storage.checksums import FILE, FileList, FilePart, digest_of, digest_of_rest
 
 COMPLETE = "complete.json"
 EXPORTS = "exports"
@@ -174,6 +175,17 @@ class RemoteDirectory:
             for target, aside in asides.items():
                 _move(aside, target)
 
+    def check(self, version: int) -> None:
+        """Read a complete version, and compare each file with its digest.
+
+        Raises:
+            DamagedCopy: a file is missing or damaged; names it.
+            RemoteError: it cannot be read.
+        """
+        with _explained(self.url, "read"):
+            for part in self._files(version):
+                self._compare(version, part, self._digest)
+
     def _files(self, version: int) -> tuple[FilePart, ...]:
         """Return what complete.json of a version names."""
         try:
@@ -192,7 +204,7 @@ class RemoteDirectory:
         with directory_written_aside(target) as directory:
             for name, part in parts.items():
                 (directory / name).parent.mkdir(exist_ok=True)
-                self._get(version, part, directory / name)
+                self._compare(version, part, partial(self._get, directory / name))
 
     def _path(self, version: int, name: str = "") -> str:
         return f"{self._root}/step_{version:08d}" + (f"/{name}" if name else "")
@@ -207,14 +219,24 @@ class RemoteDirectory:
             raise OSError(f"{target} has {size} bytes instead of {nbytes}")
         return nbytes
 
-    def _get(self, version: int, part: FilePart, target: Path) -> None:
+    def _compare(self, version: int, part: FilePart, read: Callable[[str], str]) -> None:
+        """Compare the digest that `read` returns for the path of a file with the one that was written."""
         name = f"step_{version:08d}/{part.name}"
         try:
-            self._fs.get_file(self._path(version, part.name), str(target))
+            digest = read(self._path(version, part.name))
         except FileNotFoundError as error:
             raise DamagedCopy(f"{name} is missing") from error
-        if digest_of(target) != part.xxh3:
+        if digest != part.xxh3:
             raise DamagedCopy(f"{name} is damaged: its digest is not the one that {COMPLETE} names")
+
+    def _get(self, target: Path, path: str) -> str:
+        """Copy a file to a local one, and return its digest."""
+        self._fs.get_file(path, str(target))
+        return digest_of(target)
+
+    def _digest(self, path: str) -> str:
+        with self._fs.open(path, "rb") as file:
+            return digest_of_rest(file)
 
     def _remove(self, path: str) -> None:
         """Remove a directory if it is there, what completes it first."""

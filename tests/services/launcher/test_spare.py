@@ -207,6 +207,25 @@ async def test_a_service_that_dies_waits_for_a_spare_that_imports_already(
         assert waiting(spares) == [importing.pid]
 
 
+async def test_a_service_does_not_wait_for_a_spare_that_hangs_in_its_imports(
+    spares: Spares, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(spare, "LATE_S", 0.1)
+    environ, others = {**PYTHONPATH, "BEHAVIOUR": "0 one"}, set(psutil.Process().children())
+    spares.add("worker.0", PROGRAM, environ)
+    async with asyncio.timeout(60), kept_spares(spares):
+        await eventually(lambda: len(psutil.Process().children()) > len(others))
+        (importing,) = {*psutil.Process().children()} - others
+        importing.suspend()
+        spec = ServiceSpec("worker.0", PROGRAM, environ)
+        child = SupervisedProcess(spec, tmp_path / "worker.0.log", 2, spares=spares)
+        assert await child._run_once() == 0
+        assert type(child._process) is asyncio.subprocess.Process
+        assert "spare.late name=worker.0 seconds=0.1 instead=a new process" in caplog.text
+        importing.resume()  # it was only slow: the next death has it
+        await eventually(lambda: waiting(spares) == [importing.pid])
+
+
 async def test_a_spare_that_was_killed_is_replaced_and_never_used(spares: Spares, tmp_path: Path) -> None:
     spares.add("worker.0", PROGRAM, PYTHONPATH)
     async with kept_spares(spares):

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, TetherError
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
 from services.ledger.event_log.hash_chain import append
@@ -38,6 +38,20 @@ async def test_a_write_waits_for_room_and_the_registry_says_so(process: Process,
         assert not write.done()
         log.unlink()
     assert log.read_bytes().startswith(b'{"step":0,"chain":')
+    assert process.waits == []
+
+
+async def test_a_write_that_may_not_be_repeated_ends_its_wait(process: Process, tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.symlink_to("/dev/full")
+
+    async def refuse() -> None:
+        log.unlink()  # there is room now
+        raise TetherError("another trainer holds the run")
+
+    with pytest.raises(TetherError, match="another trainer"):
+        await until_written(process, partial(append, log, [b'{"step":0}']), refuse)
+    assert not log.exists()
     assert process.waits == []
 
 

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file
 
-from protocol.errors import TetherError
+from protocol.errors import Reason, Refused, TetherError
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
 from services.ledger.interface import RunSpec
@@ -94,6 +94,7 @@ async def rig(tmp_path: Path) -> AsyncIterator[Rig]:
     settings = load_settings(None, [f"run.dir={json.dumps(str(tmp_path))}"], environ={})
     ledger: Any = MemoryLedger()
     await ledger.create(RunSpec("r", "f", None, steps=9, bound=Bound(1, 1, Policy.WAIT)))
+    await ledger.claim("e1")
     (tmp_path / "metrics.jsonl").touch()
     backend, nobody = HeldBackend(), None
     with ThreadPoolExecutor(1) as thread, closing(Spool(tmp_path / "spool.sqlite")) as spool:
@@ -263,6 +264,29 @@ async def test_a_checkpoint_without_room_is_owed_and_the_next_one_waits_for_room
         await rig.checkpoint(checkpointer, 0)
         assert not checkpointer.is_owed
         assert rig.versions() == [0]  # complete, and not only begun
+
+
+async def test_a_fenced_trainer_does_not_wait_for_room_for_a_checkpoint(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpointing, "RETRY_S", 0.01)
+    rig.backend.is_full.set()
+    rig.backend.may_write.set()
+
+    async def body() -> None:
+        async with asyncio.timeout(60), Checkpointer(rig.run, rig.runner) as checkpointer:
+            await rig.checkpoint(checkpointer, 1)
+            await checkpointer.finish()
+            await rig.ledger.claim("e2")
+            rig.backend.is_full.clear()
+            await rig.checkpoint(checkpointer, 0)
+
+    with pytest.raises(ExceptionGroup) as failed:
+        await body()
+    (refused,) = failed.value.exceptions
+    assert isinstance(refused, Refused)
+    assert refused.reason is Reason.STALE_EPOCH
+    assert rig.versions() == []
 
 
 async def test_an_export_without_room_is_made_again_and_its_checkpoint_stays(

@@ -16,6 +16,7 @@ from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
 from services.runtime import writing
 from services.runtime.process import Process
+from services.runtime.writing import StoppedWaiting
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import ModelVersion, OpenRun
 from services.trainer.takeover import reclaim
@@ -141,12 +142,34 @@ async def test_a_version_waits_for_room_on_its_disk_until_the_process_stops(
 
             async with asyncio.TaskGroup() as tasks:
                 waits = tasks.create_task(end_wait())
-                with pytest.raises(WeightError) if is_stopped else nullcontext():
+                with pytest.raises(StoppedWaiting) if is_stopped else nullcontext():
                     again = await reclaim(run, runner, model, MissingRecords({}))
                     assert again.digest == model.digest
             names = {path.name for path in disk.iterdir()}
         assert waits.result() == [f"room: the disk of {disk} is full"]
         assert names == {"v00000000-e1", "ballast" if is_stopped else f"v00000000-{run.epoch}"}
+
+
+async def test_a_trainer_that_is_fenced_while_it_waits_for_room_ends_its_wait(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(writing, "RETRY_S", 0.01)
+    with small_disk(tmp_path / "disk", 256) as disk:
+        words = "weights.transport=disk", f"weights.directory={disk}"
+        async with holding(tmp_path, *words) as (run, runner, driver, model), asyncio.timeout(60):
+            fill(disk)
+
+            async def fence() -> None:
+                await waits_of_trainer(driver)
+                await driver.ledger.claim("e2")
+
+            async with asyncio.TaskGroup() as tasks:
+                tasks.create_task(fence())
+                with pytest.raises(Refused) as refused:
+                    await reclaim(run, runner, model, MissingRecords({}))
+            assert refused.value.reason is Reason.STALE_EPOCH
+            assert run.process.waits == []
+            assert {path.name for path in disk.iterdir()} == {"v00000000-e1", "ballast"}
 
 
 async def test_a_full_disk_of_copies_is_named_by_its_url(

@@ -5,6 +5,7 @@ import shutil
 import socket
 import threading
 from collections.abc import Iterator
+from contextlib import closing, contextmanager
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,12 @@ class Run:
         self.checkpoints.finish(version, epoch="e", digest=version, sequence=version)
         self.uploader.put(version, self.spool, self.directory / f"exports/step_{version:08d}")
 
+    def copy(self, *versions: int, nbytes: int = 0) -> None:
+        """Save checkpoints, and wait until each is copied or given up."""
+        for version in versions:
+            self.save(version, nbytes)
+            self.uploader.finish()
+
     def send_to(self, model: str) -> None:
         """Upload exports alone to a model on the hub."""
         self.uploader.close()
@@ -66,9 +73,13 @@ class Run:
         return self.metrics.registry.get_sample_value("tether_events_total", {"event": event}) or 0.0
 
 
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(uploads, "PAUSE_S", 0.001)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Iterator[Run]:
     made = Run(tmp_path, f"file://{tmp_path}/elsewhere/remote")
     yield made
     made.uploader.close()
@@ -77,8 +88,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
 def test_a_copy_is_a_whole_run(run: Run, tmp_path: Path) -> None:
     (run.directory / "settings_until_7.json").write_text('{"lr": 1}')
-    run.save(1)
-    run.uploader.finish()
+    run.copy(1)
     assert run.counted("remote.copied") == 1
     assert not run.checkpoints.held
     assert list((run.directory / "uploads/remote").iterdir()) == []
@@ -89,9 +99,8 @@ def test_a_copy_is_a_whole_run(run: Run, tmp_path: Path) -> None:
     assert (again / "audit.jsonl").read_text() == '{"seq":1}\n'
     assert (again / "settings_until_7.json").read_text() == '{"lr": 1}'
     assert Checkpoints(again / "checkpoints", keep=1).latest() is not None
-    spool = Spool(again / "spool.sqlite")
-    assert spool.get_many([(1, "a")]) == [b"record"]
-    spool.close()
+    with closing(Spool(again / "spool.sqlite")) as spool:
+        assert spool.get_many([(1, "a")]) == [b"record"]
     assert fetch_run(settings) == ""  # there is a run now
     (again / "fetching").touch()  # as if it had been cut off
     assert fetch_run(settings).startswith("fetched version 1")
@@ -109,9 +118,7 @@ def test_a_copy_is_a_whole_run(run: Run, tmp_path: Path) -> None:
 def test_the_newest_copy_that_is_whole_is_fetched(
     run: Run, tmp_path: Path, damaged: str, says: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    for version in (1, 2):
-        run.save(version)
-        run.uploader.finish()
+    run.copy(1, 2)
     newest, new = tmp_path / f"elsewhere/remote/step_00000002/{damaged}", tmp_path / "new"
     (tmp_path / "elsewhere/remote/step_00000001/run/settings.json").rename(tmp_path / "kept")
     newest.unlink() if "missing" in says else newest.write_text("noise")
@@ -124,9 +131,7 @@ def test_the_newest_copy_that_is_whole_is_fetched(
     assert fetch_run(settings) == f"fetched version 1 of the run from {run.url}"
     (line,) = caplog.messages
     assert line.startswith(f"remote.left_out version=2 error=step_00000002/{damaged} {says}")
-    latest = Checkpoints(new / "checkpoints", keep=1).latest()
-    assert latest is not None
-    assert latest.version == 1
+    assert Checkpoints(new / "checkpoints", keep=1).latest() is not None
     assert [path.name for path in (new / "checkpoints").iterdir()] == ["step_00000001"]
     assert not list(tmp_path.glob("*.download*"))
 
@@ -134,9 +139,7 @@ def test_the_newest_copy_that_is_whole_is_fetched(
 def test_a_fetch_that_was_cut_off_leaves_no_checkpoint_of_a_copy_that_is_damaged_since(
     run: Run, tmp_path: Path
 ) -> None:
-    for version in (1, 2):
-        run.save(version)
-        run.uploader.finish()
+    run.copy(1, 2)
     new, newest = tmp_path / "new", tmp_path / "elsewhere/remote/step_00000002"
     new.mkdir()
     (new / "fetching").touch()  # and killed once the checkpoint was there, before the other files were
@@ -149,17 +152,14 @@ def test_a_fetch_that_was_cut_off_leaves_no_checkpoint_of_a_copy_that_is_damaged
 
 def test_a_run_goes_on_while_its_remote_directory_fails(run: Run, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").write_text("no directory")
-    run.save(1)
-    run.uploader.finish()
+    run.copy(1)
     (warning,) = run.uploader.warnings()
     assert warning.startswith(f"the checkpoint of version 1 was not copied: {run.url} cannot be written")
     assert run.uploader.warnings() == ()
     assert (run.counted("remote.failed"), run.counted("remote.copied")) == (1, 0)
-    (line,) = run.end(f"run.remote={run.url}")
-    assert line.startswith(f"warning: version 1 is not at {run.url}: ")
+    assert run.end(f"run.remote={run.url}")[0].startswith(f"warning: version 1 is not at {run.url}: ")
     (tmp_path / "elsewhere").unlink()
-    run.save(2)
-    run.uploader.finish()
+    run.copy(2)
     assert run.counted("remote.copied") == 1
     assert RemoteDirectory(run.url).versions() == [2]
 
@@ -168,8 +168,7 @@ def test_a_copy_that_found_no_room_leaves_nothing_that_takes_it(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run.export(1)
-    run.save(1)
-    run.uploader.finish()
+    run.copy(1)
     put_file = LocalFileSystem.put_file
 
     def full(system: LocalFileSystem, source: str, target: str) -> None:
@@ -179,8 +178,7 @@ def test_a_copy_that_found_no_room_leaves_nothing_that_takes_it(
 
     monkeypatch.setattr(LocalFileSystem, "put_file", full)
     run.export(2)
-    run.save(2)
-    run.uploader.finish()
+    run.copy(2)
     (warning,) = run.uploader.warnings()
     assert "No space left on device" in warning
     remote = tmp_path / "elsewhere/remote"
@@ -188,31 +186,55 @@ def test_a_copy_that_found_no_room_leaves_nothing_that_takes_it(
     assert RemoteDirectory(run.url).versions() == [1]
 
 
+@contextmanager
+def full_place(root: Path, keep: int) -> Iterator[Run]:
+    """A run with `keep` copies of 1 MiB, whose place has no room for another."""
+    with small_disk(root / "elsewhere", keep * 1200 + 600) as disk:
+        run = Run(root, f"file://{disk}/remote", keep)
+        run.copy(*range(1, keep + 1), nbytes=1 << 20)
+        yield run
+        run.uploader.close()
+        run.spool.close()
+
+
 @pytest.mark.parametrize(("keep", "kept"), [(1, [1]), (2, [2, 3]), (3, [2, 3, 4])])
 def test_a_full_place_gives_up_its_oldest_copy_but_never_its_last(
     tmp_path: Path, keep: int, kept: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "PAUSE_S", 0.001)
     remove, left = RemoteDirectory._remove, []
 
     def noted(directory: RemoteDirectory, path: str) -> None:
         remove(directory, path)
         left.append(len(directory.versions()))
 
-    with small_disk(tmp_path / "elsewhere", keep * 1200 + 600) as disk:
-        run = Run(tmp_path, f"file://{disk}/remote", keep)
-        for version in range(1, keep + 2):
-            if version > keep:
-                monkeypatch.setattr(RemoteDirectory, "_remove", noted)
-            run.save(version, 1 << 20)
-            run.uploader.finish()
-        copies = RemoteDirectory(run.url).versions()
-        run.uploader.close()
-        run.spool.close()
-    assert copies == kept
+    with full_place(tmp_path, keep) as run:
+        monkeypatch.setattr(RemoteDirectory, "_remove", noted)
+        run.copy(keep + 1, nbytes=1 << 20)
+        assert RemoteDirectory(run.url).versions() == kept
+        warnings = run.uploader.warnings()
     assert min(left) == max(1, keep - 1)
-    warnings = run.uploader.warnings()
     assert [f"of version {keep + 1} was not copied" in line for line in warnings] == [True] * (keep == 1)
+
+
+@pytest.mark.parametrize(("damaged", "kept"), [((3,), [1, 2, 4]), ((2, 3), [1, 4]), ((1, 2, 3), [1, 2, 3])])
+def test_a_full_place_gives_up_no_whole_copy_for_damaged_ones(
+    tmp_path: Path, damaged: tuple[int, ...], kept: list[int]
+) -> None:
+    with full_place(tmp_path, 3) as run:
+        for version in damaged:
+            with (tmp_path / f"elsewhere/remote/step_{version:08d}/checkpoint/part").open("r+") as part:
+                part.write("noise")
+        run.copy(4, nbytes=1 << 20)
+        assert RemoteDirectory(run.url).versions() == kept
+    assert len(run.uploader.warnings()) == (4 not in kept)
+
+
+def test_a_copy_that_is_made_again_in_a_full_place_takes_no_place_of_another(tmp_path: Path) -> None:
+    with full_place(tmp_path, 2) as run:
+        (run.export(2) / "model.safetensors").write_bytes(bytes(1 << 20))
+        run.uploader.put(2, run.spool, run.directory / "exports/step_00000002")
+        run.uploader.finish()
+        assert RemoteDirectory(run.url).versions() == [1, 2]
 
 
 def test_waiting_upload_is_not_pruned_and_gives_way_to_a_newer_one(
@@ -247,8 +269,7 @@ def test_each_export_is_a_commit_of_a_model_on_the_hub(run: Run, hub: HubServer)
     assert run.end("run.hub=some-org/mine") == []
     for version in (1, 2):
         export = run.export(version)
-        run.save(version)
-        run.uploader.finish()
+        run.copy(version)
         repository = hub.repository("model", "some-org/mine")
         assert repository.commits[repository.branches["main"]] == files_of(export)
     assert len(repository.commits) == 3  # the first is empty
@@ -268,30 +289,25 @@ def test_a_hub_that_refuses_costs_the_run_nothing_but_the_upload(
     hub.refusal = refusal
     run.send_to("some-org/mine")
     export = run.export(1)
-    run.save(1)
-    run.uploader.finish()
+    run.copy(1)
     (warning,) = run.uploader.warnings()
     assert says in warning
     assert f"step_00000001 was not uploaded to {hub.url}/some-org/mine" in warning
     (line,) = run.end("run.hub=some-org/mine")
     assert line.endswith(f"`tether push {run.directory} some-org/mine` sends it")
     assert len(files_of(export)) == 2
-    latest = run.checkpoints.latest()
-    assert latest is not None
-    assert latest.version == 1
+    assert [checkpoint.version for checkpoint in run.checkpoints.complete()] == [1]
     hub.refusal = 0
     monkeypatch.setenv("HF_TOKEN", "hf_token")
     run.export(2)
-    run.save(2)
-    run.uploader.finish()
+    run.copy(2)
     assert run.end("run.hub=some-org/mine") == ["version 2 is at some-org/mine"]
 
 
 def test_an_upload_that_a_stop_cut_off_is_made_by_the_next_start(run: Run, hub: HubServer) -> None:
     run.send_to("some-org/mine")
     run.export(1)
-    run.save(1)
-    run.uploader.finish()
+    run.copy(1)
     hub.refusal = 500
     export = run.export(2)
     with run.uploader._changed:  # as if the process ended before the copy began
@@ -376,8 +392,7 @@ def test_a_hub_that_does_not_answer_is_left_after_a_while(
         close_session()  # it is made anew, as the client does after an error
         run.send_to("some-org/mine")
         run.export(1)
-        run.save(1)
-        run.uploader.finish()
+        run.copy(1)
     (warning,) = run.uploader.warnings()
     assert "ReadTimeout" in warning
     monkeypatch.undo()

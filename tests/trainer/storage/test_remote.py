@@ -10,7 +10,7 @@ import pytest
 from fsspec.implementations.local import LocalFileSystem
 
 from protocol.errors import SettingsError
-from trainer.storage.remote import COMPLETE, RemoteDirectory, RemoteError
+from trainer.storage.remote import COMPLETE, DamagedCopy, RemoteDirectory, RemoteError
 
 
 class FullDisk(LocalFileSystem):  # type: ignore[misc]
@@ -107,8 +107,11 @@ def test_a_newer_copy_that_was_left_out_takes_no_place_of_a_kept_one(
 
 def test_a_damaged_file_is_named_and_nothing_is_left(remote: RemoteDirectory, tmp_path: Path) -> None:
     remote.upload(4, files_of(tmp_path / "local"))
+    remote.check(4)
     fs, root = fsspec.core.url_to_fs(remote.url)
     fs.pipe_file(f"{root}/step_00000004/checkpoint/rank-00000.safetensors", b"noise")
+    with pytest.raises(DamagedCopy, match=r"rank-00000\.safetensors is damaged"):
+        remote.check(4)
     with pytest.raises(RemoteError, match=r"rank-00000\.safetensors is damaged"):
         remote.download(4, {"checkpoint": tmp_path / "here"})
     assert not (tmp_path / "here").exists()
