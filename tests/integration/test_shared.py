@@ -92,6 +92,10 @@ async def test_megatron_trains_on_vllms_copy_where_both_lay_out_alike(
     assert list((tmp_path / "shared/shared").iterdir()) == []
 
 
+@slow_unless_changed(
+    "trainer/weights/shared", "rollout/staging/", "services/trainer/shared_engine.py",
+    "trainer/megatron/convert/",
+)  # fmt: skip
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_adapters_on_a_shared_base_are_those_of_a_run_by_shm(
     tmp_path: Path, dtype: str, caplog: pytest.LogCaptureFixture
@@ -178,6 +182,10 @@ def test_a_pool_has_engines_that_share_and_others(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
+@slow_unless_changed(
+    "trainer/weights/shared", "rollout/staging/", "services/trainer/shared_engine.py",
+    "trainer/megatron/convert/",
+)  # fmt: skip
 @pytest.mark.parametrize(("pair", "dtype"), [*CASES, ("hf", "bfloat16")])
 async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, pair: str, dtype: str) -> None:
     settings = small(
@@ -190,6 +198,10 @@ async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, pai
     assert len(set(digests(run))) == 6
 
 
+@slow_unless_changed(
+    "trainer/weights/shared", "rollout/staging/", "services/trainer/shared_engine.py",
+    "trainer/megatron/convert/",
+)  # fmt: skip
 async def test_a_successor_replays_without_an_engine_whatever_the_transport_is_then(tmp_path: Path) -> None:
     both = (*PAIRS["megatron"], "run.steps=6", "bound.max_staleness=0")
     for version in (2, 4):

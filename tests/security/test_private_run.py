@@ -14,10 +14,17 @@ import pytest
 
 from services.ledger.embedded_server import read_endpoint
 from services.run_record.page_key import KEY_FILE
+from tests.changes import LAUNCHER, slow_unless_changed
 from tests.integration.command import tether_here, tether_up, until
 from tests.integration.loop import ROOT
 
-pytestmark = [pytest.mark.xdist_group("command"), pytest.mark.timeout(900)]
+pytestmark = [
+    pytest.mark.xdist_group("command"),
+    pytest.mark.timeout(900),
+    slow_unless_changed(
+        *LAUNCHER, "protocol/host/", "services/settings/", "services/bus/", "tests/security/"
+    ),
+]
 
 RUN = "privaterun"
 WANDB, SEARCH = "wandb-6f1d2c", "search-90ab7e"

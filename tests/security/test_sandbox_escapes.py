@@ -16,9 +16,13 @@ import pytest
 from reward.sandbox.child import fork, wait_for
 from reward.sandbox.runner import NEEDED, Limits, Verdict, _remove
 from reward.verifiers import python_tests
+from tests.changes import slow_unless_changed
 from tests.security.sandbox_user import ROOT, UIDS, SandboxUser, become, sandbox_user
 
-pytestmark = pytest.mark.xdist_group("sandbox")
+pytestmark = [
+    pytest.mark.xdist_group("sandbox"),
+    slow_unless_changed("reward/sandbox/", "protocol/host/", "tests/security/"),
+]
 
 LIMITS = Limits(wall_s=20.0, cpu_s=2, memory_mb=256, file_mb=1, processes=6)
 HEAD = "import ctypes, fcntl, mmap, os, signal, socket, struct, subprocess, sys\n"

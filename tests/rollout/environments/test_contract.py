@@ -19,6 +19,7 @@ from rollout.generate import generate_group
 from rollout.prompts.base import Prompt, PromptConfig
 from rollout.prompts.registry import make_source
 from rollout.render import RenderConfig, Renderer
+from tests.changes import slow_unless_changed
 from tests.rollout.environments.agents import ASKS, SERVES
 from tests.rollout.environments.peers import PEERS
 from tests.rollout.tokenizers import TEMPLATE, write_tokenizer
@@ -60,7 +61,17 @@ class Talking(ScriptedEngine):
         return Completion(tokens, (-0.5,) * len(tokens), ((len(tokens), version),), "stop")
 
 
-@pytest.fixture(scope="module", params=[None, TEMPLATE], ids=["plain", "chat"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            None,
+            id="plain",
+            marks=slow_unless_changed("rollout/environments/", "rollout/sessions/", "rollout/render.py"),
+        ),
+        pytest.param(TEMPLATE, id="chat"),
+    ],
+)
 def model_dir(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     letters = "`#*/[]():'\"_,!<>ABCDEFGHIJKLMNOPQRSTUVWXYZ"
     return write_tokenizer(tmp_path_factory.mktemp("model"), template=request.param, more=letters)

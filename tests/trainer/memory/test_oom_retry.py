@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from protocol.errors import SettingsError
+from tests.changes import slow_unless_changed
 from tests.trainer.fsdp import ranks as fsdp
 from tests.trainer.megatron.memory import memory_ranks as megatron
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
@@ -15,6 +16,8 @@ from tests.trainer.megatron.ranks import ALGORITHM
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.megatron.backend import MegatronBackend
+
+pytestmark = slow_unless_changed("trainer/memory/", "trainer/fsdp/", "trainer/megatron/", "trainer/backends/")
 
 NAME = "qwen2"
 BUDGET = 1000

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import slow_unless_changed
 from tests.trainer.algorithms.naive import mean, of_samples
 from tests.trainer.recomputed.backend_run import (
     assert_equal,
@@ -24,10 +25,18 @@ from tests.trainer.recomputed.cases import (
 from tests.trainer.recomputed.records import read
 from trainer.algorithms.registry import ALGORITHMS
 
+FEW = ("grpo", "ppo-kl-in-reward", "branches-ppo", "reward-model")
+CHANGED = slow_unless_changed(
+    "trainer/reference/", "trainer/layers/", "trainer/functional/", "trainer/algorithms/", "trainer/roles/",
+    "trainer/step/", "trainer/data/", "tests/trainer/recomputed/",
+)  # fmt: skip
+
 pytestmark = pytest.mark.xdist_group("layouts")  # what naive loops compute is there once
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[] if name in FEW else [CHANGED]) for name in CASES]
+)
 def test_three_steps_are_those_of_the_naive_loop(name: str, directory: Path) -> None:
     expected, weights = recomputed(name, directory)
     models = make_models("reference", CASES[name], directory)

@@ -16,6 +16,7 @@ from rollout.engines.base import Completion, EngineConfig, Occupancy, Request, S
 from rollout.engines.contract.bench import ask, together
 from rollout.engines.contract.models import weights, write_shm
 from rollout.engines.megatron.engine import MegatronEngine
+from tests.changes import slow_unless_changed
 from tests.contracts.engine_models import adapted
 from tests.trainer.megatron.models import ALL_MODELS, HYBRIDS, OPTIMIZER, make_model, save_model
 from tests.trainer.megatron.ranks import ALGORITHM
@@ -23,6 +24,11 @@ from trainer.batch import Batch, StepTotals
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.inference.model import CachedModel
+
+pytestmark = slow_unless_changed(
+    "rollout/engines/megatron/", "rollout/engines/in_process/", "trainer/megatron/inference",
+    "trainer/megatron/layers/",
+)  # fmt: skip
 
 LENGTH = 64
 """max_model_len."""
