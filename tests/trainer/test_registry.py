@@ -15,6 +15,8 @@ from trainer.reference.backend import ReferenceBackend
 from trainer.registry import make_backend, make_critic
 from trainer.roles.config import CriticConfig
 
+pytestmark = pytest.mark.xdist_group("registry")  # one fixture for the module
+
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHM = make_algorithm(AlgorithmConfig())
 

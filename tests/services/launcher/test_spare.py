@@ -15,8 +15,11 @@ from services.launcher import spare
 from services.launcher.child import ServiceSpec, SupervisedProcess
 from services.launcher.session import ForkedProcess, kill_session
 from services.launcher.spare import Spare, Spares
+from tests.changes import slow_unless_changed
 from tests.services.bus.harness import eventually
 from tests.services.launcher.patient_spares import PROGRAM, kept_spares
+
+pytestmark = slow_unless_changed("services/launcher/", "services/spare.py", "services/runtime/")
 
 THREADED = "tests.services.threaded_program"
 PYTHONPATH = {"PYTHONPATH": os.getcwd()}

@@ -35,7 +35,7 @@ ROWS = (
 )
 """What the checksums of the spool cover: not times, leases that may add calls, and its name."""
 
-pytestmark = pytest.mark.timeout(300)
+pytestmark = [pytest.mark.timeout(300), pytest.mark.xdist_group("damage")]  # one fixture for the module
 
 
 @pytest.fixture(scope="module")
