@@ -41,5 +41,9 @@ def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, flo
             raise VerifierError(name, f"{len(scores)} scores for {count} samples")
         for i, score in enumerate(scores):
             if not max(abs(score), abs(weights[name] * score)) <= MOST:
-                raise VerifierError(name, f"scored sample {i} as {score}")
+                raise VerifierError(
+                    name,
+                    f"scored sample {i} as {score}; a score, and its product with the weight "
+                    f"{weights[name]:g}, has to be a number within {MOST:g} of 0",
+                )
     return [math.fsum(weights[name] * scores[i] for name, scores in components.items()) for i in range(count)]

@@ -80,7 +80,11 @@ class TurnScores:
             )
         for number, score in enumerate(scores):
             if not abs(score) <= MOST:
-                raise VerifierError(by, f"scored turn {number} of sample {sample} as {score}")
+                raise VerifierError(
+                    by,
+                    f"scored turn {number} of sample {sample} as {score}; a score has to be a number within "
+                    f"{MOST:g} of 0",
+                )
         turn_scores = self._components.setdefault(verifier, [[] for _ in self._counts])
         turn_scores[sample] = list(scores)
         return math.fsum(scores)

@@ -170,9 +170,10 @@ class RowSource:
             ease=ease_of(self._train, config),
         )
         self.size = self._order.size
-        self.fingerprint = fingerprint_of(
-            config, b"\n".join(encoded_prompt(p) for p in (*self._train, *self._held_out))
-        )
+        content = b"\n".join(encoded_prompt(p) for p in (*self._train, *self._held_out))
+        if own or len(self._held_out) < len(candidates):  # `prompts.held_out` does not say where these begin
+            content += b"\0%d" % len(self._train)
+        self.fingerprint = fingerprint_of(config, content)
 
     def at(self, index: int) -> Prompt:
         prompt = self._train[self._order[index]]

@@ -92,7 +92,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     model: ModelFacts | None = None
     try:
         source = make_source(settings.prompts)
-        if settings.eval.every:
+        if settings.eval.every or (settings.eval.at_end and local):  # at the end `tether up` scores
             read_sets(settings, source)
         else:
             held_out_sets(source, settings.prompts, settings.eval.sets, settings.eval.prompts)

@@ -138,6 +138,8 @@ def check_model(
             not suffice.
         TetherError: a rank failed.
     """
+    if backend == "fsdp" and parallel != ONE_RANK:
+        raise SettingsError("--backend fsdp is checked on one rank: leave --tp and the other sizes out")
     facts: dict[str, Any] = {"model": str(model_dir)}
     if quantization_of(model_dir) is not None:
         return _check_plain_copy(model_dir, parallel, backend, facts)

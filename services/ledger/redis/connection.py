@@ -32,7 +32,7 @@ from redis.exceptions import TimeoutError as RedisTimeoutError
 from protocol.errors import Reason, Refused, SettingsError, Unavailable
 from services.ledger.redis.batches import Batches, Word
 from services.ledger.redis.scripts import Script
-from services.ledger.redis.url import redacted, refused_url
+from services.ledger.redis.url import has_database, redacted, refused_url
 
 SERVER_FIELD = "server"
 """Field of the hash `run`: the `run_id` of the server process on which the run was reconciled last."""
@@ -150,6 +150,8 @@ class Connection:
         self.retry_s = retry_s
         self._fence = ServerFence()
         self._run_seen = False
+        if not has_database(url):
+            raise refused_url(url)
         try:
             pool = aioredis.BlockingConnectionPool.from_url(
                 url,

@@ -64,6 +64,18 @@ def redacted(url: str) -> str:
     return f"{parts.scheme}://{secret}{address}{'' if port is None else f':{port}'}{database}"
 
 
+def has_database(url: str) -> bool:
+    """Return whether the path of `url` is the number of a database, or nothing.
+
+    redis-py takes database 0 for `/name`, and 12 for `/1/2`.
+    """
+    try:
+        parts = urlsplit(url)
+    except ValueError:
+        return False
+    return parts.scheme == "unix" or DATABASE.fullmatch(parts.path.rstrip("/")) is not None
+
+
 def refused_url(url: str) -> SettingsError:
     """Return the error for a URL that cannot be used."""
     return SettingsError(

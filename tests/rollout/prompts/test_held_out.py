@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -96,3 +97,22 @@ def test_a_conversation_repeats_another_only_if_all_of_it_does(tmp_path: Path) -
     path.write_text("\n".join(rows))
     source = make_source(PromptConfig(path=str(path), held_out=2))
     assert [prompt.messages[1][1] for prompt in source.held_out()] == ["3+3?"]
+
+
+def test_the_fingerprint_says_where_the_held_out_prompts_begin(tmp_path: Path) -> None:
+    rows = [f"q{i}" for i in range(10)]
+    base = PromptConfig(path=file(tmp_path / "a", rows), prompt_field="question", held_out=4)
+    longer = replace(
+        base, path=file(tmp_path / "b", [*rows, "q0"])
+    )  # q6 is trained, too, and q0 is not scored
+    assert texts(longer) == {"held_out": ["q7", "q8", "q9"]}
+    six, seven = (
+        replace(
+            base,
+            path=file(tmp_path / f"train{n}", rows[:n]),
+            held_out_path=file(tmp_path / f"held{n}", rows[n:]),
+        )
+        for n in (6, 7)
+    )
+    for one, other in ((base, longer), (six, seven)):
+        assert make_source(one).fingerprint != make_source(other).fingerprint

@@ -33,7 +33,7 @@ def demo(run_dir: Path, *overrides: str) -> Settings:
     """The demo with ten prompts of its own, all of them trained on."""
     path = run_dir.parent / "prompts.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in PROMPTS))
-    own = (f'prompts.path="{path}"', "prompts.held_out=0", f'run.dir="{run_dir}"')
+    own = (f'prompts.path="{path}"', "prompts.held_out=0", "eval.at_end=false", f'run.dir="{run_dir}"')
     return load_settings(str(ROOT / "deploy/configs/demo.toml"), [*own, *overrides], environ={})
 
 

@@ -37,6 +37,13 @@ def test_check_configuration_names_a_ledger_that_does_not_answer() -> None:
     assert "127.0.0.1:1" in text
 
 
+def test_check_configuration_finds_that_the_end_has_no_held_out_prompts_to_score(tmp_path: Path) -> None:
+    settings = ["engine.name=hf", f'run.dir="{tmp_path}/run"', "prompts.held_out=0"]
+    (text,) = check_configuration(DEMO, [*settings, "eval.at_end=true"]).problems
+    assert text.startswith("no held-out prompts to score on: set prompts.held_out")
+    assert check_configuration(DEMO, [*settings, "eval.at_end=false"]).problems == []
+
+
 def test_render_check_counts_the_problems() -> None:
     assert render_check(CheckedRun([], ["model m"])) == "OK\nmodel m"
     assert render_check(CheckedRun(["a", "b"], [])) == "2 problems\n- a\n- b"

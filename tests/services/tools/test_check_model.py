@@ -195,6 +195,8 @@ def test_check_model_refuses_what_it_cannot_answer(tmp_path: Path) -> None:
         check_model(model_dir, layout_of(ep=2))
     with pytest.raises(SettingsError, match="= 8 does not divide the 4 experts"):
         check_model(save_model("mixtral", tmp_path), layout_of(ep=8))
+    with pytest.raises(SettingsError, match="--backend fsdp is checked on one rank: leave --tp"):
+        check_model(model_dir, layout_of(tp=2), backend="fsdp")
 
 
 def test_check_memory_refuses_a_model_that_does_not_fit(tmp_path: Path) -> None:

@@ -97,6 +97,10 @@ async def test_settings_of_the_server_are_checked(tmp_path: Path) -> None:
 async def test_urls_and_runs_are_checked(valkey_url: str) -> None:
     with pytest.raises(SettingsError, match="redis://USER:PASSWORD@HOST:PORT"):
         await RedisLedger.connect("http://u:secret@host", "run")
+    server = valkey_url.rpartition("/")[0]
+    for path in ("name", "1/2", "-1"):  # redis-py takes database 0 or 12
+        with pytest.raises(SettingsError, match="cannot be used; write redis://USER"):
+            await RedisLedger.connect(f"{server}/{path}", "run")
     with pytest.raises(SettingsError, match="run name"):
         await RedisLedger.connect(valkey_url, "No Such")
     assert redacted("rediss://u:secret@host:1/0") == "rediss://***@host:1/0"
