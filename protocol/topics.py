@@ -3,7 +3,8 @@
     prompts -> rollout --rollouts--> reward --scored--> ingest ==spool==> trainer --weights--> rollout
     rollout --calls--> ingest, whose acknowledgements answer
 
-One side of an edge binds and registers its endpoint in the ledger under the topic's name; the other connects.
+One side of an edge binds a ROUTER and registers its endpoint in the ledger under the topic's name: the
+receiver of what is delivered, the sender of what is broadcast. The other connects a DEALER.
 """
 
 from dataclasses import dataclass
@@ -51,8 +52,6 @@ class Topic:
     name: str
     sender: Role
     receiver: Role
-    binds: Role
-    """The side that binds a ROUTER and registers its endpoint; the other connects a DEALER."""
     pattern: Pattern
     carries: tuple[type[Message], ...]
     """Message types in the direction of the edge."""
@@ -67,7 +66,6 @@ ROLLOUTS = Topic(
     "rollouts",
     Role.ROLLOUT,
     Role.REWARD,
-    binds=Role.REWARD,
     pattern=Pattern.DELIVER,
     carries=(Rollout,),
     window=16,
@@ -76,7 +74,6 @@ SCORED = Topic(
     "scored",
     Role.REWARD,
     Role.INGEST,
-    binds=Role.INGEST,
     pattern=Pattern.DELIVER,
     carries=(ScoredRollout, ScoreFailure),
 )
@@ -84,7 +81,6 @@ WEIGHTS = Topic(
     "weights",
     Role.TRAINER,
     Role.ROLLOUT,
-    binds=Role.TRAINER,
     pattern=Pattern.BROADCAST,
     carries=(WeightManifest, WeightDraft, Control),
     answers=(WeightStaged, WeightApplied, WeightFailed),
@@ -93,7 +89,6 @@ CALLS = Topic(
     "calls",
     Role.ROLLOUT,
     Role.INGEST,
-    binds=Role.INGEST,
     pattern=Pattern.DELIVER,
     carries=(Call, Recall),
 )

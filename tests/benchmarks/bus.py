@@ -28,9 +28,7 @@ from services.bus.sender import Sender
 from tests.benchmarks.table import Figure, Run, figure
 
 ROOT = Path(__file__).parents[2]
-TRAJECTORIES = Topic(
-    "trajectories", Role.ROLLOUT, Role.REWARD, binds=Role.REWARD, pattern=Pattern.DELIVER, carries=(Rollout,)
-)
+TRAJECTORIES = Topic("trajectories", Role.ROLLOUT, Role.REWARD, pattern=Pattern.DELIVER, carries=(Rollout,))
 WARM_UP = 500
 MESSAGES = 8000
 REPEATS = 7

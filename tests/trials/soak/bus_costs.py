@@ -42,7 +42,6 @@ async def message_micros(count: int) -> float:
         ROLLOUTS.name,
         Role.ROLLOUT,
         Role.REWARD,
-        binds=Role.REWARD,
         pattern=ROLLOUTS.pattern,
         carries=(Rollout,),
     )
