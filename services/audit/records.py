@@ -4,11 +4,11 @@ A check is a function of a trained group and of the parties that compute it agai
 goes by the records as they were received, and shares no arithmetic with what it checks.
 """
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from protocol.messages import Rollout, ScoredRollout
 from protocol.rollout_view import RolloutView, decode_rollout
@@ -20,14 +20,12 @@ from trainer.step.train_command import TrainCommand, decode_scored
 
 TOLERANCE = 1e-4
 """Allowed difference of a reward, an advantage or a weight, relative to the larger of its size and 1."""
-ADVANTAGES: dict[str, Callable[[Sequence[float], float], list[float]]] = {
-    "grpo": lambda rewards, eps: [(x - _mean(rewards)) / (_std(rewards) + eps) for x in rewards],
-    "dr_grpo": lambda rewards, eps: [x - _mean(rewards) for x in rewards],
-    "rloo": lambda rewards, eps: [
-        (x - _mean(rewards)) * len(rewards) / max(1, len(rewards) - 1) for x in rewards
-    ],
+ADVANTAGES: dict[str, Callable[[NDArray[np.float64], float], NDArray[np.float64]]] = {
+    "grpo": lambda rewards, eps: (rewards - rewards.mean()) / (rewards.std() + eps),
+    "dr_grpo": lambda rewards, eps: rewards - rewards.mean(),
+    "rloo": lambda rewards, eps: (rewards - rewards.mean()) * len(rewards) / max(1, len(rewards) - 1),
 }
-"""Advantages of a group's samples, by the formula of the algorithm's paper."""
+"""Advantages of a group's samples, by the formula of the algorithm's paper on their rewards."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +175,7 @@ def advantages(group: TrainedGroup, expectations: Expectations) -> Iterator[Find
     formula = ADVANTAGES.get(config.name)
     if formula is None or plan.turns is not None or config.truncated == "shape":
         return
-    expected = formula(group.scored.rewards.numpy().astype(float).tolist(), config.advantage_eps)
+    expected = formula(group.scored.rewards.numpy().astype(float), config.advantage_eps)
     for row in group.rows:
         sample, found = plan.samples[row].sample, float(plan.advantages[row])
         if _differ(found, expected[sample]):
@@ -231,11 +229,3 @@ def turns_of(group: TrainedGroup) -> dict[int, list[tuple[int, int]]]:
 
 def _differ(found: float, expected: float) -> bool:
     return not abs(found - expected) <= TOLERANCE * max(1.0, abs(expected))
-
-
-def _mean(values: Sequence[float]) -> float:
-    return sum(values) / len(values)
-
-
-def _std(values: Sequence[float]) -> float:
-    return math.sqrt(sum((x - _mean(values)) ** 2 for x in values) / len(values))
