@@ -82,15 +82,6 @@ def crossing(curve: Sequence[Point], axis: int, threshold: float) -> float | Non
     return None
 
 
-def area(curve: Sequence[Point], axis: int, last: float) -> float:
-    """Return the mean score from the curve's beginning to `last` on an axis, by trapezoids."""
-    places = [point[axis] for point in curve if point[axis] < last] + [last]
-    if len(places) == 1 or places[0] == last:
-        return curve[0][2]
-    scores = np.interp(places, [point[axis] for point in curve], [point[2] for point in curve])
-    return float(np.trapezoid(scores, places) / (places[-1] - places[0]))
-
-
 def final(curve: Sequence[Point]) -> float:
     """Return the mean score of the last eighth of the points, one at least."""
     count = max(1, len(curve) // 8)

@@ -5,11 +5,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
+
 from deploy.examples.async_vs_sync.bands import (
     SMOOTHED,
     Mean,
     Point,
-    area,
     crossing,
     final,
     mean_lag,
@@ -79,13 +80,22 @@ def summarise(curves: Mapping[Cell, Curve]) -> dict[Key, Summary]:
     }
 
 
+def area(curve: Sequence[Point], last: float) -> float:
+    """Return the mean score from the curve's beginning to `last` samples, by trapezoids."""
+    places = [samples for samples, _, _ in curve if samples < last] + [last]
+    if len(places) == 1 or places[0] == last:
+        return curve[0][2]
+    scores = np.interp(places, [samples for samples, _, _ in curve], [score for _, _, score in curve])
+    return float(np.trapezoid(scores, places) / (places[-1] - places[0]))
+
+
 def _summary(seeds: list[int], curves: list[Curve], threshold: float, last: float) -> Summary:
     points = [points_of(curve) for curve in curves]
     names = [name for name in curves[0].measures if all(name in curve.measures for curve in curves)]
     return Summary(
         seeds=seeds,
         final=mean_of([final(curve) for curve in points]),
-        area=mean_of([area(curve, 0, last) for curve in points]),
+        area=mean_of([area(curve, last) for curve in points]),
         samples_to=[crossing(curve, 0, threshold) for curve in points],
         seconds_to=[crossing(curve, 1, threshold) for curve in points],
         seconds=mean_of([curve.seconds[-1] for curve in curves]),

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from deploy.examples.async_vs_sync.bands import area, band, crossing, final, mean_of, shares, smooth
+from deploy.examples.async_vs_sync.bands import band, crossing, final, mean_of, shares, smooth
 from services.settings.load import load_settings
 from tests.benchmarks.staleness.curve import Curve, curve_of, load_curve
 from tests.benchmarks.staleness.execute import core_sets
 from tests.benchmarks.staleness.figure import draw_curves, draw_summary
 from tests.benchmarks.staleness.grid import BOUNDS, CORRECTIONS, TASKS, Cell, cells
-from tests.benchmarks.staleness.summary import as_json, overview, summarise, table
+from tests.benchmarks.staleness.summary import area, as_json, overview, summarise, table
 from tests.benchmarks.versions import ROOT
 
 LINE = [(0.0, 0.0, 0.0), (100.0, 1.0, 0.2), (200.0, 4.0, 0.6)]
@@ -44,8 +44,8 @@ def test_a_threshold_is_crossed_between_two_points() -> None:
 
 
 def test_a_mean_score_is_the_area_up_to_a_place() -> None:
-    assert area(LINE, 0, 200.0) == pytest.approx((0.1 * 100 + 0.4 * 100) / 200)
-    assert area(LINE, 0, 150.0) == pytest.approx((0.1 * 100 + 0.3 * 50) / 150)
+    assert area(LINE, 200.0) == pytest.approx((0.1 * 100 + 0.4 * 100) / 200)
+    assert area(LINE, 150.0) == pytest.approx((0.1 * 100 + 0.3 * 50) / 150)
     assert final(LINE) == 0.6
     assert final([(float(i), 0.0, float(i)) for i in range(16)]) == 14.5
     assert smooth([1.0, 2.0, 6.0], 2) == [1.0, 1.5, 4.0]
