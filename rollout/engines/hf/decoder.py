@@ -13,9 +13,6 @@ from rollout.engines.hf.routed_experts import ExpertRecorder
 from rollout.engines.hf.row_adapters import RowAdapters
 from rollout.engines.in_process.running_request import Decoder, RunningRequest, take_tokens
 
-Layers = list[tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of each layer, both [H, L, D]."""
-
 
 class HfDecoder:
     """Base of decoders with a model of transformers."""
