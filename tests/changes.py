@@ -37,6 +37,8 @@ IN_PROCESS = (
     "rollout/engines/megatron/",
     "trainer/megatron/inference",
 )
+WEIGHTS = ("trainer/weights/", "rollout/weights/", "protocol/weights/")
+"""How the paths begin on which the transport of versions depends."""
 LAUNCHER = (
     "services/cli.py",
     "services/launcher/",

@@ -23,12 +23,12 @@ class StoppedWaiting(TetherError):
     """The process is to stop, and there was no room for what it was to write until then."""
 
 
-async def _nothing() -> None:
+async def _unchecked() -> None:
     pass
 
 
 async def until_written(
-    process: Process, write: Callable[[], T], check: Callable[[], Awaitable[None]] = _nothing
+    process: Process, write: Callable[[], T], check: Callable[[], Awaitable[None]] = _unchecked
 ) -> T:
     """Do blocking work that writes to the run directory, repeatedly while the disk or the spool refuses it.
 

@@ -1,10 +1,10 @@
 """Coordinates the trainer with the engine whose live weights it computes with (transport `shared`).
 
 The engine fills its weights from the trainer's masters, so the two take turns with them. From the moment a
-version is published until the engine serves it, the trainer neither computes nor writes to its masters. From
-the beginning of a step until the next version is published, no engine can mistake the masters for a version;
-meanwhile decoding and training only read the live weights. Trainer and engine are one failure unit: the
-trainer ends with its engine, and its successor waits for the next one.
+version is published until the engine serves it, the trainer neither computes nor writes to its masters, nor
+does it end. From the beginning of a step until the next version is published, no engine can mistake the
+masters for a version; meanwhile decoding and training only read the live weights. Trainer and engine are one
+failure unit: the trainer ends with its engine, and its successor waits for the next one.
 """
 
 import asyncio
@@ -103,7 +103,7 @@ class SharedEngine:
                 delay = min(delay * 1.5, POLL_S[1])
         return False
 
-    async def copied(self, manifest: WeightManifest) -> None:
+    async def until_copied(self, manifest: WeightManifest) -> None:
         """Wait until the attached engine has copied a version, before the masters go.
 
         Returns, too, when the engine has left, after the limit, or when the process is to stop.

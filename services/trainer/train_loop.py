@@ -115,7 +115,7 @@ class TrainLoop:
         if self._checkpointer.is_owed and not self._process.stop.is_set():
             await self._checkpointer.checkpoint(status, self._model.digest)
         if self._runner.shared_engine is not None:
-            await self._runner.shared_engine.copied(self._model.published)
+            await self._runner.shared_engine.until_copied(self._model.published)
         if status.done:
             log.info("run.done version=%d", status.version)
 

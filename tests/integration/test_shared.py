@@ -33,6 +33,10 @@ VLLM_ALIKE = (
 )  # fmt: skip
 """A key-value head and half of the vocabulary on each of two ranks."""
 CASES = [("hf", "float32"), ("megatron", "float32"), ("megatron", "bfloat16")]
+SHARED = (
+    "trainer/weights/shared", "rollout/staging/", "services/trainer/shared_engine.py",
+    "trainer/megatron/convert/",
+)  # fmt: skip
 KILLED = (
     "weights.transport=shared", "trainer.checkpoint_every=4", "bound.groups_per_step=8",
     "bound.max_staleness=2", "eval.at_end=false", "rollout.lease_s=2", "rollout.groups_in_flight=8",
@@ -92,10 +96,7 @@ async def test_megatron_trains_on_vllms_copy_where_both_lay_out_alike(
     assert list((tmp_path / "shared/shared").iterdir()) == []
 
 
-@slow_unless_changed(
-    "trainer/weights/shared", "rollout/staging/", "services/trainer/shared_engine.py",
-    "trainer/megatron/convert/",
-)  # fmt: skip
+@slow_unless_changed(*SHARED)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 async def test_adapters_on_a_shared_base_are_those_of_a_run_by_shm(
     tmp_path: Path, dtype: str, caplog: pytest.LogCaptureFixture
@@ -182,10 +183,7 @@ def test_a_pool_has_engines_that_share_and_others(tmp_path: Path) -> None:
     assert processes_of(tmp_path) == []
 
 
-@slow_unless_changed(
-    "trainer/weights/shared", "rollout/staging/", "services/trainer/shared_engine.py",
-    "trainer/megatron/convert/",
-)  # fmt: skip
+@slow_unless_changed(*SHARED)
 @pytest.mark.parametrize(("pair", "dtype"), [*CASES, ("hf", "bfloat16")])
 async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, pair: str, dtype: str) -> None:
     settings = small(
@@ -198,10 +196,7 @@ async def test_versions_are_trained_while_the_engine_decodes(tmp_path: Path, pai
     assert len(set(digests(run))) == 6
 
 
-@slow_unless_changed(
-    "trainer/weights/shared", "rollout/staging/", "services/trainer/shared_engine.py",
-    "trainer/megatron/convert/",
-)  # fmt: skip
+@slow_unless_changed(*SHARED)
 async def test_a_successor_replays_without_an_engine_whatever_the_transport_is_then(tmp_path: Path) -> None:
     both = (*PAIRS["megatron"], "run.steps=6", "bound.max_staleness=0")
     for version in (2, 4):

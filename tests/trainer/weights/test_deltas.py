@@ -19,7 +19,7 @@ from rollout.staging.layers import LayeredStaging
 from rollout.staging.staging import LiveAndStaged, Staging, digest_of, whole_source
 from rollout.weights.registry import make_receiver
 from rollout.weights.verification import Deadline
-from tests.changes import slow_unless_changed
+from tests.changes import WEIGHTS, slow_unless_changed
 from tests.trainer.megatron.launch import launch
 from tests.trainer.weights.senders import layout_of, received, sender_of
 from trainer.config import WeightConfig
@@ -379,7 +379,7 @@ def test_anchor_that_is_staged_again_stays_for_changes(tmp_path: Path) -> None:
             assert image.read == nbytes
 
 
-@slow_unless_changed("trainer/weights/", "protocol/weights/", "rollout/weights/")
+@slow_unless_changed(*WEIGHTS)
 @pytest.mark.parametrize(
     ("ranks", "words"), [(2, ["delta"]), (3, ["delta", "apart"]), (2, ["apart"])], ids=str
 )

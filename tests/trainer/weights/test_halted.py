@@ -17,7 +17,7 @@ from protocol.device.bounded_init import MAX_STUCK
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from rollout.weights.registry import make_receiver
-from tests.changes import slow_unless_changed
+from tests.changes import WEIGHTS, slow_unless_changed
 from tests.trainer.weights.engines import ROOT, publish, started, version_tensors
 from tests.trainer.weights.receiver import COUNT
 from tests.trainer.weights.senders import at, part_sender, received
@@ -85,7 +85,7 @@ def test_a_receiver_times_out_on_a_stopped_sender(backend: str) -> None:
         assert receive(manifest, 60) == COUNT
 
 
-@slow_unless_changed("trainer/weights/", "protocol/weights/", "rollout/weights/")
+@slow_unless_changed(*WEIGHTS)
 def test_a_sender_times_out_on_stopped_receivers_and_serves_the_next() -> None:
     with sending("gloo", 12) as (sender, manifest):
         with halted("receiver", msgspec.msgpack.encode(manifest).hex(), str(MAX_RECEIVERS)) as said:

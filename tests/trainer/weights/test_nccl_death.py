@@ -8,14 +8,14 @@ from contextlib import ExitStack
 import pytest
 import torch
 
-from tests.changes import slow_unless_changed
+from tests.changes import WEIGHTS, slow_unless_changed
 from tests.gpus import TWO_GPUS
 from tests.trainer.weights.engines import publish, started, trainer, version_tensors
 from tests.trainer.weights.receiver import COUNT
 from tests.trainer.weights.senders import part_sender
 from trainer.config import WeightConfig
 
-pytestmark = slow_unless_changed("trainer/weights/", "rollout/weights/", "protocol/weights/")
+pytestmark = slow_unless_changed(*WEIGHTS)
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=TWO_GPUS)])

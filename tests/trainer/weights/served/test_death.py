@@ -9,14 +9,14 @@ import msgspec
 import pytest
 
 from protocol.messages import WeightManifest
-from tests.changes import slow_unless_changed
+from tests.changes import WEIGHTS, slow_unless_changed
 from tests.gpus import TWO_GPUS
 from tests.trainer.weights.engines import ROOT, started
 from tests.trainer.weights.receiver import COUNT
 from tests.trainer.weights.served.rank_process import made_of, tensors
 from trainer.weights.part_layout import PartReport
 
-pytestmark = slow_unless_changed("trainer/weights/", "rollout/weights/", "protocol/weights/")
+pytestmark = slow_unless_changed(*WEIGHTS)
 
 
 @contextmanager
