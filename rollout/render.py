@@ -216,7 +216,7 @@ class Renderer:
                 if not self._writes_tools(messages):
                     log.warning("render.no_tools said=%s", NO_TOOLS)
         except Exception as error:  # templates raise any exception of jinja or their own
-            raise SettingsError(f"the chat template refuses the messages: {error}") from error
+            raise SettingsError(f"the chat template refuses the messages: {_reason(error)}") from error
         return text
 
     def encode(self, text: str, *, special: bool = False, most: int = 0) -> tuple[int, ...]:
@@ -308,7 +308,7 @@ class Renderer:
         try:
             return self._applied(conversation)
         except Exception as error:  # templates raise any exception of jinja or their own
-            raise SettingsError(f"prompt {index}: the chat template refuses it: {error}") from error
+            raise SettingsError(f"prompt {index}: the chat template refuses it: {_reason(error)}") from error
 
     def _writes_tools(self, messages: Sequence[Mapping[str, Any]]) -> bool:
         tools = [{"type": "function", "function": _TOOL}]
@@ -359,6 +359,12 @@ def _lines(messages: Sequence[Mapping[str, Any]]) -> str:
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
     """Return a message whose text is a part of its content."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
+
+
+def _reason(error: Exception) -> str:
+    """Return the message of a template's error, with the line of a syntax error."""
+    line = getattr(error, "lineno", None)
+    return f"line {line}: {error}" if line else str(error)
 
 
 def _template_of(config: RenderConfig) -> str:

@@ -290,3 +290,11 @@ def test_tools_without_a_template_are_said(tmp_path: Path, caplog: pytest.LogCap
     renderer = Renderer(write_tokenizer(tmp_path / "model"), RenderConfig(chat_template=ChatTemplate.OFF))
     assert renderer.dialogue_text(MESSAGES, [{"type": "function"}]) == "1+1"
     assert "render.no_tools" in caplog.text
+
+
+def test_a_template_that_cannot_be_parsed_is_refused_with_the_line(tmp_path: Path) -> None:
+    file, model = tmp_path / "own.jinja", write_tokenizer(tmp_path / "model")
+    file.write_text("{% for m in messages %}\n{{ m.content\n{% endfor %}")
+    renderer = Renderer(model, RenderConfig(chat_template_file=str(file)))
+    with pytest.raises(SettingsError, match=r"^prompt 0: the chat template refuses it: line 3: expected "):
+        renderer.prompt_tokens(Prompt("1+1", index=0))
