@@ -21,7 +21,7 @@ from services.settings.sections import Settings
 from tests.integration.command import environment
 from tests.integration.gate import Gate, Spot, When, gate_to
 from tests.integration.loop import ROOT, settings_for
-from tests.warm.popen import forking
+from tests.warm.popen import forking, server_forks
 
 SERVICES = {Role.INGEST: ingest.serve, Role.REWARD: reward.serve, Role.ROLLOUT: rollout.serve}
 OVERRIDES = (
@@ -108,6 +108,7 @@ class Place:
 @asynccontextmanager
 async def place(run_dir: Path, *overrides: str) -> AsyncIterator[Place]:
     """Everything but the trainer is up. At the end everything is stopped, and the log is archived."""
+    server_forks()  # later, its imports would stop the event loop of all services for seconds
     settings = settings_for(run_dir, "stragglers.toml", *OVERRIDES, *overrides)
     run_dir.mkdir(parents=True, exist_ok=True)
     spec = await asyncio.to_thread(prepare, settings)
