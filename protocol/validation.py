@@ -75,11 +75,10 @@ def check_range(kind: type, name: str, value: float, what: str) -> None:
     Raises:
         SettingsError: the value is outside; the message begins with `what` and states value and range.
     """
-    hint = field_types(kind)[name]
     try:
-        TypeAdapter(hint, config=CONFIG).validate_python(value)
+        _field_adapter(kind, name).validate_python(value)
     except ValidationError:
-        raise SettingsError(_outside(what, value, hint)) from None
+        raise SettingsError(_outside(what, value, field_types(kind)[name])) from None
 
 
 def range_of(hint: Any) -> Interval | None:
@@ -135,6 +134,11 @@ def type_at(path: Iterable[str | int], kind: type) -> Any:
 def _adapter(kind: type) -> TypeAdapter[Any]:
     alone: Any = GenericAlias(tuple, (kind,))  # a dataclass by itself takes no configuration
     return TypeAdapter(alone, config=CONFIG)
+
+
+@cache
+def _field_adapter(kind: type, name: str) -> TypeAdapter[Any]:
+    return TypeAdapter(field_types(kind)[name], config=CONFIG)
 
 
 def _truths(
