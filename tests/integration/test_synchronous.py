@@ -18,7 +18,7 @@ from tests.integration.synchronous import GROUPS, LENGTH, LR, SAMPLES, Loop
 from trainer.storage.archive import Archive
 from trainer.storage.spool import Spool
 
-STEPS = 5
+STEPS = 3
 HERE = synchronous.__name__
 OVERRIDES = (
     f"run.steps={STEPS}",

@@ -101,20 +101,23 @@ def test_commands_on_a_ledger_import_settings_and_client_only(
     assert modules & HEAVY == set()
 
 
-@pytest.mark.parametrize(
-    "module",
-    [
-        "services.ingest.service",
-        "services.reward",
-        "services.monitor.service",
-        "services.rollout.service",
-        "services.prepare",
-        "services.launcher.supervisor",
-    ],
-)
-def test_services_without_tensors_do_not_import_torch(module: str) -> None:
-    program = f"import sys, {module}\nprint('MODULES', *sys.modules, file=sys.stderr)"
-    assert imported(program) & {"torch", "transformers", "matplotlib", "safetensors"} == set()
+SERVICES = (
+    "services.ingest.service", "services.reward", "services.monitor.service", "services.rollout.service",
+    "services.prepare", "services.launcher.supervisor",
+)  # fmt: skip
+IMPORTS = """
+import importlib, sys
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+    print(module, *{"torch", "transformers", "matplotlib", "safetensors"} & sys.modules.keys())
+"""
+
+
+def test_services_without_tensors_do_not_import_torch() -> None:
+    """In one process: what none of them imports is not imported for any."""
+    words = [sys.executable, "-c", IMPORTS, *SERVICES]
+    done = subprocess.run(words, cwd=ROOT, env=environment(), capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines() == list(SERVICES)
 
 
 def test_check_reads_model_and_prompts_without_torch(tmp_path: Path) -> None:

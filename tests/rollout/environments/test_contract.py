@@ -47,7 +47,7 @@ class Talking(ScriptedEngine):
 
     def __init__(self, model_dir: Path, renderer: Renderer, config: EngineConfig) -> None:
         super().__init__(config, model_dir, "engine.1")
-        self._vocab = 10**6
+        self._vocab = 1000
         self._said = [renderer.prompt_tokens(Prompt(text)) for text in SENTENCES]
         self.answered = 0
         self.limits: list[int] = []

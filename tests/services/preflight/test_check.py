@@ -15,6 +15,7 @@ from services.prepare import prepare
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from tests.integration.loop import ROOT
+from tests.services.preflight import number_reward
 
 PROMPTS = [{"prompt": f"{i}=", "answer": str(i)} for i in range(10)]
 QWEN2 = {
@@ -337,14 +338,11 @@ def test_program_that_is_not_installed_is_found(tmp_path: Path, command: str, sa
     )
 
 
-def score(response: str, metadata: dict[str, str]) -> float:
-    """Score as a reward that does not expect any text."""
-    return float(int(response) == int(metadata["answer"]))
-
-
 @pytest.mark.parametrize(("function", "words"), [("score", "ValueError: invalid literal"), ("gone", "gone")])
 def test_check_run_tries_the_users_reward_on_a_real_row(tmp_path: Path, function: str, words: str) -> None:
-    verifier = f'reward.verifiers=[{{name="function",options={{path="{__name__}:{function}"}}}}]'
+    verifier = (
+        f'reward.verifiers=[{{name="function",options={{path="{number_reward.__name__}:{function}"}}}}]'
+    )
     (problem,) = found(demo(tmp_path / "run", verifier), local=True)
     assert words in problem
 

@@ -43,7 +43,7 @@ def play(
         return asyncio.run(main(Path(directory)))
 
 
-CHEAP = settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
+CHEAP = settings(max_examples=4, deadline=None, suppress_health_check=list(HealthCheck), print_blob=True)
 DEEP = settings(CHEAP, max_examples=60)
 TRANSPORTS = st.sampled_from(["shm", "disk", "nccl", "shared"])
 

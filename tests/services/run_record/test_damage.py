@@ -20,7 +20,7 @@ from services.tools.verification import render_verification, verify_run
 from tests.integration.loop import run_to_end, settings_for
 from trainer.lora import save_adapter
 
-FLIPS = 200
+FLIPS = 80
 LEARNING = (
     "engine.name=hf", "trainer.backend=reference", "bound.groups_per_step=4", "sampling.samples_per_prompt=2",
     "engine.max_model_len=256", "model.scratch.max_position_embeddings=256", "rollout.groups_in_flight=8",

@@ -35,6 +35,8 @@ class GatheringBackend(ScriptedBackend):
 
 
 def test_digest_of_the_weights_is_their_manifests_and_holds_no_copy(tmp_path: Path) -> None:
+    gc.collect()
+    gc.freeze()  # of what other tests have left, millions of objects would be looked at each time
     for dtype in ("float32", "bfloat16"):
         backend = GatheringBackend()
         sender = disk_sender(WeightConfig(), tmp_path / dtype)

@@ -112,7 +112,7 @@ def edited(value: Any, data: st.DataObject) -> Any:
     return changed
 
 
-@settings(max_examples=100, derandomize=True)
+@settings(max_examples=50, derandomize=True)
 @given(st.data())
 def test_an_edit_of_a_field_is_found_out_or_contradicts_nothing(data: st.DataObject) -> None:
     log = rough_log()
