@@ -15,8 +15,6 @@ from trainer.reference.backend import ReferenceBackend
 from trainer.registry import make_backend, make_critic
 from trainer.roles.config import CriticConfig
 
-pytestmark = pytest.mark.xdist_group("registry")  # one fixture for the module
-
 ROOT = Path(__file__).resolve().parents[2]
 ALGORITHM = make_algorithm(AlgorithmConfig())
 
@@ -36,43 +34,42 @@ def test_backends_are_found_by_name(model_dir: Path) -> None:
     assert isinstance(make("scripted", model_dir), ScriptedBackend)
 
 
-IMPORTS = """
+NAMES = """
 import sys
 import trainer.registry, trainer.algorithms.registry, trainer.weights.registry
 from trainer.registry import import_backend
 import_backend("referense")
 print(*sys.modules)
+"""
+LOADED = """
 import trainer.step.plan
 import_backend("reference", with_critic=True)
 print(*sys.modules)
 """
 
 
-@pytest.fixture(scope="module")
-def imported() -> tuple[set[str], set[str]]:
-    """Modules that the registries import, and with the reference backend."""
+def imported(program: str) -> list[set[str]]:
+    """Modules that a program has imported at each line that it prints."""
     done = subprocess.run(
-        [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True
     )
-    names, loaded = done.stdout.splitlines()
-    return set(names.split()), set(loaded.split())
+    return [set(line.split()) for line in done.stdout.splitlines()]
 
 
-def test_reading_the_registered_names_imports_no_torch(imported: tuple[set[str], set[str]]) -> None:
-    assert "trainer.weights.registry" in imported[0]
-    assert "torch" not in imported[0]
+def test_reading_the_registered_names_imports_no_torch() -> None:
+    (names,) = imported(NAMES)
+    assert "trainer.weights.registry" in names
+    assert "torch" not in names
 
 
 @slow_unless_changed(
-    "trainer/registry.py", "trainer/backends/", "trainer/fsdp/backend.py", "trainer/megatron/backend.py",
+    "trainer/registry.py", "trainer/backends/", "trainer/reference/", "trainer/step/",
+    "trainer/fsdp/backend.py", "trainer/megatron/backend.py",
 )  # fmt: skip
-def test_a_backend_is_imported_before_it_is_made(imported: tuple[set[str], set[str]]) -> None:
-    assert {"torch", "trainer.reference.backend", "trainer.reference.critic"} <= imported[1]
-
-
-def test_megatron_is_not_imported_for_others(imported: tuple[set[str], set[str]]) -> None:
-    assert "trainer.step.plan" in imported[1]
-    assert "megatron" not in imported[1]
+def test_a_backend_is_imported_before_it_is_made_and_megatron_for_no_other() -> None:
+    _, loaded = imported(NAMES + LOADED)
+    assert {"torch", "trainer.reference.backend", "trainer.reference.critic", "trainer.step.plan"} <= loaded
+    assert "megatron" not in loaded
 
 
 def test_impossible_backend_is_refused(model_dir: Path) -> None:

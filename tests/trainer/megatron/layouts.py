@@ -5,7 +5,9 @@ from trainer.config import ParallelConfig
 
 LAYOUTS = {
     "single": ParallelConfig(),
+    "single-more": ParallelConfig(),
     "tp2": ParallelConfig(tensor_model_parallel_size=2),
+    "tp2-more": ParallelConfig(tensor_model_parallel_size=2),
     "tp2-sequence": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
     "tp2-sequence-more": ParallelConfig(tensor_model_parallel_size=2, sequence_parallel=True),
     "pp2": ParallelConfig(pipeline_model_parallel_size=2),
@@ -45,9 +47,12 @@ EXPERT_LAYOUTS = {
 }
 """Only models with experts are trained in them."""
 LAYOUTS |= EXPERT_LAYOUTS
+OTHER_KINDS = ("qwen3-moe", "gpt-oss", "deepseek-v3", "qwen3.5")
+"""One model each with experts, sinks, latent attention and delta nets."""
 MORE_MODELS_OF = {
-    "single": tuple(MORE_MODELS),
-    "tp2": ("deepseek-v3-dense", "qwen3.5"),
+    "single": OTHER_KINDS,
+    "single-more": tuple(name for name in MORE_MODELS if name not in OTHER_KINDS),
+    "tp2-more": ("deepseek-v3-dense", "qwen3.5"),
     "tp2-sequence": (
         "olmo2",
         "phi3",
@@ -96,14 +101,14 @@ LAYOUTS |= DEEP_LAYOUTS
 FROM = {
     "tp2": ("single",),
     "pp2": ("tp2",),
-    "dp2": ("single", "pp2"),
+    "dp2": ("single",),
     "dp2-replicated": ("dp2",),
     "tp2-pp2": ("single", "dp2"),
     "tp2-dp2": ("tp2-pp2", "dp2-replicated"),
     "ep2": ("single",),
     "tp2-ep2": ("ep2",),
     "pp2-uneven": ("pp2-vpp2",),
-    "cp2": ("single",),
+    "cp2": ("single", "pp2"),
 }
 """Layouts whose checkpoints are restored in another one, which is launched after them."""
 BACK = ("tp2", "pp2", "dp2")
@@ -112,9 +117,9 @@ EXPERTS = ("qwen3-moe", "mixtral", "qwen2-moe", "deepseek-v3", "gpt-oss")
 """Models with experts."""
 SLOW = frozenset({"tp2-sequence-more", "dp2-replicated", "pp2-uneven", "etp2", "tp2-ep2", "cp2-ep2"})
 """Layouts of two ranks whose tests take too long for every run, as those of more ranks do."""
-DEAR = frozenset({"tp2-sequence", "cp2", "pp2-vpp2"})
-"""Layouts of two ranks that are trained where a file changed on which training with Megatron depends: "tp2",
-"pp2", "dp2" and "ep2" have each kind of group but the context's once."""
+DEAR = frozenset({"single-more", "tp2-more", "tp2-sequence", "pp2", "cp2", "ep2", "pp2-vpp2"})
+"""Layouts that are trained where a file changed on which training with Megatron depends: "single" has a model
+of each kind, and "tp2" and "dp2" divide tensors and samples."""
 
 
 def models_of(layout: str) -> list[str]:

@@ -14,6 +14,7 @@ from protocol.errors import SettingsError, WeightError
 from protocol.weights.lora import LoraConfig
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import digest_of, whole_source
+from tests.changes import slow_unless_changed
 from tests.trainer.attached import Tensors, assert_lies_in_shared_memory, change
 from tests.trainer.checkpoints import save_part
 from tests.trainer.megatron.attached import Place, exported, same_bits
@@ -27,6 +28,14 @@ from trainer.weights.shared import SharedSender
 NAME = "qwen2"
 QKV = "decoder.layers.1.self_attention.linear_qkv.weight"
 FREQUENCIES = "rotary_pos_emb.inv_freq"
+ALWAYS = "bfloat16"
+CHANGED = slow_unless_changed(
+    "trainer/megatron/", "trainer/weights/shared", "trainer/optimizers/", "rollout/staging/", "trainer/lora",
+    "protocol/device/shared_tensors", "tests/trainer/megatron/",
+)  # fmt: skip
+EACH_DTYPE = pytest.mark.parametrize(
+    "dtype", [pytest.param(dtype, marks=[] if dtype == ALWAYS else CHANGED) for dtype in DTYPES]
+)
 
 
 def commit(backend: MegatronBackend, engine: CachedModel) -> None:
@@ -42,8 +51,14 @@ def saved(backend: MegatronBackend, directory: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in directory.iterdir()}
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize(
+    ("name", "dtype"),
+    [
+        pytest.param(name, dtype, marks=[] if (name, dtype) == (NAME, ALWAYS) else CHANGED)
+        for name in MODELS
+        for dtype in DTYPES
+    ],
+)
 def test_steps_with_an_engines_weights_are_those_with_ones_own(place: Place, name: str, dtype: str) -> None:
     alone, attached, engine = (
         place.trainer(name, dtype, shared=False),
@@ -61,7 +76,7 @@ def test_steps_with_an_engines_weights_are_those_with_ones_own(place: Place, nam
     assert saved(alone, place.directory / "alone") == saved(attached, place.directory / "attached")
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 def test_adapters_are_trained_on_an_engines_base_that_stays(place: Place, dtype: str) -> None:
     alone, attached = (place.trainer(dtype=dtype, shared=False, adapters=LoraConfig(rank=4)) for _ in "ab")
     engine = place.engine(dtype=dtype)
@@ -86,7 +101,7 @@ def test_another_base_than_the_adapters_is_refused(place: Place) -> None:
         backend.attach(engine.base, engine.buffers())
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 def test_a_step_writes_to_masters_alone(place: Place, dtype: str) -> None:
     backend, engine = place.trainer(dtype=dtype), place.engine(dtype=dtype)
     backend.attach(engine.parameters, engine.buffers())
@@ -102,7 +117,7 @@ def test_a_step_writes_to_masters_alone(place: Place, dtype: str) -> None:
     )
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 def test_a_checkpoint_goes_on_with_and_without_an_engine(place: Place, dtype: str) -> None:
     """A successor restores and replays before there is an engine to attach to."""
     alone, unattached = place.trainer(dtype=dtype, shared=False), place.trainer(dtype=dtype)
@@ -130,7 +145,7 @@ def test_a_checkpoint_goes_on_with_and_without_an_engine(place: Place, dtype: st
     assert saved(successor, place.directory / "again") == found
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 def test_a_version_is_committed_out_of_the_masters_and_has_the_digest_of_any_transport(
     place: Place, dtype: str
 ) -> None:
@@ -183,7 +198,7 @@ def test_an_engine_of_other_layers_finds_the_tensor_that_lies_otherwise(place: P
     sender.close()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@EACH_DTYPE
 def test_an_attached_model_lies_where_the_engine_has_it_and_nowhere_else(place: Place, dtype: str) -> None:
     backend, engine = place.trainer(dtype=dtype), place.engine(dtype=dtype)
     own = [StorageWeakRef(parameter.untyped_storage()) for parameter in backend._parameters.values()]

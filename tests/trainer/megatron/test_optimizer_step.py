@@ -8,6 +8,7 @@ import torch
 
 from tests.benchmarks.gpu_loop.job import WORDS, make_files
 from tests.benchmarks.trainer.samples import LongTail, batch_of
+from tests.changes import slow_unless_changed
 from tests.trainer.megatron.launch import launch
 from tests.trainer.megatron.memory.memory_ranks import DEEP, EXPERTS
 from tests.trainer.megatron.models import save_model
@@ -19,6 +20,10 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 
 NAME = "qwen2"
+CHANGED = slow_unless_changed(
+    "trainer/megatron/", "trainer/optimizers/", "trainer/memory/", "trainer/backends/", "trainer/layers/",
+    "tests/trainer/megatron/",
+)  # fmt: skip
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +31,7 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save_model(NAME, tmp_path_factory.mktemp("model"))
 
 
+@CHANGED
 @pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
 def test_overlapped_sums_of_gradients_change_no_bit(tmp_path: Path) -> None:
     for name in LAYOUTS:
@@ -33,6 +39,7 @@ def test_overlapped_sums_of_gradients_change_no_bit(tmp_path: Path) -> None:
     launch(2, "tests.trainer.megatron.overlap_ranks", str(tmp_path), logs=tmp_path / "logs")
 
 
+@CHANGED
 @pytest.mark.xdist_group("layouts")  # one process forks the ranks of all
 def test_replicas_repeat_together_where_one_is_short_and_tensor_ranks_stop(
     model_dir: Path, tmp_path: Path

@@ -86,6 +86,7 @@ def test_the_branches_have_what_is_hard(directory: Path) -> None:
     assert untrained
 
 
+@CHANGED
 def test_the_cases_use_what_they_test(directory: Path) -> None:
     assert {case.config.name for case in CASES.values()} == ALGORITHMS.keys()
     for name, case in CASES.items():

@@ -22,6 +22,14 @@ from trainer.execution.executor import Executor
 from trainer.reference.eagle import EagleHead, EagleTraining, eagle_loss
 from trainer.roles.models import RankModels
 
+EACH_BACKEND = pytest.mark.parametrize(
+    "backend",
+    [
+        "reference",
+        pytest.param("fsdp", marks=slow_unless_changed("trainer/reference/eagle.py", "trainer/fsdp/")),
+    ],
+)
+
 
 @pytest.fixture
 def target(tmp_path: Path) -> PreTrainedModel:
@@ -51,7 +59,9 @@ def accepted(target: PreTrainedModel, tensors: dict[str, torch.Tensor], head_dir
 @pytest.mark.parametrize(
     "backend",
     [
-        "reference",
+        pytest.param(
+            "reference", marks=slow_unless_changed("trainer/reference/", "protocol/weights/draft_head")
+        ),
         pytest.param("fsdp", marks=slow_unless_changed("trainer/reference/eagle.py", "trainer/fsdp/")),
     ],
 )
@@ -74,7 +84,7 @@ def test_head_learns_to_draft_what_its_target_says(
     assert accepted(target, drafts.published, head_dir, held) > 0.4
 
 
-@pytest.mark.parametrize("backend", ["reference", "fsdp"])
+@EACH_BACKEND
 def test_head_leaves_the_next_step_of_its_policy_as_it_is(
     backend: str, target: PreTrainedModel, head_dir: Path, tmp_path: Path
 ) -> None:
@@ -91,7 +101,7 @@ def test_head_leaves_the_next_step_of_its_policy_as_it_is(
     assert all(torch.equal(found[0][name], tensor) for name, tensor in found[1].items())
 
 
-@pytest.mark.parametrize("backend", ["reference", "fsdp"])
+@EACH_BACKEND
 def test_states_are_those_from_which_transformers_predicts_a_token(
     backend: str, target: PreTrainedModel, head_dir: Path, tmp_path: Path
 ) -> None:
@@ -226,7 +236,7 @@ def test_long_sample_is_learnt_at_512_positions(
     models.close()
 
 
-@pytest.mark.parametrize("backend", ["reference", "fsdp"])
+@EACH_BACKEND
 def test_samples_that_do_not_fit_in_memory_are_dropped(
     backend: str,
     target: PreTrainedModel,

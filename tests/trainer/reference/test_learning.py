@@ -39,10 +39,11 @@ def rollouts(model: torch.nn.Module, version: int, generator: torch.Generator) -
     return groups
 
 
-@pytest.mark.parametrize(
-    "lag",
-    [0, pytest.param(1, marks=slow_unless_changed("trainer/reference/", "trainer/algorithms/"))],
-)
+@slow_unless_changed(
+    "trainer/reference/", "trainer/algorithms/", "trainer/functional/", "trainer/step/", "trainer/data/",
+    "trainer/optimizers/",
+)  # fmt: skip
+@pytest.mark.parametrize("lag", [0, 1])
 def test_grpo_learns_the_largest_digit(lag: int, model_dir: Path) -> None:
     backend = ReferenceBackend(
         model_dir,

@@ -17,6 +17,7 @@ from protocol.weights.provisional import provisional_manifest
 from rollout.staging.staging import Staging, whole_source
 from rollout.weights.base import WeightReceiver
 from rollout.weights.registry import make_receiver
+from tests.changes import WEIGHTS, slow_unless_changed
 from tests.gpus import TWO_GPUS
 from tests.trainer.weights import receiver as process
 from tests.trainer.weights.engines import ROOT, publish, started, version_tensors
@@ -264,6 +265,7 @@ receiving.join()
 """
 
 
+@slow_unless_changed(*WEIGHTS)
 def test_a_trainer_that_exits_during_an_export_exits_cleanly() -> None:
     """No thread of a transfer is left that would release a group while the interpreter exits."""
     for _ in range(2):

@@ -12,6 +12,7 @@ from safetensors.torch import save_file
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
+from tests.changes import slow_unless_changed
 from tests.trainer.megatron.families.test_stages import fill, numbered
 from tests.trainer.megatron.models import save_model
 from trainer.megatron.checkpoint.description import (
@@ -94,6 +95,7 @@ def write(directory: Path, model: TrainedModel, source: dict[str, torch.Tensor],
         save_file(tensors, directory / rank_file(rank))
 
 
+@slow_unless_changed("trainer/megatron/", "trainer/storage/", "tests/trainer/megatron/")
 @settings(max_examples=25)
 @given(data=st.data())
 def test_every_range_is_read_in_every_layout(

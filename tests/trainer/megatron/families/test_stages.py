@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from protocol.errors import SettingsError
 from protocol.weights.lora import LoraConfig
+from tests.changes import slow_unless_changed
 from tests.trainer.megatron.models import save_model
 from trainer.config import ParallelConfig
 from trainer.megatron.convert.adapters import lora_rules
@@ -36,6 +37,9 @@ def latents() -> st.SearchStrategy[Latent]:
     """Sizes of latent attention, with and without queries of low rank."""
     size = st.integers(1, 5)
     return st.builds(Latent, size, size, size, size, st.integers(0, 4))
+
+
+CHANGED = slow_unless_changed("trainer/megatron/", "tests/trainer/megatron/")
 
 
 @st.composite
@@ -158,6 +162,7 @@ def test_loaded_checkpoint_is_exported(
         assert torch.equal(tensor, source[plan.name]), plan.name
 
 
+@CHANGED
 @given(
     architectures(),
     st.sampled_from(TENSOR_SIZES),
@@ -181,6 +186,7 @@ def test_every_row_of_a_parameter_has_one_source_or_is_padding(
             assert len(elements) - len(kept) < tp * architecture.hidden
 
 
+@CHANGED
 @given(architectures())
 def test_the_order_of_the_export_does_not_depend_on_the_layout(architecture: Architecture) -> None:
     orders = {

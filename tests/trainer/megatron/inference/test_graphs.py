@@ -8,12 +8,14 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.changes import slow_unless_changed
 from tests.trainer.megatron.models import ALL_MODELS, HYBRIDS, save_model
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.inference.cache import pages_for
 from trainer.megatron.inference.graphs import decode_inputs, padded_inputs, rung, why_eager
 from trainer.megatron.inference.model import CachedModel
 
+pytestmark = slow_unless_changed("trainer/megatron/", "rollout/engines/megatron/", "tests/trainer/megatron/")
 LENGTH, RUNNING = 256, 6
 LENGTHS = [3, 40, 17, 16, 31]
 """Tokens of the sequences before the step; the fourth begins a page in it."""

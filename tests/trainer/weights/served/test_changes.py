@@ -22,6 +22,7 @@ from protocol.weights.boxes import Box, whole
 from protocol.weights.provisional import provisional_manifest
 from rollout.staging.staging import LiveAndStaged, Staging, digest_of, whole_source
 from rollout.weights.nccl_pairs import PairSlices
+from tests.changes import WEIGHTS, slow_unless_changed
 from tests.gpus import TWO_GPUS
 from tests.trainer.weights.engines import ROOT, started
 from tests.trainer.weights.making import Making
@@ -308,17 +309,10 @@ def test_export_that_fails_leaves_the_version_that_is_served(engine: EngineRank)
 @pytest.mark.parametrize(
     "message",
     [
-        {},
-        {"bucket": 3},
-        {"bucket": [3, 1]},
-        {"bucket": [0, 9]},
-        {"bucket": [1, -1]},
-        {"bucket": [1, 7]},
-        {"bucket": [4, 4]},
-        {"bucket": ["1", 1]},
-        {"bucket": [1, 1.5]},
+        {}, {"bucket": 3}, {"bucket": [3, 1]}, {"bucket": [0, 9]}, {"bucket": [1, -1]}, {"bucket": [1, 7]},
+        {"bucket": [4, 4]}, {"bucket": ["1", 1]}, {"bucket": [1, 1.5]},
     ],
-)
+)  # fmt: skip
 def test_announcement_that_cannot_be_of_the_bucket_is_refused(message: dict[str, object]) -> None:
     words = torch.zeros(10, dtype=torch.int16)
     with pytest.raises((KeyError, TypeError, ValueError)):
@@ -367,7 +361,9 @@ def test_trainer_that_is_killed_between_two_changes_leaves_what_is_live() -> Non
             assert engine.holds(wanted)
 
 
-@pytest.mark.parametrize("gpu", [None, pytest.param(1, marks=TWO_GPUS)])
+@pytest.mark.parametrize(
+    "gpu", [pytest.param(None, marks=slow_unless_changed(*WEIGHTS)), pytest.param(1, marks=TWO_GPUS)]
+)
 def test_engine_that_is_killed_between_two_changes_harms_no_other(gpu: int | None) -> None:
     shapes = {f"t{i}": (SIZE,) for i in range(COUNT)}
     boxes = {name: [(0, whole(shape))] for name, shape in shapes.items()}
