@@ -10,6 +10,7 @@ from services.ledger.event_log.archiver import FILE
 from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
 from services.settings.sections import Settings
+from tests.changes import slow_unless_changed
 from tests.integration.loop import run_to_end, running, settings_for
 
 STRAGGLERS = {
@@ -28,10 +29,22 @@ def settings_of(run_dir: Path, bound: int, policy: str, stragglers: str, *overri
 
 
 BOUNDS, POLICIES = (0, 1, 2, 4), ("wait", "mask", "drop")
+CHANGED = slow_unless_changed(
+    "services/ledger/", "services/ingest/", "services/rollout/", "services/trainer/", "protocol/staleness",
+    "tests/integration/test_bound.py",
+)  # fmt: skip
+ALWAYS = {(0, "wait"), (1, "wait"), (1, "mask"), (2, "drop")}
+STEPS = 10
+
+
+def marks_of(row: int, column: int, kind: int) -> list[pytest.MarkDecorator]:
+    if (row + column + kind) % 2 or BOUNDS[row] == 4:
+        return [pytest.mark.slow]
+    return [] if (BOUNDS[row], POLICIES[column]) in ALWAYS else [CHANGED]
+
+
 CASES = [
-    pytest.param(
-        bound, policy, stragglers, marks=[pytest.mark.slow] if (row + column + kind) % 2 or bound == 4 else []
-    )
+    pytest.param(bound, policy, stragglers, marks=marks_of(row, column, kind))
     for row, bound in enumerate(BOUNDS)
     for column, policy in enumerate(POLICIES)
     for kind, stragglers in enumerate(STRAGGLERS)
@@ -44,9 +57,9 @@ stragglers."""
 async def test_no_trained_token_is_over_the_bound(
     tmp_path: Path, bound: int, policy: str, stragglers: str
 ) -> None:
-    run = await run_to_end(settings_of(tmp_path, bound, policy, stragglers, "run.steps=16"))
+    run = await run_to_end(settings_of(tmp_path, bound, policy, stragglers, f"run.steps={STEPS}"))
     assert run.audit.violations == []
-    assert run.status.version == 16
+    assert run.status.version == STEPS
     assert run.audit.max_lag <= bound
     assert max(step["lag_max"] for step in run.steps) <= bound
     if policy == "wait":
@@ -56,8 +69,14 @@ async def test_no_trained_token_is_over_the_bound(
         assert sum(step["wait_s"] for step in run.steps) > 0
 
 
-@pytest.mark.parametrize("stragglers", STRAGGLERS)
-@pytest.mark.parametrize("policy", ["mask", "drop"])
+@pytest.mark.parametrize(
+    ("policy", "stragglers"),
+    [
+        ("mask", "few"),
+        ("drop", "many"),
+        *(pytest.param(*case, marks=CHANGED) for case in (("mask", "many"), ("drop", "few"))),
+    ],
+)
 async def test_late_groups_are_masked_or_dropped(tmp_path: Path, policy: str, stragglers: str) -> None:
     """A straggler takes many steps, also on a slow machine, and the run continues until one was too late."""
     settings = settings_of(

@@ -18,6 +18,7 @@ from protocol.topics import Role
 from services.gpu_sharing.turn import HOLDS, TURN, Turn
 from services.ledger.redis.ledger import RedisLedger
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.contracts.sglang_environment import STAND_INS, sglang_python
 from tests.contracts.sglang_jax_environment import sglang_jax_python
 from tests.gpus import visible_gpus
@@ -34,6 +35,10 @@ GREEDY = (
     f"run.steps={STEPS}",
 )
 """Tokens do not depend on chance, and the gradient, that of the entropy alone, not on log-probabilities."""
+CHANGED = slow_unless_changed(
+    "services/gpu_sharing/", "services/rollout/", "services/trainer/", "rollout/engines/in_process/",
+    "rollout/engines/megatron/", "trainer/reference/", "tests/integration/test_colocated.py",
+)  # fmt: skip
 TRAINERS_LOGPROBS = ("trainer.recompute_logprobs=true", "algorithm.importance_cap=0")
 """For algorithms with other gradients: the engine's log-probabilities, which are not used, are rounded by the
 number of requests that happened to run at once."""
@@ -67,7 +72,12 @@ def assert_by_turns(messages: list[str]) -> int:
 
 
 @pytest.mark.parametrize(
-    ("engine", "backend"), [("hf", "reference"), ("hf", "megatron"), ("megatron", "reference")]
+    ("engine", "backend"),
+    [
+        ("hf", "megatron"),
+        pytest.param("hf", "reference", marks=CHANGED),
+        pytest.param("megatron", "reference", marks=CHANGED),
+    ],
 )
 async def test_the_engine_sleeps_in_every_step_and_the_weights_are_those_of_a_run_without_turns(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, engine: str, backend: str

@@ -10,6 +10,7 @@ import pytest
 from protocol.errors import TetherError
 from protocol.topics import Role
 from services.settings.sections import Settings
+from tests.changes import WEIGHTS, slow_unless_changed
 from tests.integration.loop import LiveRun, run_to_end, running, settings_for
 from tests.small_disks import small_disk
 
@@ -56,6 +57,7 @@ async def test_a_trainer_that_is_fenced_meanwhile_ends_and_says_so(settings: Set
     assert {path.name for path in disk.iterdir()} == before
 
 
+@slow_unless_changed(*WEIGHTS, "services/trainer/", "trainer/storage/")
 async def test_a_stop_meanwhile_is_an_ordinary_one_and_the_run_resumes(
     settings: Settings, disk: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -116,6 +116,7 @@ async def test_a_drained_run_ends_by_itself_and_goes_on_when_it_is_started_again
     assert verify(settings.run_dir / FILE).violations == []
 
 
+@slow_unless_changed("services/ledger/", "services/ingest/", "services/rollout/", "services/runtime/")
 async def test_leasing_stops_while_the_log_cannot_be_archived(tmp_path: Path) -> None:
     limit, most = 300, 64
     settings = dry(tmp_path / "run", f"ledger.archive_limit={limit}", f"rollout.groups_in_flight={most}")
@@ -183,6 +184,7 @@ async def dump(url: str, run: str) -> dict[bytes, bytes]:
         return {key: await client.dump(key) or b"" for key in keys if b":request" not in key}
 
 
+@slow_unless_changed("services/ledger/", "services/ingest/", "services/runtime/")
 async def test_two_runs_on_one_server_do_not_change_each_other(tmp_path: Path) -> None:
     server = EmbeddedServer(tmp_path / "redis")
     url = await server.start()

@@ -13,11 +13,16 @@ from services.evaluation.service import read_snapshots
 from services.ledger.verify.verifier import verify
 from services.run_record.evaluations import read_evaluations
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.integration.gate import Spot, When
 from tests.integration.loop import run_to_end, running, settings_for
 from tests.integration.test_live_changes import drained, dry, log_of, more_steps, reached
 from tests.integration.trainer_place import place
 
+CHANGED = slow_unless_changed(
+    "protocol/staleness", "services/ledger/", "services/ingest/", "services/rollout/", "services/trainer/",
+    "tests/integration/test_publish_every.py",
+)  # fmt: skip
 QUICK = ("trainer.step_s=0.01", "engine.seconds_per_token=0.001", "engine.straggler_share=0")
 
 
@@ -47,6 +52,7 @@ async def test_engines_get_every_third_version_and_lag_behind_it(tmp_path: Path)
     assert 10 in copied | scored  # also a version that engines did not get is evaluated
 
 
+@CHANGED
 async def test_fixed_weights_are_kept_also_by_the_next_trainer(tmp_path: Path) -> None:
     overrides = (*QUICK, "trainer.publish_every=0", "bound.max_staleness=8", "trainer.checkpoint_every=2")
     first = settings_for(tmp_path, "stragglers.toml", *overrides, "run.steps=4")
@@ -71,6 +77,7 @@ async def test_next_trainer_publishes_the_version_that_it_continues_from(tmp_pat
     assert verify(tmp_path / "audit.jsonl").violations == []
 
 
+@CHANGED
 async def test_late_engine_gets_the_newest_published_version(tmp_path: Path) -> None:
     settings = dry(tmp_path, "trainer.publish_every=4", "bound.max_staleness=7")
     async with running(settings) as live:
@@ -83,6 +90,7 @@ async def test_late_engine_gets_the_newest_published_version(tmp_path: Path) -> 
     assert {version % 4 for version in applied(log_of(settings))} == {0}
 
 
+@CHANGED
 async def test_lower_bound_publishes_earlier_instead_of_stopping_the_run(tmp_path: Path) -> None:
     settings = dry(tmp_path, "trainer.publish_every=5", "bound.max_staleness=4")
     async with running(settings) as live:

@@ -11,10 +11,15 @@ import pytest
 
 from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
+from tests.changes import slow_unless_changed
 from tests.integration.gate import Spot, When
 from tests.integration.trainer_place import Place, place
 
 B, EVERY = 8, 4
+CHANGED = slow_unless_changed(
+    "services/trainer/", "services/ledger/", "services/ledger_recovery/", "services/run_record/",
+    "trainer/storage/", "tests/integration/",
+)  # fmt: skip
 QUICK = ("commit is made, its answer is lost", "replayed, before it resumes")
 POINTS: dict[str, tuple[Spot, ...]] = {
     "before the take": (Spot("take", When.BEFORE),),
@@ -104,6 +109,7 @@ async def test_a_checkpoint_that_was_not_finished_is_passed_over(tmp_path: Path)
     check(tmp_path, 11, trainers=2)
 
 
+@CHANGED
 async def test_a_checkpoint_of_an_abandoned_branch_is_passed_over(tmp_path: Path) -> None:
     """A trainer may finish a checkpoint after its successor rewound: the ledger has other weights for its
     version."""

@@ -17,6 +17,7 @@ from protocol.errors import Reason, Refused
 from protocol.lifecycle import ACTIVE, GroupState
 from protocol.staleness import Policy, holds, is_published, trainable_counts
 from services.ledger.interface import Taken
+from tests.changes import slow_unless_changed
 from tests.contracts.ledger_rig import spec
 from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.contracts.memory_ledger.run_clock import LEAP_MS, RunClock
@@ -75,9 +76,7 @@ def clone(ledger: MemoryLedger) -> MemoryLedger:
     run_state = ledger.run_state
     twin._run_state = dataclasses.replace(
         run_state,
-        groups={
-            n: dataclasses.replace(group) for n, group in run_state.groups.items() if group.state in ACTIVE
-        },
+        groups={n: copy.copy(group) for n, group in run_state.groups.items() if group.state in ACTIVE},
         engines=dict(run_state.engines),
         epochs=set(run_state.epochs),
         lineage=set(run_state.lineage),
@@ -306,16 +305,27 @@ STRICT = (Policy.WAIT, Policy.DROP)
 MASK = Policy.MASK
 CHANGES = ((0, 1), (0, 2), (1, 1), (0, 3))
 SMALL = [(0, 1), (0, 2), (1, 1)]
+DEAR = ((0, 2, Policy.WAIT), (1, 1, Policy.DROP))
 slow = (pytest.mark.slow, pytest.mark.timeout(3600))
+changed = slow_unless_changed(
+    "protocol/staleness", "protocol/lifecycle", "services/ledger/", "tests/contracts/memory_ledger/",
+    "tests/services/ledger/test_states",
+)  # fmt: skip
 
 
 def cases(
-    strict: list[tuple[int, int]], mask: list[tuple[int, int]], late: list[tuple[int, int, Policy]]
+    strict: list[tuple[int, int]],
+    mask: list[tuple[int, int]],
+    late: list[tuple[int, int, Policy]],
+    dear: tuple[tuple[int, int, Policy], ...] = (),
 ) -> list[Any]:
     """(E, B, policy): the first under wait and drop, the others under mask, which has many more states;
-    `late` ones are slow."""
+    `late` ones are slow, and `dear` ones where no rule has changed."""
     quick = [(E, B, policy) for policy in STRICT for E, B in strict] + [(E, B, Policy.MASK) for E, B in mask]
-    return [*quick, *(pytest.param(*case, marks=slow) for case in late)]
+    return [
+        *(pytest.param(*case, marks=changed) if case in dear else case for case in quick),
+        *(pytest.param(*case, marks=slow) for case in late),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -330,14 +340,16 @@ def test_undisturbed_runs_keep_the_bound_and_never_stick(E: int, B: int, policy:
     assert search(start(E, B, policy), 0) > 5
 
 
-@pytest.mark.parametrize(("E", "B", "policy"), cases([*SMALL, (2, 1)], SMALL, [(2, 1, MASK)]))
+@pytest.mark.parametrize(
+    ("E", "B", "policy"), cases([*SMALL, (2, 1)], SMALL, [(2, 1, MASK)], ((2, 1, Policy.WAIT),))
+)
 def test_expiries_filters_and_crashes_neither_break_the_bound_nor_stick(
     E: int, B: int, policy: Policy
 ) -> None:
     assert search(start(E, B, policy), 2) > 20
 
 
-@pytest.mark.parametrize(("E", "B", "policy"), cases(SMALL, [], [(E, B, MASK) for E, B in SMALL]))
+@pytest.mark.parametrize(("E", "B", "policy"), cases(SMALL, [], [(E, B, MASK) for E, B in SMALL], DEAR))
 def test_changes_of_the_bound_neither_break_it_nor_stick(E: int, B: int, policy: Policy) -> None:
     assert search(start(E, B, policy), 2, CHANGES) > 20
 
@@ -360,7 +372,14 @@ def test_versions_that_are_not_published_neither_break_the_bound_nor_stick(
     assert search(start(E, B, policy), budget, publishes=every(number)) > 10
 
 
-@pytest.mark.parametrize(("number", "policy"), [(2, Policy.WAIT), (2, Policy.DROP), (0, Policy.WAIT)])
+@pytest.mark.parametrize(
+    ("number", "policy"),
+    [
+        (2, Policy.WAIT),
+        pytest.param(2, Policy.DROP, marks=changed),
+        pytest.param(0, Policy.WAIT, marks=changed),
+    ],
+)
 def test_a_lower_bound_does_not_stick_while_versions_are_not_published(number: int, policy: Policy) -> None:
     assert search(start(1, 1, policy), 2, CHANGES, every(number)) > 20
 
