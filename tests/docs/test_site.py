@@ -8,9 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import slow_unless_changed
 from tests.docs.pages import DOCS
 
 ROOT = DOCS.parent
+pytestmark = slow_unless_changed("docs/", "results/", "mkdocs.yml", "Makefile", "tests/docs/test_site.py")
 
 
 @pytest.fixture

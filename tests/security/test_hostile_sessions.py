@@ -115,6 +115,7 @@ async def test_a_huge_result_of_a_tool_leaves_the_event_loop_to_others() -> None
     assert turns.longest < MOST_S
 
 
+@slow_unless_changed("rollout/sessions/", "rollout/environments/", "services/rollout/", "tests/security/")
 async def test_a_run_continues_whatever_comes_to_its_endpoint(tmp_path: Path) -> None:
     settings = settings_for(
         tmp_path / "run",

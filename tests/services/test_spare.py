@@ -14,9 +14,14 @@ import pytest
 
 from protocol.host.prctl import adopting_orphans
 from services.spare import FORKS, READY, preload
+from tests.changes import slow_unless_changed
 from tests.integration.command import environment
 from tests.integration.loop import ROOT
 from tests.services import spare_program
+
+pytestmark = slow_unless_changed(
+    "services/launcher/", "services/spare.py", "services/runtime/", "tests/services/spare_program.py"
+)
 
 PROGRAM = "tests.services.spare_program"
 LIMIT_S = 60.0

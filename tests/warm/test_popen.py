@@ -13,10 +13,12 @@ import pytest
 
 from protocol.host.prctl import tied_to_this_process
 from services.settings.automatic import visible_gpus
+from tests.changes import slow_unless_changed
 from tests.integration.command import environment
 from tests.warm import popen
 from tests.warm.popen import ROOT, WarmPopen
 
+pytestmark = slow_unless_changed("tests/warm/", "protocol/host/prctl", "services/settings/processes")
 MODULE = "tests.warm.self_portrait"
 WORDS = [sys.executable, "-m", MODULE, "one", "two words"]
 

@@ -10,6 +10,7 @@ import torch
 
 from protocol.device.shared_tensors import SharedTensors, map_tensors
 from protocol.errors import WeightError
+from tests.changes import slow_unless_changed
 
 OWNER = """
 import sys, torch
@@ -105,6 +106,7 @@ def test_a_file_that_is_no_description_is_refused(tmp_path: Path, content: bytes
         map_tensors(tmp_path / "none.msgpack")
 
 
+@slow_unless_changed("protocol/device/", "protocol/host/")
 def test_a_file_is_read_by_its_user_alone_and_removes_those_of_the_dead(tmp_path: Path) -> None:
     with owner(tmp_path / "shared/dead.msgpack") as process:
         process.kill()

@@ -11,6 +11,7 @@ from reward.config import RewardConfig, VerifierConfig
 from reward.group import ResponseGroup
 from reward.verifiers.registry import make_verifier
 from reward.workers.pool import ScorePool
+from tests.changes import slow_unless_changed
 from tests.reward.reward_models import logits_of_transformers, write_reward_model
 
 PROMPT = "what is 6 times 7?"
@@ -83,6 +84,7 @@ def test_wrong_options_are_refused_before_anything_is_loaded(
         make_verifier("reward_model", options)
 
 
+@slow_unless_changed("reward/classifiers/", "reward/verifiers/", "reward/workers/", "deploy/locks/cpu.txt")
 async def test_a_worker_loads_the_model_at_its_start_and_names_what_fails(tmp_path: Path) -> None:
     path = write_reward_model(tmp_path / "model")
 

@@ -16,6 +16,7 @@ from reward.group import ResponseGroup
 from reward.verifiers.registry import VERIFIERS, make_verifier
 from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
+from tests.changes import slow_unless_changed
 
 pytestmark = pytest.mark.xdist_group(
     "sandbox"
@@ -219,6 +220,7 @@ def test_python_tests_without_tests_fail(tests: object) -> None:
         score("python_tests", SQUARE, {"tests": tests})
 
 
+@slow_unless_changed("reward/verifiers/", "rollout/prompts/", "deploy/locks/cpu.txt")
 @pytest.mark.filterwarnings(
     "ignore::pytest.PytestUnraisableExceptionWarning"
 )  # families leave their data files open

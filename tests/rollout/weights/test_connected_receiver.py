@@ -23,6 +23,7 @@ from rollout.weights.channel import PartTransfer
 from rollout.weights.part_receiver import PartReceiver
 from rollout.weights.registry import make_receiver
 from rollout.weights.sender_connection import parse_location
+from tests.changes import WEIGHTS, slow_unless_changed
 from tests.trainer.weights.senders import at, layout_of, read_request, received
 from trainer.config import WeightConfig
 from trainer.weights.served.receiver_connection import ReceiverConnection
@@ -190,6 +191,7 @@ def test_a_closed_receiver_leaves_no_thread_and_may_be_used_again() -> None:
             until(lambda: not watchers())
 
 
+@slow_unless_changed(*WEIGHTS, "protocol/device/")
 def test_joining_a_group_ends_when_the_sender_disconnects() -> None:
     with (
         mapping() as (_, manifest, _, _),

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from services.audit.evidence import ALTERNATIVES, MOST_STARTS, Evidence, FalseAlarms, rate_ratios
+from tests.changes import slow_unless_changed
 
 RATE = 0.002
 
@@ -17,6 +18,7 @@ def run(rates: list[float], trials: int, generator: np.random.Generator) -> tupl
     return largest, evidence
 
 
+@slow_unless_changed("services/audit/", "tests/services/audit/")
 def test_evidence_without_a_fault_exceeds_one_over_a_in_a_share_of_a_of_the_runs_at_most() -> None:
     generator = np.random.default_rng(0)
     largest = np.array([run([RATE] * 60, 50, generator)[0] for _ in range(1000)])

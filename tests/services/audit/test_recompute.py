@@ -17,6 +17,7 @@ from services.audit import recompute
 from services.audit.auditor import Auditor
 from services.audit.recompute import Recomputer
 from services.audit.records import Expectations
+from tests.changes import slow_unless_changed
 
 PROMPT = np.array([5, 17, 20], dtype=np.int32)
 
@@ -56,6 +57,7 @@ def test_scores_are_the_log_probabilities_of_each_prefix_under_the_version(model
         assert found.logprobs[place] == pytest.approx(float(logits.log_softmax(-1)[token]), abs=1e-5)
 
 
+@slow_unless_changed("services/audit/", "tests/services/audit/")
 def test_e_values_of_other_temperatures_have_expectation_one(model_dir: Path) -> None:
     recomputer = Recomputer(model_dir)
     scores = [recomputer.score(PROMPT, row_of([token]), 1.0) for token in range(512)]

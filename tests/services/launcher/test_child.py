@@ -29,6 +29,7 @@ from services.launcher.child import (
     last_log_line,
     older_log,
 )
+from tests.changes import slow_unless_changed
 from tests.integration.loop import ROOT
 from tests.services.bus.harness import eventually
 from tests.services.launcher.patient_spares import PROGRAM, PatientSpares, kept_spares
@@ -84,7 +85,15 @@ async def roll(tmp_path: Path) -> AsyncIterator[Roll]:
         await roll.close()
 
 
-@pytest.fixture(params=["anew", "from a spare"])
+@pytest.fixture(
+    params=[
+        "anew",
+        pytest.param(
+            "from a spare",
+            marks=slow_unless_changed("services/launcher/", "services/spare.py", "services/runtime/"),
+        ),
+    ]
+)
 async def make(
     tmp_path: Path, roll: Roll, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., SupervisedProcess]]:

@@ -13,6 +13,7 @@ from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig, Occupancy
 from rollout.engines.scripted import ScriptedEngine
 from services.rollout.service import RESERVED_FILES, allow_open_files, read_occupancy
+from tests.changes import slow_unless_changed
 from tests.integration.command import environment
 from tests.integration.loop import ROOT
 
@@ -69,6 +70,7 @@ def test_samples_without_connections_need_no_files() -> None:
     allow_open_files(1, 8, 3)
 
 
+@slow_unless_changed("services/rollout/", "services/runtime/", "services/spare.py", "services/settings/")
 @pytest.mark.parametrize(
     ("setting", "imported"), [("model.path=owner/name", "True True"), ("run.name=r", "False True")]
 )

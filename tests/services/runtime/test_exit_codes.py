@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from services.ledger.embedded_server import EmbeddedServer
+from tests.changes import slow_unless_changed
 from tests.integration.command import environment
 from tests.integration.loop import ROOT
 from tests.warm.popen import WarmPopen
@@ -16,6 +17,7 @@ from trainer.config import ScratchConfig
 from trainer.random_model import build_scratch
 
 
+@slow_unless_changed("services/runtime/", "services/launcher/", "services/observability/")
 def test_a_service_that_finds_no_ledger_asks_to_be_started_again(tmp_path: Path) -> None:
     """A ledger that is away for a while must not look like wrong settings: `tether up` would give the run
     up."""
@@ -69,6 +71,7 @@ service_main(Role.MONITOR, serve)
 """It exits when its standard input says so, after Python has removed its own signal handlers."""
 
 
+@slow_unless_changed("services/runtime/", "services/launcher/", "services/observability/")
 async def test_a_service_that_has_ended_by_itself_is_not_killed_by_being_told_to_end(tmp_path: Path) -> None:
     """A drained trainer needs a moment to exit, and may be asked to stop in that moment."""
     server = EmbeddedServer(tmp_path / "ledger")

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from services.runtime.import_path import PACKAGES, ROOT, safe_environment
+from tests.changes import slow_unless_changed
 from tests.integration.command import environment
 
 TRAP = "raise SystemExit('the wrong module')\n"
@@ -36,7 +37,16 @@ def run(cwd: Path, *words: str, **variables: str) -> subprocess.CompletedProcess
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("service", ["services.prepare", "services.reward", "services.cli"])
+CHANGED = slow_unless_changed("services/runtime/", "services/reward.py", "services/cli.py")
+
+
+@pytest.mark.parametrize(
+    "service",
+    [
+        "services.prepare",
+        *(pytest.param(service, marks=CHANGED) for service in ("services.reward", "services.cli")),
+    ],
+)
 def test_a_service_starts_where_files_have_our_names(traps: Path, service: str) -> None:
     done = run(traps, "-m", service, TETHER_CONFIG="nowhere.toml")
     assert "the wrong module" not in done.stderr

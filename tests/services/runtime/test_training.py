@@ -10,6 +10,7 @@ import torch
 from rollout.engines.base import EngineConfig
 from services.runtime.training import build_models, head_bytes
 from services.settings.sections import Settings
+from tests.changes import slow_unless_changed
 from tests.contracts.engine_draft_models import tiny_shallow
 from tests.services.runtime.apart_ranks import Case, make_steps, measured
 from tests.trainer.classifiers import save_classifier
@@ -22,6 +23,7 @@ from trainer.reference.eagle import EagleTraining
 from trainer.roles.config import PlacementConfig
 
 MODULE = "tests.services.runtime.apart_ranks"
+HERE = "tests/services/runtime/"
 
 
 def compare(case: Case, tmp_path: Path, tolerance: float) -> None:
@@ -48,6 +50,7 @@ def models(tmp_path: Path) -> tuple[str, str, str]:
     return str(policy), str(teacher), str(save_classifier(teacher, tmp_path / "classifier"))
 
 
+@slow_unless_changed("trainer/roles/", "trainer/execution/", "trainer/ranks/", "services/runtime/", HERE)
 @pytest.mark.xdist_group("layouts")
 def test_frozen_models_apart_make_the_same_bits(tmp_path: Path) -> None:
     compare(

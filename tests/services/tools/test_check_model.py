@@ -20,6 +20,7 @@ from services.tools.check_model import (
     layout_of,
     render_checked_model,
 )
+from tests.changes import slow_unless_changed
 from tests.integration.command import tether_here
 from tests.trainer.backends.quantised_models import describe, save_fp8, save_mxfp4
 from tests.trainer.fsdp.tiny_models import save_tiny
@@ -205,6 +206,9 @@ def test_check_memory_refuses_a_model_that_does_not_fit(tmp_path: Path) -> None:
         check_memory(tmp_path, 10**12, 1)
 
 
+@slow_unless_changed(
+    "trainer/model_check", "trainer/fsdp/", "trainer/layers/", "services/tools/", "protocol/device/hf_models",
+)  # fmt: skip
 @pytest.mark.parametrize(
     ("model_type", "sizes", "laid_out"),
     [

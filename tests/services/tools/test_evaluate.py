@@ -16,6 +16,7 @@ from services.evaluation.estimates import PromptScore
 from services.evaluation.scoring import SetScores
 from services.settings.load import run_settings
 from services.tools.evaluate import add_gains, best_constant, redirect_output, render_scores, score_run
+from tests.changes import slow_unless_changed
 from tests.services.monitor.runs import recorded_run
 
 
@@ -109,6 +110,7 @@ print("after", file=sys.stderr)
 """
 
 
+@slow_unless_changed("services/tools/", "services/observability/", "tests/services/tools/")
 def test_only_what_is_printed_outside_of_the_block_is_seen(tmp_path: Path) -> None:
     log = tmp_path / "logs/eval.log"
     found = subprocess.run(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.changes import slow_unless_changed
 from tests.trials.fuzz import given, stored, wire
 from tests.trials.fuzz.target import Target
 
@@ -21,7 +22,15 @@ def test_seeds_are_read_or_refused(name: str, tmp_path: Path) -> None:
         TARGETS[name].check(seed[: len(seed) // 2], tmp_path)
 
 
-@pytest.mark.parametrize(("seconds", "runs"), [(20, 100), pytest.param(60, -1, marks=pytest.mark.slow)])
+DECODERS = slow_unless_changed(
+    "protocol/", "reward/", "rollout/prompts/", "services/ledger/", "services/run_record/",
+    "services/settings/", "trainer/data/", "trainer/storage/", "tests/trials/fuzz/",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("seconds", "runs"), [pytest.param(20, 100, marks=DECODERS), pytest.param(60, -1, marks=pytest.mark.slow)]
+)
 def test_fuzzing_finds_nothing(tmp_path: Path, seconds: int, runs: int) -> None:
     command = [
         sys.executable, "-m", "tests.trials.fuzz.run", "--seconds", str(seconds), "--runs", str(runs),
