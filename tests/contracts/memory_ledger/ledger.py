@@ -264,10 +264,10 @@ class MemoryLedger:
     async def lost(self, group: int, token: str) -> None:
         self._hand_back(group, token, Event.LOST, "lost")
 
-    async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
+    async def drop(self, group: int, token: str, reason: str, wasted: int = 0, detail: str = "") -> None:
         found = self.run_state.held(group, token)
         if found.state is not _S.DROPPED:
-            self.run_state.drop(found, reason, wasted_tokens=wasted_tokens)
+            self.run_state.drop(found, reason, detail, wasted)
             self.run_state.apply_pending()
 
     async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
