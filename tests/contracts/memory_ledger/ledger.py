@@ -91,7 +91,8 @@ class MemoryLedger:
             )
             return
         if (run.spec.fingerprint, run.spec.prompts) != (spec.fingerprint, spec.prompts):
-            raise Refused(Reason.RUN_MISMATCH, f"created with prompts {run.spec.fingerprint}")
+            count = "without end" if run.spec.prompts is None else run.spec.prompts
+            raise Refused(Reason.RUN_MISMATCH, f"created with prompts {run.spec.fingerprint} ({count})")
         if spec.steps < run.version:
             raise Refused(Reason.WRONG_STATE, f"steps {spec.steps} is below version {run.version}")
         if spec.steps != run.spec.steps:
