@@ -10,6 +10,7 @@ A directory DIR holds the keys of one machine; public keys end in .key, secret o
 """
 
 import logging
+import shlex
 import struct
 from pathlib import Path
 
@@ -67,7 +68,8 @@ def _load(path: Path, directory: str | Path) -> tuple[bytes, bytes | None]:
         return _read(path)
     except (OSError, ValueError) as error:
         raise SettingsError(
-            f"bus.curve_dir: cannot read {path} ({error}); make keys with `tether keys {directory}`"
+            f"bus.curve_dir: cannot read {path} ({error}); "
+            f"make keys with `tether keys {shlex.quote(str(directory))}`"
         ) from error
 
 

@@ -85,11 +85,19 @@ class Episode:
 
         Raises:
             RuntimeError: the model has had no turn yet; the prompt comes first.
+            ValueError: the text has half of a surrogate pair, which no tokenizer takes; it is not inserted.
         """
         if self._last is None:
             raise RuntimeError(
                 "insert() comes after the first turn of the model; before it there is the prompt"
             )
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            half, at = text[error.start], error.start
+            raise ValueError(
+                f"insert(): the text has half of a surrogate pair, {half!r}, at character {at}"
+            ) from None
         self._inserted.append(text)
 
     async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:

@@ -265,6 +265,17 @@ def encoded_prompt(prompt: Prompt) -> bytes:
         check_shape(packed, most_depth=METADATA_DEPTH + 1)
     except (TypeError, OverflowError, ValueError, RecursionError, ProtocolError) as error:
         raise SettingsError(
-            f"prompt {prompt.text[:40]!r} has metadata that cannot be sent: {error}"
+            f"prompt {prompt.text[:40]!r} has {_unsendable(prompt)} that cannot be sent: {error}"
         ) from None
     return packed
+
+
+def _unsendable(prompt: Prompt) -> str:
+    """Return which part of a prompt cannot be sent."""
+    metadata = {f"metadata {key!r}": value for key, value in prompt.metadata.items()}
+    for part, value in {"text": prompt.text, "messages": prompt.messages, **metadata}.items():
+        try:
+            msgspec.msgpack.encode(value)
+        except (TypeError, OverflowError, ValueError, RecursionError):
+            return part
+    return "metadata"

@@ -26,6 +26,7 @@ import secrets
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import ClientConnectionResetError, hdrs, web
@@ -66,6 +67,7 @@ class ApiServer(ABC):
         self,
         config: EnvironmentConfig = LOOPBACK,
         *,
+        model: str = MODEL,
         prefix: str = "",
         apis: Iterable[Api] = APIS,
         body_mb: int = 16,
@@ -77,6 +79,7 @@ class ApiServer(ABC):
 
         Args:
             config: says where it listens and which address clients get.
+            model: that answers requests which name none.
             prefix: of every path.
             apis: those that are served.
             body_mb: largest body of a request, MiB.
@@ -84,7 +87,7 @@ class ApiServer(ABC):
             header_s: as for `LimitedListener`.
             body_s: how long the body of a request may take to come, seconds.
         """
-        self._config = config
+        self._config, self._model = config, model
         self._max_bytes, self._body_s = body_mb * 2**20, body_s
         full = RequestRefused(503, "too_many_connections", f"{max_connections} connections are open")
         self._listener = LimitedListener(
@@ -157,6 +160,7 @@ class ApiServer(ABC):
 
             def read(parsed: Any) -> HarnessRequest:
                 found = api.read(parsed, rules=session.rules, **known)
+                found = replace(found, model=found.model or self._model)
                 self.admit(session, found)
                 return found
 
@@ -240,7 +244,7 @@ class SessionEndpoint(ApiServer):
 
     def models(self, request: web.Request) -> list[dict[str, Any]]:
         self.session_of(request)
-        return [listed_model(MODEL)]
+        return [listed_model(self._model)]
 
     def admit(self, session: Session, parsed: HarnessRequest) -> None:
         """Admit every request: it may name any model."""

@@ -39,7 +39,7 @@ class HarnessRequest:
     """Parsed request of a harness."""
 
     model: str
-    """Returned as it came."""
+    """Returned in the answer."""
     max_tokens: int | None
     stream: bool
     include_usage: bool

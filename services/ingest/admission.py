@@ -8,6 +8,7 @@ from protocol.errors import LEASE_LOST, ProtocolError, Reason, Refused
 from protocol.messages import ScoredRollout, ScoreFailure
 from services.bus.receiver import Delivery, Receiver
 from services.ledger.interface import TakenGroup
+from services.ledger.limits import MAX_DETAIL
 from services.ledger_recovery.journal_entries import accept_entry
 from services.observability.busy import BusyMeter
 from services.runtime.process import Process
@@ -21,8 +22,6 @@ log = logging.getLogger("tether.ingest")
 
 BATCH = 64
 """Messages stored by one fsync."""
-MAX_REASON = 300
-"""Characters of a failed score in the event log."""
 NOT_HELD_ANY_MORE = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE})
 """Refusals of a release that say that the lease is over already."""
 
@@ -140,7 +139,7 @@ class Admission:
         )
         self._process.metrics.count("score.failed")
         try:
-            reason = f"reward:{failure.verifier}: {failure.error}"[:MAX_REASON]
+            reason = f"reward:{failure.verifier}: {failure.error}"[:MAX_DETAIL]
             await self._process.ledger.release(failure.group, failure.token, reason)
         except Refused as refusal:
             if refusal.reason not in NOT_HELD_ANY_MORE:

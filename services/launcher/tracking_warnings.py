@@ -1,6 +1,7 @@
 """Reports on the terminal the problems and progress that the tracking processes note on disk."""
 
 import asyncio
+import shlex
 from collections.abc import Callable, Iterator
 
 from services.settings.sections import Settings
@@ -37,5 +38,5 @@ def describe_tracking(settings: Settings) -> Iterator[str]:
             cause = state.problem or "the rest was not sent in time"
             yield (
                 f"warning: tracking by {kind} got {state.sent} points, up to version {state.version} "
-                f"({cause}); `tether track {settings.run_dir}` sends the rest"
+                f"({cause}); `tether track {shlex.quote(str(settings.run_dir))}` sends the rest"
             )

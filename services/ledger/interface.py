@@ -293,8 +293,8 @@ class Ledger(Protocol):
     async def lost(self, group: int, token: str) -> None:
         """Have a SCORED group leased again, because the spool does not hold its record."""
 
-    async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
-        """Drop a group; `token` is its current one. Refuses NOT_HELD, WRONG_STATE (for TAKEN groups, too)."""
+    async def drop(self, group: int, token: str, reason: str, wasted: int = 0, detail: str = "") -> None:
+        """Drop a group for `reason`, a word, to which `detail` led. Refuses NOT_HELD, WRONG_STATE (TAKEN)."""
 
     async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
         """Drop a LEASED group that the ingest's filter leaves out: its place in rule F is free again.

@@ -7,6 +7,8 @@ from services.ledger.interface import RunSpec
 
 ARCHIVE_LIMIT = 200_000
 """Events that may wait for the archive before leasing stops."""
+MAX_DETAIL = 300
+"""Characters of an error in the event log."""
 
 
 def check_bound(max_staleness: int | None, groups_per_step: int | None) -> None:

@@ -4,11 +4,14 @@ No engine is imported for it: lists are read from the source of the installed vL
 """
 
 import ast
+import sys
 from collections.abc import Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
+from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
+from rollout.engines.listed_models import listed_architectures
 from rollout.engines.requests import head_dim_of
 from rollout.engines.sglang.arguments import check_bounded_scores, check_environment
 from rollout.engines.sglang_jax.model_check import check_interpreter, check_model
@@ -16,11 +19,15 @@ from rollout.engines.vllm.drafts.models import check_draft_model
 from services.preflight.model import ModelFacts, engines_of
 from services.preflight.problem import Problem, refusals
 from services.settings.sections import Settings
+from trainer.megatron.families.table import FAMILIES
+from trainer.megatron.families.windows import windows_of
 
 ON_ONE_RANK = ("hf",)
 """Engines without tensor parallelism."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of config.json, by family, with the number of experts."""
+ALIKE_IN_VLLM = ("qwen2", "qwen3")
+"""Families whose layers vLLM treats alike; of others with windows it reads which layers have one."""
 RANKS = ("config/lora.py", "MaxLoRARanks")
 """File of vLLM, and the name that it gives the ranks of adapters that it has kernels for."""
 CPU_HEAD_SIZES = ("v1/attention/backends/cpu_attn.py", "get_supported_head_sizes")
@@ -31,6 +38,7 @@ def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     """Yield what the engines of a run cannot do with the model."""
     for engine in engines_of(settings):
         yield from _rank_problems(engine, model)
+        yield from model_refusals(engine.name, model, runs_code=settings.model.trust_remote_code)
         if engine.name == "sglang":
             yield from _sglang_problems(engine, model)
         if engine.name == "vllm" and model.is_made:
@@ -39,6 +47,59 @@ def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
             yield from refusals(check_interpreter, engine.python)
             yield from refusals(check_model, engine, model.config, model.place)
     yield from _recording_problems(settings, model)
+
+
+def model_refusals(engine: str, model: ModelFacts, *, runs_code: bool = False) -> Iterator[Problem]:
+    """Yield what an engine of a name cannot do with a model under any settings.
+
+    `runs_code` says whether Python files that the model brings may define it.
+    """
+    if engine == "vllm" and not (model.brings_code and runs_code):
+        yield from _unknown_to_vllm(model)
+        yield from _windows_in_vllm(model)
+    layers = model.config.get("mlp_only_layers")
+    if engine == "sglang" and model.config.get("model_type") == "qwen3_moe" and layers:
+        yield Problem(  # all layers are asked for a router
+            f"{model.place / 'config.json'}: SGLang has no qwen3_moe with layers without experts "
+            f"(mlp_only_layers = {layers})",
+            "use vllm, hf or megatron",
+            "engine.name",
+            "sglang",
+        )
+
+
+def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
+    """Compare the architecture with those that the installed vLLM lists, which is not imported for it."""
+    names, known = model.config.get("architectures") or [], listed_architectures("vllm")
+    if known and model.config.get("model_type") not in FAMILIES and not known & {*names}:
+        yield Problem(
+            f"{model.place / 'config.json'}: vLLM has no architecture {', '.join(names) or '(unnamed)'}",
+            "choose another model, or another engine",
+            "engine.name",
+            "vllm",
+        )
+
+
+def _windows_in_vllm(model: ModelFacts) -> Iterator[Problem]:
+    """Say what vLLM says only once it builds the model: all layers of a family have a window, or none."""
+    kind = model.config.get("model_type")
+    if kind not in ALIKE_IN_VLLM:
+        return
+    family, path = FAMILIES[kind], model.place / "config.json"
+    config = {**family.defaults, **model.config}
+    layers = int(config.get("num_hidden_layers") or 0)
+    try:
+        kinds = config.get("layer_types") or windows_of(path, config, family, layers, sys.maxsize)
+    except SettingsError:  # of what it is, the trainer's check says more
+        return
+    if len(set(kinds)) > 1:
+        yield Problem(
+            f"{path}: vLLM has no {kind} with a sliding window in some layers and none in others",
+            "use megatron or hf; if no sequence is longer than the window, a copy of the model without "
+            "layer_types and use_sliding_window is the same model",
+            "engine.name",
+            "vllm",
+        )
 
 
 def _rank_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
@@ -54,15 +115,6 @@ def _rank_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]
 def _sglang_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
     """Refuse what SGLang's model of a family cannot compute: it would end at its start, with a traceback."""
     family, place = model.config.get("model_type"), model.place / "config.json"
-    if family == "qwen3_moe" and (
-        layers := model.config.get("mlp_only_layers")
-    ):  # all are asked for a router
-        yield Problem(
-            f"{place}: SGLang has no qwen3_moe with layers without experts (mlp_only_layers = {layers})",
-            "use vllm, hf or megatron",
-            "engine.name",
-            "sglang",
-        )
     stated = model.config.get("dtype") or model.config.get("torch_dtype")
     if family == "gpt_oss" and stated and stated != engine.dtype:
         yield Problem(

@@ -4,7 +4,6 @@ It reads files and builds no model.
 """
 
 import dataclasses
-import sys
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import chain, islice
@@ -17,7 +16,6 @@ from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_targets
 from protocol.weights.peft import check_peft
 from rollout.engines.arguments import check_known
 from rollout.engines.base import EngineConfig
-from rollout.engines.listed_models import listed_architectures
 from rollout.engines.requests import check_adapters, check_fits
 from services.preflight.problem import Problem, refusals
 from services.settings.evaluation import eval_engine
@@ -43,7 +41,6 @@ from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import architecture_of, as_critic
 from trainer.megatron.families.stages import export_plan, stage_rules
 from trainer.megatron.families.table import FAMILIES
-from trainer.megatron.families.windows import windows_of
 from trainer.megatron.layout import Layout
 from trainer.megatron.memory.expected import frozen_layout
 from trainer.random_model import check_scratch, config_of, shapes_of
@@ -53,8 +50,6 @@ VLLM_PADS_TO = 64
 """vLLM's embeddings have a multiple of so many rows on all ranks together."""
 OF_TRANSFORMERS = ("fsdp", "reference")
 """Backends that train models of transformers as they are."""
-ALIKE_IN_VLLM = ("qwen2", "qwen3")
-"""Families whose layers vLLM treats alike; of others with windows it reads which layers have one."""
 
 ROUTERS = ("gate", "router")
 """Last components of the names of layers that choose experts."""
@@ -325,9 +320,6 @@ def _engine_problems(settings: Settings, engine: EngineConfig, model: ModelFacts
         yield from _megatron_problems("engine.name", settings, model)
     if engine.name == "hf":
         yield from _unknown_to_transformers(settings, "engine.name", "hf", model)
-    if engine.name == "vllm" and not (model.brings_code and settings.model.trust_remote_code):
-        yield from _unknown_to_vllm(model)
-        yield from _windows_in_vllm(model)
 
 
 def engines_of(settings: Settings) -> list[EngineConfig]:
@@ -354,38 +346,4 @@ def _unknown_to_transformers(
             else "choose another model",
             setting,
             value,
-        )
-
-
-def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
-    """Compare the architecture with those that the installed vLLM lists, which is not imported for it."""
-    names, known = model.config.get("architectures") or [], listed_architectures("vllm")
-    if known and model.config.get("model_type") not in FAMILIES and not known & {*names}:
-        yield Problem(
-            f"{model.place / 'config.json'}: vLLM has no architecture {', '.join(names) or '(unnamed)'}",
-            "choose another model, or another engine",
-            "engine.name",
-            "vllm",
-        )
-
-
-def _windows_in_vllm(model: ModelFacts) -> Iterator[Problem]:
-    """Say what vLLM says only once it builds the model: all layers of a family have a window, or none."""
-    kind = model.config.get("model_type")
-    if kind not in ALIKE_IN_VLLM:
-        return
-    family, path = FAMILIES[kind], model.place / "config.json"
-    config = {**family.defaults, **model.config}
-    layers = int(config.get("num_hidden_layers") or 0)
-    try:
-        kinds = config.get("layer_types") or windows_of(path, config, family, layers, sys.maxsize)
-    except SettingsError:  # of what it is, the trainer's check says more
-        return
-    if len(set(kinds)) > 1:
-        yield Problem(
-            f"{path}: vLLM has no {kind} with a sliding window in some layers and none in others",
-            "use megatron or hf; if no sequence is longer than the window, a copy of the model without "
-            "layer_types and use_sliding_window is the same model",
-            "engine.name",
-            "vllm",
         )

@@ -27,6 +27,7 @@ from rollout.sessions.record import Recording
 from rollout.strays import Strays
 from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
+from services.ledger.limits import MAX_DETAIL
 from services.observability.busy import BusyMeter
 from services.observability.metrics import Metrics
 from services.rollout.call_sender import recording_of
@@ -270,8 +271,7 @@ class GroupRunner:
             log.info("lease.lost group=%d token=%s", lease.group, lease.token)
 
     async def _generate_and_send(self, job: HeldGroup) -> None:
-        lease = job.lease
-        settings, metrics = self._process.settings.sampling, self._process.metrics
+        lease, settings, metrics = job.lease, self._process.settings.sampling, self._process.metrics
         n = settings.samples_per_prompt
         try:
             with self.meter.working():
@@ -366,11 +366,12 @@ class GroupRunner:
         reason = failure_reason(error)
         log.warning("group.failed group=%d attempt=%d error=%s", lease.group, lease.attempt, error)
         self._process.metrics.count("group.failed")
+        detail = f"{reason}: {error}"[:MAX_DETAIL].encode(errors="replace").decode()  # may have surrogates
         with contextlib.suppress(Refused):
             if reason != ENGINE and lease.attempt >= self._config.prompt_failures:
-                await self._process.ledger.drop(lease.group, lease.token, reason)
+                await self._process.ledger.drop(lease.group, lease.token, reason, detail=detail)
             else:
-                await self._process.ledger.release(lease.group, lease.token, reason)
+                await self._process.ledger.release(lease.group, lease.token, detail)
 
     async def _hand_back(self, lease: Lease, reason: str) -> None:
         with contextlib.suppress(Refused, TimeoutError):

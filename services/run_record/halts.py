@@ -76,19 +76,23 @@ def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
 
     Args:
         reason: the drop reason that halted it, one word, or a cause that the trainer named, a sentence.
-        details: what led to drops (`reward:NAME: ERROR`, `prompt` ...) -> how often; the most frequent one
-            names the cause of `attempts`.
+        details: what led to drops (`reward:NAME: ERROR`, `episode: ERROR` ...) -> how often; the most
+            frequent one is named, and is the cause of `attempts`.
     """
     if " " in reason:
         return f"the run halted: {reason}; fix the cause, {AGAIN}"
-    detail = max(details, key=lambda name: details[name]) if details and reason == "attempts" else ""
-    kind, _, name = (detail or reason).partition(":")
+    counts = {
+        name: count
+        for name, count in (details or {}).items()
+        if reason in ("attempts", name.partition(":")[0])
+    }
+    kind, _, error = max(counts, key=lambda name: counts[name], default=reason).partition(":")
     cause, place, remedy = _CAUSES.get(
         kind, (f"groups were dropped for the reason {reason!r}", "the logs", "fix the cause")
     )
-    if kind != reason and kind in _CAUSES:
-        cause += f" (verifier {name})" if name else ""
-        cause += ", in all attempts"
+    if kind in _CAUSES:
+        cause += f" ({'verifier ' if kind == 'reward' else ''}{error.strip()})" if error else ""
+        cause += "" if kind == reason else ", in all attempts"
     return (
         f"the run halted for the reason {reason!r}: {cause}, {RULES.get(reason, RULE)}; see {place}; "
         f"{remedy}, {AGAIN}"

@@ -5,6 +5,7 @@ The registry has the page's URL without the key, because others may read the led
 
 import os
 import secrets
+import shlex
 from contextlib import suppress
 from pathlib import Path
 
@@ -65,7 +66,7 @@ def read_key(path: Path) -> str:
     """
     mode, key = path.stat().st_mode, path.read_text().strip()
     if mode & 0o077:
-        raise SettingsError(f"{path}: others can read the key: chmod 600 {path}")
+        raise SettingsError(f"{path}: others can read the key: chmod 600 {shlex.quote(str(path))}")
     if len(key) < SHORTEST_KEY or not key.isascii() or not key.isprintable():
         raise SettingsError(f"{path}: a key has at least {SHORTEST_KEY} printable characters")
     return key

@@ -1,6 +1,7 @@
 """Prints the progress of `tether up`, and draws it: steps, evaluations, failed scores, long waits."""
 
 import asyncio
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -105,7 +106,7 @@ class Progress:
             self.note(line)
         newest = max((self._run_dir / "exports").glob("step_*"), default=None)
         model = f"; the model is {newest}" if newest else ""
-        self.note(f"see it with `tether monitor {self._run_dir}`{model}")
+        self.note(f"see it with `tether monitor {shlex.quote(str(self._run_dir))}`{model}")
 
     def _print_evaluations(self) -> None:
         for line in self._evaluations.read_rest():

@@ -31,6 +31,7 @@ from services.ledger.event_log.events import (
     bound_of,
     decode_line,
 )
+from services.ledger.limits import MAX_DETAIL
 from services.run_record.lines import LineFollower
 from services.run_record.log_queries import filtered_group
 from services.run_record.sentences import TOPICS, Sentence, sentence_of
@@ -48,7 +49,6 @@ KEPT_FILTERED = 10_000
 KEPT_CHANGES = 256
 KEPT_DETAILS = 100
 """Different errors that led to drops; more of them are counted under the verifier's name."""
-MAX_DETAIL = 300
 TOTALS = ("version", "issued", "trained", "dropped")
 """Fields of a commit and of a rebuild that `EventTail.state` returns."""
 _HEAD_BYTES = 1 << 14

@@ -5,6 +5,7 @@ settings are composed again once there is something in it.
 """
 
 import logging
+import shlex
 import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -68,7 +69,8 @@ def describe_copies(settings: Settings) -> Iterator[str]:
         if not state.problem:
             yield f"version {state.version} is at {place}"
             continue
-        remedy = f"`tether push {run} {place}` sends it" if name == "hub" else f"copy {run} by hand"
+        command = shlex.join(("tether", "push", str(run), place))
+        remedy = f"`{command}` sends it" if name == "hub" else f"copy {run} by hand"
         yield f"warning: version {state.version} is not at {place}: {state.problem}; {remedy}"
 
 

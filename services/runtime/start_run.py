@@ -46,8 +46,8 @@ async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> 
             raise
         raise SettingsError(
             f"run {spec.run} was {refusal.detail}, and cannot change to prompts {spec.fingerprint} "
-            f"({-1 if spec.prompts is None else spec.prompts}): give it the old prompts, or start a new run "
-            "in another directory, on a shared ledger under another run.name"
+            f"({'without end' if spec.prompts is None else spec.prompts}): give it the old prompts, or "
+            "start a new run in another directory, on a shared ledger under another run.name"
         ) from None
     if before is not None and (before.pending or before.bound) != spec.bound:
         await ledger.set_bound(

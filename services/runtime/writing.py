@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -44,23 +45,12 @@ async def until_written(
         The result of `write`.
 
     Raises:
+        StoppedWaiting: the process is to stop.
         Exception: the error of `check`, or of `write`, unless it is a full disk or a SpoolError.
     """
-    try:
-        return await asyncio.to_thread(write)
-    except Exception as error:
-        if not _is_waited_for(error):
-            raise
-        refused = error
-    async with waiting_for_room(process, refused):
-        while True:
-            await asyncio.sleep(RETRY_S)
-            await check()
-            try:
-                return await asyncio.to_thread(write)
-            except Exception as error:
-                if not _is_waited_for(error):
-                    raise
+    return await _repeated(
+        process, partial(asyncio.to_thread, write), lambda _: process.settings.run_dir, check, _is_waited_for
+    )
 
 
 async def until_room(
@@ -84,10 +74,20 @@ async def until_room(
         StoppedWaiting: the process is to stop.
         Exception: the error of `check`, or of `work`, unless it is a full disk.
     """
+    return await _repeated(process, work, place_of, check, is_for_want_of_room)
+
+
+async def _repeated(
+    process: Process,
+    work: Callable[[], Awaitable[T]],
+    place_of: Callable[[Exception], Path | str],
+    check: Callable[[], Awaitable[None]],
+    is_waited_for: Callable[[Exception], bool],
+) -> T:
     try:
         return await work()
     except Exception as error:
-        if not is_for_want_of_room(error):
+        if not is_waited_for(error):
             raise
         refused = error
     async with waiting_for_room(process, refused, place_of(refused)):
@@ -96,7 +96,7 @@ async def until_room(
             try:
                 return await work()
             except Exception as error:
-                if not is_for_want_of_room(error):
+                if not is_waited_for(error):
                     raise
         raise StoppedWaiting(str(refused)) from refused
 

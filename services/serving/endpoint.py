@@ -102,10 +102,11 @@ class GenerationEndpoint(ApiServer):
             body_mb: as for `ApiServer`.
             adapters: names of the engine's adapters, each a model to clients.
         """
-        super().__init__(config, apis=[api for api in APIS if api.keep is None], body_mb=body_mb)
+        apis = [api for api in APIS if api.keep is None]
+        super().__init__(config, model=model, apis=apis, body_mb=body_mb)
         self._engine, self._renderer, self._reader = engine, renderer, reader
         self._sampling, self._max_model_len = sampling, max_model_len
-        self._model, self._adapters = model, tuple(adapters)
+        self._adapters = tuple(adapters)
         self._generations: WeakKeyDictionary[Session, Generation] = WeakKeyDictionary()
         self._key, self._follows = key, follows
         self._rules = SamplingRules("context", sampling, renderer.stop_strings, engine.capabilities.seeds)
@@ -142,10 +143,10 @@ class GenerationEndpoint(ApiServer):
         return [listed, *({**listed_model(name), "parent": self._model} for name in self._adapters)]
 
     def admit(self, session: Session, parsed: HarnessRequest) -> None:
-        """Note the adapter that a request names; refuse one that names another model. It may name none."""
+        """Note the adapter that a request names; refuse one that names another model."""
         if parsed.model in self._adapters:
             self._generations[session].adapter = parsed.model
-        elif parsed.model not in ("", self._model):
+        elif parsed.model != self._model:
             known = ", ".join((self._model, *self._adapters))
             raise RequestRefused(
                 404,

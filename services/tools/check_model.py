@@ -31,6 +31,8 @@ from protocol.errors import SettingsError
 from protocol.host.child_environment import with_variables
 from protocol.host.prctl import die_with_parent
 from rollout.engines.listed_models import engines_with
+from services.preflight.engines import model_refusals
+from services.preflight.model import ModelFacts
 from services.runtime.errors import configure_logging
 from trainer.backends.plain_copy import quantization_of, write_plain
 from trainer.backends.safetensors_reader import SafetensorsReader
@@ -145,7 +147,7 @@ def check_model(
         return _check_plain_copy(model_dir, parallel, backend, facts)
     path = model_dir / "config.json"
     config = read_config(model_dir)
-    facts["engines"] = engines_with(config)
+    facts |= _engines(ModelFacts(model_dir, config, {}, is_made=True))
     try:
         if backend == "fsdp":
             return _check_sharded(model_dir, config, facts)
@@ -173,6 +175,14 @@ def check_model(
         threads = max(1, torch.get_num_threads() // parallel.world_size)
         facts |= run(model_dir, parallel, batch, expected, threads)
     return _verdict(facts)
+
+
+def _engines(model: ModelFacts) -> dict[str, Any]:
+    """Return which installed engines list a model and do not refuse it, and why others refuse it."""
+    listed = engines_with(model.config)
+    refusals = {engine: found[0].cause for engine in listed if (found := [*model_refusals(engine, model)])}
+    engines = {engine: has and engine not in refusals for engine, has in listed.items()}
+    return {"engines": engines, "refusals": refusals}
 
 
 def _check_plain_copy(
@@ -238,7 +248,9 @@ def render_checked_model(result: CheckedModel) -> str:
     config = dict(facts["config"])
     count = f", {facts['parameters']:,} parameters" if "parameters" in facts else ""
     listing = [
-        f"{engine} {'lists' if has else 'does not list'} it" for engine, has in facts["engines"].items()
+        f"{engine} {f'refuses it: {cause}' if cause else 'lists it' if has else 'does not list it'}"
+        for engine, has in facts["engines"].items()
+        for cause in [facts["refusals"].get(engine)]
     ]
     lines += [
         f"model    {facts['model']}: {config.pop('model_type')} ({config.pop('name')}){count}",

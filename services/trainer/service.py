@@ -105,7 +105,7 @@ async def _take_over_and_step(run: OpenRun, runner: ModelRunner) -> None:
     async with Checkpointer(run, runner) as checkpointer:
         try:
             await _make_steps(run, runner, checkpointer)
-        except* StoppedWaiting as stopped:  # what was not committed is made again at the next start
+        except* StoppedWaiting as stopped:  # the ledger has what was committed; the rest is made again
             log.warning("run.stopped_without_room error=%s", innermost(stopped))
 
 

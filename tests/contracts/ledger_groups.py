@@ -177,7 +177,7 @@ class GroupContract:
         leased, (scored,) = await driver.lease(), await driver.scored(1)
         await driver.refused(Reason.NOT_HELD, driver.ledger.drop(leased.group, "other", "filter"))
         for _ in range(2):
-            await driver.ledger.drop(leased.group, leased.token, "reward", 5)
+            await driver.ledger.drop(leased.group, leased.token, "reward", 5, "reward: 1/0")
             await driver.ledger.drop(scored.group, scored.token, "filter")
         status = await driver.ledger.status()
         assert (status.dropped, status.wasted_tokens, status.dropped_by_reason) == (
@@ -185,6 +185,8 @@ class GroupContract:
             15,
             {"reward": 1, "filter": 1},
         )
+        drops = [event for event in await driver.ledger.events(0, 1000) if event["event"] == "drop"]
+        assert [event["detail"] for event in drops] == ["reward: 1/0", ""]
         await driver.refused(Reason.WRONG_STATE, driver.ledger.accept(leased.group, leased.token, {0: 1}))
         await driver.refused(Reason.WRONG_STATE, driver.ledger.release(leased.group, leased.token, "x"))
         await driver.refused(Reason.NOT_HELD, driver.ledger.extend(leased.group, leased.token, 1000))

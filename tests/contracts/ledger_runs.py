@@ -24,7 +24,8 @@ class RunContract:
         status = await driver.ledger.status()
         assert (status.steps, status.bound) == (9, Bound(1, 1, Policy.WAIT))
         await driver.refused(Reason.RUN_MISMATCH, driver.ledger.create(spec(run, fingerprint="g")))
-        await driver.refused(Reason.RUN_MISMATCH, driver.ledger.create(spec(run, prompts=4)))
+        refusal = await driver.refused(Reason.RUN_MISMATCH, driver.ledger.create(spec(run, prompts=4)))
+        assert refusal.detail == "created with prompts f (without end)"
         await driver.refused(Reason.WRONG_STATE, driver.ledger.create(spec(run, steps=0)))
         with pytest.raises(SettingsError, match="groups_per_step: 0 is not between"):
             await driver.ledger.create(spec(run, B=0))

@@ -173,6 +173,13 @@ def disk(tmp_path: Path) -> Iterator[Path]:
         yield path
 
 
+def fill(disk: Path) -> None:
+    """Leave no room on a disk until the file `ballast` is deleted."""
+    with (disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
+        while True:
+            ballast.write(bytes(1 << 12))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("transport", ["shm", "disk"])
 def test_a_full_disk_stops_the_run_until_there_is_room(tmp_path: Path, disk: Path, transport: str) -> None:
@@ -184,9 +191,7 @@ def test_a_full_disk_stops_the_run_until_there_is_room(tmp_path: Path, disk: Pat
         with tether_up(*words, output=output, TETHER_REDIS_URL=url) as up:
             reaches(run_dir, 2, up)
             before = pids(place)
-            with (disk / "ballast").open("wb", buffering=0) as ballast, suppress(OSError):
-                while True:
-                    ballast.write(bytes(1 << 12))
+            fill(disk)
             full = f"the disk of {run_dir} is full"
             for name in ("trainer", "ingest"):
                 until(lambda name=name: f"room: {full}" in waits_of(place, name), seconds=60, what=name)
@@ -198,6 +203,33 @@ def test_a_full_disk_stops_the_run_until_there_is_room(tmp_path: Path, disk: Pat
         text = output.read_text()
         assert "has room again" in text
         assert "restarts" not in text
+        result = audit(run_dir)
+        assert (result["code"], result["violations"], result["steps"]) == (0, [], STEPS)
+        assert [step["step"] for step in read_steps(run_dir / "metrics.jsonl")] == list(range(STEPS))
+    finally:
+        asyncio.run(server.stop())
+
+
+@pytest.mark.slow
+def test_a_stop_on_a_full_disk_kills_nothing_and_the_run_can_be_continued(tmp_path: Path, disk: Path) -> None:
+    run_dir, output, place = disk / "run", tmp_path / "up.log", tmp_path / "server"
+    server = EmbeddedServer(place / "ledger")  # on another disk
+    url = asyncio.run(server.start())
+    try:
+        with tether_up(*arguments(run_dir), output=output, TETHER_REDIS_URL=url) as up:
+            reaches(run_dir, 2, up)
+            fill(disk)
+            full = f"the disk of {run_dir} is full"
+            until(lambda: f"room: {full}" in waits_of(place, "trainer"), seconds=60, what="a wait")
+            up.terminate()
+            assert up.wait(200) == 2, output.read_text()
+        text = output.read_text()
+        assert "drain_timeout name=trainer" not in text
+        assert f"{full}: make room, then start the same command again" in text
+        assert f"No space left on device: '{run_dir / FILE}'" in text
+        (disk / "ballast").unlink()
+        with tether_up(*arguments(run_dir), output=output, TETHER_REDIS_URL=url) as up:
+            assert up.wait(200) == 0, output.read_text()
         result = audit(run_dir)
         assert (result["code"], result["violations"], result["steps"]) == (0, [], STEPS)
         assert [step["step"] for step in read_steps(run_dir / "metrics.jsonl")] == list(range(STEPS))

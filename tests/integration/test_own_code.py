@@ -7,7 +7,7 @@ import pytest
 from services.ledger.event_log.archiver import FILE
 from services.ledger.verify.verifier import verify
 from tests.changes import slow_unless_changed
-from tests.integration.command import tether
+from tests.integration.command import tether, tether_here
 from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
@@ -27,6 +27,31 @@ def keep(*, rewards):
     seen.append(rewards)
     return [True][len(seen) // 9]
 """
+
+
+ENVIRONMENT = """
+async def play(episode):
+    await episode.generate()
+    return {}["reward"]
+"""
+
+
+@slow_unless_changed("services/rollout/", "services/run_record/", "rollout/environments/")
+def test_an_environment_that_fails_halts_the_run_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "my_game.py").write_text(ENVIRONMENT)
+    settings = (
+        "environment.name=my_game:play", f'run.modules=["{tmp_path}"]', "bound.drop_window=4",
+        "bound.drop_share=1.0", "monitor.enabled=false", "rollout.drain_s=0",
+    )  # fmt: skip
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    ended = tether("up", CONFIG, "--run-dir", str(tmp_path / "run"), *overrides)
+    place = f"{tmp_path}/my_game.py:4: KeyError: 'reward'"
+    assert ended.returncode == 1
+    (halt,) = [line for line in ended.stderr.splitlines() if "the run halted" in line]
+    assert place in halt
+    assert "logs/rollout.*.log (episode.failed); fix the environment" in halt
+    assert place in tether_here("status", tmp_path / "run").stdout
+    assert verify(tmp_path / "run" / FILE).violations == []
 
 
 @slow_unless_changed("services/runtime/", "services/launcher/", "trainer/algorithms/")

@@ -62,7 +62,7 @@ def generate_body(request: HarnessRequest, answer: CallAnswer, renderer: Rendere
     """Return the answer to a generate request, which is called `name` if the request has no name."""
     return {
         "request_id": request.name or name,
-        "model": request.model or None,
+        "model": request.model,
         "created": int(time.time()),
         "output_mode": "text" if request.with_text else "tokens",
         "choices": _choices(request, answer, renderer),

@@ -188,7 +188,7 @@ class DropEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="drop"):
     reason: str
     """Drop reason that is counted."""
     detail: str
-    """What led to it, for `attempts`; else empty."""
+    """What led to it, such as the error of a group that failed; empty where the reason says all."""
     wasted_tokens: int
     """Sampled tokens of the group, as far as they were reported."""
     from_state: GroupState = msgspec.field(name="from")

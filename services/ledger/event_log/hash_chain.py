@@ -121,9 +121,10 @@ def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None
             if durable:
                 os.fsync(handle)
             write_atomically(head_of(path), msgspec.json.encode(_Head(link.decode())), durable=durable)
-        except OSError:
+        except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(handle, end)
+            error.filename = error.filename or str(path)  # a write to a descriptor names no file
             raise
 
 

@@ -185,8 +185,8 @@ class RedisLedger:
     async def lost(self, group: int, token: str) -> None:
         await self._run("lost", group, token)
 
-    async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
-        await self._run("drop", group, token, reason, wasted_tokens)
+    async def drop(self, group: int, token: str, reason: str, wasted: int = 0, detail: str = "") -> None:
+        await self._run("drop", group, token, reason, wasted, detail)
 
     async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
         await self._run("filter", group, token, tokens, reward, most_batches)

@@ -91,7 +91,8 @@ class MemoryLedger:
             )
             return
         if (run.spec.fingerprint, run.spec.prompts) != (spec.fingerprint, spec.prompts):
-            raise Refused(Reason.RUN_MISMATCH, f"created with prompts {run.spec.fingerprint}")
+            count = "without end" if run.spec.prompts is None else run.spec.prompts
+            raise Refused(Reason.RUN_MISMATCH, f"created with prompts {run.spec.fingerprint} ({count})")
         if spec.steps < run.version:
             raise Refused(Reason.WRONG_STATE, f"steps {spec.steps} is below version {run.version}")
         if spec.steps != run.spec.steps:
@@ -264,10 +265,10 @@ class MemoryLedger:
     async def lost(self, group: int, token: str) -> None:
         self._hand_back(group, token, Event.LOST, "lost")
 
-    async def drop(self, group: int, token: str, reason: str, wasted_tokens: int = 0) -> None:
+    async def drop(self, group: int, token: str, reason: str, wasted: int = 0, detail: str = "") -> None:
         found = self.run_state.held(group, token)
         if found.state is not _S.DROPPED:
-            self.run_state.drop(found, reason, wasted_tokens=wasted_tokens)
+            self.run_state.drop(found, reason, detail, wasted)
             self.run_state.apply_pending()
 
     async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:

@@ -80,5 +80,5 @@ def test_a_key_is_authorized_and_revoked_while_the_sender_runs(ours: Path, their
 
 def test_keys_that_cannot_be_read_are_refused_with_what_makes_them(tmp_path: Path) -> None:
     for keys in (SenderKeys, ReceiverKeys):
-        with pytest.raises(SettingsError, match="make keys with `tether keys"):
-            keys(tmp_path)
+        with pytest.raises(SettingsError, match=f"make keys with `tether keys '{tmp_path}/my keys'`"):
+            keys(tmp_path / "my keys")

@@ -45,6 +45,18 @@ def test_insertions_between_two_turns_are_one_message(renderer: Renderer) -> Non
     assert [tokens for tokens, _ in player.asked] == [prompt, prompt + sample.tokens[:4]]
 
 
+def test_half_of_a_surrogate_pair_is_refused_where_it_is_inserted(renderer: Renderer) -> None:
+    async def play(episode: Episode) -> int:
+        await episode.generate()
+        episode.insert("+")
+        with pytest.raises(ValueError, match=r"insert\(\): the text has half of a surrogate pair, '\\ud800'"):
+            episode.insert("a\ud800b")
+        await episode.generate()
+        return 1
+
+    assert renderer.text(played(play, renderer, Player(renderer, "3", "4")).tokens) == "3+4"
+
+
 def test_without_a_reward_the_verifiers_score(renderer: Renderer) -> None:
     async def play(episode: Episode) -> None:
         await episode.generate()

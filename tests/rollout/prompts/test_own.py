@@ -143,7 +143,10 @@ def test_a_stream_whose_members_do_not_fit_is_refused(members: dict[str, object]
         ("Prompt(4)", r"at\(3\) is .*, it has to be a Prompt with a text"),
         ("Prompt('a', ({'role': 'user', 'content': 'a'},))", r"at\(3\).messages is .* pairs"),
         ("Prompt('a', (), None)", r"at\(3\).metadata is 'None', it has to be a mapping"),
-        ("Prompt('a', (), {'answer': object()})", r"at\(3\): prompt 'a' has metadata that cannot be sent"),
+        ("Prompt('a', (), {'answer': object()})", r"prompt 'a' has metadata 'answer' that cannot be sent"),
+        ("Prompt('a', (), {'b': ['\\ud800']})", r"has metadata 'b' that cannot be sent: .*surrogates"),
+        ("Prompt('a\\ud800')", r"at\(3\): prompt 'a.ud800' has text that cannot be sent: .*surrogates"),
+        ("Prompt('a', (('user', '\\ud800'),))", r"prompt 'a' has messages that cannot be sent: .*surrogates"),
         ("[][index]", "IndexError: list index out of range"),
     ],
 )

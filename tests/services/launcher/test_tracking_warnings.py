@@ -12,7 +12,7 @@ from services.tracking.state import TrackingState, write_state
 
 
 def tracked(run_dir: Path) -> Settings:
-    (run_dir / "tracking").mkdir()
+    (run_dir / "tracking").mkdir(parents=True)
     return load_settings(None, [f"run.dir={run_dir}", "tracking.kind=['wandb', 'mlflow']"], {})
 
 
@@ -36,15 +36,16 @@ async def test_problem_of_a_tracker_is_printed_once(tmp_path: Path) -> None:
 
 
 def test_end_says_what_was_sent_and_how_to_send_the_rest(tmp_path: Path) -> None:
-    settings = tracked(tmp_path)
-    (tmp_path / "metrics.jsonl").write_text("x" * 10)
+    run_dir = tmp_path / "my run"
+    settings = tracked(run_dir)
+    (run_dir / "metrics.jsonl").write_text("x" * 10)
     state = TrackingState(url="https://w", offsets={"metrics.jsonl": 10}, sent=3, version=3)
-    write_state(tmp_path, "wandb", state)
+    write_state(run_dir, "wandb", state)
     write_state(
-        tmp_path, "mlflow", msgspec.structs.replace(state, offsets={"metrics.jsonl": 4}, version=1, sent=1)
+        run_dir, "mlflow", msgspec.structs.replace(state, offsets={"metrics.jsonl": 4}, version=1, sent=1)
     )
     assert list(describe_tracking(settings)) == [
         "tracking by wandb: all 3 points were sent; https://w",
         "warning: tracking by mlflow got 1 points, up to version 1 (the rest was not sent in time); "
-        f"`tether track {tmp_path}` sends the rest",
+        f"`tether track '{run_dir}'` sends the rest",
     ]

@@ -173,9 +173,9 @@ async def test_a_ledger_that_is_away_is_what_is_waited_for() -> None:
 
 # -- progress
 async def test_progress_prints_every_step_once_and_how_it_ended(tmp_path: Path, driver: Driver) -> None:
-    out = io.StringIO()
-    progress = Progress(tmp_path, 100, out)
-    log = StepLog(tmp_path / "metrics.jsonl")
+    out, run_dir = io.StringIO(), tmp_path / "my run"
+    progress = Progress(run_dir, 100, out)
+    log = StepLog(run_dir / "metrics.jsonl")
     for step in range(2):
         log.append(
             StepReport(
@@ -194,7 +194,7 @@ async def test_progress_prints_every_step_once_and_how_it_ended(tmp_path: Path, 
     progress.finish(await driver.ledger.status())
     lines = out.getvalue().splitlines()
     assert len(lines) == 4
-    assert lines[3] == f"see it with `tether monitor {tmp_path}`"
+    assert lines[3] == f"see it with `tether monitor '{run_dir}'`"
     assert lines[0].startswith("version    1/100  reward  0.250  lag 0.00 max 1        10 tokens/s")
     assert lines[0].endswith("restarts 2")
     assert "publish 0.00 s" in lines[1]

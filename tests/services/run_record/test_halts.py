@@ -22,6 +22,13 @@ def test_halt_for_attempts_names_what_led_to_most_of_them() -> None:
     assert "used up their" in explain_halt("attempts", {})
 
 
+def test_halt_for_episodes_names_the_error_of_most_of_them() -> None:
+    details = {"episode: error: /x/own.py:2: KeyError: 3": 9, "episode: call_s": 1, "prompt: too long": 20}
+    line = explain_halt("episode", details)
+    assert "failed in the environment (error: /x/own.py:2: KeyError: 3), more than" in line
+    assert "in all attempts" not in line
+
+
 def test_halt_for_a_cause_that_the_trainer_named_says_it() -> None:
     line = explain_halt("step 3: engine and trainer disagree")
     assert line.startswith("the run halted: step 3: engine and trainer disagree; fix the cause, ")

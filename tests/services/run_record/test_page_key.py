@@ -24,10 +24,14 @@ def test_key_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "mode", "said"),
-    [("short\n", 0o600, "at least 16"), ("x" * 30, 0o644, "chmod 600"), (None, 0o600, "No such file")],
+    [
+        ("short\n", 0o600, "at least 16"),
+        ("x" * 30, 0o644, "chmod 600 '.*/my key'$"),
+        (None, 0o600, "No such file"),
+    ],
 )
 def test_bad_key_is_refused(tmp_path: Path, text: str | None, mode: int, said: str) -> None:
-    path = tmp_path / "key"
+    path = tmp_path / "my key"
     if text is not None:
         path.write_text(text)
         path.chmod(mode)

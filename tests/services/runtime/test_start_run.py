@@ -131,8 +131,8 @@ async def test_settings_that_decided_earlier_steps_are_kept(place: Place) -> Non
 async def test_other_prompts_are_refused_with_both_fingerprints(place: Place) -> None:
     await place.start()
     told = await place.refused("optimizer.lr=5e-6", fingerprint="g")
-    assert "run run was created with prompts f" in told
-    assert "cannot change to prompts g" in told
+    assert "run run was created with prompts f (without end)" in told
+    assert "cannot change to prompts g (without end): give it the old prompts" in told
 
 
 async def test_a_fixed_setting_is_refused(place: Place) -> None:

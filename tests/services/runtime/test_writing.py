@@ -14,7 +14,7 @@ from services.ledger.event_log.hash_chain import append
 from services.ledger.interface import RunSpec
 from services.runtime import writing
 from services.runtime.process import Process
-from services.runtime.writing import until_written
+from services.runtime.writing import StoppedWaiting, until_written
 from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.integration.loop import settings_for
 
@@ -38,6 +38,16 @@ async def test_a_write_waits_for_room_and_the_registry_says_so(process: Process,
         assert not write.done()
         log.unlink()
     assert log.read_bytes().startswith(b'{"step":0,"chain":')
+    assert process.waits == []
+
+
+async def test_a_stop_ends_the_wait_and_names_the_file(process: Process, tmp_path: Path) -> None:
+    log = tmp_path / "metrics.jsonl"
+    log.symlink_to("/dev/full")
+    process.stop.set()
+    async with asyncio.timeout(60):
+        with pytest.raises(StoppedWaiting, match=f"No space left on device: '{log}'"):
+            await until_written(process, partial(append, log, [b'{"step":0}']))
     assert process.waits == []
 
 

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import aiohttp
 import openai
@@ -114,6 +115,15 @@ async def test_a_chat_streams_the_answer_of_a_plain_call(model_dir: Path) -> Non
         chunks = [chunk async for chunk in stream]
         text = "".join(chunk.choices[0].delta.content or "" for chunk in chunks)
         assert text == plain.choices[0].message.content
+
+
+async def test_answers_name_the_model_of_the_list_where_the_request_names_none(model_dir: Path) -> None:
+    async with serving(serving_of(str(model_dir), ENGINE, False)) as url, client_of(url) as client:
+        text = await client.completions.create(model="", prompt="1+2", max_tokens=1)
+        user = {"role": "user", "content": "1+2"}
+        asked: Any = {"messages": [user], "max_tokens": 1, "stream": True}
+        chunks = [chunk.model async for chunk in await client.chat.completions.create(model="", **asked)]
+        assert {text.model, *chunks} == {model.id async for model in client.models.list()} == {"small"}
 
 
 async def test_requests_beyond_the_server_are_refused_by_name(model_dir: Path) -> None:

@@ -22,6 +22,7 @@ from services.tools.check_model import (
 )
 from tests.changes import slow_unless_changed
 from tests.integration.command import tether_here
+from tests.services.preflight.test_check import found, model_in, with_model
 from tests.trainer.backends.quantised_models import describe, save_fp8, save_mxfp4
 from tests.trainer.fsdp.tiny_models import save_tiny
 from tests.trainer.megatron.models import HYBRIDS, MODELS, MORE_MODELS, make_config, make_model, save_model
@@ -69,6 +70,17 @@ def test_check_model_ends_with_0_where_a_model_works(tmp_path: Path) -> None:
     assert "8 packed random samples (at most 128 tokens) equal Hugging Face's in float32" in logits
     assert "26 tensors equal the checkpoint's bit for bit" in export
     assert "from bfloat16 to float32; not needed, not compared: lm_head.weight" in export
+
+
+def test_check_model_says_of_an_engine_what_the_check_of_a_run_says(tmp_path: Path) -> None:
+    windows = {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 1}
+    settings = with_model(tmp_path / "run", model_in(tmp_path / "model", **windows), "engine.name=vllm")
+    (text,) = [text for text in found(settings) if "sliding window in some layers" in text]
+    answer = check_model(tmp_path / "model")
+    assert answer.facts["engines"] == {"vllm": False}
+    (cause,) = answer.facts["refusals"].values()
+    assert cause in text
+    assert f"engines  hf; vllm refuses it: {cause}" in render_checked_model(answer)
 
 
 @pytest.mark.parametrize("save", [save_fp8, save_mxfp4])

@@ -29,7 +29,7 @@ class Run:
     """A run directory with a spool, an event log and checkpoints."""
 
     def __init__(self, root: Path, remote: str, keep: int = 2) -> None:
-        self.directory = root / "run"
+        self.directory = root / "my run"
         self.spool = Spool(self.directory / "spool.sqlite")
         self.checkpoints = Checkpoints(self.directory / "checkpoints", keep=1)
         self.metrics = Metrics("trainer")
@@ -294,7 +294,7 @@ def test_a_hub_that_refuses_costs_the_run_nothing_but_the_upload(
     assert says in warning
     assert f"step_00000001 was not uploaded to {hub.url}/some-org/mine" in warning
     (line,) = run.end("run.hub=some-org/mine")
-    assert line.endswith(f"`tether push {run.directory} some-org/mine` sends it")
+    assert line.endswith(f"`tether push '{run.directory}' some-org/mine` sends it")
     assert len(files_of(export)) == 2
     assert [checkpoint.version for checkpoint in run.checkpoints.complete()] == [1]
     hub.refusal = 0

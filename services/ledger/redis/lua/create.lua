@@ -6,7 +6,8 @@
 local steps = tonumber(ARGV[3])
 if R.fingerprint then
   if R.fingerprint ~= ARGV[1] or R.prompts ~= tonumber(ARGV[2]) then
-    return refuse('run_mismatch', 'created with prompts ' .. R.fingerprint .. ' (' .. R.prompts .. ')')
+    local count = R.prompts < 0 and 'without end' or R.prompts
+    return refuse('run_mismatch', 'created with prompts ' .. R.fingerprint .. ' (' .. count .. ')')
   end
   if steps < R.version then return refuse('wrong_state', 'steps ' .. steps .. ' is below version ' .. R.version) end
   redis.call('HSET', K.run, 'max_attempts', ARGV[7], 'drop_share', ARGV[8], 'drop_window', ARGV[9])

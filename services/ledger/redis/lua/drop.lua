@@ -1,5 +1,5 @@
 -- LEASED or SCORED -> DROPPED, by a caller with the current token.
--- ARGV: 1 group, 2 token, 3 reason, 4 wasted tokens
+-- ARGV: 1 group, 2 token, 3 reason, 4 wasted tokens, 5 what led to it
 -- Returns nothing; repeating it succeeds. Refuses no_run, unknown_group, not_held, wrong_state (TAKEN, TRAINED).
 local absent = no_run()
 if absent then return absent end
@@ -9,6 +9,6 @@ if group.state == 'dropped' then return {'ok'} end
 if group.state ~= 'leased' and group.state ~= 'scored' then
   return refuse('wrong_state', 'group ' .. ARGV[1] .. ' is ' .. group.state)
 end
-drop(pad(ARGV[1]), group, ARGV[3], '', tonumber(ARGV[4]))
+drop(pad(ARGV[1]), group, ARGV[3], ARGV[5], tonumber(ARGV[4]))
 apply_pending()
 return {'ok'}
