@@ -16,6 +16,7 @@ from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.fsdp.model import ShardedValues
 from trainer.fsdp.passes import Pass, forget_pass, make_retry
+from trainer.fsdp.sharding import passes_of
 from trainer.fsdp.stepper import make_stepper
 from trainer.reference.critic import CRITIC
 from trainer.reference.shards import DATA, gathered
@@ -51,7 +52,7 @@ class FsdpCritic(SavedStepper, Critic):
         Raises:
             SettingsError: as `ValueModel`.
         """
-        self.config, self._mesh = config, mesh
+        self.config, self._mesh, self._trainer = config, mesh, trainer
         self._architecture = f"{architecture} with a value head"
         self._sharded = ShardedValues(model_dir, CRITIC, mesh, trainer, is_trained=True)
         self._model, self._passes = self._sharded.module, self._sharded.passes
@@ -80,10 +81,11 @@ class FsdpCritic(SavedStepper, Critic):
         device = self._passes.device
 
         def run() -> list[torch.Tensor]:
-            return [
-                self._accumulate(one, batch.select(one.samples).to(device), measures)
-                for one in self._passes.divide(batch)
-            ]
+            with passes_of(self._model, self._mesh, self._trainer):
+                return [
+                    self._accumulate(one, batch.select(one.samples).to(device), measures)
+                    for one in self._passes.divide(batch)
+                ]
 
         vectors, warnings = self._retry.step(self._passes, batch, run)
         sums, maxima = measures.split(measures.join(vectors, device))

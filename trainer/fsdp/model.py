@@ -14,7 +14,7 @@ from trainer.config import TrainerConfig
 from trainer.fsdp.loading import give, load_shards
 from trainer.fsdp.output_layer import Tokens
 from trainer.fsdp.passes import Pass, Passes
-from trainer.fsdp.sharding import divide, shard
+from trainer.fsdp.sharding import divide, passes_of, shard
 from trainer.functional.logprobs import token_logprobs
 from trainer.reference.backend import DTYPES
 from trainer.reference.frozen import in_dtype, load_model
@@ -52,6 +52,7 @@ class ShardedModel:
         Raises:
             SettingsError: transformers cannot load it.
         """
+        self._mesh, self._trainer = mesh, trainer
         tensors, traits = load_shards(model_dir, setting, mesh, trainer)
         self.module: Any = load_model(model_dir, setting, blank=True)
         divide(self.module, mesh)
@@ -87,13 +88,13 @@ class ShardedModel:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Return the log-probabilities of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
-        out = self.passes.sampled(
-            batch,
-            lambda one, part: self.run(one, part, part.sampled_mask.nonzero()[:, 0], lambda found, _: found),
-        )
-        # Only a backward pass does that for the root module, which would keep its weights over a step.
-        self.module.reshard()
-        return out
+        with passes_of(self.module, self._mesh, self._trainer):
+            return self.passes.sampled(
+                batch,
+                lambda one, part: self.run(
+                    one, part, part.sampled_mask.nonzero()[:, 0], lambda found, _: found
+                ),
+            )
 
     @torch.no_grad()
     def last_states(self, batch: Batch) -> LastStates:
@@ -101,12 +102,12 @@ class ShardedModel:
         layers = self.module.get_input_embeddings(), self.module.get_output_embeddings()
         weights = [gathered(layer.weight).to(self.passes.device) for layer in layers]
         states = torch.zeros(len(batch.tokens), weights[0].shape[1], device=self.passes.device)
-        for one in self.passes.divide(batch):
-            part = batch.select(one.samples).to(self.passes.device)
-            with self.passes.inputs(one, part) as inputs:
-                found = read_by_output(self.module, inputs.arguments).flatten(0, 1)[inputs.rows]
-            states[torch.isin(batch.sample_index, one.samples).to(states.device)] = found.float()
-        self.module.reshard()
+        with passes_of(self.module, self._mesh, self._trainer):
+            for one in self.passes.divide(batch):
+                part = batch.select(one.samples).to(self.passes.device)
+                with self.passes.inputs(one, part) as inputs:
+                    found = read_by_output(self.module, inputs.arguments).flatten(0, 1)[inputs.rows]
+                states[torch.isin(batch.sample_index, one.samples).to(states.device)] = found.float()
         return LastStates(states, *weights)
 
     def _logprobs(
@@ -137,6 +138,7 @@ class ShardedValues:
         Raises:
             SettingsError: as `ValueModel`.
         """
+        self._mesh, self._trainer = mesh, trainer
         tensors, traits = load_shards(model_dir, setting, mesh, trainer, with_head=False)
         self.module = ValueModel(model_dir, setting, blank=True)
         divide(self.module.model, mesh)
@@ -157,9 +159,8 @@ class ShardedValues:
                 values: torch.Tensor = self.module(inputs.arguments, inputs.rows[part.sampled_mask])
                 return values
 
-        out = self.passes.sampled(batch, compute)
-        self.module.reshard()  # type: ignore[operator]  # as in `ShardedModel.evaluate`
-        return out
+        with passes_of(self.module, self._mesh, self._trainer):
+            return self.passes.sampled(batch, compute)
 
 
 def load_frozen(spec: FrozenSpec, mesh: DeviceMesh, trainer: TrainerConfig) -> ShardedModel | ShardedValues:

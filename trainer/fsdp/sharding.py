@@ -2,6 +2,8 @@
 
 import functools
 from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -18,9 +20,11 @@ from torch.utils.checkpoint import checkpoint
 from protocol.errors import SettingsError
 from trainer.config import TrainerConfig
 from trainer.fsdp.layout import TENSOR_SIZE, division_refusal
+from trainer.fsdp.memory.expected import stays_gathered
 from trainer.layers.fp8 import use_fp8
+from trainer.memory.expected import ITEM_BYTES
 from trainer.reference.backend import DTYPES
-from trainer.reference.shards import DATA, TENSOR, tensor_cut
+from trainer.reference.shards import DATA, TENSOR, local_tensor, tensor_cut
 
 
 def divide(model: Any, mesh: DeviceMesh) -> None:
@@ -89,6 +93,33 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
         if isinstance(module, FSDPModule):
             module.set_gradient_divide_factor(1.0)  # losses are shares of the whole step's
             module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing while it adds up
+
+
+@contextmanager
+def passes_of(root: torch.nn.Module, mesh: DeviceMesh, trainer: TrainerConfig) -> Iterator[None]:
+    """Make passes of a sharded module within the block; after it no parameter is gathered.
+
+    Without the end of the block the root's parameters would stay gathered after passes without gradients.
+    """
+    item, data_ranks = ITEM_BYTES[trainer.dtype], mesh[DATA].size()
+    nbytes = item * sum(local_tensor(parameter).numel() for parameter in root.parameters())
+    modules = [module for module in root.modules() if isinstance(module, FSDPModule)]
+    stay = stays_gathered(nbytes, data_ranks, trainer)
+    _reshard_after_pass(modules, is_wanted=not stay)
+    try:
+        yield
+    finally:
+        _reshard_after_pass(modules, is_wanted=True)
+    for module in modules:
+        module.reshard()
+
+
+def _reshard_after_pass(modules: Sequence[FSDPModule], *, is_wanted: bool) -> None:
+    """Say whether passes free parameters; the root, which comes first, has its own until the backward pass."""
+    for number, module in enumerate(modules):
+        module.set_reshard_after_backward(is_wanted, recurse=False)
+        if number:
+            module.set_reshard_after_forward(is_wanted, recurse=False)
 
 
 def _layers(model: Any) -> list[torch.nn.Module]:

@@ -27,8 +27,12 @@ KEPT = 2.0
 """Elements that a layer keeps of a token, of the inputs and outputs of its matrices: 1.2 to 1.9 were seen."""
 KEPT_WITH_STATE = 3.0
 """Elements of models with other layers than attention; 1.7 to 2.8 were seen."""
+KEPT_COMPILED = 1.0
+"""Elements of compiled layers without experts; 0.75 to 0.9 were seen."""
 GATHERED = 3
 """Layers whose parameters are on the device at a time: the computed one, and the next with its buffer."""
+STAYS_BYTES = 4 << 30
+"""Gathered parameters of at most so many bytes stay on one rank from a pass to the next."""
 FLOAT32 = 4
 LAYER = re.compile(r".*?\.\d+\.")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
@@ -56,6 +60,7 @@ class ModelSize:
     vocabulary: int
     has_state: bool
     """Whether it has other layers than attention."""
+    has_experts: bool = False
 
     @classmethod
     def of(
@@ -99,6 +104,7 @@ class ModelSize:
             hidden=hidden,
             vocabulary=vocabulary,
             has_state=bool(set(config.get("layer_types") or ()) - KNOWN_TYPES),
+            has_experts=bool(experts),
         )
 
 
@@ -134,7 +140,7 @@ class ShardedWorkload:
         frozen = self.model.parameters if self.adapters.rank else 0
         shards = FLOAT32 * (trained + frozen) * held + item * sum(self.others)
         return ExpectedMemory(
-            parameters=ceil(shards / ranks) + max(_gathered(one) for one in models) * item,
+            parameters=ceil(shards / ranks) + max(self._gathered(one) for one in models) * item,
             gradients=ceil(FLOAT32 * trained * held / ranks),
             optimizer=0 if self.optimizer.cpu_offload else ceil(2 * FLOAT32 * trained / ranks),
             activations=max(self._kept(one, tokens) for one in models) * item,
@@ -160,6 +166,13 @@ class ShardedWorkload:
             if changed != self:
                 yield " and ".join(name for name, _ in chosen), changed
 
+    def _gathered(self, model: ModelSize) -> int:
+        """Return the elements of parameters that are gathered at a time."""
+        nbytes, ranks = model.parameters * ITEM_BYTES[self.trainer.dtype], self.parallel.data_parallel_size
+        if stays_gathered(nbytes, ranks, self.trainer):
+            return model.parameters
+        return model.outside + GATHERED * model.layer
+
     def _kept(self, model: ModelSize, tokens: int) -> int:
         """Return the elements that forward passes keep."""
         if self.trainer.recompute_granularity == "full":
@@ -168,7 +181,10 @@ class ShardedWorkload:
 
     def _factor(self, model: ModelSize) -> float:
         """Return how much more is kept than matrices have as input and output; dropout copies the inputs."""
-        return (KEPT_WITH_STATE if model.has_state else KEPT) + (1.0 if self.adapters.dropout else 0.0)
+        kept = KEPT_WITH_STATE if model.has_state else KEPT
+        if self.trainer.compile and self.trainer.fp8 == "off" and not (model.has_state or model.has_experts):
+            kept = KEPT_COMPILED
+        return kept + (1.0 if self.adapters.dropout else 0.0)
 
     def _workspace(self, model: ModelSize, tokens: int, item: int) -> int:
         """Return the bytes of a layer's backward pass: what it computes again, and gradients on their way."""
@@ -178,6 +194,19 @@ class ShardedWorkload:
         # numbers are float32 before they are rounded to FP8
         rounded = 0 if self.trainer.fp8 == "off" else FLOAT32 * (tokens * model.kept_of_layer + model.layer)
         return ceil(values * item) + gradients * (item + FLOAT32) + rounded
+
+
+def stays_gathered(nbytes: int, data_ranks: int, trainer: TrainerConfig) -> bool:
+    """Return whether passes keep a model's parameters gathered for each other.
+
+    Each layer is gathered twice a pass otherwise: by a copy alone, where no other rank has a part of it.
+
+    Args:
+        nbytes: of the parameters of one tensor-parallel rank, in the dtype of the passes.
+        data_ranks: that the model is sharded over.
+        trainer: settings of the backend.
+    """
+    return data_ranks == 1 and not trainer.offload_parameters and nbytes <= STAYS_BYTES
 
 
 def _parts(style: str, ranks: int) -> tuple[int, int]:
@@ -193,10 +222,6 @@ def _kept(name: str, shape: tuple[int, ...], share: float, parts: tuple[int, int
     if ".experts." not in name:
         return both if len(shape) == 2 else 0.0
     return share * both * prod(shape[:-2])
-
-
-def _gathered(model: ModelSize) -> int:
-    return model.outside + GATHERED * model.layer
 
 
 def _adapters(model: ModelSize, adapters: LoraConfig) -> int:

@@ -13,7 +13,14 @@ from protocol.weights.lora import LoraConfig
 from tests.trainer.fsdp.tiny_models import save_tiny
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.layout import plan_of
-from trainer.fsdp.memory.expected import FLOAT32, ModelSize, ShardedWorkload, read_size
+from trainer.fsdp.memory.expected import (
+    FLOAT32,
+    STAYS_BYTES,
+    ModelSize,
+    ShardedWorkload,
+    read_size,
+    stays_gathered,
+)
 from trainer.memory.expected import GIB, LIBRARIES, largest_budget, refusal
 
 TOKENS = 48
@@ -56,6 +63,24 @@ def test_numbers_that_are_rounded_to_fp8_take_a_layers_float32() -> None:
     assert more == FLOAT32 * (TOKENS * SIZE.kept_of_layer + SIZE.layer)
 
 
+def test_parameters_stay_gathered_on_one_rank_up_to_a_limit() -> None:
+    trainer = workload().trainer
+    assert stays_gathered(STAYS_BYTES, 1, trainer)
+    assert not stays_gathered(STAYS_BYTES + 1, 1, trainer)
+    assert not stays_gathered(0, 2, trainer)
+    assert not stays_gathered(0, 1, replace(trainer, offload_parameters=True))
+
+
+def test_compiled_layers_keep_half_unless_they_have_state_or_experts() -> None:
+    compiled = TrainerConfig(dtype="bfloat16", compile=True)
+    activations = workload().expected(TOKENS).activations
+    assert workload(trainer=compiled).expected(TOKENS).activations == activations // 2
+    for kind in ("has_state", "has_experts"):
+        model = replace(SIZE, **{kind: True})
+        found = workload(model=model, trainer=compiled).expected(TOKENS).activations
+        assert found == workload(model=model).expected(TOKENS).activations
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", TYPES)
 def test_expected_activations_bound_the_tensors_that_transformers_keeps(
@@ -86,7 +111,8 @@ def test_a_rank_has_its_share_of_float32_parameters_gradients_and_moments(ranks:
     found = workload(ranks).expected(1024)
     share = SIZE.parameters * FLOAT32 // ranks
     assert (found.gradients, found.optimizer) == (share, 2 * share)
-    assert found.parameters == share + 2 * (SIZE.outside + 3 * SIZE.layer)
+    gathered = SIZE.parameters if ranks == 1 else SIZE.outside + 3 * SIZE.layer
+    assert found.parameters == share + 2 * gathered
 
 
 def test_tensor_parallel_ranks_divide_what_the_plan_does() -> None:
