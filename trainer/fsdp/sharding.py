@@ -115,7 +115,7 @@ def passes_of(root: torch.nn.Module, mesh: DeviceMesh, trainer: TrainerConfig) -
 
 
 def _reshard_after_pass(modules: Sequence[FSDPModule], *, is_wanted: bool) -> None:
-    """Say whether passes free parameters; the root, which comes first, has its own until the backward pass."""
+    """Say whether passes free parameters; the root, which comes first, has its own to the backward pass."""
     for number, module in enumerate(modules):
         module.set_reshard_after_backward(is_wanted, recurse=False)
         if number:
