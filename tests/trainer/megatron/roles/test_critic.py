@@ -19,9 +19,10 @@ from trainer.reference.critic import ReferenceCritic
 pytestmark = pytest.mark.xdist_group("layouts")  # what `runs` sets up once, not one for each process
 
 MODEL = "qwen2-tied"
-OTHERS = ("tp2-sequence", "pp2", "cp2", "dp2", "tp2-dp2", "cp2-pp2")
+ALWAYS = ("tp2", "pp2")
+OTHERS = ("tp2-sequence", "cp2", "dp2", "tp2-dp2", "cp2-pp2")
 EACH_LAYOUT = pytest.mark.parametrize(
-    "layout", ["single", "tp2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in OTHERS)]
+    "layout", ["single", *ALWAYS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in OTHERS)]
 )
 
 
@@ -86,7 +87,7 @@ def test_continuing_from_a_checkpoint_is_bit_identical(runs: Runs, layout: str) 
 
 
 @pytest.mark.parametrize(
-    "layout", ["tp2", *(pytest.param(layout, marks=pytest.mark.slow) for layout in OTHERS)]
+    "layout", [*ALWAYS, *(pytest.param(layout, marks=pytest.mark.slow) for layout in OTHERS)]
 )
 def test_a_checkpoint_goes_to_another_layout_and_back_bit_for_bit(
     runs: Runs, layout: str, tmp_path: Path
