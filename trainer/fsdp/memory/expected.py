@@ -6,9 +6,11 @@ gathered.
 """
 
 import dataclasses
+import functools
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib.metadata import version
 from math import ceil, prod
 from pathlib import Path
 from types import MappingProxyType
@@ -25,8 +27,9 @@ from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
 
 KEPT = 2.0
 """Elements that a layer keeps of a token, of the inputs and outputs of its matrices: 1.2 to 1.9 were seen."""
-KEPT_WITH_STATE = 3.0
-"""Elements of models with other layers than attention; 1.7 to 2.8 were seen."""
+KEPT_WITH_STATE = {(0, 0): (1.0, 2.5), (5, 19): (3.0, 0.0)}
+"""Release of transformers -> elements from it on of models with other layers than attention, in the dtype of
+passes and in float32. In all 1.7 to 2.8 were seen with 5.19, and 3.2 with 5.12, whose states are float32."""
 KEPT_COMPILED = 1.0
 """Elements of compiled layers without experts; 0.75 to 0.9 were seen."""
 GATHERED = 3
@@ -181,7 +184,10 @@ class ShardedWorkload:
 
     def _factor(self, model: ModelSize) -> float:
         """Return how much more is kept than matrices have as input and output; dropout copies the inputs."""
-        kept = KEPT_WITH_STATE if model.has_state else KEPT
+        kept = KEPT
+        if model.has_state:
+            plain, float32 = KEPT_WITH_STATE[max(one for one in KEPT_WITH_STATE if one <= _transformers())]
+            kept = plain + float32 * FLOAT32 / ITEM_BYTES[self.trainer.dtype]
         if self.trainer.compile and self.trainer.fp8 == "off" and not (model.has_state or model.has_experts):
             kept = KEPT_COMPILED
         return kept + (1.0 if self.adapters.dropout else 0.0)
@@ -194,6 +200,12 @@ class ShardedWorkload:
         # numbers are float32 before they are rounded to FP8
         rounded = 0 if self.trainer.fp8 == "off" else FLOAT32 * (tokens * model.kept_of_layer + model.layer)
         return ceil(values * item) + gradients * (item + FLOAT32) + rounded
+
+
+@functools.cache
+def _transformers() -> tuple[int, ...]:
+    """Return the first two numbers of the installed release."""
+    return tuple(map(int, version("transformers").split(".")[:2]))
 
 
 def stays_gathered(nbytes: int, data_ranks: int, trainer: TrainerConfig) -> bool:
