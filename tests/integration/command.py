@@ -9,7 +9,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
@@ -49,6 +49,12 @@ def tether(*arguments: str, seconds: float = 300, **variables: str) -> subproces
             process.kill()
             raise
     return subprocess.CompletedProcess(words, process.returncode, out, err)
+
+
+def ended_run(config: str, run_dir: Path, settings: Iterable[str]) -> subprocess.CompletedProcess[str]:
+    """Run `tether up` to its end with settings, SECTION.NAME=VALUE."""
+    overrides = [part for setting in settings for part in ("--set", setting)]
+    return tether("up", config, "--run-dir", str(run_dir), *overrides)
 
 
 def tether_here(*arguments: object, **variables: str) -> subprocess.CompletedProcess[str]:

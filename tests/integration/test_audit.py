@@ -7,7 +7,7 @@ import pytest
 
 from services.audit.live import FILE
 from tests.changes import slow_unless_changed
-from tests.integration.command import tether
+from tests.integration.command import ended_run, tether
 from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/demo.toml")
@@ -69,8 +69,7 @@ def up(tmp_path: Path, *settings: str, engine: str = ENGINE) -> tuple[int, str]:
     (tmp_path / "turned.py").write_text(engine)
     (tmp_path / "stateful.py").write_text(VERIFIER)
     given = [*COMMON, f'run.modules=["{tmp_path}"]', *settings]
-    overrides = [part for setting in given for part in ("--set", setting)]
-    ended = tether("up", CONFIG, "--run-dir", str(tmp_path / "run"), *overrides)
+    ended = ended_run(CONFIG, tmp_path / "run", given)
     return ended.returncode, ended.stdout + ended.stderr
 
 

@@ -7,7 +7,7 @@ import pytest
 from services.ledger.event_log.archiver import FILE
 from services.ledger.verify.verifier import verify
 from tests.changes import slow_unless_changed
-from tests.integration.command import tether, tether_here
+from tests.integration.command import ended_run, tether_here
 from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
@@ -43,8 +43,7 @@ def test_an_environment_that_fails_halts_the_run_with_its_place(tmp_path: Path) 
         "environment.name=my_game:play", f'run.modules=["{tmp_path}"]', "bound.drop_window=4",
         "bound.drop_share=1.0", "monitor.enabled=false", "rollout.drain_s=0",
     )  # fmt: skip
-    overrides = [part for setting in settings for part in ("--set", setting)]
-    ended = tether("up", CONFIG, "--run-dir", str(tmp_path / "run"), *overrides)
+    ended = ended_run(CONFIG, tmp_path / "run", settings)
     place = f"{tmp_path}/my_game.py:4: KeyError: 'reward'"
     assert ended.returncode == 1
     (halt,) = [line for line in ended.stderr.splitlines() if "the run halted" in line]
@@ -69,8 +68,7 @@ def test_own_code_that_fails_ends_the_run_with_its_place(tmp_path: Path, setting
         "rollout.drain_s=0",
         'reward.verifiers=[{name="function", options={path="tests.integration.uneven_reward:score"}}]',
     )  # fmt: skip
-    overrides = [part for setting in settings for part in ("--set", setting)]
-    ended = tether("up", CONFIG, "--run-dir", str(tmp_path / "run"), *overrides)
+    ended = ended_run(CONFIG, tmp_path / "run", settings)
     assert ended.returncode == 2, ended.stderr
     assert words in ended.stderr
     assert f"setting {setting.partition('=')[0]}: tired:" in ended.stderr

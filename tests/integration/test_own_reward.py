@@ -5,7 +5,7 @@ from pathlib import Path
 from services.ledger.event_log.archiver import FILE
 from services.ledger.verify.verifier import verify
 from tests.changes import slow_unless_changed
-from tests.integration.command import tether
+from tests.integration.command import ended_run
 from tests.integration.loop import ROOT
 
 CONFIG = str(ROOT / "deploy/configs/stragglers.toml")
@@ -20,8 +20,7 @@ def test_an_exception_reaches_the_halt_with_file_and_line(tmp_path: Path) -> Non
         f'run.modules=["{tmp_path}"]', "bound.max_attempts=1", "bound.drop_window=4", "bound.drop_share=1.0",
         "monitor.enabled=false", "rollout.drain_s=0",
     )  # fmt: skip
-    overrides = [part for setting in settings for part in ("--set", setting)]
-    ended = tether("up", CONFIG, "--run-dir", str(tmp_path / "run"), *overrides)
+    ended = ended_run(CONFIG, tmp_path / "run", settings)
     place = f"{tmp_path}/own_reward.py:2: KeyError: 'anwser'"
     assert ended.returncode == 1
     (halt,) = [line for line in ended.stderr.splitlines() if "the run halted" in line]

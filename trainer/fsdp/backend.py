@@ -29,7 +29,7 @@ from trainer.fsdp.layout import OTHER_LAYERS, adapter_refusal, check_layout
 from trainer.fsdp.memory.expected import read_workload
 from trainer.fsdp.model import ShardedModel, ShardedValues, load_frozen
 from trainer.fsdp.passes import Pass, forget_pass, make_retry
-from trainer.fsdp.sharding import passes_of
+from trainer.fsdp.sharding import resharded_at_end
 from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
 from trainer.fsdp.stepper import make_stepper
 from trainer.lora import merged, with_dropout, without_adapters
@@ -156,7 +156,7 @@ class FsdpBackend(SavedStepper, Backend):
             passes = self._model.passes.divide(batch)
             place = self._trainer.seed, self._stepper.steps, self.mesh.get_local_rank(DATA)
             model = self._model.module
-            with passes_of(model, self.mesh, self._trainer), with_dropout(model, self.lora, place):
+            with resharded_at_end(model, self.mesh, self._trainer), with_dropout(model, self.lora, place):
                 return passes, [
                     self._accumulate(one, batch.select(one.samples).to(self.device), measures)
                     for one in passes

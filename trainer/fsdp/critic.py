@@ -16,7 +16,7 @@ from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.backend import FsdpBackend
 from trainer.fsdp.model import ShardedValues
 from trainer.fsdp.passes import Pass, forget_pass, make_retry
-from trainer.fsdp.sharding import passes_of
+from trainer.fsdp.sharding import resharded_at_end
 from trainer.fsdp.stepper import make_stepper
 from trainer.reference.critic import CRITIC
 from trainer.reference.shards import DATA, gathered
@@ -81,7 +81,7 @@ class FsdpCritic(SavedStepper, Critic):
         device = self._passes.device
 
         def run() -> list[torch.Tensor]:
-            with passes_of(self._model, self._mesh, self._trainer):
+            with resharded_at_end(self._model, self._mesh, self._trainer):
                 return [
                     self._accumulate(one, batch.select(one.samples).to(device), measures)
                     for one in self._passes.divide(batch)

@@ -14,7 +14,7 @@ from trainer.config import TrainerConfig
 from trainer.fsdp.loading import give, load_shards
 from trainer.fsdp.output_layer import Tokens
 from trainer.fsdp.passes import Pass, Passes
-from trainer.fsdp.sharding import divide, passes_of, shard
+from trainer.fsdp.sharding import divide, resharded_at_end, shard
 from trainer.functional.logprobs import token_logprobs
 from trainer.reference.backend import DTYPES
 from trainer.reference.frozen import in_dtype, load_model
@@ -88,7 +88,7 @@ class ShardedModel:
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Return the log-probabilities of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
-        with passes_of(self.module, self._mesh, self._trainer):
+        with resharded_at_end(self.module, self._mesh, self._trainer):
             return self.passes.sampled(
                 batch,
                 lambda one, part: self.run(
@@ -102,7 +102,7 @@ class ShardedModel:
         layers = self.module.get_input_embeddings(), self.module.get_output_embeddings()
         weights = [gathered(layer.weight).to(self.passes.device) for layer in layers]
         states = torch.zeros(len(batch.tokens), weights[0].shape[1], device=self.passes.device)
-        with passes_of(self.module, self._mesh, self._trainer):
+        with resharded_at_end(self.module, self._mesh, self._trainer):
             for one in self.passes.divide(batch):
                 part = batch.select(one.samples).to(self.passes.device)
                 with self.passes.inputs(one, part) as inputs:
@@ -159,7 +159,7 @@ class ShardedValues:
                 values: torch.Tensor = self.module(inputs.arguments, inputs.rows[part.sampled_mask])
                 return values
 
-        with passes_of(self.module, self._mesh, self._trainer):
+        with resharded_at_end(self.module, self._mesh, self._trainer):
             return self.passes.sampled(batch, compute)
 
 

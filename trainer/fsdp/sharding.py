@@ -96,10 +96,10 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
 
 
 @contextmanager
-def passes_of(root: torch.nn.Module, mesh: DeviceMesh, trainer: TrainerConfig) -> Iterator[None]:
-    """Make passes of a sharded module within the block; after it no parameter is gathered.
+def resharded_at_end(root: torch.nn.Module, mesh: DeviceMesh, trainer: TrainerConfig) -> Iterator[None]:
+    """Reshard a module after the passes of the block, which leave parameters gathered for each other if few.
 
-    Without the end of the block the root's parameters would stay gathered after passes without gradients.
+    The root's parameters stay gathered after any pass without gradients.
     """
     item, data_ranks = ITEM_BYTES[trainer.dtype], mesh[DATA].size()
     nbytes = item * sum(local_tensor(parameter).numel() for parameter in root.parameters())
