@@ -8,13 +8,14 @@ import contextlib
 import logging
 import os
 import signal
+import threading
 import time
 from collections.abc import Iterator
-from types import FrameType
 
 from protocol.errors import SettingsError
 from protocol.host.file_lock import locked
 from services.runtime.errors import configure_logging, exit_with
+from services.runtime.event_loop import STOP_SIGNALS
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.tracking.state import FOLDER, TrackingState
@@ -33,18 +34,21 @@ class Stop:
 
     def __init__(self, flush_s: float) -> None:
         """Catch the signals; from the first one on the process has `flush_s` seconds."""
-        self.is_set = False
+        self.requested = threading.Event()
         self._flush_s = flush_s
-        for signum in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(signum, self._on_stop)
-        signal.signal(signal.SIGALRM, self._on_deadline)
+        arrived, arrives = os.pipe()
+        os.set_blocking(arrives, False)
+        # a handler runs in the main thread, which a library may hold; the descriptor's reader does not wait
+        signal.set_wakeup_fd(arrives)
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, lambda signum, frame: self.requested.set())
+        threading.Thread(target=self._end_in_time, args=(arrived,), name="stop", daemon=True).start()
 
-    def _on_stop(self, signum: int, frame: FrameType | None) -> None:
-        if not self.is_set:
-            self.is_set = True
-            signal.setitimer(signal.ITIMER_REAL, max(self._flush_s, 0.01))
-
-    def _on_deadline(self, signum: int, frame: FrameType | None) -> None:
+    def _end_in_time(self, arrived: int) -> None:
+        while os.read(arrived, 1)[0] not in STOP_SIGNALS:
+            pass
+        self.requested.set()
+        time.sleep(self._flush_s)
         log.warning("tracking.given_up after_s=%.0f: the rest is sent with the next start", self._flush_s)
         os._exit(0)
 
@@ -90,9 +94,9 @@ def track_until_stopped(settings: Settings) -> None:
     stop = Stop(settings.tracking.flush_s)
     # the process of a `tether up` that was killed may still flush
     with open_runs(settings, settings.tracking.flush_s + END_S) as runs:
-        while not stop.is_set:
+        while not stop.requested.is_set():
             if not any([run.advance() for run in runs]):
-                time.sleep(POLL_S)
+                stop.requested.wait(POLL_S)
         for run in runs:
             run.finish()
 
