@@ -70,8 +70,6 @@ class WeightManifest(Message, tag="weight_manifest", frozen=True, kw_only=True):
     buckets: tuple[int, ...]
     """Size of each bucket, bytes."""
     tensors: tuple[TensorEntry, ...]
-    tied: tuple[tuple[str, str], ...] = ()
-    """Tied tensors: pairs of the name that is absent and the name of the tensor that it shares."""
     digest: int = 0
     """xxh3-64 over all entries (`protocol.weights.buckets.manifest_digest`): versions with equal digests are
     bit-identical."""

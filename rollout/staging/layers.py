@@ -193,13 +193,7 @@ class LayeredStaging(Staging):
         _compare(manifest, self._pieces, digests.numbers())
         self.discard()
 
-    def _place(
-        self,
-        receiver: WeightReceiver,
-        manifest: WeightManifest,
-        deadline_s: float,
-        copies: Mapping[str, str],
-    ) -> None:
+    def _place(self, receiver: WeightReceiver, manifest: WeightManifest, deadline_s: float) -> None:
         """Verify a version where it is, and remember where that is."""
         if not receiver.lasting:
             raise UnfitVersion(
@@ -208,7 +202,7 @@ class LayeredStaging(Staging):
             )
         end = time.monotonic() + deadline_s
         self._forget()
-        into = self._placement(self._destinations(copies))
+        into = self._placement()
         pieces: list[ReceivedSlice] = []
         for found in receiver.slices(manifest, into.wanted, deadline_s):
             self._refuse_cancelled(manifest)

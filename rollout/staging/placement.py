@@ -41,10 +41,6 @@ class ExpectedTensor:
     """Parts that go into the staging buffer."""
 
 
-Destinations = Mapping[str, list[ExpectedTensor]]
-"""Name of a version's tensor -> what it fills: with tied tensors, several."""
-
-
 class SlicePlacement:
     """Slices that a rank wants of a version, and their destinations.
 
@@ -52,12 +48,12 @@ class SlicePlacement:
     A target of a wider type gets the values of its source.
     """
 
-    def __init__(self, destinations: Destinations, wider: Container[str] = ()) -> None:
+    def __init__(self, expected: Mapping[str, ExpectedTensor], wider: Container[str] = ()) -> None:
         """Find the parts that are wanted; the targets of tensors in `wider` have another type."""
         self._wider = wider
         self._places: dict[str, list[tuple[Box, torch.Tensor]]] = {}
         """Name -> boxes, and the parts of the staging copy that they fill, in their shape."""
-        self._assembled: dict[str, list[Slice]] = {}
+        self._assembled: dict[str, tuple[Slice, ...]] = {}
         """Name -> parts of the tensors that have to be whole first."""
         self._whole: dict[str, tuple[torch.Tensor, int]] = {}
         """Name -> (tensor in the making, elements that are missing)."""
@@ -66,17 +62,17 @@ class SlicePlacement:
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.wanted: dict[str, tuple[Box, ...]] = {}
         """Name -> disjoint boxes; names without a wanted box are absent."""
-        for name, sources in destinations.items():
-            self._shapes[name] = sources[0].shape
-            parts = [part for source in sources for part in source.slices]
-            boxes = [box_of(sources[0].shape, part.offset, part.size, part.stride) for part in parts]
+        for name, source in expected.items():
+            self._shapes[name] = source.shape
+            boxes = [box_of(source.shape, part.offset, part.size, part.stride) for part in source.slices]
             if None in boxes:
-                self._assembled[name] = parts
-                self.wanted[name] = (whole(sources[0].shape),)
+                self._assembled[name] = source.slices
+                self.wanted[name] = (whole(source.shape),)
                 continue
             filled = [box for box in boxes if box is not None]
             self._places[name] = [
-                (box, part.target.view(shape_of(box))) for box, part in zip(filled, parts, strict=True)
+                (box, part.target.view(shape_of(box)))
+                for box, part in zip(filled, source.slices, strict=True)
             ]
             if wanted := disjoint(filled):
                 self.wanted[name] = wanted

@@ -19,7 +19,7 @@ from protocol.errors import EngineSettingsError, WeightError
 from protocol.weights.boxes import Box, intersection, size_of
 from rollout.staging.loaded_weights import files_by_tensor
 from rollout.staging.loader_trace import LoaderTrace, Recorder
-from rollout.staging.placement import Destinations, ExpectedTensor, SlicePlacement
+from rollout.staging.placement import ExpectedTensor, SlicePlacement
 from rollout.staging.places import StagingPlace, StagingRoom, choose, empty_in
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.staging import Staging, copy_over
@@ -183,18 +183,15 @@ class ShadowedPlacement(SlicePlacement):
 
     def __init__(
         self,
-        destinations: Destinations,
+        expected: Mapping[str, ExpectedTensor],
         shadows: Sequence[LayerShadow],
         staged: Staged,
         wider: Container[str] = (),
     ) -> None:
-        super().__init__(destinations, wider)
+        super().__init__(expected, wider)
         owners = {id(source): shadow for shadow in shadows for source in shadow.sources.values()}
         self._shadow_of = {
-            name: owners[id(source)]
-            for name, sources in destinations.items()
-            for source in sources
-            if id(source) in owners
+            name: owners[id(source)] for name, source in expected.items() if id(source) in owners
         }
         self._last = [shadow for shadow in shadows if shadow.is_last]
         self._staged = staged
@@ -248,8 +245,8 @@ class ShadowedStaging(Staging):
             for shadow in self._plan.shadows:
                 shadow.close()
 
-    def _placement(self, destinations: Destinations) -> SlicePlacement:
-        return ShadowedPlacement(destinations, self._plan.shadows, self._plan.staged, self._wider)
+    def _placement(self) -> SlicePlacement:
+        return ShadowedPlacement(self._sources, self._plan.shadows, self._plan.staged, self._wider)
 
 
 class ShadowedPlan:

@@ -90,10 +90,10 @@ class SharedStaging(Staging):
         Raises:
             WeightError: naming the first tensor that differs.
         """
-        copies = self.check(manifest)
+        self.check(manifest)
         expected = {entry.name: entry.digest for entry in manifest.tensors}
         for name, found in zip(self._live, digests_of(self._live.values()), strict=True):
-            if found != expected[copies.get(name, name)]:
+            if found != expected[name]:
                 raise WeightError(
                     f"version {manifest.version}: {name} is not what the trainer's masters gave "
                     "when they were verified"
@@ -111,10 +111,11 @@ class SharedStaging(Staging):
             UnfitVersion: naming a tensor with another layout there.
             WeightError: as `SharedReceiver.masters`.
         """
-        copies, masters = self.check(manifest), self._shared.masters(manifest)
+        self.check(manifest)
+        masters = self._shared.masters(manifest)
         found: dict[str, torch.Tensor] = {}
         for name, target in self._live.items():
-            master = masters[copies.get(name, name)]
+            master = masters[name]
             try:
                 found[name] = master.view(target.shape)
             except RuntimeError as error:

@@ -13,7 +13,7 @@ from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import layout_digest, manifest_digest
 from protocol.weights.draft_head import has_head, without_head
 from rollout.engines.base import Served
-from rollout.staging.placement import Destinations, ExpectedTensor, Slice, SlicePlacement
+from rollout.staging.placement import ExpectedTensor, Slice, SlicePlacement
 from rollout.weights.base import WeightReceiver
 from rollout.weights.registry import make_receiver
 
@@ -75,10 +75,10 @@ class Staging:
         self._transport = ""
         """Transport of `_receiver`."""
         self._receiver: WeightReceiver | None = None
-        self._placements: dict[tuple[object, object], SlicePlacement] = {}
-        """(Tied names, converted ones) -> where slices go: the same for every version."""
-        self._checked: tuple[object, dict[str, str]] | None = None
-        """What `check` read of the last manifest that passed, and its result."""
+        self._placements: dict[frozenset[str], SlicePlacement] = {}
+        """Names of converted tensors -> where slices go: the same for every version."""
+        self._checked: object = None
+        """What `check` read of the last manifest that passed."""
         self._wider: dict[str, str] = {}
         """Name -> type of the tensors that are converted, in the last version that passed `check`."""
         self._live_wider: dict[str, str] = {}
@@ -91,27 +91,24 @@ class Staging:
         """The version that is complete and verified in the copy; None if there is none."""
         return self._staged
 
-    def check(self, manifest: WeightManifest) -> dict[str, str]:
+    def check(self, manifest: WeightManifest) -> None:
         """Compare a manifest with what this engine expects, before anything is fetched.
 
         A layout that passed is not compared again in the next version. An engine that does not draft by a
         trained head leaves its tensors out.
-
-        Returns: for each tied name that is a tensor of its own in this engine, the name whose bytes it gets.
 
         Raises:
             UnfitVersion: naming the first tensor that is missing, unknown or of another shape, or of a dtype
                 that is not converted.
             WeightError: a name occurs twice.
         """
-        known = (layout_digest(manifest), manifest.tied, manifest.base_model, self.elsewhere)
-        if self._checked is None or self._checked[0] != known:
-            copies, self._wider = self._compared(manifest)
-            self._checked = known, copies
-        return self._checked[1]
+        known = (layout_digest(manifest), manifest.base_model, self.elsewhere)
+        if self._checked != known:
+            self._wider = self._compared(manifest)
+            self._checked = known
 
-    def _compared(self, manifest: WeightManifest) -> tuple[dict[str, str], dict[str, str]]:
-        """Return the result of `check`, and what `_wider` is for this version."""
+    def _compared(self, manifest: WeightManifest) -> dict[str, str]:
+        """Carry out `check`; return what `_wider` is for this version."""
         version, wider = manifest.version, dict[str, str]()
         if manifest.base_model and self._architecture and manifest.base_model != self._architecture:
             raise UnfitVersion(
@@ -120,25 +117,24 @@ class Staging:
         entries = {entry.name: entry for entry in manifest.tensors}
         if len(entries) != len(manifest.tensors):
             raise WeightError(f"version {version}: a tensor occurs twice in the manifest")
-        copies = {absent: holder for absent, holder in manifest.tied if absent in self._sources}
         for name, source in self._sources.items():
-            entry = entries.get(copies.get(name, name))
+            entry = entries.get(name)
             if entry is None:
-                raise UnfitVersion(f"version {version} lacks tensor {copies.get(name, name)}")
+                raise UnfitVersion(f"version {version} lacks tensor {name}")
             is_wider = (entry.dtype, source.dtype) in self.widenings
             if entry.shape != source.shape or not (is_wider or entry.dtype == source.dtype):
                 raise UnfitVersion(
-                    f"tensor {entry.name} is {entry.dtype}{list(entry.shape)}, "
+                    f"tensor {name} is {entry.dtype}{list(entry.shape)}, "
                     f"the engine's {name} is {source.dtype}{list(source.shape)}"
                 )
             if is_wider:
-                wider[entry.name] = entry.dtype
+                wider[name] = entry.dtype
         named = entries if has_head(self._sources) else without_head(entries)
         unknown = sorted(named.keys() - self._sources.keys() - self.elsewhere)
         if unknown:
             hint = " (its embeddings are tied)" if self._tied else ""
             raise UnfitVersion(f"version {version}: the engine has no place for tensor {unknown[0]}{hint}")
-        return copies, wider
+        return wider
 
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
         """Fill the copy with a version; blocks.
@@ -152,12 +148,12 @@ class Staging:
             WeightError: the copy is empty again.
         """
         self._staged = None
-        copies = self.check(manifest)
+        self.check(manifest)
         receiver = self._receiver_of(manifest)
         self._fetching = True
         try:
             with torch.no_grad():
-                self._place(receiver, manifest, deadline_s, copies)
+                self._place(receiver, manifest, deadline_s)
         except BaseException:
             receiver.close()
             raise
@@ -167,32 +163,19 @@ class Staging:
         self._staged = Served(manifest.epoch, manifest.version, receiver.digest)
         return sum(entry.nbytes for entry in manifest.tensors)
 
-    def _destinations(self, copies: Mapping[str, str]) -> dict[str, list[ExpectedTensor]]:
-        """Return what each tensor of a version fills, by `check`'s names of tied ones."""
-        found: dict[str, list[ExpectedTensor]] = {}
-        for name, source in self._sources.items():
-            found.setdefault(copies.get(name, name), []).append(source)
-        return found
-
-    def _place(
-        self,
-        receiver: WeightReceiver,
-        manifest: WeightManifest,
-        deadline_s: float,
-        copies: Mapping[str, str],
-    ) -> None:
+    def _place(self, receiver: WeightReceiver, manifest: WeightManifest, deadline_s: float) -> None:
         """Receive and place what this rank has a place for."""
-        key = tuple(copies.items()), frozenset(self._wider)
-        placement = self._placements.pop(key, None) or self._placement(self._destinations(copies))
+        wider = frozenset(self._wider)
+        placement = self._placements.pop(wider, None) or self._placement()
         for found in receiver.slices(manifest, placement.wanted, deadline_s, placement.destination):
             self._refuse_cancelled(manifest)
             placement.place((part.entry.name, part.box, part.tensor) for part in found)
         placement.finish()
-        self._placements[key] = placement  # one that failed may be half filled
+        self._placements[wider] = placement  # one that failed may be half filled
 
-    def _placement(self, destinations: Destinations) -> SlicePlacement:
+    def _placement(self) -> SlicePlacement:
         """Return a placement for the slices of versions."""
-        return SlicePlacement(destinations, self._wider)
+        return SlicePlacement(self._sources, self._wider)
 
     def _refuse_cancelled(self, manifest: WeightManifest) -> None:
         if self._cancelled.is_set():

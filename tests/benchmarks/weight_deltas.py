@@ -120,7 +120,7 @@ def stage_at_far_end(shape: str, device: str) -> None:
     """Stage each version whose manifest comes as a line, and say how many bytes came and how long it took."""
     copy = {name: tensor.to(device, torch.bfloat16) for name, tensor in masters(shape).items()}
     channel = PairSlices()
-    placement = SlicePlacement({name: [whole_source(tensor)] for name, tensor in copy.items()})
+    placement = SlicePlacement({name: whole_source(tensor) for name, tensor in copy.items()})
     receiver = PartReceiver(lambda: channel)
     for line in sys.stdin:
         manifest = msgspec.msgpack.decode(bytes.fromhex(line), type=WeightManifest)

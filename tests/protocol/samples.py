@@ -179,7 +179,6 @@ SAMPLES: dict[str, AnyMessage] = {
         location="/dev/shm/x",
         buckets=(24,),
         tensors=(TensorEntry("a.weight", "float32", (2, 3), 0, 0, 24, 17),),
-        tied=(("lm_head.weight", "a.weight"),),
         digest=99,
         base_model="Qwen2ForCausalLM",
         parts=(

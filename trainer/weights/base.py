@@ -31,13 +31,7 @@ class WeightSender(Protocol):
         return None
 
     def publish(
-        self,
-        epoch: str,
-        version: int,
-        tensors: Iterable[tuple[str, torch.Tensor]],
-        *,
-        base_model: str = "",
-        tied: tuple[tuple[str, str], ...] = (),
+        self, epoch: str, version: int, tensors: Iterable[tuple[str, torch.Tensor]], *, base_model: str = ""
     ) -> WeightManifest:
         """Make a version available to engines and return its manifest.
 
@@ -50,7 +44,6 @@ class WeightSender(Protocol):
             tensors: (Hugging Face name, tensor) in the order of export, or this rank's pieces; consumed to
                 the end also on a WeightError.
             base_model: architecture name from the model's config.json.
-            tied: pairs of a name that is absent and the name of the tensor that it shares.
 
         Returns:
             The manifest; on ranks other than 0 without digests.

@@ -102,7 +102,6 @@ def make_manifest(
     contents: BucketContents,
     *,
     base_model: str,
-    tied: tuple[tuple[str, str], ...],
 ) -> WeightManifest:
     """Return the manifest of a version with these contents; the arguments are fields of `WeightManifest`."""
     return WeightManifest(
@@ -112,7 +111,6 @@ def make_manifest(
         location=location,
         buckets=contents.buckets,
         tensors=contents.entries,
-        tied=tied,
         digest=manifest_digest(contents.entries),
         base_model=base_model,
     )

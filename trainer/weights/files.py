@@ -165,21 +165,13 @@ class FileSender(WeightSender):
         if blank is not None:
             self._writer = PartWriter(config, self._require_space, blank, apart=apart)
 
-    def publish(
-        self,
-        epoch: str,
-        version: int,
-        tensors: Named,
-        *,
-        base_model: str = "",
-        tied: tuple[tuple[str, str], ...] = (),
-    ) -> WeightManifest:
+    def publish(self, epoch: str, version: int, tensors: Named, *, base_model: str = "") -> WeightManifest:
         try:
             with self.versions.written(epoch, version) as (aside, final):
                 contents = self._writer.write(tensors, version, aside, final.name)
                 location = f"{self._root.location}/{final.name}"
                 manifest = make_manifest(
-                    self._transport, location, epoch, version, contents, base_model=base_model, tied=tied
+                    self._transport, location, epoch, version, contents, base_model=base_model
                 )
                 manifest = self._writer.completed(manifest, aside)
                 write_manifest(manifest, aside)

@@ -57,15 +57,7 @@ class SharedSender(WeightSender):
         )
         self._path: Path | None = None
 
-    def publish(
-        self,
-        epoch: str,
-        version: int,
-        tensors: Named,
-        *,
-        base_model: str = "",
-        tied: tuple[tuple[str, str], ...] = (),
-    ) -> WeightManifest:
+    def publish(self, epoch: str, version: int, tensors: Named, *, base_model: str = "") -> WeightManifest:
         """Publish the version that the masters hold.
 
         `tensors` are the masters converted to the engine's dtype; they are digested, and not kept.
@@ -80,9 +72,7 @@ class SharedSender(WeightSender):
         except WeightError as error:
             drain(tensors)
             raise WeightError(f"version {version}: {error}") from error
-        manifest = make_manifest(
-            TRANSPORT, str(path), epoch, version, contents, base_model=base_model, tied=tied
-        )
+        manifest = make_manifest(TRANSPORT, str(path), epoch, version, contents, base_model=base_model)
         self._held.fill_(version)
         return manifest
 

@@ -73,15 +73,7 @@ class SharedPartSender(WeightSender):
         self._files: list[Path] = []
         """Descriptions of this epoch."""
 
-    def publish(
-        self,
-        epoch: str,
-        version: int,
-        tensors: Named,
-        *,
-        base_model: str = "",
-        tied: tuple[tuple[str, str], ...] = (),
-    ) -> WeightManifest:
+    def publish(self, epoch: str, version: int, tensors: Named, *, base_model: str = "") -> WeightManifest:
         """Publish the version that the masters hold; `tensors` are this rank's pieces of them."""
         self.invalidate()
         blank = replace(self._blank, epoch=epoch, version=version, transport=TRANSPORT)
@@ -92,7 +84,7 @@ class SharedPartSender(WeightSender):
             sums = [np.frombuffer(found.sums, np.int64) for found in reports]
             locations = [found.location for found in reports]
             complete = complete_manifest(blank, self._rows.digests(sums), locations, base_model=base_model)
-            manifest = replace(complete, location=str(self._files[-1]), tied=tied)
+            manifest = replace(complete, location=str(self._files[-1]))
             self._sums.copy_(torch.from_numpy(np.concatenate(sums)))
             self._held.fill_(version)
         if not agreed(not problem) and problem:

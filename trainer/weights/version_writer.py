@@ -166,15 +166,7 @@ class PartFollower(WeightSender):
         self._blank, self._files = blank, PartFiles(blank, rank, keeps=config.delta)
         self._root = versions_in(config, run_dir)
 
-    def publish(
-        self,
-        epoch: str,
-        version: int,
-        tensors: Named,
-        *,
-        base_model: str = "",
-        tied: tuple[tuple[str, str], ...] = (),
-    ) -> WeightManifest:
+    def publish(self, epoch: str, version: int, tensors: Named, *, base_model: str = "") -> WeightManifest:
         order = msgspec.msgpack.decode(next_message(), type=PartOrder)
         if order == NO_VERSION:
             drain(tensors)

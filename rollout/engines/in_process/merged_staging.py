@@ -45,16 +45,10 @@ class MergedStaging(Staging):
             {name: whole_source(tensor) for name, tensor in self.adapter.items()}, architecture=architecture
         )
 
-    def _place(
-        self,
-        receiver: WeightReceiver,
-        manifest: WeightManifest,
-        deadline_s: float,
-        copies: Mapping[str, str],
-    ) -> None:
+    def _place(self, receiver: WeightReceiver, manifest: WeightManifest, deadline_s: float) -> None:
         """Receive A and B, and merge them; a version counts as staged only after the last weight."""
         deadline = Deadline(manifest, deadline_s)
-        super()._place(receiver, manifest, deadline_s, copies)
+        super()._place(receiver, manifest, deadline_s)
         for target in self._targets:
             deadline.remaining(f"merging into {target.weight}")
             self._refuse_cancelled(manifest)

@@ -92,10 +92,10 @@ class SharedRankStaging(Staging):
         check_transport(manifest)
         self.discard()
         self._check_manifest(manifest)
-        copies = self.check(manifest)
+        self.check(manifest)
         try:
-            self._map(manifest, copies)
-            self._verify(manifest, copies, self._masters, Deadline(manifest, deadline_s))
+            self._map(manifest)
+            self._verify(manifest, self._masters, Deadline(manifest, deadline_s))
         except WeightError:
             self.discard()
             raise
@@ -124,8 +124,7 @@ class SharedRankStaging(Staging):
             torch.cuda.current_stream().synchronize()
             # the contents of GPU memory are undefined once the process that owned it has ended
             live = {name: part.live for name, part in self._slices.items()}
-            copies = self.check(self._taken)
-            self._verify(self._taken, copies, live, Deadline(self._taken, float("inf")))
+            self._verify(self._taken, live, Deadline(self._taken, float("inf")))
         check_held(self._held, self._taken)
         self.discard()
 
@@ -133,7 +132,7 @@ class SharedRankStaging(Staging):
         super().discard()
         self._masters, self._held, self._sums, self._taken = {}, None, np.empty(0, np.int64), None
 
-    def _map(self, manifest: WeightManifest, copies: Mapping[str, str]) -> None:
+    def _map(self, manifest: WeightManifest) -> None:
         """Map the masters of the same rank, and version and sums of rank 0."""
         if self._rank >= len(manifest.parts):
             raise UnfitVersion(
@@ -144,7 +143,7 @@ class SharedRankStaging(Staging):
         own, first = map_tensors(Path(where)), map_tensors(Path(manifest.location))
         try:
             masters, self._held, sums = own[MASTERS], first[HELD][VERSION], first[SUMS][PIECES]
-            found = {name: masters[copies.get(name, name)] for name in self._slices}
+            found = {name: masters[name] for name in self._slices}
         except KeyError as error:
             raise WeightError(f"{where} has no {error}: it does not describe a trainer's masters") from error
         for name, master in found.items():
@@ -160,7 +159,6 @@ class SharedRankStaging(Staging):
     def _verify(
         self,
         manifest: WeightManifest,
-        copies: Mapping[str, str],
         held: Mapping[str, torch.Tensor],
         deadline: Deadline,
     ) -> None:
@@ -177,8 +175,7 @@ class SharedRankStaging(Staging):
         indices = {entry.name: index for index, entry in enumerate(manifest.tensors)}
         sums, own = SliceSums(starts[-1], next(iter(held.values())).device), []
         for name, part in self._slices.items():
-            index = indices[copies.get(name, name)]
-            number = numbers.get((index, part.box))
+            number = numbers.get((indices[name], part.box))
             if number is None:
                 raise UnfitVersion(
                     f"tensor {name}: no rank of the trainer has just {list(part.box)}, as rank {self._rank} "

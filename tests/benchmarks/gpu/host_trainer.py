@@ -85,7 +85,7 @@ class HostTrainer:
                 lambda number: self._write(directory, version, number), range(len(self._places))
             )
             contents = BucketContents(tuple(entries), tuple(self._layout.buckets))
-        manifest = make_manifest("shm", str(directory), "bench", version, contents, base_model="", tied=())
+        manifest = make_manifest("shm", str(directory), "bench", version, contents, base_model="")
         encoded = msgspec.msgpack.encode(manifest).hex()
         return {"began": self._began, "ended": time.monotonic(), "manifest": encoded}
 

@@ -13,7 +13,7 @@ ROWS = [((0, 1), (0, 6)), ((1, 4), (0, 6))]
 
 
 def placed(slices: tuple[Slice, ...], boxes: list[tuple[tuple[int, int], ...]]) -> SlicePlacement:
-    made = SlicePlacement({"a": [ExpectedTensor("float32", SHAPE, slices)]})
+    made = SlicePlacement({"a": ExpectedTensor("float32", SHAPE, slices)})
     made.place(("a", box, SOURCE[tuple(slice(*side) for side in box)]) for box in boxes)
     made.finish()
     return made
@@ -46,13 +46,10 @@ def test_transposed_tensor_is_wanted_whole_and_filled_when_it_is() -> None:
         placed(slices, ROWS[:1])
 
 
-def test_tied_tensors_are_received_once_and_placed_twice() -> None:
+def test_rows_with_two_places_are_received_once_and_placed_twice() -> None:
     first, second = torch.zeros(SHAPE), torch.zeros(2, 6)
-    expected = [
-        ExpectedTensor("float32", SHAPE, (Slice(0, SHAPE, (6, 1), first),)),
-        ExpectedTensor("float32", SHAPE, (Slice(12, (2, 6), (6, 1), second),)),
-    ]
-    made = SlicePlacement({"a": expected})
+    slices = (Slice(0, SHAPE, (6, 1), first), Slice(12, (2, 6), (6, 1), second))
+    made = SlicePlacement({"a": ExpectedTensor("float32", SHAPE, slices)})
     assert made.wanted == {"a": (whole(SHAPE),)}
     made.place(("a", box, SOURCE[box[0][0] : box[0][1]]) for box in ROWS)
     assert torch.equal(first, SOURCE)
@@ -60,4 +57,4 @@ def test_tied_tensors_are_received_once_and_placed_twice() -> None:
 
 
 def test_of_a_tensor_without_a_place_nothing_is_wanted() -> None:
-    assert SlicePlacement({"a": [ExpectedTensor("float32", SHAPE, ())]}).wanted == {}
+    assert SlicePlacement({"a": ExpectedTensor("float32", SHAPE, ())}).wanted == {}

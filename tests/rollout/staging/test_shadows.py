@@ -113,9 +113,7 @@ def test_a_version_is_processed_in_the_copy_and_committed_in_place(tmp_path: Pat
 def test_a_shadow_has_memory_only_until_its_last_slice_came(tmp_path: Path) -> None:
     plan, _, _ = planned(tmp_path)
     memory = next(iter(plan.sources()["up"].slices)).target.untyped_storage()
-    placement = ShadowedPlacement(
-        {name: [source] for name, source in plan.sources().items()}, plan.shadows, plan.staged
-    )
+    placement = ShadowedPlacement(plan.sources(), plan.shadows, plan.staged)
     gate = [("gate", ((row, row + 1), (0, 16)), NEW["gate"][row : row + 1]) for row in range(4)]
     assert placement.destination("up", whole((4, 16))) is None
     assert memory.nbytes() == 0

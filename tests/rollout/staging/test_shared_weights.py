@@ -3,7 +3,6 @@
 import time
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -147,20 +146,3 @@ def test_sharing_engine_accepts_no_other_transport(tmp_path: Path) -> None:
     staging = SharedStaging({name: whole_source(tensor) for name, tensor in new_weights().items()})
     with pytest.raises(WeightError, match="comes by shm, this engine accepts only the transport shared"):
         staging.fetch(write_shm(tmp_path / "v1", new_weights(), 1), 10)
-
-
-def test_tied_name_gets_the_bytes_of_its_holder(tmp_path: Path) -> None:
-    weights = new_weights()
-    live = {
-        **{name: torch.zeros(shape) for name, shape in SHAPES.items()},
-        "head": torch.zeros(SHAPES["embed"]),
-    }
-    staging = SharedStaging({name: whole_source(tensor) for name, tensor in live.items()})
-    plain, _, room = write_shared(tmp_path / "v1.msgpack", weights, 1)
-    manifest = msgspec.structs.replace(plain, tied=(("head", "embed"),))
-    staging.fetch(manifest, 10)
-    staging.take(manifest)
-    staging.apply()
-    assert torch.equal(live["head"], weights["embed"])
-    assert torch.equal(live["q"], weights["q"])
-    room.close()

@@ -4,7 +4,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
 import pytest
 import torch
 
@@ -19,7 +18,7 @@ from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankState
 from rollout.staging.shadows import shadowed_plan
 from rollout.staging.shared_weights import SharedStaging
-from rollout.staging.staging import Staging, digest_of, whole_source
+from rollout.staging.staging import digest_of, whole_source
 from rollout.staging.staging_plan import trace
 
 PLACES = [StagingPlace.DEVICE, StagingPlace.HOST, StagingPlace.LAYERS]
@@ -150,7 +149,7 @@ def test_a_conversion_that_rounds_is_refused_by_name(tmp_path: Path, name: str, 
 
 def test_a_converted_tensor_is_never_received_in_its_place() -> None:
     target, other = torch.zeros(4), torch.zeros(4)
-    expected = {"a": [whole_source(target)], "b": [whole_source(other)]}
+    expected = {"a": whole_source(target), "b": whole_source(other)}
     placement = SlicePlacement(expected, {"a"})
     assert placement.destination("a", whole((4,))) is None
     place = placement.destination("b", whole((4,)))
@@ -158,15 +157,6 @@ def test_a_converted_tensor_is_never_received_in_its_place() -> None:
     assert place.data_ptr() == other.data_ptr()
     placement.place([("a", whole((4,)), torch.arange(4, dtype=torch.bfloat16))])
     assert target.tolist() == [0, 1, 2, 3]
-
-
-def test_tied_tensors_of_two_types_get_the_values_of_one(tmp_path: Path) -> None:
-    manifest = write_shm(tmp_path / "v1", {"a": torch.randn(4).bfloat16()}, 1)
-    tied = msgspec.structs.replace(manifest, tied=(("b", "a"),))
-    narrow, wide = torch.zeros(4, dtype=torch.bfloat16), torch.zeros(4)
-    Staging({"a": whole_source(narrow), "b": whole_source(wide)}).fetch(tied, 10)
-    assert narrow.any()
-    assert torch.equal(narrow.float(), wide)
 
 
 def test_shared_memory_is_not_converted(tmp_path: Path) -> None:

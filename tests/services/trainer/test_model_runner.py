@@ -63,21 +63,13 @@ class SeenSender(PartSender):
         super().__init__(WeightConfig(transport="nccl", backend="gloo", bucket_mb=1), 0, blank)
         self.has_one = threading.Event()
 
-    def publish(
-        self,
-        epoch: str,
-        version: int,
-        tensors: Named,
-        *,
-        base_model: str = "",
-        tied: tuple[tuple[str, str], ...] = (),
-    ) -> WeightManifest:
+    def publish(self, epoch: str, version: int, tensors: Named, *, base_model: str = "") -> WeightManifest:
         def seen() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor in tensors:
                 yield name, tensor
                 self.has_one.set()
 
-        return super().publish(epoch, version, seen(), base_model=base_model, tied=tied)
+        return super().publish(epoch, version, seen(), base_model=base_model)
 
 
 @asynccontextmanager

@@ -69,15 +69,7 @@ class PartSender:
         self._wait_for_all()
         return draft
 
-    def publish(
-        self,
-        epoch: str,
-        version: int,
-        tensors: Named,
-        *,
-        base_model: str = "",
-        tied: tuple[tuple[str, str], ...] = (),
-    ) -> WeightManifest:
+    def publish(self, epoch: str, version: int, tensors: Named, *, base_model: str = "") -> WeightManifest:
         """Publish this rank's pieces; see `WeightSender`."""
         report = self.fill(epoch, version, tensors)
         reports = [report]
@@ -86,7 +78,7 @@ class PartSender:
         manifest, problem = self._asked, None
         if reports:
             try:
-                manifest = replace(self.collect(reports, base_model=base_model), tied=tied)
+                manifest = self.collect(reports, base_model=base_model)
             except WeightError as error:
                 problem = error
         self.settle(agreed(problem is None) if self.in_parts else problem is None)
