@@ -13,7 +13,7 @@ from typing import Annotated
 import msgspec
 import xxhash
 
-from protocol.errors import ChecksumMismatch, FrameTooLarge, ProtocolError, UnsupportedSchema
+from protocol.errors import FrameTooLarge, ProtocolError
 from protocol.messages import AnyMessage
 from protocol.msgpack_limits import MANIFEST_ITEMS, MOST_ITEMS, check_shape
 
@@ -124,8 +124,7 @@ def decode_envelope(frame: Buffer) -> Envelope:
     """Decode and check the envelope of a frame; the payload stays encoded.
 
     Raises:
-        FrameTooLarge, UnsupportedSchema, ChecksumMismatch, ProtocolError: no bytes raise another
-            exception.
+        ProtocolError: no bytes raise another exception.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameTooLarge(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -134,13 +133,13 @@ def decode_envelope(frame: Buffer) -> Envelope:
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
         raise ProtocolError(f"not a frame: {error}") from error
     if envelope.schema != SCHEMA:
-        raise UnsupportedSchema(f"schema {envelope.schema}; this build reads {SCHEMA}")
+        raise ProtocolError(f"schema {envelope.schema}; this build reads {SCHEMA}")
     payload = memoryview(envelope.payload)
     if (
         _checksum(payload, envelope.run, envelope.epoch, envelope.id, envelope.group, envelope.token)
         != envelope.checksum
     ):
-        raise ChecksumMismatch(f"message {envelope.id}: envelope and payload do not match their checksum")
+        raise ProtocolError(f"message {envelope.id}: envelope and payload do not match their checksum")
     return envelope
 
 

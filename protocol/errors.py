@@ -3,9 +3,7 @@
     TetherError
     ├── SettingsError            the user configured something wrong; says what to do (exit code 2)
     ├── ProtocolError            bytes from outside that are not a valid message
-    │   ├── FrameTooLarge
-    │   ├── ChecksumMismatch
-    │   └── UnsupportedSchema
+    │   └── FrameTooLarge
     ├── Refused                  the ledger or a peer declined; nothing changed; `reason` says why
     ├── Unavailable              a required service does not answer within its deadline
     ├── SpoolError               the spool cannot be read or written (disk full ...); nothing is acknowledged
@@ -40,14 +38,6 @@ class ProtocolError(TetherError):
 
 class FrameTooLarge(ProtocolError):
     """A frame over the size limit, refused before it is parsed."""
-
-
-class ChecksumMismatch(ProtocolError):
-    """A payload whose checksum differs from the one in its envelope."""
-
-
-class UnsupportedSchema(ProtocolError):
-    """An envelope of a schema version that this build does not read."""
 
 
 class Reason(StrEnum):
