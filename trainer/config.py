@@ -117,7 +117,7 @@ class TrainerConfig:
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """auto, cpu or cuda. auto: cuda where there is one."""
     attention_backend: AttentionBackend = "auto"
-    """megatron: how attention is computed: torch (its fused kernel on a GPU in 16 bits, segments elsewhere),
+    """megatron, fsdp: the kernel of attention: torch (its fused one on a GPU in 16 bits, segments elsewhere),
     flash_attn_3 (torch's operators, computed by flash-attn-3 on a Hopper GPU), flash_attn, transformer_engine
     (the library of that name, on a GPU in 16 bits; not run), or segments (slow on a GPU). auto: torch."""
     micro_batch_tokens: Annotated[int, Interval(ge=0, le=10**8)] = set_first(0)

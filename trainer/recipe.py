@@ -201,7 +201,12 @@ def check_backend(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
         "trainer.fp8": "" if trainer.fp8 == "off" else trainer.fp8,
     }
     both = "megatron", "fsdp"
-    known = {"trainer.compile": ("fsdp",), "trainer.fp8": ("fsdp",), "optimizer.cpu_offload": both}
+    known: dict[str, tuple[str, ...]] = {
+        "trainer.attention_backend": both,
+        "trainer.compile": ("fsdp",),
+        "trainer.fp8": ("fsdp",),
+        "optimizer.cpu_offload": both,
+    }
     if trainer.recompute_granularity == "full":
         known["trainer.recompute_granularity"] = both
     if trainer.offload_parameters and not (trainer.backend == "fsdp" and optimizer.cpu_offload):

@@ -10,7 +10,7 @@ from services.preflight.model import ModelFacts, engines_of
 from services.preflight.problem import Problem, refuse
 from services.settings.processes import gpu_list
 from services.settings.sections import Settings
-from trainer.layers.attention.terms import AttentionTerms, backend_refusals
+from trainer.layers.attention.terms import PLAIN, AttentionTerms, backend_refusals
 from trainer.layers.fp8 import fp8_refusals
 from trainer.megatron.families.reading import architecture_of
 
@@ -49,13 +49,13 @@ def device_problems(settings: Settings, gpus: Sequence[str]) -> Iterator[Problem
 def attention_problems(settings: Settings, model: ModelFacts, gpus: Sequence[str]) -> Iterator[Problem]:
     """Yield reasons why `trainer.attention_backend` cannot compute the model's attention on these GPUs."""
     trainer = settings.trainer
-    if trainer.backend != "megatron":
-        return
-    try:
-        architecture = architecture_of(dict(model.config), model.place / "config.json")
-    except (SettingsError, KeyError, TypeError, ValueError):  # a problem of its own
-        return
-    terms = AttentionTerms(softcap=architecture.score_softcap, sinks=architecture.family.sinks)
+    terms = PLAIN  # fsdp finds the others when it loads the model
+    if trainer.backend == "megatron":
+        try:
+            architecture = architecture_of(dict(model.config), model.place / "config.json")
+        except (SettingsError, KeyError, TypeError, ValueError):  # a problem of its own
+            return
+        terms = AttentionTerms(softcap=architecture.score_softcap, sinks=architecture.family.sinks)
     for why in backend_refusals(trainer, terms, on_gpu=trainer.device != "cpu" and bool(gpus)):
         yield Problem(why, "use torch", "trainer.attention_backend", trainer.attention_backend)
 

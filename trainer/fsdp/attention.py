@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AttentionInterface
 
-from trainer.layers.attention.kernels import packed_attention
+from trainer.layers.attention.kernels import by_segments, kernel_for, packed_attention
 from trainer.layers.attention.sequences import PackedSequences
 from trainer.layers.attention.terms import AttentionTerms
 from trainer.layers.attention.visible import VisibleKeys
@@ -20,20 +20,33 @@ from trainer.layers.attention.visible import VisibleKeys
 NAME = "tether_packed"
 """Name among the attention implementations of transformers."""
 _sequences: PackedSequences | None = None
+_probed_for: torch.dtype | None = None
 
 
 @contextmanager
-def packed(lengths: Sequence[int], device: torch.device, keys: VisibleKeys | None = None) -> Iterator[None]:
-    """Have attention within the block, forward and backward, be over sequences of these lengths.
+def packed(
+    lengths: Sequence[int],
+    device: torch.device,
+    keys: VisibleKeys | None = None,
+    *,
+    probed_for: torch.dtype | None = None,
+) -> Iterator[None]:
+    """Set the packed sequences that attention within the block is computed over, forward and backward.
 
-    `keys`, on the host, are those that each sequence sees, if sequences are stretches of samples.
+    Args:
+        lengths: tokens of each sequence.
+        device: device of the queries.
+        keys: on the host: the keys that each sequence sees, if sequences are stretches of samples.
+        probed_for: dtype of the trainer's passes, in a block that probes a model in float32: attention is
+            computed by segments, and refused where the trainer's kernel does not compute this dtype.
     """
-    global _sequences
+    global _sequences, _probed_for
+    _probed_for = probed_for
     _sequences = PackedSequences.of(lengths, device, segmented=True, keys=() if keys is None else (keys,))
     try:
         yield
     finally:
-        _sequences = None
+        _sequences = _probed_for = None
 
 
 @torch.compiler.disable  # a compiled layer would be compiled again for the sequences of every pass
@@ -53,6 +66,9 @@ def attend(
     """Map query [1, heads, T, D], key [1, kv heads, T, D] and value [1, kv heads, T, V] to [1, T, heads, V].
 
     The signature is an attention function's of transformers; `s_aux` are the sinks of the heads.
+
+    Raises:
+        SettingsError: `trainer.attention_backend` does not compute it.
     """
     if _sequences is None:
         raise RuntimeError(f"attention {NAME!r} outside of a packed pass")
@@ -60,7 +76,10 @@ def attend(
         scale=scaling, window=sliding_window or 0, softcap=softcap or 0.0, sinks=s_aux is not None
     )
     q, k, v = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return packed_attention(q, k, v, _sequences, terms, s_aux)[None], None
+    if _probed_for is None:
+        return packed_attention(q, k, v, _sequences, terms, s_aux)[None], None
+    kernel_for(query.device.type, _probed_for, terms)
+    return by_segments(q, k, v, _sequences, terms, s_aux)[None], None
 
 
 AttentionInterface.register(NAME, attend)

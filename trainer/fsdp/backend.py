@@ -32,6 +32,7 @@ from trainer.fsdp.passes import Pass, forget_pass, make_retry
 from trainer.fsdp.sharding import resharded_at_end
 from trainer.fsdp.shards import ShardPlan, TensorView, plain_views, tensor_views
 from trainer.fsdp.stepper import make_stepper
+from trainer.layers.attention.kernels import choose_backend
 from trainer.lora import merged, with_dropout, without_adapters
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.process_group import check_world, join_ranks, own_gpu
@@ -300,10 +301,14 @@ class FsdpBackend(SavedStepper, Backend):
 
 
 def join_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh, bool]:
-    """Return the mesh of the ranks, and whether the backend is to leave their group."""
+    """Return the mesh of the ranks, and whether the backend is to leave their group.
+
+    Attention of this process is computed by `trainer.attention_backend` from now on.
+    """
     device, world = choose_device(trainer.device), check_world(parallel)
     if device.type == "cuda":
         device = own_gpu()
+    choose_backend(trainer.attention_backend)
     owns = not dist.is_initialized() and join_ranks(device, world, trainer.process_group_timeout_s)
     sizes = parallel.data_parallel_size, parallel.tensor_model_parallel_size
     return init_device_mesh(device.type, sizes, mesh_dim_names=(DATA, TENSOR)), owns

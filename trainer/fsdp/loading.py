@@ -18,11 +18,13 @@ from protocol.device.checkpoint_views import model_tensors
 from protocol.errors import SettingsError
 from protocol.weights.boxes import whole
 from trainer.backends.safetensors_reader import SafetensorsReader
-from trainer.config import TrainerConfig
+from trainer.config import AttentionBackend, TrainerConfig
 from trainer.fsdp.layout import TENSOR_SIZE
 from trainer.fsdp.sharding import divide, shard
 from trainer.fsdp.shards import ShardPlan, TensorView, shard_rows, tensor_views
 from trainer.fsdp.traits import Traits, probe
+from trainer.layers.attention.terms import LIBRARIES
+from trainer.reference.backend import DTYPES
 from trainer.reference.frozen import load_model
 from trainer.reference.shards import DATA, TENSOR, local_tensor, part_of, tensor_cut
 
@@ -44,8 +46,9 @@ def load_shards(
         with_head: whether it has its output layer.
 
     Raises:
-        SettingsError: transformers cannot load it, its tensor-parallel plan does not run, or it is no
-            decoder, or its outputs are not finite.
+        SettingsError: transformers cannot load it, its tensor-parallel plan does not run, it is no
+            decoder, its outputs are not finite, or `trainer.attention_backend` does not compute its
+            attention.
     """
     model = load_model(model_dir, setting, with_head=with_head, blank=True)
     plain = replace(
@@ -62,7 +65,7 @@ def load_shards(
     give(model, tensors, torch.device("cpu"))
     device, ranks = torch.device(mesh.device_type), mesh[TENSOR].size()
     try:
-        traits = probe(model, device, divided=ranks > 1)
+        traits = probe(model, device, DTYPES[trainer.dtype], divided=ranks > 1)
     except (RuntimeError, IndexError, TypeError, ValueError) as error:
         if ranks == 1 or isinstance(error, (torch.OutOfMemoryError, SettingsError)):
             raise
@@ -71,16 +74,24 @@ def load_shards(
             f"setting {TENSOR_SIZE}: {ranks}: a pass by transformers' plan for model_type {kind!r} fails: "
             f"{error}"
         ) from error
+    _check_traits(traits, model.config.model_type, f"{setting} {model_dir}", trainer.attention_backend)
+    return tensors, replace(traits, conversions=conversions)
+
+
+def _check_traits(traits: Traits, model_type: str, place: str, attention: AttentionBackend) -> None:
+    """Refuse a model that this backend cannot train; `place` is its setting and directory."""
     if not traits.is_finite:
-        raise SettingsError(
-            f"{setting} {model_dir}: its outputs for a few tokens are not finite; look for damaged weights"
-        )
+        raise SettingsError(f"{place}: its outputs for a few tokens are not finite; look for damaged weights")
     if not traits.is_causal:
         raise SettingsError(
-            f"{setting} {model_dir}: a token of model_type {model.config.model_type!r} sees those after it, "
+            f"{place}: a token of model_type {model_type!r} sees those after it, "
             "and the trainer needs a model that reads from left to right"
         )
-    return tensors, replace(traits, conversions=conversions)
+    if traits.why_rows and attention in LIBRARIES:
+        raise SettingsError(
+            f"setting trainer.attention_backend: {attention}: it computes packed samples, "
+            f"and model_type {model_type!r} has padded rows: {traits.why_rows}; use auto"
+        )
 
 
 def give(model: Any, tensors: Tensors, device: torch.device) -> None:

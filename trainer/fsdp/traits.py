@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+from protocol.errors import SettingsError
 from trainer.data.prefix_tree import PrefixTree, RowFamily
 from trainer.fsdp import attention
 from trainer.fsdp.layout import KNOWN_TYPES
@@ -43,10 +44,18 @@ class Traits:
         return OutputLayer(model.get_output_embeddings()) if self.leaves_logits else None
 
 
-def probe(model: Any, device: torch.device, *, divided: bool = False) -> Traits:
+def probe(model: Any, device: torch.device, dtype: torch.dtype, *, divided: bool = False) -> Traits:
     """Compute a few tokens with a sharded model, in float32, on a device. A collective.
 
-    One that tensor-parallel ranks divide computes otherwise with gradients, so it makes such a pass, too.
+    Args:
+        model: the model.
+        device: device of the passes.
+        dtype: dtype of the trainer's passes.
+        divided: whether tensor-parallel ranks divide the model. Such a model computes differently with
+            gradients, so the probe makes a pass with them, too.
+
+    Raises:
+        SettingsError: `trainer.attention_backend` does not compute the model's attention in this dtype.
     """
     if divided:
         _outputs(model, torch.arange(SAMPLE, device=device)[None] % model.config.get_text_config().vocab_size)
@@ -59,7 +68,7 @@ def probe(model: Any, device: torch.device, *, divided: bool = False) -> Traits:
         is_finite = all(bool(one.isfinite().all()) for one in apart)
         traits = Traits(
             leaves_logits,
-            _packing_refusal(model, ids, torch.cat([apart[0], apart[1][alike:]])),
+            _packing_refusal(model, ids, torch.cat([apart[0], apart[1][alike:]]), dtype),
             _difference(apart[0][:alike], apart[1][:alike]) <= EXACT,
             is_finite,
         )
@@ -67,7 +76,7 @@ def probe(model: Any, device: torch.device, *, divided: bool = False) -> Traits:
     return traits
 
 
-def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor) -> str:
+def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor, dtype: torch.dtype) -> str:
     """Return why a model's samples are not packed.
 
     Two samples begin alike. Their outputs in one pass, which computes that once, are compared with a pass
@@ -78,6 +87,7 @@ def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor) -> str:
         model: the model.
         ids: int64 [t], the first sample, and what the second has beyond its beginning.
         apart: outputs of a pass for each sample, in the order of `ids`.
+        dtype: dtype of the trainer's passes.
     """
     unknown = set(getattr(model.config, "layer_types", None) or ()) - KNOWN_TYPES
     if unknown:
@@ -86,9 +96,11 @@ def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor) -> str:
     lengths, keys = stretches_of(tree)
     try:
         model.set_attn_implementation(attention.NAME)
-        with attention.packed(lengths, ids.device, keys):
+        with attention.packed(lengths, ids.device, keys, probed_for=dtype):
             positions = token_positions(lengths, keys)[None].to(ids.device)
             together = _outputs(model, ids[None], position_ids=positions)
+    except SettingsError:
+        raise
     except (ValueError, RuntimeError, TypeError, LookupError) as error:
         return f"its attention cannot be replaced: {error}"
     difference = _difference(together, apart)

@@ -47,8 +47,14 @@ def test_a_gpu_that_is_not_there_is_named(
     assert problems == [] if words is None else len(problems) == 1 and words in problems[0], problems
 
 
-def test_a_library_for_attention_is_refused_where_it_cannot_compute(tmp_path: Path) -> None:
-    settings = demo(tmp_path / "run", "trainer.attention_backend=flash_attn", "trainer.dtype=float32")
+@pytest.mark.parametrize("backend", ["megatron", "fsdp"])
+def test_a_library_for_attention_is_refused_where_it_cannot_compute(backend: str, tmp_path: Path) -> None:
+    settings = demo(
+        tmp_path / "run",
+        f"trainer.backend={backend}",
+        "trainer.attention_backend=flash_attn",
+        "trainer.dtype=float32",
+    )
     model = read_model(settings)
     texts = [str(problem) for problem in attention_problems(settings, model, [])]
     assert any(

@@ -5,6 +5,7 @@ test_backend.py counts what each of several ranks reads.
 
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -22,6 +23,7 @@ from tests.trainer.recomputed.ranks import process_group
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp.backend import join_mesh
 from trainer.fsdp.loading import load_shards
+from trainer.layers.attention.kernels import choose_backend
 from trainer.reference.shards import gathered
 
 pytestmark = IF_CHANGED
@@ -68,6 +70,26 @@ def test_a_model_that_reads_in_both_directions_is_refused(mesh: DeviceMesh, tmp_
         load_shards(save_tiny("bert", tmp_path), "model.path", mesh, TRAINER)
     decoder = save_tiny("bert", tmp_path, is_decoder=True)
     assert_loaded(decoder, mesh)
+
+
+@pytest.mark.parametrize(
+    ("model_type", "why"),
+    [
+        ("qwen2", "it computes on CUDA in 16 bits, and this is cpu, torch.bfloat16; use torch"),
+        (
+            "qwen3_next",
+            "it computes packed samples, and model_type 'qwen3_next' has padded rows: layers of the",
+        ),
+    ],
+)
+def test_a_library_that_cannot_compute_the_attention_is_refused(
+    model_type: str, why: str, mesh: DeviceMesh, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    trainer = replace(TRAINER, attention_backend="flash_attn", dtype="bfloat16")
+    request.addfinalizer(lambda: choose_backend("auto"))
+    choose_backend(trainer.attention_backend)
+    with pytest.raises(SettingsError, match=f"setting trainer.attention_backend: flash_attn: {why}"):
+        load_shards(save_tiny(model_type, tmp_path), "model.path", mesh, trainer)
 
 
 def test_a_model_whose_outputs_are_no_numbers_is_refused_as_that(mesh: DeviceMesh, tmp_path: Path) -> None:
