@@ -1,8 +1,8 @@
-"""Attention of transformers models over packed sequences, by the kernels of both backends.
+"""Computes attention of transformers models over packed sequences, by the kernels of both backends.
 
-A model whose attention is `NAME` gets no mask: `packed` says which tokens belong together.
+A model with the attention `NAME` gets no mask: `packed` sets the sequences.
 
-Shapes: T tokens of a pass, D size of a head's query and key, V of its value.
+Shapes: T tokens of a pass, D size of a head's query and key, V size of its value.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,15 +18,15 @@ from trainer.layers.attention.terms import AttentionTerms
 from trainer.layers.attention.visible import VisibleKeys
 
 NAME = "tether_packed"
-"""Name among the attention implementations of transformers."""
+"""Name of the attention implementation in transformers."""
 _sequences: PackedSequences | None = None
 
 
 @contextmanager
 def packed(lengths: Sequence[int], device: torch.device, keys: VisibleKeys | None = None) -> Iterator[None]:
-    """Have attention within the block, forward and backward, be over sequences of these lengths.
+    """Set the sequence lengths of attention within the block, forward and backward.
 
-    `keys`, on the host, are those that each sequence sees, if sequences are stretches of samples.
+    If the sequences are stretches of samples, `keys`, on the host, are the keys that each sequence sees.
     """
     global _sequences
     _sequences = PackedSequences.of(lengths, device, segmented=True, keys=() if keys is None else (keys,))
@@ -36,7 +36,7 @@ def packed(lengths: Sequence[int], device: torch.device, keys: VisibleKeys | Non
         _sequences = None
 
 
-@torch.compiler.disable  # a compiled layer would be compiled again for the sequences of every pass
+@torch.compiler.disable  # each pass has other sequences, which would recompile the layer
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -52,7 +52,8 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Map query [1, heads, T, D], key [1, kv heads, T, D] and value [1, kv heads, T, V] to [1, T, heads, V].
 
-    The signature is an attention function's of transformers; `s_aux` are the sinks of the heads.
+    The signature is that of attention functions in transformers; `s_aux` are the attention sinks of the
+    heads.
     """
     if _sequences is None:
         raise RuntimeError(f"attention {NAME!r} outside of a packed pass")
