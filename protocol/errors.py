@@ -6,9 +6,9 @@
     │   ├── FrameTooLarge
     │   ├── ChecksumMismatch
     │   └── UnsupportedSchema
-    ├── Refused                  the ledger or a peer declined; nothing changed; `reason` says why
+    ├── Refused                  the ledger or a peer declined; no state changed; `reason` says why
     ├── Unavailable              a required service does not answer within its deadline
-    ├── SpoolError               the spool cannot be read or written (disk full ...); nothing is acknowledged
+    ├── SpoolError               the spool cannot be read or written (disk full ...); acknowledge none
     ├── EngineError              the engine failed a request or died
     │   ├── Unsupported          the engine does not support the operation
     │   ├── EngineSettingsError  also a SettingsError: no start with these settings can succeed

@@ -213,7 +213,7 @@ def _patterns(kind: Kind, files: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _is_no_answer(error: Exception) -> bool:
-    """Return whether the hub was unreachable or failed, so the error says nothing about the repository."""
+    """Return whether the hub was unreachable or failed, so the error is not about the repository."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status is None or status >= 500
 

@@ -129,10 +129,10 @@ class PlacedRole:
         return divide_over_replicas(whole, len(batch.tokens), self._policy)
 
     def offload(self) -> None:
-        """Do nothing: the model has a device of its own."""
+        """Return at once: the model has a device of its own."""
 
     def onload(self) -> None:
-        """Do nothing: the model was not offloaded."""
+        """Return at once: the model was not offloaded."""
 
 
 _stats = msgspec.msgpack.Decoder(StepStats)
@@ -178,14 +178,14 @@ class PlacedCritic(Critic):
             raise SettingsError(why)
 
     def offload(self) -> int:
-        """Do nothing: the model has devices of its own."""
+        """Return at once: the model has devices of its own."""
         return 0
 
     def onload(self) -> None:
-        """Do nothing: the model was not offloaded."""
+        """Return at once: the model was not offloaded."""
 
     def close(self) -> None:
-        """Do nothing: the critic's ranks close the model on the exit command."""
+        """Return at once: the critic's ranks close the model on the exit command."""
 
     def _message(self) -> bytes:
         """Wait for a message of the critic's rank 0, on every rank of the policy. A collective."""
