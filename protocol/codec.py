@@ -38,7 +38,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, rename={"checksum": "s
     schema: int = SCHEMA
     run: Name
     epoch: Name = ""
-    """Epoch known to the sender; empty before it knows one."""
+    """Epoch known to the sender; empty if unknown."""
     id: Name
     """Message id, unique per message; a resent message keeps its id. Empty: the message needs no id."""
     group: int = -1

@@ -8,7 +8,7 @@
     │   └── UnsupportedSchema
     ├── Refused                  the ledger or a peer declined; no state changed; `reason` says why
     ├── Unavailable              a required service does not answer within its deadline
-    ├── SpoolError               the spool cannot be read or written (disk full ...); acknowledge none
+    ├── SpoolError               no access to the spool (disk full ...); no message is acknowledged
     ├── EngineError              the engine failed a request or died
     │   ├── Unsupported          the engine does not support the operation
     │   ├── EngineSettingsError  also a SettingsError: no start with these settings can succeed

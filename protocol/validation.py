@@ -46,7 +46,7 @@ def validated(
         values: field -> value; the value of an inner dataclass is a table.
         prefix: text before the names of fields in messages.
         secret: field whose values are left out of messages.
-        absent: name of a removed field -> reason, or the field to set instead.
+        absent: name of a field of another library that does not exist here -> reason, or what to set instead.
 
     Raises:
         WrongSettings: a value is invalid; each problem is a line with field, value and choices.

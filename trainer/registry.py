@@ -89,7 +89,7 @@ def make_backend(
         frozen: models that `Backend.load_frozen` will load; the memory plan includes them.
         critic_dir: Hugging Face directory of the critic's model, included in the memory plan; None: no
             critic.
-        served: bytes on this rank's device for versions kept for engines and for a draft head.
+        served: bytes on this rank's device for versions that engines read, and for a draft head.
 
     Raises:
         SettingsError: the backend is unknown, or does not support these settings.

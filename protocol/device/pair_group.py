@@ -65,7 +65,7 @@ def make_pair(
     with _lock, with_variables(NO_WATCHDOG):  # callers bound every wait; other groups keep their watchdog
         group = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
     created(group)
-    stream = torch.cuda.Stream(device)  # apart from the training stream
+    stream = torch.cuda.Stream(device)  # separate from the training stream
     with torch.cuda.stream(stream):  # NCCL creates the communicator in the first collective
         group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)]).wait()
         stream.synchronize()

@@ -197,7 +197,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     return_mean: float | None = None
     """Mean of the returns that it was trained towards."""
     explained_variance: float | None = None
-    """1 - Var(return - value) / Var(return) over trained tokens: 1 at best; None if all returns are alike."""
+    """1 - Var(return - value) / Var(return) over trained tokens: 1 at best; None if all returns are equal."""
     value_clip_fraction: float | None = None
     """Share of trained tokens whose value `critic.value_clip` left without a gradient, 0 to 1."""
     masked_share: float | None = None

@@ -56,7 +56,7 @@ def strips_of(
         return ()
     base, dims = _merged(shape, box, strides)
     if not dims or dims[-1][1:] != (1, 1):
-        dims.append((1, 1, 1))  # single elements
+        dims.append((1, 1, 1))  # runs of single elements
     if len(dims) == 1:
         dims.insert(0, (1, dims[0][0], dims[0][0]))
     *outer, (runs, pitch, source_pitch), (width, _, _) = dims

@@ -140,8 +140,8 @@ def _matching(rotaries: Sequence[Angles], name: str, table: torch.Tensor) -> lis
                 f"buffer {name}: for {rows.shape[1]} dimensions in the engine, for "
                 f"{made[matching[0]].shape[1]} in the trainer"
             )
-        # one rounding of the table's dtype, and a few of an angle of up to so many radians: a GPU's powers
-        # differ from the host's in those
+        # One rounding to the table's dtype, plus float32 errors of angles up to start + len(rows) radians:
+        # powers differ between GPU and host.
         bound = 2 * torch.finfo(table.dtype).eps + 8 * (start + len(rows)) * torch.finfo(torch.float32).eps
         differences = {each: float((rows - angles).abs().max()) for each, angles in found.items()}
         matching = [each for each, difference in differences.items() if difference <= bound]

@@ -1,8 +1,8 @@
 """Transfers gradients and parameters between a device and the optimizer's masters in host memory.
 
 Slices of parameters are grouped into chunks. While the host steps a chunk, the device sends the gradients of
-the next chunk and receives the new parameters of the previous chunk. The time is that of the slowest of the
-three.
+the next chunk and receives the new parameters of the previous chunk. The step therefore takes as long as the
+slowest of these three operations.
 """
 
 from collections.abc import Callable, Iterator, Sequence

@@ -74,7 +74,7 @@ class FsdpBackend(SavedStepper, Backend):
         """
         check_layout(parallel, trainer)
         if shared:
-            super().masters()  # refuses
+            super().masters()  # raises SettingsError
         torch.set_num_threads(trainer.threads)
         torch.manual_seed(trainer.seed)
         self.mesh, self._owns_group = join_mesh(parallel, trainer)

@@ -71,7 +71,7 @@ def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
 
 def plan_of(config: Mapping[str, Any]) -> dict[str, str]:
     """Return transformers' tensor-parallel plan for the model type in config.json; empty without a plan."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # imports much
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # slow import
 
     kind = (config.get("text_config") or config).get("model_type")
     known = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 (a lazy mapping)

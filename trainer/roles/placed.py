@@ -1,4 +1,4 @@
-"""Lets the policy's ranks use a model on ranks of its own: rows are sent there, and numbers come back.
+"""Uses a model on ranks of its own from the policy's ranks.
 
 Rank 0 of the policy sends each replica of the other model its part of a step. It distributes the results to
 the policy's replicas, which divide the step differently. Shapes: N rows of the step, T tokens of all rows.

@@ -105,7 +105,7 @@ def write_shards(
         path = shards / f"{rank:05d}_{count:05d}.safetensors"
         try:
             safetensors.torch.save_file(shard, path, metadata={"format": "pt"})
-        except Exception as error:  # safetensors' own, which says no path
+        except Exception as error:  # safetensors' own error, without the path
             raise OSError(f"{path}: {error}") from error
         sync(path)
         shard.clear()

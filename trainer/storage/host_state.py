@@ -41,7 +41,7 @@ class HostState:
             path = directory / name
             try:
                 save_file(dict(tensors), path, metadata=dict(self.metadata) or None)
-            except Exception as error:  # safetensors' own, which says no path
+            except Exception as error:  # safetensors' own error, without the path
                 raise OSError(f"{path}: {error}") from error
             sync(path)
         for name, part in self.parts.items():

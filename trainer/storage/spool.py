@@ -319,7 +319,7 @@ def _read_record(connection: sqlite3.Connection, group: int, token: str) -> Stor
     try:
         row = connection.execute(_RECORD, (group, token)).fetchone()
     except sqlite3.DatabaseError as error:
-        if type(error) is not sqlite3.DatabaseError:  # subclasses concern the whole file
+        if type(error) is not sqlite3.DatabaseError:  # errors of subclasses concern the whole file
             raise
         return f"group {group}: its record under lease {token} cannot be read: {error}"
     if row is None:
@@ -355,8 +355,8 @@ def _place(path: Path) -> tuple[int, int] | None:
 
 
 def _connect(path: Path, *, read_only: bool, create: bool) -> sqlite3.Connection:
-    # A reader of a WAL file takes part in its shared memory, so it opens the file for writing, too, and then
-    # forbids itself writes. Where it may make no file, it reads what lies still, or joins who writes.
+    # Readers of a WAL file write to its shared memory, so they open the file for writing and set query_only.
+    # In a read-only directory, they open it with mode=ro if a WAL exists, otherwise as immutable.
     how = "mode=rwc" if create else "mode=rw"
     if read_only and not os.access(path.parent, os.W_OK):
         how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"

@@ -4,13 +4,12 @@ Protocol on the connection of `trainer/weights/served/version_server.py`; the re
 
     sender -> receiver   {"gpu": UUID, "buckets": [{"memory": k, "handle": [...]}, ...], "sizes": [n, m],
                           "machine": [boot, name]}
-                             a handle where `k` is new on this connection. The buckets hold the rank's pieces,
-                             at their `protocol.weights.slices.piece_places`
-    receiver -> sender   {"sums": n}: it has queued its copies and wants n sums, if there are any
-    sender -> receiver   the sums of the rest of the pieces that are read in part, computed from the mapped
-                         memory; from rank 0 also the sums of pieces that no rank has read.
-                         int64, n of them, without a line
-    receiver -> sender   {"done": v}: the memory may be written again
+                             with "handle" if `k` is new on this connection. The buckets contain the rank's
+                             pieces at their `protocol.weights.slices.piece_places`
+    receiver -> sender   {"sums": n}: the copies are queued; requests n sums. Omitted if n is 0
+    sender -> receiver   n sums, raw int64: of the unread parts of partly read pieces, computed from the
+                         mapped memory; from rank 0 also of pieces that no rank has read
+    receiver -> sender   {"done": v}: the memory may be overwritten
 
 Training does not wait for transfers. An engine that dies while copying only closes its connection. Versions
 are double-buffered, so memory that an engine still copies is not overwritten.

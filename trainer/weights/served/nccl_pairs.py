@@ -2,17 +2,15 @@
 
 Protocol on the connection of `trainer/weights/served/version_server.py`; the request contains the slices:
 
-    sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is
-    receiver -> sender   {"joining": true}   kept for the next versions; they find each other by the lines of
-                                             `protocol/device/pair_group.py`
-                         {"ready": true}     later requests. Either answer also has {"sizes": [n, m]}, see
+    sender -> receiver   {"join": true}      first request: both create a group (sender: rank 0), which later
+    receiver -> sender   {"joining": true}   versions reuse, by the lines of `protocol/device/pair_group.py`
+    sender -> receiver   {"ready": true}     later requests. Both answers also contain {"sizes": [n, m]}, see
                                              `protocol.weights.slices.BucketSizes`
     both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
     both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each. With
-                         {"changes": true} in the answer, each is what changed since the version that the
-                         receiver confirmed last on this connection, and is announced:
-    sender -> receiver   {"bucket": [w, n]}  as in `protocol.device.changes.Changes`; nothing is
-                                             broadcast if n is 0
+                         {"changes": true} in the answer, a bucket contains the changes since the receiver's
+                         last confirmed version on this connection, and is announced:
+    sender -> receiver   {"bucket": [w, n]}  as in `protocol.device.changes.Changes`; no broadcast if n is 0
     both                 the sums of the unsent parts of cut pieces; from rank 0 also the sums of pieces
                          that no rank has sent. int64, in one broadcast
     receiver -> sender   {"done": v}

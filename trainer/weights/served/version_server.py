@@ -1,11 +1,11 @@
 """Serves the current version to engines over TCP, for the transports nccl and ipc.
 
-    both                 with keys of the bus: proofs that both ends have one (`protocol/host/key_proof.py`)
-    receiver -> sender   {"version": v, "epoch": e, "layout": d}   one line of JSON; with "slices": n where
-                         parts of it are wanted, and n bytes behind it that say which, if they have changed;
-                         with "keeps": true if it still has the version that it confirmed last
+    both                 with keys of the bus: key proofs of both ends (`protocol/host/key_proof.py`)
+    receiver -> sender   {"version": v, "epoch": e, "layout": d}   one line of JSON. "slices": n announces n
+                         bytes that list the requested slices, if these have changed. "keeps": true: the
+                         receiver still has its last confirmed version
     sender -> receiver   {"error": text}, or the transport's answer
-    ...                  the transport moves the bytes
+    ...                  the transport transfers the bytes
     receiver -> sender   {"done": v}                               the connection is kept for the next version
 
 Each connection has a thread of its own, so a receiver that hangs or dies does not delay other receivers.
