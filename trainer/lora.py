@@ -21,7 +21,7 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class AdapterSwitch:
-    """Base of layers with adapters, which `without_adapters` turns off and `with_dropout` gives dropout."""
+    """Base class of adapter modules, with the switches of `without_adapters` and `with_dropout`."""
 
     is_on: bool = True
     """Whether the adapters' output is added to the layer's output."""
@@ -50,8 +50,6 @@ def with_dropout(model: torch.nn.Module, config: LoraConfig, place: tuple[int, i
     torch's random generator, so recomputed activations use the same masks.
 
     Args:
-        model: model with the adapters.
-        config: section with the dropout probability.
         place: `trainer.seed`, number of previous updates, and index of the rank among the ranks that draw
             separate masks.
     """
@@ -141,7 +139,6 @@ def save_adapter(tensors: Named, directory: Path, config: LoraConfig, base: Path
     Args:
         tensors: A and B, not scaled, on the rank that writes.
         directory: target, replaced if it exists.
-        config: rank, alpha and target modules.
         base: directory of the base model.
     """
     with directory_written_aside(directory) as aside:

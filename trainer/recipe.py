@@ -36,7 +36,6 @@ def check_publishing(trainer: TrainerConfig, steps: int, max_staleness: int) -> 
     """Check that samples stay within the bound until the next published version.
 
     Args:
-        steps: number of steps in the run.
         max_staleness: E.
 
     Raises:

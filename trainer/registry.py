@@ -82,7 +82,6 @@ def make_backend(
 
     Args:
         model_dir: Hugging Face directory of the model to train.
-        parallel: layout of the ranks.
         algorithm: advantages, loss and weights of a step.
         adapters: with a rank above 0, only adapters are trained.
         shared: whether the backend will compute with an engine's live weights.
@@ -145,8 +144,6 @@ def make_draft_training(policy: Backend, directory: Path, lr: float) -> DraftTra
 
     Args:
         policy: policy on one rank, of a backend with `drafts`.
-        directory: directory of the head.
-        lr: learning rate.
     """
     drafts: DraftTraining = load("trainer.reference.eagle:EagleTraining")(directory, lr, policy)
     policy.extra_tensors = drafts.published

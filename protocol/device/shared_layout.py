@@ -24,8 +24,8 @@ HELD, VERSION = "held", "version"
 """Section of the trainer's file, and its only entry: the version in the masters, or -1 while the trainer
 writes to them."""
 SUMS, PIECES = "sums", "pieces"
-"""Section of the trainer's file if the trainer has several ranks, and its only tensor: the digest sums of the
-ranks' pieces, concatenated in rank order, int64."""
+"""Section next to `HELD` if the trainer has several ranks, and its only tensor: the digest sums of the ranks'
+pieces, concatenated in rank order, int64."""
 
 PARAMETERS = "parameters"
 """Section of an engine's file: live weights by the trainer's parameter names. For `hf` and `vllm`, a tensor

@@ -3,9 +3,9 @@
 - PR_SET_PDEATHSIG sends a signal when the parent ends, strictly: when the *thread* that started the process
   ends.
 - PR_SET_CHILD_SUBREAPER makes orphaned descendants children of this process.
-- PR_SET_DUMPABLE protects /proc/PID/environ, mem, fd and cwd from processes without the capability
-  CAP_SYS_PTRACE, refuses ptrace(2) and disables core dumps. Child processes do not inherit the flag, so each
-  child must set it after its exec.
+- Clearing PR_SET_DUMPABLE protects /proc/PID/environ, mem, fd and cwd from processes without the capability
+  CAP_SYS_PTRACE, refuses ptrace(2) and disables core dumps. Child processes do not inherit the setting, so
+  each child must clear the flag after its exec.
 """
 
 import ctypes

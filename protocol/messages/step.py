@@ -178,7 +178,7 @@ class StepReport(Message, tag="step_report", frozen=True, kw_only=True):
     truncated_share: float | None = None
     """Share of samples that ended at the length limit, 0 to 1."""
     truncated_tokens: int | None = None
-    """Sampled tokens excluded because their sample was truncated, apart from `masked_tokens`; None unless
+    """Sampled tokens excluded because their sample was truncated; not in `masked_tokens`. None unless
     `algorithm.truncated` is mask."""
     shaped_reward_mean: float | None = None
     """Mean reward after the penalty for overlong samples; None unless `algorithm.truncated` is shape."""

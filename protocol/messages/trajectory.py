@@ -28,8 +28,8 @@ class Rollout(Message, tag="rollout", frozen=True, kw_only=True):
     engine: str
     """Incarnation of the engine that generated the group."""
     prompt_tokens: Array
-    """int32 [P]: common prefix of all rows. May be empty if each row without a parent begins with a token
-    that was not sampled."""
+    """int32 [P]: common prefix of all rows. May be empty if each row that continues no tokens of another row
+    begins with a token that was not sampled."""
     lengths: Array
     """int32 [R]: own tokens of each row; the sum is T."""
     tokens: Array

@@ -16,8 +16,6 @@ def check_parameters(
 
     Args:
         own: the model's parameters, dense.
-        masters: fp32 masters of the parameters.
-        engine: the engine's live weights.
 
     Raises:
         SettingsError: a name is missing on one side, or dtype, device, shape or strides differ.
@@ -96,9 +94,7 @@ def check_model_buffers(
     """Compare the buffers that a model has computed from its config with an engine's buffers.
 
     Args:
-        own: the model's buffers.
         engine: the engine's buffers by name; a name that ends with `ROTARY` is a table of angles.
-        rotaries: rotary embeddings of the model's layers.
 
     Raises:
         SettingsError: a buffer is missing on one side, or differs.
@@ -119,7 +115,6 @@ def _matching(rotaries: Sequence[Angles], name: str, table: torch.Tensor) -> lis
     """Return the indices of the rotary embeddings that have the angles of a table.
 
     Args:
-        name: name of the table.
         table: [positions, R], cosines then sines of the angles.
 
     Raises:

@@ -73,7 +73,6 @@ class Transfers:
 
         Args:
             slices: slices in stepping order.
-            device: device of the parameters.
             arriving: dtype of the gradients.
             leaving: dtype of the parameters.
         """

@@ -61,7 +61,6 @@ class Executor:
         """Take ownership of loaded models.
 
         Args:
-            models: this rank's shards.
             sender: sender of this rank; None: rank 0 publishes everything, or versions are not published.
         """
         self.models = models
@@ -188,7 +187,6 @@ class Executor:
         """Send each replica of a model on ranks of its own its part of a step.
 
         Args:
-            link: connection to the model.
             families: rows of the step that should stay together.
             pieces: rows of each replica of the policy.
         """

@@ -65,8 +65,6 @@ class FrozenFollower:
 
         Args:
             role: section of the model's settings.
-            model: this rank's shard.
-            seat: connection to rank 0.
         """
         self._role, self._model, self._seat = role, model, seat
         seat.say_ready()
@@ -87,12 +85,7 @@ class CriticFollower:
     """Rank of a critic, which computes values, trains on returns, and saves and restores its state."""
 
     def __init__(self, critic: Critic, seat: RoleSeat) -> None:
-        """Take ownership of a loaded critic, and notify rank 0.
-
-        Args:
-            critic: this rank's shard.
-            seat: connection to rank 0.
-        """
+        """Take ownership of a loaded critic, and notify rank 0."""
         self._critic, self._seat = critic, seat
         self._writer = StateWriter()
         seat.say_ready()

@@ -42,7 +42,6 @@ class FsdpCritic(SavedStepper, Critic):
         """Load the model of a Hugging Face directory. A collective.
 
         Args:
-            mesh: ranks that shard the critic.
             architecture: architecture of the policy, which checkpoints of the critic contain.
             optimizer: settings of the policy's optimizer.
 

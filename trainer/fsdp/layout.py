@@ -115,7 +115,6 @@ def division_refusal(plan: Mapping[str, str], config: Mapping[str, Any], ranks: 
     Args:
         plan: tensor-parallel plan of transformers for this model type.
         config: config.json of the model, or of its text model.
-        ranks: number of tensor-parallel ranks.
     """
     if ranks == 1:
         return ""

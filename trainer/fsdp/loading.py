@@ -37,9 +37,7 @@ def load_shards(
     """Return this rank's shards of a model, float32, in host memory, and the model's traits. A collective.
 
     Args:
-        model_dir: Hugging Face directory.
         setting: name of the directory's setting, for error messages.
-        mesh: all ranks.
         with_head: whether the model has its output layer.
 
     Raises:

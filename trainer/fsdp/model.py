@@ -42,9 +42,7 @@ class ShardedModel:
         """Load and shard a model. A collective.
 
         Args:
-            model_dir: Hugging Face directory.
             setting: name of the directory's setting, for error messages.
-            mesh: all ranks.
             trainer: dtype and size of the passes, and recomputation of layers.
             prepare: called with a trained model before sharding; a trained model has float32 masters. None:
                 the model is frozen, in the dtype of the passes.
@@ -127,10 +125,7 @@ class ShardedValues:
         """Load and shard a model. A collective.
 
         Args:
-            model_dir: Hugging Face directory.
             setting: name of the directory's setting, for error messages.
-            mesh: ranks that shard the model.
-            trainer: dtype and size of the passes.
             is_trained: whether the model has float32 masters; a frozen model is in the dtype of the passes.
 
         Raises:

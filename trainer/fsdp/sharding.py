@@ -61,12 +61,11 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
 def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
     """Shard a module by layers: a pass gathers one layer at a time, in the training dtype.
 
-    Gradients are summed over ranks and passes in float32. Parameters without a gradient keep their dtype.
+    Gradients are summed over ranks and passes in float32. A frozen model keeps its dtype.
 
     Args:
         root: the model, or the module around it that is called.
         model: transformers model; it names the layers to keep together.
-        mesh: all ranks.
         trainer: dtype, compilation, recomputation, offloading of trained shards, and FP8.
 
     Raises:

@@ -53,7 +53,6 @@ def batched_p2p(operation: Callable[..., object], values: torch.Tensor, rank: in
     Args:
         operation: `dist.isend` or `dist.irecv`.
         values: contiguous, on `control_device()`.
-        rank: the other rank.
     """
     for work in dist.batch_isend_irecv([dist.P2POp(operation, values, rank)]):
         work.wait()
@@ -83,7 +82,6 @@ def sum_replicas(values: torch.Tensor, replicas: Sequence[Sequence[int]]) -> tor
 
     Args:
         values: on the CPU, equal on all ranks of a replica; same shape in every replica.
-        replicas: ranks of each replica.
     """
     if not is_distributed():
         return values
@@ -98,7 +96,6 @@ def concatenate_replicas(values: torch.Tensor, replicas: Sequence[Sequence[int]]
 
     Args:
         values: [k] on the CPU, equal on all ranks of a replica; k may differ between replicas.
-        replicas: ranks of each replica.
     """
     if not is_distributed():
         return values
@@ -116,7 +113,6 @@ def divide_over_replicas(
     Args:
         values: on rank 0: concatenated parts of all replicas, on the CPU; None on other ranks.
         entries: size of the replica's part.
-        replicas: ranks of each replica.
     """
     if not is_distributed():
         assert values is not None  # this is rank 0

@@ -29,9 +29,6 @@ def result_of_ranks(ranks: int, module: str, *arguments: str, limit_s: float | N
     """Run a module by `torchrun`, and return the last JSON object that rank 0 printed.
 
     Args:
-        ranks: number of ranks, on this machine.
-        module: module to run.
-        arguments: command line of the module.
         limit_s: timeout, seconds; None: no timeout.
 
     Raises:
@@ -64,9 +61,7 @@ def torchrun_on_hosts(ranks: int, place: HostPlace, port: int, module: str) -> l
 
     Args:
         ranks: number of ranks on each host.
-        place: position of this host.
         port: free port of host 0, where torchrun on all hosts and the ranks meet; used once.
-        module: module that each rank runs.
     """
     launcher = [
         "torch.distributed.run",

@@ -72,8 +72,6 @@ def join_ranks(
     which takes half a GiB of the GPU even for a single rank. A barrier binds the GPU instead.
 
     Args:
-        device: device on which this rank computes.
-        world: number of ranks.
         timeout_s: timeout for the other ranks in a collective, seconds.
         rank: rank of this process, with a store.
         store: rendezvous of exactly these ranks; None: all processes of torchrun are ranks.
@@ -120,7 +118,6 @@ def seat_of(process: int, policy: int, apart: Mapping[str, int]) -> Seat:
 
     Args:
         process: index of the process, as set by torchrun.
-        policy: number of ranks of the policy.
         apart: role with ranks of its own -> number of ranks.
     """
     rank = process
@@ -137,10 +134,8 @@ def take_seat(
     """Join the ranks of this process's model, under torchrun. Called once, on every process of the trainer.
 
     Args:
-        policy: number of ranks of the policy.
         apart: role with ranks of its own -> number of ranks.
         on_gpu: whether the process computes on the GPU of its local rank.
-        timeout_s: timeout for other ranks, seconds.
 
     Returns:
         Role -> connection of this rank. Rank 0 of the policy has all connections, a rank of another model its

@@ -37,7 +37,6 @@ def with_advantages(
         batch: a replica's part, on the CPU.
         values: float32 [t], of `Critic.values`.
         config: discount, lambda, and whether to whiten advantages over all replicas.
-        replicas: ranks of each replica.
     """
     sample, sampled = batch.sample_index, batch.sampled_mask
     advantages = generalized_advantages(
@@ -70,7 +69,6 @@ def with_whitened(batch: Batch, config: AlgorithmConfig, replicas: Sequence[Sequ
     Args:
         batch: a replica's part, on the CPU, whose advantages are r.
         config: `kl_coef`, and the epsilon of the whitening.
-        replicas: ranks of each replica.
     """
     advantages = batch.advantages.double()
     if config.use_kl_in_reward and batch.reference_logprobs is not None:
@@ -123,9 +121,7 @@ def with_frozen(
     Args:
         part: part of this rank's replica.
         policy: keeps the initial weights if they are the reference model.
-        frozen: the other models.
         algorithm: determines how the values change advantages.
-        reference: whether a reference model is used.
     """
     fields: dict[str, Any] = {}
     if reference:

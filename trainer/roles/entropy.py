@@ -40,7 +40,6 @@ class EntropyBonus:
 
         Args:
             entropy: mean over the trained tokens of the step, nats; None: not measured, the bonus stays.
-            config: target, delta and max.
         """
         if entropy is None:
             return self

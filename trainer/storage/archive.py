@@ -35,7 +35,6 @@ class Archive:
         """Open a directory, which need not exist.
 
         Args:
-            directory: directory of the archive.
             limit_mb: size limit of all steps, MiB; 0: archive no steps. Readers may omit the limit.
         """
         self.directory = directory

@@ -110,7 +110,7 @@ class CallStore:
 
 
 def recalled(calls: Sequence[Call], epoch: str) -> Recalled:
-    """Return the calls of the last attempt if they belong to `epoch`, and the next attempt and number."""
+    """Return the reply to a `Recall`: the calls of the last attempt, if they belong to `epoch`."""
     if not calls:
         return Recalled()
     attempt, number = max(call.attempt for call in calls), max(call.number for call in calls) + 1

@@ -43,7 +43,6 @@ class RemoteDirectory:
         """Create the file system, without reading or writing.
 
         Args:
-            url: URL of the directory.
             setting: name of the URL's setting, for error messages.
 
         Raises:
@@ -75,7 +74,6 @@ class RemoteDirectory:
         """Copy files, then mark the copy as complete; an existing copy of the version is replaced.
 
         Args:
-            version: version of the checkpoint.
             files: path in the copy -> local file, which must not change during the call.
 
         Raises:
@@ -106,7 +104,6 @@ class RemoteDirectory:
         """Copy a local directory.
 
         Args:
-            source: local directory.
             name: path of the copy in this directory.
             last: name of the file to copy last.
             end: `time.monotonic` deadline for starting another file.
@@ -156,7 +153,6 @@ class RemoteDirectory:
         """Copy a complete version into local directories, and verify the digest of each file.
 
         Args:
-            version: a version in `versions`.
             targets: first component of a path in the copy -> local directory to create or extend.
 
         Raises:

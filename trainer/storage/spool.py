@@ -306,7 +306,6 @@ def read_calls(
     Args:
         connection: connection of the spool, in a transaction.
         where: condition on the columns, with a question mark for each of `values`.
-        values: arguments of the condition.
     """
     columns = "grp, sample, number, CAST(token AS BLOB), CAST(payload AS BLOB), CAST(sum AS BLOB)"
     query = f"SELECT {columns} FROM calls WHERE {where} ORDER BY grp, sample, number"

@@ -51,7 +51,6 @@ class VersionChain:
         """Write the index of changes into the version's directory; return the manifest with its chain.
 
         Args:
-            manifest: manifest of the version.
             aside: directory of the version.
             parts: reports of the ranks that wrote the version.
 

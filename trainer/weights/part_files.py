@@ -46,8 +46,6 @@ class PartFiles:
         """Create the writer of versions with the layout of `blank_manifest`.
 
         Args:
-            blank: layout of the versions.
-            rank: rank of this process.
             keeps: whether to keep the pieces of the newest version in host memory, for comparison with the
                 next version.
         """
@@ -61,7 +59,6 @@ class PartFiles:
         """Write and digest the pieces of a version; buckets already exist with their sizes.
 
         Args:
-            tensors: pieces of this rank.
             order: order of rank 0; changes must refer to the last written version.
             root: directory of the versions, as a path on this host.
 

@@ -23,10 +23,7 @@ def blank_manifest(
     """Return a manifest without version, digests and locations; equal on every rank.
 
     Args:
-        publication: publication of the model.
         dtype: dtype of the published tensors.
-        bucket_bytes: size of a bucket.
-        transport: transport to the engines.
     """
     layout = BucketLayout(bucket_bytes)
     entries = []
@@ -84,7 +81,6 @@ def complete_manifest(
 
     Args:
         blank: epoch, version and layout.
-        digests: digests of the tensors.
         locations: by rank, where the part is served.
         base_model: architecture name from the model's config.json.
 

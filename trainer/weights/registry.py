@@ -61,7 +61,6 @@ def make_sender(
     Args:
         backend: this rank's shard of the model.
         dtype: dtype of the published weights.
-        rank: rank of this process.
         curve_dir: directory of the bus's keys, which transports with connections require; empty: no keys.
 
     Raises:

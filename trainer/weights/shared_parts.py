@@ -52,8 +52,6 @@ class SharedPartSender(WeightSender):
         """Move the masters to shareable memory.
 
         Args:
-            rank: rank of this process.
-            blank: `blank_manifest` of the model.
             masters: parameter of this rank -> its master; the masters stay the same objects.
             parts: returns checkpoint name -> part of the tensor in a master of this rank.
 

@@ -90,7 +90,6 @@ class VersionDirectories:
         """Start without versions.
 
         Args:
-            directory: directory of the versions.
             root: location where engines read the versions.
             keep: number of newest versions that `retire` keeps, at least 1.
             durable: whether to sync each version to disk before it becomes visible.

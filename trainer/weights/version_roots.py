@@ -106,7 +106,6 @@ class CopiedRoot(VersionRoot):
         """Create the file system, without reading or writing.
 
         Args:
-            url: URL of the directory.
             timeout_s: timeout for a copy including cleanup after a failure, and for removing old versions.
 
         Raises:
@@ -149,7 +148,6 @@ class CopiedRoot(VersionRoot):
         """Call a function in a thread, which is abandoned after the timeout. Raises RemoteError.
 
         Args:
-            function: called in the thread.
             undo: called in the thread if the function ended after the timeout.
         """
         done: Future[None] = Future()

@@ -39,7 +39,6 @@ class VersionWriter:
 
         Args:
             aside: empty directory to write to.
-            name: final name of the directory.
 
         Raises:
             OSError: a file cannot be written.
@@ -90,7 +89,6 @@ class PartWriter(VersionWriter):
 
         Args:
             require_space: raises WeightError if the free space is insufficient for a number of bytes.
-            blank: `blank_manifest` of the versions.
             apart: whether each rank writes to files of its own.
         """
         super().__init__(config, require_space)

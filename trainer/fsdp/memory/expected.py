@@ -78,9 +78,7 @@ class ModelSize:
 
         Args:
             shapes: name -> shape of the checkpoint's tensors.
-            config: content of config.json.
             plan: tensor-parallel plan of transformers.
-            ranks: number of tensor-parallel ranks.
         """
         config = config.get("text_config") or config
         experts = next((config[name] for name in EXPERTS if config.get(name)), 0)

@@ -38,7 +38,6 @@ class PartSender:
 
         Args:
             rank: rank of this process, below the number of parts.
-            blank: `blank_manifest` of the model.
             keys: as in `VersionServer`.
 
         Raises:
