@@ -27,7 +27,12 @@ class Registry(dict[str, E]):
     """
 
     def __init__(self, entries: Mapping[str, E], own: Callable[[str], E] | None = None) -> None:
-        """Args: entries: name -> entry; own: returns the entry of a user's `MODULE:NAME`, if allowed."""
+        """Create a registry.
+
+        Args:
+            entries: name -> entry.
+            own: returns the entry of a user's `MODULE:NAME`; None: such names are unknown.
+        """
         super().__init__(entries)
         self._own = own
 

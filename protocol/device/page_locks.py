@@ -19,9 +19,9 @@ class LockCalls(NamedTuple):
     """Functions that lock and unlock memory; they return an error number, or 0."""
 
     lock: Callable[[int, int], int]
-    """Args: address, number of bytes."""
+    """Takes an address and a number of bytes."""
     unlock: Callable[[int], int]
-    """Args: a locked address."""
+    """Takes a locked address."""
 
 
 CUDA = LockCalls(

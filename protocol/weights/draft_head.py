@@ -15,7 +15,7 @@ PREFIX = "draft_head."
 
 
 def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors of a head, under the names in its files, from its config.json."""
+    """Return name -> shape of the tensors in a head's files, given its config.json."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     heads = int(config["num_attention_heads"])
     size = int(config.get("head_dim") or hidden // heads)

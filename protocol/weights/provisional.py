@@ -1,4 +1,8 @@
-"""Builds provisional manifests of versions that are still being exported; only their digests are missing."""
+"""Builds provisional manifests of versions that are still being exported; only their digests are missing.
+
+An engine that stages a provisional version computes the digests itself, and commits the staged copy only if
+its digest equals the final manifest's digest.
+"""
 
 from collections.abc import Sequence
 

@@ -71,7 +71,7 @@ NONE = StepStats()
 
 @dataclass(frozen=True, slots=True)
 class FrozenSpec:
-    """A model other than the policy, which is never trained."""
+    """Specification of a frozen model: reference, teacher or reward model."""
 
     role: str
     """Section of the model's settings, such as "teacher"."""

@@ -120,7 +120,12 @@ class PlacedRole:
     """Frozen model on ranks of its own, as seen from a rank of the policy."""
 
     def __init__(self, link: RoleLink | None, policy: Replicas) -> None:
-        """Args: link: connection, on rank 0 only; policy: ranks of each replica of the policy."""
+        """Use rank 0's connection to the model.
+
+        Args:
+            link: on rank 0; None on other ranks.
+            policy: ranks of each replica of the policy.
+        """
         self._link, self._policy = link, policy
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
@@ -146,7 +151,12 @@ class PlacedCritic(Critic):
     """
 
     def __init__(self, link: RoleLink | None, policy: Replicas, config: CriticConfig) -> None:
-        """Args: link: connection, on rank 0 only; policy: ranks of each replica of the policy."""
+        """Use rank 0's connection to the critic.
+
+        Args:
+            link: on rank 0; None on other ranks.
+            policy: ranks of each replica of the policy.
+        """
         self.config, self._link, self._policy = config, link, policy
 
     def values(self, batch: Batch) -> torch.Tensor:

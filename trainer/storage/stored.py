@@ -46,7 +46,7 @@ class MissingRecords(LookupError):
     """Records are missing or damaged; their groups are `lost` and generated again."""
 
     def __init__(self, causes: Mapping[tuple[int, str], str]) -> None:
-        """Args: causes: (group, lease token) -> cause, which names the group."""
+        """Store the causes: (group, lease token) -> cause, which names the group."""
         named = list(causes.values())[:MOST_NAMED]
         more = [f"and {len(causes) - MOST_NAMED} more"] if len(causes) > MOST_NAMED else []
         super().__init__("; ".join(named + more))

@@ -70,7 +70,7 @@ class VersionRoot:
     """Location where engines read the versions of a directory: its path, or a URL."""
 
     def __init__(self, location: str) -> None:
-        """Args: location: path or URL."""
+        """Create a root at a path or URL."""
         self.location = location
 
     def add(self, version: Path) -> None:
