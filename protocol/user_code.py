@@ -86,8 +86,7 @@ def call(
     """Call a user's class or function; arguments as in `check_call`.
 
     Raises:
-        SettingsError: the signature does not accept the arguments, or the call raises. The message names the
-            place.
+        SettingsError: the arguments do not fit, or the call raises; the message names the place.
     """
     check_call(what, item, given, arguments, options)
     try:

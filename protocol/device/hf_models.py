@@ -32,8 +32,8 @@ def apply_config(model: Any) -> None:
 
     - transformers' default attention, torch's `scaled_dot_product_attention`, ignores
       `attn_logit_softcapping` (Gemma 2): such models use eager attention.
-    - transformers before 5.13 ignores the clamp limit and slope of gpt-oss experts in the config (it uses 7
-      and 1.702), and does not set the number of experts of DeepSeek-V2 expert groups.
+    - transformers before 5.13 clamps gpt-oss experts at 7 with slope 1.702, regardless of the config, and
+      does not set the number of experts of DeepSeek-V2 groups.
 
     Otherwise log-probabilities would differ from vLLM, SGLang and Megatron.
     """

@@ -79,7 +79,7 @@ def abort(group: Any) -> None:
 
 
 MAX_ENTRIES = 256
-"""Maximum number of entries from the other end; a group of two sets only a few."""
+"""Maximum entries of the other end; a group of two sets a few."""
 
 
 class Line(Protocol):
@@ -174,7 +174,7 @@ class _PairStore(Store):
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """Wake the waiting thread, whose `wait` then raises ConnectionError."""
+        """Make the waiting thread raise ConnectionError."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()

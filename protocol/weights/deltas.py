@@ -38,8 +38,7 @@ class TensorChange(msgspec.Struct, frozen=True, array_like=True, gc=False):
     offset: int
     """Byte offset of the gaps in the file."""
     file: int = 0
-    """Index of the file, which is the trainer rank.
-    - read_delta data"""
+    """Index of the file; trainer rank."""
     box: Box = ()
     """Box of the tensor that contains the elements, in its order; empty: the whole tensor."""
 

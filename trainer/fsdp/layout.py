@@ -95,8 +95,8 @@ def style_of(name: str, plan: Mapping[str, str]) -> str:
 def adapter_refusal(plan: Mapping[str, str], modules: Iterable[str], ranks: int) -> str:
     """Return why tensor-parallel ranks do not support adapters on some layers; empty: supported.
 
-    In the first layer of latent attention, the plan reduces the gradient of only one part of the output,
-    within the layer, so an adapter would get a partial gradient.
+    In the first layer of latent attention, the plan reduces the gradient of only one part of the output. An
+    adapter would therefore get a partial gradient.
     """
     partial = [module for module in modules if _style(module, plan) == "mla_kv_a_proj"]
     if ranks == 1 or not partial:

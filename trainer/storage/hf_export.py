@@ -91,7 +91,7 @@ def write_shards(
     """Write a rank's tensors to files, with one file at a time in memory.
 
     Args:
-        tensors: this rank's tensors by Hugging Face name, in host memory; no other rank has the same names.
+        tensors: this rank's tensors by Hugging Face name, in host memory; other ranks have other names.
         shards: directory from `shards_of`, shared by the ranks.
         shard_bytes: limit of the tensors in one file, bytes; a larger tensor has a file to itself.
 

@@ -208,7 +208,7 @@ class RemoteDirectory:
         return f"{self._root}/step_{version:08d}" + (f"/{name}" if name else "")
 
     def _put(self, source: Path, target: str) -> int:
-        """Copy a file to the remote directory, and return its size."""
+        """Upload a file, and return its size."""
         nbytes = source.stat().st_size
         self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
         self._fs.put_file(str(source), target)

@@ -1,8 +1,11 @@
 """Arranges versions in chains: an anchor with all bytes, followed by versions of changes only.
 
-A chain has a maximum length. A version also starts a chain if it is the first of a trainer process, follows a
-version that could not be published, is older than the newest version, or would replace a directory in the
-newest version's chain. The last two cases occur when a trainer rewinds and reaches versions again.
+A chain has a maximum length. These versions also start a chain:
+
+- the first version of a trainer process
+- a version after one that could not be published
+- after a rewind, a version that is older than the newest version, or whose directory would replace one in the
+  newest version's chain
 """
 
 from collections.abc import Sequence

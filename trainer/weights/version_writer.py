@@ -152,7 +152,7 @@ class PartWriter(VersionWriter):
 
 
 class PartFollower(WeightSender):
-    """Sender of a rank other than 0, which writes its pieces by rank 0's orders."""
+    """Sender of a rank other than 0, which writes its pieces on rank 0's orders."""
 
     in_parts = True
 

@@ -21,7 +21,7 @@ class PartChannel:
     """One rank's end of a connection to an engine rank; subclasses send the bytes and sums."""
 
     def __init__(self, device: torch.device, part: int, sizes: BucketSizes) -> None:
-        """Create the channel for the pieces of rank `part` on this device, in buckets of these sizes."""
+        """Send the pieces of rank `part` from this device, in buckets of these sizes."""
         self.device = device
         self.part = part
         self.sizes = sizes

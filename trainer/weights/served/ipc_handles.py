@@ -31,7 +31,7 @@ class HandleChannel(PartChannel):
     """Channel that sends handles of one rank's pieces, and sums, to one receiver."""
 
     def __init__(self, memory: SharedBuckets, part: int, sizes: BucketSizes) -> None:
-        """Create the channel for the pieces of rank `part` in this memory, in buckets of these sizes."""
+        """Send the pieces of rank `part` from this memory, in buckets of these sizes."""
         super().__init__(memory.device, part, sizes)
         self._memory = memory
         self._numbers = itertools.count()

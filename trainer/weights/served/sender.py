@@ -62,10 +62,7 @@ class PartSender:
         return f"{self._server.address}/{self._memory.where}"
 
     def provisional(self, epoch: str, version: int) -> WeightDraft | None:
-        """Accept requests for the next version; when it returns, every rank accepts requests.
-
-        See `WeightSender`.
-        """
+        """See `WeightSender`; afterwards every rank accepts requests."""
         draft = self.draft(epoch, version)
         self._wait_for_all()
         return draft
