@@ -1,6 +1,6 @@
 """Defines the messages that the services exchange, and the rules that both sides of an exchange apply.
 
-What may be imported where:
+Allowed imports:
 
     protocol.device     torch (and transformers, when a model is built)
     protocol.host       the standard library and psutil

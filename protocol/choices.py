@@ -1,4 +1,4 @@
-"""Finds what a user named in a registry, and suggests the nearest known name."""
+"""Looks up implementations by the name in a setting, and suggests the nearest known name."""
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,25 +14,30 @@ class Entry:
     """Implementation in a registry. Subclasses add its capabilities as fields."""
 
     path: str
-    """`MODULE:NAME` of its class or function, or `MODULE`."""
+    """`MODULE:NAME` of the class or function, or `MODULE`."""
 
 
 E = TypeVar("E", bound=Entry)
 
 
 class Registry(dict[str, E]):
-    """Implementations by name. The module of one is imported when it is loaded.
+    """Implementations by name; each module is imported when its entry is loaded.
 
-    Where users may bring their own, `MODULE:NAME` is a name, too, and has an entry.
+    A registry with an `own` factory also accepts a user's `MODULE:NAME`.
     """
 
     def __init__(self, entries: Mapping[str, E], own: Callable[[str], E] | None = None) -> None:
-        """Args: entries: by name; own: makes the entry of a `MODULE:NAME`, None where there can be none."""
+        """Create a registry.
+
+        Args:
+            entries: name -> entry.
+            own: returns the entry of a user's `MODULE:NAME`; None: such names are unknown.
+        """
         super().__init__(entries)
         self._own = own
 
     def __missing__(self, name: str) -> E:
-        """Return the entry of a user's own implementation; called by `[]` for other names."""
+        """Return the entry of a user's own implementation; called by `[]` for names that are not built in."""
         if self._own is None or not is_own(name):
             raise KeyError(name)
         return self._own(name)
@@ -41,7 +46,7 @@ class Registry(dict[str, E]):
         """Return the entry called `name`.
 
         Raises:
-            SettingsError: there is none; arguments and message are those of `checked_name`.
+            SettingsError: the registry has no such entry; `checked_name` builds the message from `what`.
         """
         return self[name if self.has(name) else checked_name(name, self, what)]
 
@@ -58,7 +63,7 @@ class Registry(dict[str, E]):
 class NameIn:
     """Mark of a field that names an entry: `Annotated[str, Predicate(NameIn("MODULE:REGISTRY"))]`.
 
-    The registry is imported for the first check, because its module may import the field's.
+    The first check imports the registry, because the registry's module may import the module of the field.
     """
 
     path: str
@@ -82,7 +87,7 @@ def load(path: str) -> Any:
     """Return the class or function that `MODULE:NAME` names, or the module that `MODULE` names.
 
     Raises:
-        ImportError: the module, or one that it imports, is not installed or is broken.
+        ImportError: the module, or a module that it imports, is broken or not installed.
     """
     module, _, name = path.partition(":")
     found = import_module(module)
@@ -93,7 +98,8 @@ def checked_name(name: str, known: Iterable[str], what: str) -> str:
     """Return `name` if it is one of `known`.
 
     Raises:
-        SettingsError: it is not; names `what` it should be and suggests the nearest known name, or lists all.
+        SettingsError: the name is unknown. The message begins with `what` and suggests the nearest known
+            name, or lists all names.
     """
     names = list(known)
     if name in names:
@@ -102,7 +108,7 @@ def checked_name(name: str, known: Iterable[str], what: str) -> str:
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """Return what to append to "NAME is not known; ": the most similar known name, or all of them."""
+    """Return the suggestion that follows "NAME is not known; ": the most similar known name, or all names."""
     names = sorted(known)
     close = [full for full in names if full.lower() == name.lower()]
     close = close or get_close_matches(name, names, n=1, cutoff=0.5)
@@ -111,6 +117,6 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 
 
 def _abbreviates(name: str, full: str) -> bool:
-    """Return whether a name, such as tp, is made of initials of a full one, tensor_model_parallel_size."""
+    """Return whether `name` abbreviates `full` by initials, such as tp for tensor_model_parallel_size."""
     initials = iter(word[:1] for word in full.split("_"))
     return len(name) > 1 and name[0] == full[:1] and all(letter in initials for letter in name)

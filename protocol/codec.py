@@ -1,10 +1,10 @@
-"""Encodes and decodes frames: one MessagePack frame per message, an envelope around a checksummed payload.
+"""Encodes and decodes frames. A frame is one MessagePack map: an envelope with a checksummed payload.
 
     frame = msgpack map {schema, run, epoch, id, group, token, sum, payload}
 
-`sum` is the xxh3-64 of the payload's bytes, seeded with the xxh3-64 of [run, epoch, id, group, token] as
-MessagePack. `payload` is the message itself, embedded rather than wrapped in a byte string, so that any
-MessagePack reader can read it.
+`sum` is the xxh3-64 of the payload's bytes. Its seed is the xxh3-64 of [run, epoch, id, group, token] in
+MessagePack. `payload` is the message as a nested map, not a byte string, so any MessagePack reader can read
+the message.
 """
 
 import threading
@@ -19,16 +19,16 @@ from protocol.msgpack_limits import MANIFEST_ITEMS, MOST_ITEMS, check_shape
 
 SCHEMA = 2
 MAX_FRAME_BYTES = 256 << 20
-"""Limit on a frame, bytes."""
+"""Maximum size of a frame, bytes."""
 SMALL_BYTES = 1 << 20
-"""Payloads of at most this many bytes are decoded without counting their values first; they decode to about
-40 MiB at worst."""
+"""Payloads up to this size, bytes, are decoded without counting their values first. They decode to at most
+about 40 MiB."""
 
 SCRATCH_BYTES = 8 << 20
-"""Largest buffer that a thread keeps between two messages that it encodes."""
+"""Largest encoding buffer that a thread keeps between two messages, bytes."""
 
 Name = Annotated[str, msgspec.Meta(pattern=r"^[0-9A-Za-z._-]{0,128}\Z")]
-"""A random id, a run or a token: short and without control characters, so that every log line may have it."""
+"""Identifier of a message, run or token: short and without control characters, so it is safe in log lines."""
 Buffer = bytes | bytearray | memoryview
 
 
@@ -38,9 +38,9 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, rename={"checksum": "s
     schema: int = SCHEMA
     run: Name
     epoch: Name = ""
-    """Epoch known to the sender; empty before it knows one."""
+    """Epoch known to the sender; empty if unknown."""
     id: Name
-    """Message id: unique per message, the same when the message is resent. Empty: not needed."""
+    """Message id, unique per message; a resent message keeps its id. Empty: the message needs no id."""
     group: int = -1
     """Group that the message is about, or -1."""
     token: Name = ""
@@ -50,7 +50,7 @@ class Envelope(msgspec.Struct, frozen=True, kw_only=True, rename={"checksum": "s
 
 
 class _Thread(threading.local):
-    """Holds each thread's buffer for payloads: warm memory that is as large as its last message."""
+    """Thread-local buffer for payloads: warm memory, as large as the thread's last message."""
 
     def __init__(self) -> None:
         self.scratch = bytearray()
@@ -59,7 +59,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 _encoder = msgspec.msgpack.Encoder()
 _MANIFEST = b"\xa4kind\xafweight_manifest"
-"""First bytes of a manifest behind the byte for its map, as `_encoder` writes it."""
+"""First bytes that `_encoder` writes for a manifest, after the byte that opens its map."""
 _payload_decoder: msgspec.msgpack.Decoder[AnyMessage] = msgspec.msgpack.Decoder(AnyMessage)
 _envelope_decoder = msgspec.msgpack.Decoder(Envelope)
 
@@ -101,7 +101,7 @@ def encode(
 
 
 def wrap(payload: Buffer, *, run: str, id: str, epoch: str = "", group: int = -1, token: str = "") -> bytes:
-    """Return the frame of a message that is encoded already.
+    """Return the frame of a message that is already encoded.
 
     Raises:
         FrameTooLarge: the frame would exceed `MAX_FRAME_BYTES`.
@@ -124,7 +124,7 @@ def decode_envelope(frame: Buffer) -> Envelope:
     """Decode and check the envelope of a frame; the payload stays encoded.
 
     Raises:
-        ProtocolError: no bytes raise another exception.
+        FrameTooLarge, ProtocolError: no input raises any other exception.
     """
     if len(frame) > MAX_FRAME_BYTES:
         raise FrameTooLarge(f"frame of {len(frame)} bytes is over the limit of {MAX_FRAME_BYTES}")
@@ -153,7 +153,7 @@ def open_payload(envelope: Envelope) -> AnyMessage:
 
 
 def decode(frame: Buffer) -> tuple[Envelope, AnyMessage]:
-    """Return envelope and message of a frame; raises what `decode_envelope` and `open_payload` raise."""
+    """Return the envelope and message of a frame. Raises ProtocolError."""
     envelope = decode_envelope(frame)
     return envelope, open_payload(envelope)
 

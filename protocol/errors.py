@@ -1,24 +1,24 @@
 """Defines every error that crosses a boundary between two parts of tether.
 
     TetherError
-    ├── SettingsError            the user configured something wrong; says what to do (exit code 2)
-    ├── ProtocolError            bytes from outside that are not a valid message
+    ├── SettingsError            a wrong setting; the message says what to do (exit code 2)
+    ├── ProtocolError            received bytes are not a valid message
     │   └── FrameTooLarge
-    ├── Refused                  the ledger or a peer declined; nothing changed; `reason` says why
+    ├── Refused                  the ledger or a peer declined; no state changed; `reason` says why
     ├── Unavailable              a required service does not answer within its deadline
-    ├── SpoolError               the spool cannot be read or written (disk full ...); nothing is acknowledged
+    ├── SpoolError               no access to the spool (disk full ...); no message is acknowledged
     ├── EngineError              the engine failed a request or died
     │   ├── Unsupported          the engine does not support the operation
-    │   ├── EngineSettingsError  a SettingsError, too: no start with these settings can succeed
-    │   └── InvalidRequest       no engine could run the request, such as one with an unknown token
-    ├── EpisodeError             an episode ended without a sample (never to be read as reward 0)
-    ├── WeightError              an update was not staged; the live weights are untouched
+    │   ├── EngineSettingsError  also a SettingsError: no start with these settings can succeed
+    │   └── InvalidRequest       no engine could run the request, such as a request with an unknown token
+    ├── EpisodeError             an episode ended without a sample (never counted as reward 0)
+    ├── WeightError              a version could not be staged; the live weights are unchanged
     │   ├── PoisonedError        a commit failed half-way, or the process cannot receive again; it must exit
-    │   └── UnfitVersion         a SettingsError, too: no version of this trainer can be staged
-    ├── RewardError              a score could not be computed (never to be read as reward 0)
-    └── BoundViolation           a trained token over the bound: a bug that stops the run
+    │   └── UnfitVersion         also a SettingsError: no version of this trainer can be staged
+    ├── RewardError              a score could not be computed (never counted as reward 0)
+    └── BoundViolation           a trained token exceeds the bound: a bug that stops the run
 
-A class exists only where a caller handles it differently.
+An error has a class of its own only where a caller handles that error differently.
 """
 
 from enum import StrEnum
@@ -41,12 +41,12 @@ class FrameTooLarge(ProtocolError):
 
 
 class Reason(StrEnum):
-    """Reason for which a transition was refused. Stable strings: logs and Lua scripts contain them."""
+    """Reason why a transition was refused. The strings are stable: logs and Lua scripts contain them."""
 
-    NO_RUN = "no_run"  # the run was never created on this ledger
-    RUN_MISMATCH = "run_mismatch"  # created before with other prompts
-    NOT_HELD = "not_held"  # the lease token is not the current one
-    WRONG_STATE = "wrong_state"  # the lifecycle table has no such row
+    NO_RUN = "no_run"  # this ledger has no such run
+    RUN_MISMATCH = "run_mismatch"  # the run was created with other prompts
+    NOT_HELD = "not_held"  # the lease token is out of date
+    WRONG_STATE = "wrong_state"  # the lifecycle table has no such transition
     UNKNOWN_GROUP = "unknown_group"
     BOUND = "bound"  # rule F would not hold
     NOT_ENOUGH = "not_enough"  # fewer than B groups are scored
@@ -54,26 +54,26 @@ class Reason(StrEnum):
     STALE_EPOCH = "stale_epoch"  # a newer trainer has taken over
     STALE_ENGINE = "stale_engine"  # the engine does not serve this epoch yet
     REFUTED = "refuted"  # an audit has refuted the engine
-    STALE_STEP = "stale_step"  # not the step that is running
-    PENDING = "pending"  # a change of the bound waits until rule F holds with it
-    BUSIER = "busier"  # a worker with fewer groups waits for the room
-    DONE = "done"  # every group that the run still needs is issued
+    STALE_STEP = "stale_step"  # the step is not the running step
+    PENDING = "pending"  # a new bound is not in force yet: rule F does not hold with it
+    BUSIER = "busier"  # a worker with fewer groups has priority
+    DONE = "done"  # every group that the run still needs is leased
     EXHAUSTED = "exhausted"  # the prompts have run out
     DRAINING = "draining"
-    HALTED = "halted"  # one reason drops too many groups
-    ARCHIVE_BEHIND = "archive_behind"  # the event log is not being archived fast enough
+    HALTED = "halted"  # too many groups were dropped for one reason
+    ARCHIVE_BEHIND = "archive_behind"  # the archive lags behind the event log
     DUPLICATE = "duplicate"
 
 
 LEASE_LOST = frozenset(
     {Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE, Reason.BOUND}
 )
-"""Refusals to extend a lease, or to accept its group: another worker has it, its group has ended, or it ran
-out and there is no room for it under the bound."""
+"""Refusals to extend a lease or to accept its group: another worker holds the lease, the group has ended, or
+the lease expired and rule F leaves no room."""
 
 
 class Refused(TetherError):
-    """A refused transition, without any change. Code tests `reason`; the text is for people."""
+    """A refused transition, without any change. Code tests `reason`; `detail` is for people."""
 
     def __init__(self, reason: Reason, detail: str = "") -> None:
         super().__init__(f"{reason}: {detail}" if detail else str(reason))
@@ -82,13 +82,13 @@ class Refused(TetherError):
 
 
 class Unavailable(TetherError):
-    """A required service did not answer within its deadline; names the service and the time waited."""
+    """A required service did not answer within its deadline; the message names service and deadline."""
 
 
 class SpoolError(TetherError, OSError):
     """The spool could not be read or written.
 
-    A failed write stored no message, so the messages must not be acknowledged.
+    A failed write stores no message, so the caller must not acknowledge the messages.
     """
 
 
@@ -101,15 +101,15 @@ class Unsupported(EngineError):
 
 
 class EngineSettingsError(EngineError, SettingsError):
-    """An engine that cannot start with its settings, model or library: another start would end as this."""
+    """An engine cannot start with its settings, model or library. A retry would fail for the same reason."""
 
 
 class InvalidRequest(EngineError):
-    """A request that no engine could run; a harness that made it gets the reason."""
+    """A request that no engine could run; the harness that sent the request receives the reason."""
 
 
 class EpisodeError(TetherError):
-    """An episode failed, or too many of a group did. It must not be counted as a reward of 0."""
+    """An episode failed, or too many episodes of a group failed. Must not be counted as reward 0."""
 
     def __init__(self, reason: str, error: str) -> None:
         super().__init__(f"{reason}: {error}")
@@ -119,26 +119,26 @@ class EpisodeError(TetherError):
 
 
 class WeightError(TetherError):
-    """An update could not be staged; the live weights are untouched."""
+    """A version could not be staged; the live weights are unchanged."""
 
 
 class PoisonedError(WeightError):
     """A commit failed half-way, or too many threads of this process are stuck.
 
-    The process must exit; a new one loads a complete version.
+    The process must exit; a new process loads a complete version.
     """
 
 
 class UnfitVersion(WeightError, SettingsError):
-    """A version of another model, or laid out in another way, than the engine computes with.
+    """A version whose model or layout differs from the engine's.
 
-    Names, shapes, types and divisions come of settings: the next attempt, and the trainer's next version,
-    would end as this.
+    Names, shapes, dtypes and shards follow from the settings, so a retry and the trainer's next version would
+    fail for the same reason.
     """
 
 
 class RewardError(TetherError):
-    """A score could not be computed. It must not be counted as a reward of 0."""
+    """A score could not be computed. The sample must not be counted as reward 0."""
 
 
 class BoundViolation(TetherError):
@@ -146,7 +146,7 @@ class BoundViolation(TetherError):
 
 
 def error_text(error: BaseException) -> str:
-    """Return an error's text; an OSError's without number and path, which the caller's sentence names."""
+    """Return an error's text; for an OSError without number and path, which the caller's message contains."""
     return str(getattr(error, "strerror", None) or error)
 
 

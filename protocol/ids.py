@@ -1,6 +1,6 @@
 """Creates and checks identifiers.
 
-Groups are numbered by the ledger; every other id is random, and short enough to read in a log.
+The ledger numbers the groups. Every other id is random and short enough to read in a log.
 """
 
 import re
@@ -12,7 +12,10 @@ RUN_ID = re.compile(r"[a-z0-9][a-z0-9_-]{0,62}")
 
 
 def new_epoch() -> str:
-    """Return an epoch, which a trainer draws when it takes over a run: 64 random bits as 16 hex digits."""
+    """Return a new epoch: 64 random bits as 16 hex digits.
+
+    A trainer creates an epoch when it takes over a run.
+    """
     return secrets.token_hex(8)
 
 
@@ -22,15 +25,15 @@ def new_token() -> str:
 
 
 def new_incarnation(name: str) -> str:
-    """Return the id of one lifetime of a process: `name` and 32 random bits; a restart gets a new one."""
+    """Return a new id for one lifetime of the process `name`: NAME.HEX with 32 random bits."""
     return f"{name}.{secrets.token_hex(4)}"
 
 
 def checked_run_id(run: str) -> str:
-    """Return `run` if it is a valid run name (it becomes part of Redis keys and a directory name).
+    """Return `run` if it is a valid run name, which is safe in Redis keys and as a directory name.
 
     Raises:
-        SettingsError: it is not; says which characters are allowed.
+        SettingsError: the message lists the allowed characters.
     """
     if not RUN_ID.fullmatch(run):
         raise SettingsError(

@@ -1,19 +1,19 @@
 """Defines the lifecycle of a prompt group as one table.
 
-Each row is one Lua script in `services/ledger/redis/lua/`.
+Each event is one Lua script in `services/ledger/redis/lua/`.
 
     LEASED -accept-> SCORED -take-> TAKEN -commit-> TRAINED
 
-A group is created by its first lease, so no row precedes that. A WAITING group has no tokens and no deadline,
-and is leased before new groups. A lease expires by its time, or because its holder is unregistered; it
-stays LEASED and valid until another worker takes the group over.
+The first lease creates a group, so no transition leads to the first LEASED. A WAITING group has no tokens and
+no deadline; it is leased before new groups. A lease expires at its time limit, or when its holder is
+unregistered. An expired lease stays LEASED and valid until another worker takes the group over.
 """
 
 from enum import StrEnum
 
 
 class GroupState(StrEnum):
-    """State of a group. TRAINED and DROPPED are final, except that `rewind` returns TRAINED to WAITING."""
+    """State of a group. TRAINED and DROPPED are final, but `rewind` returns a TRAINED group to WAITING."""
 
     WAITING = "waiting"
     LEASED = "leased"
@@ -24,7 +24,7 @@ class GroupState(StrEnum):
 
 
 class Event(StrEnum):
-    """Event that moves a group to another state; the comment names who causes it."""
+    """Event that moves a group to another state; the comments name the service that causes it."""
 
     LEASE = "lease"  # worker: new token, new deadline
     EXTEND = "extend"  # holder: keeps the lease alive
@@ -33,13 +33,13 @@ class Event(StrEnum):
     TAKE = "take"  # trainer of this epoch
     COMMIT = "commit"  # trainer of this epoch: version + 1
     UNTAKE = "untake"  # trainer of a new epoch
-    LOST = "lost"  # ingest: the spool does not have the data
+    LOST = "lost"  # ingest: the spool lacks the data of the group
     DROP = "drop"  # holder, ingest or trainer, with a reason; never on TAKEN groups
     REWIND = "rewind"  # trainer of a new epoch: generated or trained on an abandoned branch
 
 
 NO_SIGNAL = "no_signal"
-"""Drop reason of a group that the ingest filters out: its rewards are all equal."""
+"""Drop reason of a group that the ingest filters out because all of its rewards are equal."""
 
 _S, _E = GroupState, Event
 
@@ -63,5 +63,5 @@ ACTIVE = frozenset({_S.WAITING, _S.LEASED, _S.SCORED, _S.TAKEN})
 
 
 def after(state: GroupState, event: Event) -> GroupState | None:
-    """Return the state that `event` leads to from `state`, or None if the table has no such row."""
+    """Return the state that follows `state` after `event`, or None if the transition does not exist."""
     return TRANSITIONS[state].get(event)

@@ -1,24 +1,24 @@
-"""Limits the number of values and the nesting of a MessagePack document, before it is decoded.
+"""Limits the number of values and the nesting depth of a MessagePack document before decoding.
 
-One byte can decode to an object of sixty bytes, so a limit on bytes alone does not limit memory; and each
-level of nesting uses stack.
+One byte can decode to an object of sixty bytes, so a limit on bytes does not limit memory. Each level of
+nesting uses stack.
 """
 
 from protocol.errors import ProtocolError
 
 MOST_ITEMS = 1 << 20
-"""Values in one document, keys included."""
+"""Maximum number of values in a document, including keys."""
 MANIFEST_ITEMS = 1 << 22
-"""Values in a manifest of weights, which lists all tensors and each rank's pieces of them: 36,000 tensors in
-pieces on 8 ranks are three million."""
+"""Maximum number of values in a weight manifest, which lists all tensors and each rank's pieces. 36,000
+tensors in pieces on 8 ranks are three million values."""
 MOST_DEPTH = 64
-"""Levels of nested arrays and maps."""
+"""Maximum number of nested arrays and maps."""
 METADATA_DEPTH = 32
-"""Levels in a prompt's metadata, the only part of a message whose structure users choose."""
+"""Maximum nesting depth of a prompt's metadata, the only part of a message whose structure users choose."""
 
 _FIXED = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2,
           0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}  # fmt: skip
-"""First byte -> bytes that follow it, for numbers and extensions of fixed size."""
+"""First byte -> number of bytes that follow, for numbers and extensions of fixed size."""
 _CONSTANTS = (0xC0, 0xC2, 0xC3)
 _SIZED = {
     0xC4: (1, 0),
@@ -31,14 +31,15 @@ _SIZED = {
     0xDA: (2, 0),
     0xDB: (4, 0),
 }
-"""First byte -> (bytes of the length, bytes between it and the data), for binary, extensions and text."""
+"""First byte -> (bytes of the length field, bytes between length and data), for binary, extensions and text.
+"""
 _COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
-"""First byte -> (bytes of the count, values per element), for arrays and maps."""
+"""First byte -> (bytes of the count field, values per element), for arrays and maps."""
 _OTHER = 0
 
 
 def _length(first: int) -> int:
-    """Return the bytes of a value that begins with this byte; `_OTHER` if the byte alone does not say it."""
+    """Return the size of a value from its first byte, or `_OTHER` if the size depends on later bytes."""
     if first < 0x80 or first >= 0xE0 or first in _CONSTANTS:
         return 1
     if 0xA0 <= first < 0xC0:  # text
@@ -52,21 +53,21 @@ _LENGTHS = tuple(map(_length, range(256)))
 def check_shape(
     data: bytes | bytearray | memoryview, *, most_items: int = MOST_ITEMS, most_depth: int = MOST_DEPTH
 ) -> None:
-    """Check the limits of one document without decoding it.
+    """Check a document against the limits without decoding it.
 
     Args:
-        data: the document, exactly.
-        most_items: values allowed, keys included.
-        most_depth: levels of nesting allowed.
+        data: exactly one document.
+        most_items: maximum number of values, including keys.
+        most_depth: maximum nesting depth.
 
     Raises:
-        ProtocolError: there are more values or levels, a container declares more values than bytes remain,
-            the document is truncated, or bytes follow it.
+        ProtocolError: the document exceeds a limit, is truncated, or has trailing bytes; or a container
+            declares more values than bytes remain.
     """
     view = memoryview(data).cast("B") if not isinstance(data, bytes) else data
     end, at, items = len(view), 0, 1
     open_counts = [1]
-    lengths = _LENGTHS  # a loop over a million values: names of the function are faster
+    lengths = _LENGTHS  # local names are faster in a loop over a million values
     try:
         while open_counts:
             left = open_counts.pop()
@@ -101,7 +102,7 @@ def check_shape(
 
 
 def _children(first: int, view: bytes | memoryview, at: int) -> tuple[int, int]:
-    """Return how many values an array or map holds, and the position of the first."""
+    """Return the number of values in an array or map, and the position of the first value."""
     if first < 0x90:
         return (first & 0x0F) * 2, at
     if first < 0xA0:

@@ -1,7 +1,7 @@
-"""Marks fields of settings: paths (`path: FilePath = ""`) and what people set first (`= set_first(100)`).
+"""Marks fields of settings: paths (`path: FilePath = ""`) and basic settings (`= set_first(100)`).
 
-A path that stands in a settings file is relative to that file; one of a command line or an environment
-variable to the working directory. `services.settings.paths` makes all of them absolute.
+A path in a settings file is relative to the file. A path in a command line or an environment variable is
+relative to the working directory. `services.settings.paths` makes all paths absolute.
 """
 
 import os
@@ -12,43 +12,46 @@ from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 HUB_NAME = r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*(?<!\.json)(?<!\.jsonl)(?<!\.parquet)"
-"""Pattern of OWNER/NAME on the Hugging Face hub; names of data files are none."""
+"""Pattern of OWNER/NAME on the Hugging Face hub; names of data files do not match."""
 
 
 @dataclass(frozen=True, slots=True)
 class PathMark:
-    """Mark of a field that is a path, or empty."""
+    """Mark of a field that contains a path or is empty."""
 
     names: str = ""
-    """Regular expression of text that is a name and no path, unless there is a file of that name."""
+    """Regular expression of text that is a name instead of a path, unless a file with that name exists."""
 
     def absolute(self, text: str, directory: Path) -> str:
-        """Return the path as an absolute one, relative to `directory` if it was not; `~` is the home."""
+        """Return a path as an absolute path, and names unchanged.
+
+        A relative path starts at `directory`; `~` is the home directory.
+        """
         path = absolute(Path(os.path.expanduser(text)), directory)
         is_name = self.names and re.fullmatch(self.names, text) and not path.exists()
         return str(path) if text and not is_name else text
 
 
 FilePath = Annotated[str, PathMark()]
-"""A file or directory."""
+"""Path of a file or directory."""
 ProgramPath = Annotated[str, PathMark(names=r"[^/]+")]
-"""A program: a path with a slash, or a name that is found as a shell finds it."""
+"""Program: a path that contains a slash, or a name to find in PATH."""
 HubPath = Annotated[str, PathMark(names=HUB_NAME)]
-"""A file or directory, or OWNER/NAME on a hub."""
+"""Path of a file or directory, or OWNER/NAME on a hub."""
 
 T = TypeVar("T")
 FIRST: Mapping[str, Any] = {"first": True}
-"""Metadata of a field that people set first. The reference has other fields under "advanced"."""
+"""Metadata of a basic setting. The settings reference lists all other fields under "advanced"."""
 
 
 def set_first(default: T) -> T:
-    """Return a field with a default, marked with `FIRST`."""
+    """Return a field with a default and the mark `FIRST`."""
     marked: T = field(default=default, metadata=FIRST)
     return marked
 
 
 def absolute(path: Path, directory: Path) -> Path:
-    """Return a path as an absolute one without `..`; other links than those before a `..` are kept."""
+    """Return a path as an absolute path without `..`; resolves only the symbolic links before a `..`."""
     parts = Path(directory.absolute(), path).parts
     up = max((place + 1 for place, part in enumerate(parts) if part == ".."), default=0)
     return Path(Path(*parts[:up]).resolve(), *parts[up:]) if up else Path(*parts)

@@ -1,7 +1,7 @@
-"""Decodes one `Rollout` into its rows, and checks its arrays against each other.
+"""Decodes a `Rollout` into its rows, and checks its arrays against each other.
 
-Shapes: P prompt tokens, n samples per group, R rows, T tokens of all rows together, T_i own tokens of row i,
-C_i tokens that it follows after the prompt. Without branches a row is a sample, and follows no other row. A
+Shapes: P prompt tokens, n samples per group, R rows, T tokens of all rows, T_i own tokens of row i, C_i
+tokens of earlier rows that precede row i. Without branches, each row is a sample and no row has a parent. A
 row may be empty (T_i = 0).
 """
 
@@ -19,22 +19,23 @@ from protocol.messages import Rollout
 from protocol.tensors import Array
 
 MAX_GROUPS = 10**12
-"""Group numbers are below this: they have twelve digits in the ledger."""
+"""Exclusive limit of group numbers, which have twelve digits in the ledger."""
 MAX_LOGPROB = 1e-4
-"""Largest log-probability, nats: x - logsumexp(x) in float32 is above 0 by rounding alone, 3e-5 at a logit of
-512."""
+"""Largest valid log-probability, nats. Rounding alone makes x - logsumexp(x) in float32 positive: 3e-5 at a
+logit of 512."""
 MAX_FOLLOWED = 2**28
-"""Tokens that the rows of a message share with earlier ones; a reader has them in memory for each row."""
+"""Limit on the sum of `shared` tokens over the rows of a message; a reader copies these tokens for each row.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class RowView:
-    """One row of a rollout: a sample or a branch of one; `tokens` and `logprobs` are views of the message."""
+    """One row of a rollout: a sample or a branch. `tokens` and `logprobs` are views of the message."""
 
     sample: int
-    """Index of its sample."""
+    """Index of the row's sample."""
     context: NDArray[np.int32]
-    """[C_i]: tokens of earlier rows of the sample that it follows; none of them is trained in this row."""
+    """[C_i]: tokens of earlier rows of the sample that precede this row; the row does not train them."""
     tokens: NDArray[np.int32]
     """[T_i], at least 0."""
     logprobs: NDArray[np.float32]
@@ -44,14 +45,14 @@ class RowView:
     versions: NDArray[np.int32]
     """[T_i]: weight version of each token, at least 0."""
     finish_reason: str
-    """Reason why the sample ended. This field, the response and the reward describe the row's whole sample.
-    """
+    """Reason why the sample ended. This field, the response and the reward describe the whole sample."""
     response: str
     environment_reward: float | None
     own_prompt: int = 0
-    """Tokens at the start of `tokens` that are the rest of the sample's prompt; 0 in its later rows."""
+    """Number of tokens at the start of `tokens` that continue the sample's prompt; 0 in later rows of the
+    sample."""
     experts: NDArray[np.uint16] | None = None
-    """[T_i, L, K], see `Rollout`."""
+    """[T_i, L, K], as `Rollout.experts`."""
     context_experts: NDArray[np.uint16] | None = None
     """[C_i, L, K]."""
 
@@ -62,16 +63,16 @@ class RolloutView:
 
     group: int
     prompt: NDArray[np.int32]
-    """[P], P > 0: the prompt of all samples."""
+    """[P]: common prompt of all samples."""
     rows: tuple[RowView, ...]
-    """[R], R > 0; a sample's rows come one after the other."""
+    """[R], R > 0; the rows of a sample are contiguous."""
     samples: int
     """n, at least 1."""
     prompt_experts: NDArray[np.uint16] | None = None
-    """[P, L, K], see `Rollout`."""
+    """[P, L, K], as `Rollout.prompt_experts`."""
 
     def token_counts(self) -> dict[int, int]:
-        """Return version -> sampled tokens, as `Ledger.accept` expects them."""
+        """Return version -> number of sampled tokens, the argument of `Ledger.accept`."""
         versions = np.concatenate([row.versions[row.sampled] for row in self.rows])
         return {int(v): int(n) for v, n in zip(*np.unique(versions, return_counts=True), strict=True)}
 
@@ -80,8 +81,8 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
     """Check a rollout and split it into its rows.
 
     Raises:
-        ProtocolError: an array has another dtype or shape than the message defines, contradicts another
-            one, or holds a value out of range; names group and field.
+        ProtocolError: an array has a wrong dtype or shape, contradicts another array, or holds a value out of
+            range. The message names group and field.
     """
     group = rollout.group
     require(0 <= group < MAX_GROUPS, group, "group", f"is not between 0 and {MAX_GROUPS}")
@@ -129,10 +130,10 @@ def decode_rollout(rollout: Rollout) -> RolloutView:
 
 
 def cancelled_lengths(rollout: Rollout) -> list[int]:
-    """Return the tokens of each cancelled sample of the group.
+    """Return the number of tokens of each cancelled sample of the group.
 
     Raises:
-        ProtocolError: they are no numbers of at least 0; names the group.
+        ProtocolError: the field is malformed or has a negative length; the message names the group.
     """
     if rollout.cancelled is None:
         return []
@@ -142,10 +143,11 @@ def cancelled_lengths(rollout: Rollout) -> list[int]:
 
 
 def sample_lengths(rollout: Rollout) -> list[int]:
-    """Return the tokens of each sample in all of its rows, counted once, without its prompt.
+    """Return the number of tokens of each sample, without its prompt; tokens shared by rows count once.
 
     Raises:
-        ProtocolError: lengths, branches, responses and prompts contradict each other; names group and field.
+        ProtocolError: lengths, branches, responses and prompts contradict each other. The message names group
+            and field.
     """
     lengths = checked_array(rollout.group, "lengths", rollout.lengths, "int32", (None,)).tolist()
     branches = _branches(rollout, len(lengths))
@@ -162,7 +164,7 @@ def samples_of_rows(rollout: Rollout) -> list[int]:
     """Return the sample of each row, [R].
 
     Raises:
-        ProtocolError: a branch follows no row of its sample; names the group.
+        ProtocolError: a branch follows no row of its sample; the message names the group.
     """
     rows = len(checked_array(rollout.group, "lengths", rollout.lengths, "int32", (None,)))
     return [sample for sample, _, _ in _branches(rollout, rows)]
@@ -174,14 +176,11 @@ def checked_array(
     """Return the values of an array of a group's message.
 
     Args:
-        group: number of the group, for the error.
-        field: name of the array in the message, for the error.
-        array: the array as received.
-        dtype: the dtype it must have.
-        shape: the shape it must have; None is any length.
+        group, field: number of the group and name of the array, for the error message.
+        shape: required shape; None allows any length.
 
     Raises:
-        ProtocolError: it has another dtype or shape, or the wrong number of bytes; names group and field.
+        ProtocolError: dtype, shape or byte count is wrong; the message names group and field.
     """
     require(array.dtype == dtype, group, field, f"is {array.dtype}, not {dtype}")
     fits = len(array.shape) == len(shape) and all(
@@ -197,15 +196,14 @@ def checked_array(
 
 
 def check_logprobs(group: int, logprobs: NDArray[Any], sample_at: Callable[[int], int]) -> None:
-    """Refuse log-probabilities that are not finite, or above 0 by more than rounding.
+    """Check that log-probabilities are finite and at most 0, up to rounding.
 
     Args:
-        group: number of the group, for the error.
         logprobs: float32 [T], nats.
-        sample_at: returns the sample of a token, for the error.
+        sample_at: returns the sample of a token index, for the error message.
 
     Raises:
-        ProtocolError: names group, sample, token and value.
+        ProtocolError: a value is invalid; the message names group, sample, token and value.
     """
     require(bool(np.isfinite(logprobs).all()), group, "logprobs", "is not finite")
     above = logprobs > MAX_LOGPROB
@@ -216,11 +214,7 @@ def check_logprobs(group: int, logprobs: NDArray[Any], sample_at: Callable[[int]
 
 
 def require(condition: bool, group: int, field: str, problem: str) -> None:
-    """Refuse a message whose field has a problem.
-
-    Raises:
-        ProtocolError: `condition` is False; names group, field and problem.
-    """
+    """Raise ProtocolError, with group, field and problem in the message, unless `condition` is True."""
     if not condition:
         raise ProtocolError(f"group {group}: {field} {problem}")
 
@@ -228,7 +222,7 @@ def require(condition: bool, group: int, field: str, problem: str) -> None:
 def _experts(
     rollout: Rollout, prompt: int, tokens: int
 ) -> tuple[NDArray[Any], NDArray[Any]] | tuple[None, None]:
-    """Return the experts of the prompt [P, L, K] and of the rows [T, L, K], or neither."""
+    """Return the experts of the prompt [P, L, K] and of the rows [T, L, K], or (None, None)."""
     group, parts = rollout.group, (rollout.prompt_experts, rollout.experts)
     if parts[0] is None or parts[1] is None:
         require(parts == (None, None), group, "experts", "are given for prompt or samples alone")
@@ -275,7 +269,7 @@ def _environment_rewards(rollout: Rollout, samples: int) -> list[float | None]:
 def _own_prompts(
     rollout: Rollout, branches: Sequence[tuple[int, int, int]], starts: Sequence[int]
 ) -> list[int]:
-    """Return how many of each row's first tokens are the rest of its sample's prompt, [R]."""
+    """Return the number of tokens at the start of each row that continue its sample's prompt, [R]."""
     if rollout.own_prompts is None:
         return [0] * len(branches)
     group, n = rollout.group, branches[-1][0] + 1 if branches else 0
@@ -297,7 +291,7 @@ def _check_first_tokens(
     branches: Sequence[tuple[int, int, int]],
     mask: NDArray[Any],
 ) -> None:
-    """Refuse rows that follow no other row and begin with a sampled token, which has no context."""
+    """Raise ProtocolError if a row without context begins with a sampled token."""
     for row, (_, _, shared) in enumerate(branches):
         follows = prompt + shared > 0 or (starts[row] < starts[row + 1] and not mask[starts[row]])
         require(follows, group, "prompt_tokens", f"is empty, and row {row} begins with a sampled token")
@@ -306,7 +300,7 @@ def _check_first_tokens(
 def _contexts(
     group: int, starts: Sequence[int], branches: Sequence[tuple[int, int, int]], values: NDArray[Any]
 ) -> list[NDArray[Any]]:
-    """Return what each row follows of earlier rows, [C_i, ...], of `values` [T, ...]."""
+    """Return the part of `values` [T, ...] in each row's context, [C_i, ...]."""
     contexts: list[NDArray[Any]] = []
     full: list[NDArray[Any]] = []
     for row, (_, parent, shared) in enumerate(branches):
@@ -331,7 +325,7 @@ def _versions(rollout: Rollout, lengths: NDArray[Any]) -> NDArray[np.int32]:
         0,
         0,
         0,
-    )  # the sample being covered, its tokens covered so far, its first token in T
+    )  # current sample, its tokens covered so far, its first token in T
     for row, (index, end, version) in enumerate(spans):
         while sample < len(lengths) and end_before == lengths[sample]:
             start, sample, end_before = start + end_before, sample + 1, 0

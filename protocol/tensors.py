@@ -1,4 +1,4 @@
-"""Encodes arrays for the wire: dtype, shape and raw little-endian bytes. No lists of numbers, no pickles."""
+"""Encodes arrays for the wire as dtype, shape and raw little-endian bytes, without lists or pickles."""
 
 import math
 from typing import Any
@@ -15,7 +15,7 @@ DTYPES: dict[str, np.dtype[Any]] = {
 }
 MAX_DIMS = 8
 MAX_ELEMENTS = 1 << 40
-"""Limit on the elements that a shape may declare; more than any frame can hold."""
+"""Limit on the number of elements in a declared shape; more than any frame can hold."""
 
 
 class Array(msgspec.Struct, frozen=True, array_like=True):
@@ -25,11 +25,11 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
     """One of `DTYPES`."""
     shape: tuple[int, ...]
     data: memoryview
-    """The elements, C-contiguous and little-endian."""
+    """Elements, C-contiguous and little-endian."""
 
     @classmethod
     def of(cls, values: Any, dtype: str) -> "Array":
-        """Pack `values` (anything numpy accepts) as `dtype`.
+        """Return `values` (any input of `numpy.asarray`) as an array of `dtype`.
 
         Raises:
             KeyError: `dtype` is not one of `DTYPES`.
@@ -46,7 +46,7 @@ class Array(msgspec.Struct, frozen=True, array_like=True):
         kind = DTYPES.get(self.dtype)
         if kind is None:
             raise ProtocolError(f"array dtype {self.dtype!r} is not one of {sorted(DTYPES)}")
-        # Zeros are left out of the product: numpy refuses large dimensions even where another one is 0.
+        # The product skips zeros: numpy refuses large dimensions even if another dimension is 0.
         if (
             len(self.shape) > MAX_DIMS
             or any(n < 0 for n in self.shape)

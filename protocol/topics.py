@@ -3,8 +3,8 @@
     prompts -> rollout --rollouts--> reward --scored--> ingest ==spool==> trainer --weights--> rollout
     rollout --calls--> ingest, whose acknowledgements answer
 
-One side of an edge binds a ROUTER and registers its endpoint in the ledger under the topic's name: the
-receiver of what is delivered, the sender of what is broadcast. The other connects a DEALER.
+One side of an edge binds a ROUTER socket and registers its endpoint in the ledger under the topic's name: the
+receiver of a `DELIVER` edge, the sender of a `BROADCAST` edge. The other side connects a DEALER socket.
 """
 
 from dataclasses import dataclass
@@ -27,7 +27,7 @@ from protocol.messages import (
 
 
 class Role(StrEnum):
-    """The services of a run."""
+    """Services of a run."""
 
     ROLLOUT = "rollout"
     REWARD = "reward"
@@ -41,8 +41,8 @@ class Role(StrEnum):
 class Pattern(StrEnum):
     """Delivery guarantee of an edge."""
 
-    DELIVER = "deliver"  # each message to one receiver, acknowledged, resent, deduplicated
-    BROADCAST = "broadcast"  # the newest to every connected peer; a peer finds what it missed in the ledger
+    DELIVER = "deliver"  # to one receiver; messages are acknowledged, resent and deduplicated
+    BROADCAST = "broadcast"  # newest message to every connected peer; the ledger has missed messages
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ class Topic:
     answers: tuple[type[Message], ...] = ()
     """Message types in the other direction, besides acknowledgements and heartbeats."""
     window: int = 0
-    """Messages that one receiver processes at a time, granted as credit; 0 where rule F already bounds the
-    messages in flight."""
+    """Number of messages that one receiver processes at a time, granted as credit; 0: rule F already bounds
+    the messages in flight."""
 
 
 ROLLOUTS = Topic(

@@ -1,6 +1,6 @@
-"""Reads the turns of a rollout's samples, and checks them against its other arrays.
+"""Reads the turns of a rollout's samples, and checks them against the other arrays.
 
-Shapes: K turns of all samples together, K_i of sample i; R rows.
+Shapes: K turns of all samples, K_i turns of sample i; R rows.
 """
 
 from collections.abc import Sequence
@@ -14,21 +14,21 @@ from protocol.rollout_view import checked_array, require, samples_of_rows
 
 @dataclass(frozen=True, slots=True)
 class TurnPlace:
-    """Place of a turn, the text that the model sampled in answer to one call."""
+    """Location of a turn: the text that the model sampled in answer to one call."""
 
     row: int
-    """Row of the message that has it."""
+    """Index of the row that contains the turn."""
     first: int
     end: int
-    """Its place among the row's own tokens: from `first` up to, not including, `end`."""
+    """The turn covers the row's own tokens from `first` up to, not including, `end`."""
 
 
 def turns_of(rollout: Rollout) -> list[list[TurnPlace]] | None:
-    """Return the turns of each sample, at least one, as they were made; None if every sample is one turn.
+    """Return the turns of each sample in order, at least one; None if every sample is one turn.
 
     Raises:
-        ProtocolError: a turn is not in a row of its sample, two overlap, a sample has none, a sampled token
-            is in none, or there are texts of another number of turns; names group and field.
+        ProtocolError: a turn is outside its sample's rows, turns overlap, a sample has no turn, a sampled
+            token is in no turn, or the number of texts differs; the message names group and field.
     """
     group = rollout.group
     if rollout.turns is None:
@@ -59,16 +59,16 @@ def turns_of(rollout: Rollout) -> list[list[TurnPlace]] | None:
 
 
 def by_sample(values: Sequence[str], turns: Sequence[Sequence[TurnPlace]]) -> list[list[str]]:
-    """Return the entries [K] of all turns as a list for each sample, [n][K_i]."""
+    """Split the entries [K] of all turns into one list per sample, [n][K_i]."""
     rest = iter(values)
     return [[next(rest) for _ in sample_turns] for sample_turns in turns]
 
 
 def _check_cover(rollout: Rollout, turns: Sequence[Sequence[TurnPlace]], lengths: Sequence[int]) -> None:
-    """Refuse turns that overlap, and sampled tokens in no turn."""
+    """Raise ProtocolError if turns overlap or a sampled token is in no turn."""
     starts = np.concatenate([[0], np.cumsum(lengths, dtype=np.int64)])
     mask = checked_array(rollout.group, "loss_mask", rollout.loss_mask, "uint8", (int(starts[-1]),))
-    count = np.zeros(len(mask) + 1, dtype=np.int64)  # as large as the mask, not as `lengths`
+    count = np.zeros(len(mask) + 1, dtype=np.int64)  # sized by the mask, since `lengths` is untrusted
     for turn in (turn for sample_turns in turns for turn in sample_turns):
         count[starts[turn.row] + turn.first] += 1
         count[starts[turn.row] + turn.end] -= 1

@@ -1,4 +1,4 @@
-"""Finds the object that a user names as `MODULE:NAME`, and checks its number or locates its exception."""
+"""Imports the object that a user names as `MODULE:NAME`, checks its results and locates its exceptions."""
 
 import importlib
 import inspect
@@ -20,12 +20,12 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
     """Import the class or function that `MODULE:NAME` names; return it and its module's file.
 
     Args:
-        path: as the user wrote it.
-        what: the setting, with which an error begins.
+        path: `MODULE:NAME`.
+        what: name of the setting, with which error messages begin.
 
     Raises:
-        SettingsError: the path has another form, module or name are missing, the module raises, or it is
-            neither a class nor a function.
+        SettingsError: the path is malformed, module or name does not exist, the module raises, or the object
+            is neither a class nor a function.
     """
     name, colon, attribute = path.partition(":")
     if not (name and colon and attribute):
@@ -55,7 +55,7 @@ def import_attribute(path: str, what: str) -> tuple[Any, str]:
 
 
 def _users_directories() -> str:
-    """Name the directories that are searched for modules, but for those of Python and the environment."""
+    """Return the directories on `sys.path`, except those of Python and the environment, as text."""
     searched = (path for path in sys.path if path and "/lib/python" not in path and Path(path).is_dir())
     programs = str(Path(sys.executable).parent)
     return ", ".join(dict.fromkeys(path for path in searched if path != programs))
@@ -64,17 +64,15 @@ def _users_directories() -> str:
 def check_call(
     what: str, item: Callable[..., Any], given: str, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> None:
-    """Check that a class or function of the user can be called with arguments and options.
+    """Check that a user's class or function accepts the arguments and options.
 
     Args:
-        what: the beginning of errors.
-        item: the class or function.
-        given: describes arguments and options, for errors.
-        arguments: positional ones.
+        what: beginning of error messages.
+        given: description of arguments and options, for error messages.
         options: keyword arguments, which the user chose.
 
     Raises:
-        SettingsError: it takes others.
+        SettingsError: the signature does not accept the arguments.
     """
     try:
         inspect.signature(item).bind(*arguments, **options)
@@ -85,10 +83,10 @@ def check_call(
 def call(
     what: str, item: Callable[..., Any], given: str, arguments: Sequence[Any], options: Mapping[str, Any]
 ) -> Any:
-    """Call a class or function of the user; arguments as in `check_call`.
+    """Call a user's class or function; arguments as in `check_call`.
 
     Raises:
-        SettingsError: it takes others, or raises; names the place.
+        SettingsError: the arguments do not fit, or the call raises; the message names the place.
     """
     check_call(what, item, given, arguments, options)
     try:
@@ -100,16 +98,14 @@ def call(
 def taken_names(
     what: str, function: Callable[..., Any], offered: Sequence[str], *, never: Sequence[str] = ()
 ) -> tuple[str, ...]:
-    """Return which of the arguments `offered` a function takes; they are passed by name.
+    """Return the names in `offered` that a function accepts; the arguments are passed by name.
 
     Args:
-        what: the beginning of errors.
-        function: the user's.
-        offered: arguments that there are.
-        never: names that it may not have, even with a default.
+        offered: names of the available arguments.
+        never: names that the function must not have, even with a default.
 
     Raises:
-        SettingsError: it cannot be called with these arguments.
+        SettingsError: the function cannot be called with these arguments.
     """
     parameters = inspect.signature(function).parameters
     if any(item.kind is inspect.Parameter.VAR_KEYWORD for item in parameters.values()):
@@ -130,11 +126,11 @@ def taken_names(
 
 
 def returned_number(value: Any) -> float:
-    """Return the score or reward of the user's code as a float.
+    """Return a score or reward of user code as a float.
 
     Raises:
-        ValueError: it is not a finite float, int or bool, of Python or as a scalar of NumPy or torch; the
-            text shows it: "nan", "'1'", or its type.
+        ValueError: the value is not a finite float, int or bool, of Python or as a scalar of NumPy or torch.
+            The text shows the value ("nan", "'1'") or its type.
     """
     value = value.item() if getattr(value, "shape", None) == () else value
     try:
@@ -146,16 +142,16 @@ def returned_number(value: Any) -> float:
 
 
 def own_copy(metadata: Any) -> Any:
-    """Return a copy of metadata, or of a value in it, that code of the user may change."""
+    """Return a deep copy of metadata that user code may change."""
     if isinstance(metadata, Mapping):
         return {name: own_copy(value) for name, value in metadata.items()}
     return [own_copy(value) for value in metadata] if isinstance(metadata, list) else metadata
 
 
 def located(error: BaseException) -> str:
-    """Return `FILE:LINE: TYPE: text` of an exception, with the place of `place_of`.
+    """Return `FILE:LINE: TYPE: text` of an exception, with the place from `place_of`.
 
-    For a group of exceptions, describe the first one.
+    A group of exceptions is described by its first exception.
     """
     error = innermost(error)
     text = f"{type(error).__name__}: {error}".rstrip(": ")
@@ -164,14 +160,13 @@ def located(error: BaseException) -> str:
 
 
 def place_of(error: BaseException, file: str = "") -> str:
-    """Return `FILE:LINE` of the innermost place outside our packages that an exception passed.
+    """Return `FILE:LINE` of the innermost frame of an exception outside tether's packages.
 
     Args:
-        error: the exception.
-        file: a file of the user; places below its directory are preferred.
+        file: a file of the user; frames in files below its directory are preferred.
 
     Returns:
-        Empty if there is no such place.
+        Empty if there is no such frame.
     """
     if isinstance(error, SyntaxError) and error.filename:
         return f"{error.filename}:{error.lineno}"

@@ -1,8 +1,7 @@
-"""Builds the dataclasses of settings from tables with pydantic, and states every problem in a line.
+"""Builds the dataclasses of settings from tables with pydantic, and reports every problem on one line.
 
-A number has its range on its field, `Annotated[int, Interval(ge=0, le=1000)]`; a choice is a `Literal`, an
-enum, or a name in a registry (`protocol.choices.NameIn`). Unknown fields are refused, and nan and infinities
-everywhere.
+The range of a number is on its field: `Annotated[int, Interval(ge=0, le=1000)]`. A choice is a `Literal`, an
+enum, or a name in a registry (`protocol.choices.NameIn`). Unknown fields, NaN and infinities are refused.
 """
 
 import dataclasses
@@ -21,13 +20,13 @@ from protocol.errors import SettingsError
 T = TypeVar("T")
 CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False)
 KINDS = {"tuple_type": "expected a list, in brackets", "dataclass_type": "expected a table, {fields}"}
-"""pydantic's type of an error -> the message, where pydantic's own names types of Python."""
+"""Error type of pydantic -> message, where pydantic's message names Python types."""
 OUTSIDE = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"})
-"""pydantic's types of errors for a number outside its range."""
+"""Error types of pydantic for a number outside its range."""
 
 
 class WrongSettings(SettingsError):
-    """Settings with a wrong name, type or value, all of them at once."""
+    """Settings with wrong names, types or values; reports all problems together."""
 
     def __init__(self, problems: Sequence[str]):
         super().__init__("; ".join(problems))
@@ -44,14 +43,13 @@ def validated(
     """Build a dataclass from tables.
 
     Args:
-        kind: the dataclass.
-        values: its fields; those of inner dataclasses are tables.
-        prefix: put before the names of fields in messages.
-        secret: field whose values no message repeats.
-        absent: field that does not exist, of any inner dataclass -> why, or what to set instead.
+        values: field -> value; the value of an inner dataclass is a table.
+        prefix: text before the names of fields in messages.
+        secret: field whose values are left out of messages.
+        absent: name of a field of another library that does not exist here -> reason, or what to set instead.
 
     Raises:
-        WrongSettings: with a line for every problem, which names the field, its value and the choices.
+        WrongSettings: a value is invalid; each problem is a line with field, value and choices.
     """
     plain: type = kind
     truths = dict(_truths(values, kind, ()))
@@ -73,7 +71,7 @@ def check_range(kind: type, name: str, value: float, what: str) -> None:
     """Check a value against the range of the field `name` of the dataclass `kind`.
 
     Raises:
-        SettingsError: the value is outside; the message begins with `what` and states value and range.
+        SettingsError: the value is out of range; the message begins with `what` and states value and range.
     """
     try:
         _field_adapter(kind, name).validate_python(value)
@@ -82,12 +80,12 @@ def check_range(kind: type, name: str, value: float, what: str) -> None:
 
 
 def range_of(hint: Any) -> Interval | None:
-    """Return the range in the type of a field; None if there is none."""
+    """Return the range in the type of a field; None if the type has no range."""
     return next((item for item in getattr(hint, "__metadata__", ()) if isinstance(item, Interval)), None)
 
 
 def names_of(hint: Any) -> Iterable[str]:
-    """Return the names in the registry that the type of a field names, if it does."""
+    """Return the names in the registry of a field's type; empty if the type has no registry."""
     marks = [item.func for item in getattr(hint, "__metadata__", ()) if isinstance(item, Predicate)]
     return next((mark.registry for mark in marks if isinstance(mark, NameIn)), ())
 
@@ -102,13 +100,13 @@ def describe_range(limits: Interval) -> str:
 
 @cache
 def field_types(kind: type) -> Mapping[str, Any]:
-    """Return field -> type with its annotations, for the fields of a dataclass."""
+    """Return field -> type, including annotations, for the fields of a dataclass."""
     hints = get_type_hints(kind, include_extras=True)
     return {field.name: hints[field.name] for field in dataclasses.fields(kind)}
 
 
 def inner_dataclass(hint: Any) -> type | None:
-    """Return the dataclass in a field's type: `X`, `X | None` or `tuple[X, ...]`; None if there is none."""
+    """Return the dataclass in a field's type: `X`, `X | None` or `tuple[X, ...]`; None if it has none."""
     for item in (hint, *get_args(hint)):
         if isinstance(item, type) and dataclasses.is_dataclass(item):
             return item
@@ -116,9 +114,9 @@ def inner_dataclass(hint: Any) -> type | None:
 
 
 def type_at(path: Iterable[str | int], kind: type) -> Any:
-    """Return the type of a setting of the dataclass `kind`; None if there is no such setting.
+    """Return the type of a setting of the dataclass `kind`; None if the setting does not exist.
 
-    Numbers in the path are places of arrays.
+    Numbers in the path are array indices.
     """
     hint: Any = kind
     for part in path:
@@ -132,7 +130,7 @@ def type_at(path: Iterable[str | int], kind: type) -> Any:
 
 @cache
 def _adapter(kind: type) -> TypeAdapter[Any]:
-    alone: Any = GenericAlias(tuple, (kind,))  # a dataclass by itself takes no configuration
+    alone: Any = GenericAlias(tuple, (kind,))  # pydantic takes no configuration for a bare dataclass
     return TypeAdapter(alone, config=CONFIG)
 
 
@@ -144,7 +142,7 @@ def _field_adapter(kind: type, name: str) -> TypeAdapter[Any]:
 def _truths(
     value: Any, hint: Any, path: tuple[str | int, ...]
 ) -> Iterator[tuple[tuple[str | int, ...], bool]]:
-    """Yield path and value of each true or false where a number belongs; pydantic would read 1 or 0."""
+    """Yield path and value of each bool in a number field; pydantic would convert bools to 1 or 0."""
     if isinstance(value, Mapping) and (inner := inner_dataclass(hint)):
         for key, item in value.items():
             yield from _truths(item, field_types(inner).get(key), (*path, key))
@@ -162,7 +160,7 @@ def _problem(
     error: Mapping[str, Any], kind: type, prefix: str, secret: str, absent: Mapping[str, str]
 ) -> str:
     """Return one line for an entry of pydantic's `ValidationError.errors()`."""
-    path, value = error["loc"][1:], error["input"]  # less the place in the tuple
+    path, value = error["loc"][1:], error["input"]  # without the index in the tuple
     setting = prefix + ".".join(map(str, path))
     cause = error.get("ctx", {}).get("error")
     if isinstance(cause, SettingsError):  # a section's own check; its message names the setting

@@ -1,1 +1,1 @@
-"""Trains models: batches, losses, algorithms, backends, checkpoints, the spool, and senders of weights."""
+"""Trains models: batches, losses, algorithms, backends, checkpoints, the spool and weight senders."""

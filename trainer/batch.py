@@ -1,11 +1,11 @@
-"""Defines a training batch: samples of one step, one after the other, without padding; and its digest.
+"""Defines a training batch, the concatenated samples of one step without padding, and its digest.
 
-Shapes: n samples, t tokens of all of them together, prompts and responses. A branch of a sample with several
-is a sample here, with the advantage and the weight of the whole one.
+Shapes: n samples, t tokens of all samples, prompts and responses. Each branch of a branched sample counts as
+a sample here, with the advantage and the weight of the whole sample.
 
-The digest, by which `tether replay` can tell whether it built the same batch, covers the numbers and arrays
-that the records and the algorithm determine, without log-probabilities of other policies and the choice of
-measurements.
+`tether replay` compares digests to verify that it rebuilt the same batch. The digest covers the numbers and
+arrays that follow from the records and the algorithm. It excludes log-probabilities of other policies and the
+choice of measurements.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -22,38 +22,38 @@ class StepTotals:
     """Totals over the samples of all data-parallel replicas; equal on every rank."""
 
     samples: int
-    """Samples of the step, or of a mini-batch of it, over all replicas."""
+    """Samples of the step or mini-batch."""
     trained_tokens: int
-    """Tokens under the loss mask, over all replicas."""
+    """Tokens under the loss mask."""
     lag_max: int
-    """Largest lag of a trained token of the step, versions; 0 without one."""
+    """Largest lag of a trained token, versions; 0 without trained tokens."""
     fresh: bool
-    """Whether there are trained tokens of lag 0."""
+    """Whether a trained token has lag 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Samples of one step: all of them, or one data-parallel replica's.
+    """Samples of one step: all samples, or the part of one data-parallel replica.
 
     Token i of sample s is at `offsets[s] + i` of the arrays [t]. The first token of a sample is never
     trained.
     """
 
     step: int
-    """The version that the step starts from."""
+    """Version at the start of the step."""
     totals: StepTotals
-    """Totals of the whole step, or of the mini-batch that an update trains, even if only some samples are
-    here."""
+    """Totals of the whole step, or of the mini-batch of an update, over all replicas."""
     offsets: torch.Tensor
-    """int64 [n + 1]: where each sample begins; the last one is t."""
+    """int64 [n + 1]: start of each sample; the last entry is t."""
     tokens: torch.Tensor
     """int32 [t]."""
     loss_mask: torch.Tensor
-    """bool [t]: sampled tokens within the bound; only they carry gradient."""
+    """bool [t]: sampled tokens within the bound; only these tokens carry gradient."""
     sampled_mask: torch.Tensor
     """bool [t]: all sampled tokens."""
     behaviour_logprobs: torch.Tensor
-    """float32 [t]: under the weights that sampled each token, set by the engine; 0 where not sampled."""
+    """float32 [t]: log-probabilities of the engine under the weights that sampled each token; 0 where not
+    sampled."""
     versions: torch.Tensor
     """int32 [t]: version of each sampled token; -1 elsewhere."""
     advantages: torch.Tensor
@@ -61,7 +61,7 @@ class Batch:
     group_index: torch.Tensor
     """int64 [n]: index of the sample's group within the step."""
     rewards: torch.Tensor
-    """float32 [n]: basis of the advantages, after any punishment of long samples."""
+    """float32 [n]: rewards from which advantages are computed, including the overlong penalty."""
     weights: torch.Tensor
     """float32 [n]: weight of each trained token of the sample in the loss of an update."""
     measured: torch.Tensor
@@ -69,39 +69,39 @@ class Batch:
     temperature: float = 1.0
     """Sampling temperature of the behaviour policy; logits are divided by it before the log-softmax."""
     decoupled: bool = False
-    """Whether the objective is decoupled, with the policy at the start of the step as proximal policy."""
+    """Whether the objective is decoupled: the proximal policy is the policy at the start of the step."""
     start_logprobs: torch.Tensor | None = None
-    """float32 [t]: under the policy at the start of the step, where it makes several updates; 0 where not
-    sampled. None: the training pass's own, since in the first update another pass would compute the same."""
+    """float32 [t]: log-probabilities under the policy at the start of a step of several updates; 0 where not
+    sampled. None: use the training pass, since the first update's pass computes the same values."""
     reference_logprobs: torch.Tensor | None = None
-    """float32 [t]: under the initial model, for the KL term; else None."""
+    """float32 [t]: log-probabilities under the initial model, for the KL term; None without it."""
     rows: torch.Tensor | None = None
-    """int64 [n]: index of each sample within the step, the same for all of its branches; None where it is not
-    needed."""
+    """int64 [n]: index of each sample within the step, equal for all of its branches; None where not needed.
+    """
     shares: torch.Tensor | None = None
-    """float32 [n]: what part of its sample's tokens each branch has, where a mean over samples counts it by
-    that; None: each is a sample."""
+    """float32 [n]: share of each branch in its sample's tokens, for means over samples. None: no sample has
+    branches."""
     experts: torch.Tensor | None = None
-    """int16 [t, L, K]: experts that each of the engine's L mixture layers chose for the token as an input, -1
-    where unknown. The trainer's model uses them in place of its own choice. None: not recorded."""
+    """int16 [t, L, K]: experts that each of the engine's L mixture-of-experts layers chose for the token as
+    an input; -1 if unknown. They replace the choice of the trainer's routers. None: not recorded."""
     log_ratio_limit: float | None = None
-    """Largest |log(pi / pi_behaviour)| that M2PO does not clip in an update; None: any."""
+    """Largest |log(pi / pi_behaviour)| that M2PO does not clip in an update; None: no limit."""
     entropy_coef: float | None = None
-    """Bonus for entropy in this step; None: the settings' value."""
+    """Entropy bonus coefficient of this step; None: as in the settings."""
     mini_batch: torch.Tensor | None = None
-    """int64 [n]: the mini-batch of each sample, from 0; None: they are of one."""
+    """int64 [n]: index of each sample's mini-batch; None: one mini-batch."""
     values: torch.Tensor | None = None
-    """float32 [t]: the critic's, at the start of the step, of the state in which each token was sampled; 0
-    where not sampled. None: there is no critic."""
+    """float32 [t]: values of the critic, at the start of the step, for the state in which each token was
+    sampled; 0 where not sampled. None: no critic."""
     returns: torch.Tensor | None = None
-    """float32 [t]: the critic's target for each sampled token; else None."""
+    """float32 [t]: target of the critic for each sampled token; None: no critic."""
     turn_rewards: torch.Tensor | None = None
-    """float32 [t]: reward that follows each sampled token, the basis of a critic's advantages. None: the
-    sample's, at its last one; turns were not scored, or there is no critic."""
+    """float32 [t]: reward that follows each sampled token, from which a critic's advantages are computed.
+    None: the last token gets the sample's reward, because turns were not scored or there is no critic."""
 
     @property
     def lengths(self) -> torch.Tensor:
-        """Tokens of each sample, int64 [n]."""
+        """Number of tokens of each sample, int64 [n]."""
         return self.offsets.diff()
 
     @property
@@ -112,7 +112,7 @@ class Batch:
         )
 
     def select(self, samples: torch.Tensor) -> "Batch":
-        """Return the `samples` (int64 [m]) in the order given; `totals` stay the step's."""
+        """Return the `samples` (int64 [m]) in this order; `totals` are unchanged."""
         lengths = self.lengths[samples]
         offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
         shift = self.offsets[samples] - offsets[:-1]
@@ -122,14 +122,14 @@ class Batch:
         return replace(self, offsets=offsets, **changed)
 
     def select_mini_batch(self, mini_batch: int, totals: StepTotals) -> "Batch":
-        """Return its samples of a mini-batch, whose totals over all replicas are given."""
+        """Return the samples of a mini-batch, with the mini-batch's totals over all replicas."""
         part = self
         if self.mini_batch is not None:
             part = self.select((self.mini_batch == mini_batch).nonzero()[:, 0])
         return replace(part, totals=totals)
 
     def to(self, device: torch.device) -> "Batch":
-        """Return the batch with every array on a device."""
+        """Return the batch with all arrays on a device."""
         return replace(
             self,
             **self._map(("offsets", *TOKEN_FIELDS, *SAMPLE_FIELDS), lambda values: values.to(device)),
@@ -154,46 +154,45 @@ TOKEN_FIELDS = (
     "returns",
     "turn_rewards",
 )
-"""Arrays with an entry for each token."""
+"""Arrays with one entry per token."""
 SAMPLE_FIELDS = ("group_index", "rewards", "weights", "measured", "mini_batch", "rows", "shares")
-"""Arrays with an entry for each sample."""
+"""Arrays with one entry per sample."""
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """The tokens of a batch that carry gradient, k of them, in order; every array is [k]."""
+    """The k tokens of a batch that carry gradient, in order; every array is [k]."""
 
     place: torch.Tensor
     """int64: index into the batch's tokens."""
     sample: torch.Tensor
     """int64: index of the sample within the batch."""
     samples: int
-    """Samples of the batch."""
+    """Number of samples in the batch."""
     behaviour_logprobs: torch.Tensor
     advantages: torch.Tensor
     weights: torch.Tensor
     """float32: weight in the loss of the update."""
     lags: torch.Tensor
-    """int64: versions from the token to the step."""
+    """int64: lag of each token, versions."""
     measured: torch.Tensor
-    """bool: whether its mismatch of trainer and engine is measured."""
+    """bool: whether the token's mismatch of trainer and engine is measured."""
     start_logprobs: torch.Tensor | None
     """As in `Batch`."""
     reference_logprobs: torch.Tensor | None
     decoupled: bool = False
     """As in `Batch`."""
     proximal_logprobs: torch.Tensor | None = None
-    """Under the proximal policy, which `micro_batch_loss` sets where the objective is decoupled."""
+    """Log-probabilities under the proximal policy of a decoupled objective, set by `micro_batch_loss`."""
     log_ratio_limit: float | None = None
     entropy_coef: float | None = None
-    """Both as in `Batch`."""
+    """As in `Batch`, like `log_ratio_limit`."""
     join: Callable[[torch.Tensor], torch.Tensor] | None = None
-    """Adds up an array over the ranks that have other tokens of the same samples, with its gradient; None:
-    there are none."""
+    """Sums an array, with its gradient, over the ranks that share the samples; None: no rank shares them."""
     values: torch.Tensor | None = None
     returns: torch.Tensor | None = None
     shares: torch.Tensor | None = None
-    """All as in `Batch`, the last of each token's sample."""
+    """As in `Batch`, like `values` and `returns`; [k] by the sample of each token."""
 
     def over_samples(self, values: torch.Tensor) -> torch.Tensor:
         """Return, for each token, the sum of `values` [k] over the trained tokens of its sample, [k]."""
@@ -230,10 +229,10 @@ def _picked(values: torch.Tensor | None, place: torch.Tensor) -> torch.Tensor | 
 
 
 class BatchDigest:
-    """Digests samples as they come: the arrays of a batch, not how they are divided or padded.
+    """Incremental digest of a batch's samples, independent of division and padding.
 
-    Each array is an xxh3-128 of its bytes, little-endian, as `Batch` has them; the digest is the xxh3-128 of
-    all names, dtypes and digests.
+    Each array is hashed with xxh3-128 over its bytes, little-endian, as `Batch` stores it. The digest is the
+    xxh3-128 of all names, dtypes and hashes.
     """
 
     def __init__(self) -> None:
@@ -245,7 +244,7 @@ class BatchDigest:
             self._tokens.setdefault(f"{name} {values.dtype}", xxhash.xxh3_128()).update(values.data)
 
     def finish(self, numbers: Mapping[str, float], by_sample: Mapping[str, torch.Tensor]) -> str:
-        """Return the digest, 32 hex digits, with the numbers of the step and arrays [N] by sample."""
+        """Return the digest, 32 hex digits, with the step's numbers and the arrays [N] by sample."""
         state = xxhash.xxh3_128()
         for name, value in numbers.items():
             state.update(f"{name} {value!r}\n".encode())

@@ -1,4 +1,4 @@
-"""Makes, merges, scales and saves the tensors of adapters."""
+"""Initializes, merges, scales and saves LoRA adapters."""
 
 import json
 import math
@@ -21,17 +21,18 @@ Named = Iterable[tuple[str, torch.Tensor]]
 
 
 class AdapterSwitch:
-    """Mark of a layer's adapters, which `without_adapters` turns off, and `with_dropout` thins out."""
+    """Base class of adapter modules, with the switches of `without_adapters` and `with_dropout`."""
 
     is_on: bool = True
-    """Whether their output is added to the layer's."""
+    """Whether the adapters' output is added to the layer's output."""
     dropout: float = 0.0
-    """Share of their inputs' elements that is set to 0."""
+    """Probability of zeroing an element of the adapters' input."""
 
     def dropped(self, x: torch.Tensor, rank: int = 0, ranks: int = 1) -> torch.Tensor:
-        """Return the input of an adapter after dropout, by torch's own random numbers.
+        """Return the input of an adapter after dropout, by torch's global random generator.
 
-        Of several ranks each has its columns of the input, and all draw the mask of the whole.
+        With several ranks, each rank has its columns of the input; all ranks draw the mask of the whole
+        input.
         """
         if not self.dropout:
             return x
@@ -43,15 +44,14 @@ class AdapterSwitch:
 
 @contextmanager
 def with_dropout(model: torch.nn.Module, config: LoraConfig, place: tuple[int, int, int]) -> Iterator[None]:
-    """Have adapters drop inputs within the block, a training pass.
+    """Enable dropout of adapter inputs within the block, a training pass.
 
-    Masks follow from the place and from what the block computes. Backward passes that compute activations
-    again draw equal ones, since checkpoints keep the state of torch's random numbers.
+    The masks follow from `place` and the computation in the block. Activation checkpoints save the state of
+    torch's random generator, so recomputed activations use the same masks.
 
     Args:
-        model: with the adapters.
-        config: has the share.
-        place: `trainer.seed`, updates that were made, and number of the rank among those that draw apart.
+        place: `trainer.seed`, number of previous updates, and index of the rank among the ranks that draw
+            separate masks.
     """
     if not config.dropout:
         yield
@@ -69,7 +69,7 @@ def with_dropout(model: torch.nn.Module, config: LoraConfig, place: tuple[int, i
 
 @contextmanager
 def without_adapters(model: torch.nn.Module) -> Iterator[None]:
-    """Have a model compute as its frozen base does within the block: the same bits as without adapters."""
+    """Make a model compute exactly as its frozen base within the block, bit for bit."""
     switches = [module for module in model.modules() if isinstance(module, AdapterSwitch)]
     for switch in switches:
         switch.is_on = False
@@ -81,14 +81,14 @@ def without_adapters(model: torch.nn.Module) -> Iterator[None]:
 
 
 def mask_seed(seed: int, update: int, rank: int) -> int:
-    """Return the seed of torch's random numbers at the beginning of an update's passes."""
+    """Return the seed of torch's random generator at the start of an update's passes."""
     return xxhash.xxh3_64_intdigest(f"{seed} {update} {rank}".encode()) % 2**63
 
 
 def initial_adapter(target: AdapterTarget, rank: int, seed: int) -> dict[str, torch.Tensor]:
     """Return the initial A and B of a weight, float32: A uniform within 1 / sqrt(in) as in PEFT, B zero.
 
-    So the model begins unchanged. The bits do not depend on the layout of the ranks.
+    The initial model is therefore unchanged. The values are independent of the ranks' layout.
     """
     out, width = target.shape
     generator = torch.Generator().manual_seed(
@@ -101,9 +101,9 @@ def initial_adapter(target: AdapterTarget, rank: int, seed: int) -> dict[str, to
 def initial_adapters(
     targets: Iterable[AdapterTarget], config: LoraConfig, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Return the A and B that training starts from, float32: random ones, or those in `config.path`.
+    """Return the initial A and B of all adapters, float32: random, or from `config.path`.
 
-    `check_peft` has found the latter to be there.
+    `check_peft` has already validated the adapter in `config.path`.
     """
     adapters: dict[str, torch.Tensor] = {}
     if not config.path:
@@ -127,20 +127,19 @@ def merged(
 def as_published(
     tensors: Named, targets: Iterable[AdapterTarget], config: LoraConfig
 ) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the exported tensors as engines expect them: B multiplied by the scaling, others unchanged."""
+    """Yield the exported tensors as engines expect them: B times the scaling, other tensors unchanged."""
     scaled = {target.b for target in targets}
     for name, tensor in tensors:
         yield name, tensor * config.scaling if name in scaled else tensor
 
 
 def save_adapter(tensors: Named, directory: Path, config: LoraConfig, base: Path) -> None:
-    """Write a directory that PEFT, vLLM and SGLang load, so that it is complete or not there.
+    """Write an adapter directory for PEFT, vLLM and SGLang, atomically.
 
     Args:
-        tensors: A and B, not scaled; on the rank that writes.
-        directory: replaced if it exists.
-        config: rank, alpha and target modules.
-        base: directory of the model that the adapter belongs to.
+        tensors: A and B, not scaled, on the rank that writes.
+        directory: target, replaced if it exists.
+        base: directory of the base model.
     """
     with directory_written_aside(directory) as aside:
         copies = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors}
@@ -150,7 +149,7 @@ def save_adapter(tensors: Named, directory: Path, config: LoraConfig, base: Path
 
 
 def peft_config(config: LoraConfig, base: Path, names: Iterable[str]) -> dict[str, object]:
-    """Return the content of adapter_config.json for the model in `base`, with tensors of these names."""
+    """Return the content of adapter_config.json for the base model in `base` and adapter tensors `names`."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

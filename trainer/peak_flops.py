@@ -1,4 +1,4 @@
-"""Knows what devices compute at their best, for the share of it that a step uses (MFU)."""
+"""Lists peak FLOP/s of devices, and computes the model FLOPs utilization (MFU) of a step."""
 
 from collections.abc import Sequence
 
@@ -20,11 +20,11 @@ PEAK_BF16 = {
     "L4": 121e12,
     "MI300X": 1307e12,
 }
-"""Part of a device's name -> its dense bf16 FLOP/s by the data sheet. The first that occurs counts."""
+"""Part of a device's name -> dense bf16 FLOP/s in the data sheet. The first matching entry counts."""
 
 
 def peak_flops(device: str) -> float | None:
-    """Return the FLOP/s of a device at best; None if its name is not in the table."""
+    """Return the peak FLOP/s of a device; None if its name is not in the table."""
     words = device.replace("-", " ").split()
     for name, flops in PEAK_BF16.items():
         parts = name.split()
@@ -34,7 +34,7 @@ def peak_flops(device: str) -> float | None:
 
 
 def model_flops_utilization(flops: float | None, seconds: float, devices: Sequence[str]) -> float | None:
-    """Return the share of the devices' best that a step has used, 0 to 1; None if either is not known."""
+    """Return the share of the devices' peak that a step used, 0 to 1; None if a number is unknown."""
     peaks = [peak_flops(device) for device in devices]
     if flops is None or seconds <= 0 or not peaks or None in peaks:
         return None

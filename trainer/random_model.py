@@ -1,6 +1,7 @@
-"""Makes a small random model and its tokenizer, for tests, demos and runs without a hub.
+"""Creates a small random model and its tokenizer, for tests, demos and runs without a hub.
 
-No torch and no transformers here: they take seconds to import, and every new run would wait for them.
+The module imports neither torch nor transformers: both take seconds to import, which would delay every new
+run.
 """
 
 import dataclasses
@@ -22,27 +23,27 @@ from trainer.megatron.families.table import FAMILIES
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
 OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
-"""Fields that only architectures with experts have."""
+"""Fields of architectures with experts only."""
 SPECIALS = ("<pad>", "<eos>")
 PAD, EOS = range(2)
 RECIPE = "scratch.json"
-"""File with the configuration that a directory was made from."""
+"""File that stores the configuration of a directory's model."""
 
 
 def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
-    """Write model and tokenizer as a Hugging Face directory, unless it is there already, and return it.
+    """Write model and tokenizer to a Hugging Face directory, unless they exist, and return the directory.
 
     The same configuration gives the same bytes.
 
     Raises:
-        SettingsError: the configuration makes no model, or `out_dir` was made from another one.
+        SettingsError: the configuration is invalid, or `out_dir` belongs to another configuration.
     """
-    from safetensors.numpy import save_file  # whoever prepares a run imports this module
+    from safetensors.numpy import save_file  # processes that only prepare a run import this module
 
     check_scratch(config, out_dir)
     if out_dir.exists():
         return out_dir
-    temporary = out_dir.with_name(f"{out_dir.name}.{os.getpid()}.tmp")  # others may make the same model now
+    temporary = out_dir.with_name(f"{out_dir.name}.{os.getpid()}.tmp")  # another process may write it, too
     with directory_written_aside(out_dir, aside=temporary) as aside:
         _write_json(aside / "config.json", config_of(config))
         _write_json(aside / "generation_config.json", {"eos_token_id": EOS, "pad_token_id": PAD})
@@ -53,7 +54,7 @@ def build_scratch(config: ScratchConfig, out_dir: Path) -> Path:
 
 
 def write_tokenizer(config: ScratchConfig, out_dir: Path) -> None:
-    """Write the files of the model's tokenizer alone into an existing directory."""
+    """Write only the tokenizer's files into an existing directory."""
     _tokenizer(config).save(str(out_dir / "tokenizer.json"))
     about = {
         "backend": "tokenizers",
@@ -62,13 +63,13 @@ def write_tokenizer(config: ScratchConfig, out_dir: Path) -> None:
         "model_max_length": config.max_position_embeddings,
         "pad_token": SPECIALS[PAD],
         "tokenizer_class": "TokenizersBackend",
-        "unk_token": SPECIALS[PAD],  # never produced; without it transformers adds one to a qwen2 vocabulary
+        "unk_token": SPECIALS[PAD],  # unused; without it transformers adds a token to a qwen2 vocabulary
     }
     _write_json(out_dir / "tokenizer_config.json", about)
 
 
 def check_scratch(config: ScratchConfig, out_dir: Path) -> None:
-    """Check what `build_scratch` would be given, without making anything; its errors are the same."""
+    """Validate the arguments of `build_scratch` without writing; raises the same errors."""
     _check_config(config)
     found = out_dir / RECIPE
     if out_dir.exists() and (not found.is_file() or found.read_text() != _recipe(config)):
@@ -79,7 +80,7 @@ def check_scratch(config: ScratchConfig, out_dir: Path) -> None:
 
 
 def config_of(config: ScratchConfig) -> dict[str, Any]:
-    """Return what config.json of the model holds."""
+    """Return the content of the model's config.json."""
     shape = _fields(config)
     for name in ("architecture", "vocabulary", "seed", "rope_theta"):
         del shape[name]
@@ -103,7 +104,7 @@ def config_of(config: ScratchConfig) -> dict[str, Any]:
 
 
 def _fields(config: ScratchConfig) -> dict[str, Any]:
-    """Return the fields that its architecture has."""
+    """Return the fields of the configuration's architecture."""
     values = dataclasses.asdict(config)
     if config.architecture != "qwen3_moe":
         for name in OF_EXPERTS:
@@ -149,7 +150,7 @@ def _tensors(config: ScratchConfig) -> Iterator[tuple[str, NDArray[np.float32]]]
 
 
 def shapes_of(config: ScratchConfig) -> Iterator[tuple[str, tuple[int, ...]]]:
-    """Yield name and shape of each tensor, as the model's class in transformers has them."""
+    """Yield name and shape of each tensor, as in the model's transformers class."""
     hidden, wide, head = config.hidden_size, config.intermediate_size, config.head_dim
     columns = {"q": config.num_attention_heads * head}
     columns["k"] = columns["v"] = config.num_key_value_heads * head
@@ -183,9 +184,10 @@ def _mlp(here: str, hidden: int, wide: int) -> Iterator[tuple[str, tuple[int, ..
 
 
 def _tokenizer(config: ScratchConfig) -> Tokenizer:
-    """Make a tokenizer with one token for each character; it drops characters outside of the vocabulary.
+    """Return a tokenizer with one token per character, which drops characters outside the vocabulary.
 
-    It is byte-level BPE without merges, because transformers reads the file of any `qwen2` model as that.
+    The tokenizer is byte-level BPE without merges, because transformers reads the file of every `qwen2` model
+    as such.
     """
     letters = {**{chr(code): chr(code) for code in range(33, 127)}, " ": "\u0120", "\n": "\u010a"}
     tokens = {

@@ -1,4 +1,4 @@
-"""Checks the settings of a recipe against each other. No torch here."""
+"""Validates the sections of a recipe against each other. Does not import torch."""
 
 from protocol.choices import is_own
 from protocol.errors import SettingsError
@@ -15,18 +15,14 @@ def check_recipe(
     samples: int,
     each: str = "sampling.samples_per_prompt",
 ) -> None:
-    """Check what algorithm, corrections, the updates of a step and the optimizer require of each other.
+    """Validate algorithm, corrections, updates per step and optimizer against each other.
 
     Args:
-        algorithm: section `[algorithm]`; the other arguments are sections, too.
-        trainer: says how many updates a step makes.
-        optimizer: makes them.
-        lora: says whether adapters are trained.
-        samples: of a step.
-        each: setting of the samples of one group.
+        samples: number of samples in a step.
+        each: setting of the number of samples per group, for error messages.
 
     Raises:
-        SettingsError: names the first setting that does not fit, and what it has to be.
+        SettingsError: a setting does not fit. The message names the first such setting and its valid values.
     """
     for is_wrong, problem in (
         *_problems_of_algorithm(algorithm, trainer, samples, each),
@@ -37,15 +33,13 @@ def check_recipe(
 
 
 def check_publishing(trainer: TrainerConfig, steps: int, max_staleness: int) -> None:
-    """Check that the bound leaves something to train until the next version is published.
+    """Check that samples stay within the bound until the next published version.
 
     Args:
-        trainer: says how often.
-        steps: of the run.
         max_staleness: E.
 
     Raises:
-        SettingsError: names both settings.
+        SettingsError: they do not; the message names both settings.
     """
     every = trainer.publish_every
     if (oldest := (every or steps) - 1) > max_staleness:
@@ -58,10 +52,10 @@ def check_publishing(trainer: TrainerConfig, steps: int, max_staleness: int) -> 
 
 
 def check_files(weights: WeightConfig) -> None:
-    """Check that the transport can send changes alone, if it has to, and reads versions by URL.
+    """Check that the transport supports `weights.delta` and `weights.url`, if set.
 
     Raises:
-        SettingsError: names both settings.
+        SettingsError: the transport does not; the message names both settings.
     """
     if weights.delta and weights.transport not in ("disk", "http", "nccl", "shm"):
         raise SettingsError(
@@ -76,10 +70,10 @@ def check_files(weights: WeightConfig) -> None:
 
 
 def check_schedule(optimizer: OptimizerConfig) -> None:
-    """Check what the learning rate's decay requires of the other numbers.
+    """Validate the settings of the learning rate's decay.
 
     Raises:
-        SettingsError: names the setting that does not fit.
+        SettingsError: a setting does not fit; the message names the setting.
     """
     style, steps = optimizer.lr_decay_style, optimizer.lr_decay_steps
     if style == "constant" or is_own(style):
@@ -183,10 +177,10 @@ def _problems_of_optimizer(
 
 
 def check_backend(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
-    """Check that settings that only some backends have are not set for another one.
+    """Check that settings of particular backends are not set with another backend.
 
     Raises:
-        SettingsError: names the setting and the backends that have it.
+        SettingsError: the message names the setting and its backends.
     """
     requests = {
         "trainer.recompute_granularity": trainer.recompute_granularity,

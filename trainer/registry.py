@@ -1,4 +1,4 @@
-"""Makes a training backend by name. A backend's module is imported when it is chosen."""
+"""Creates training backends by name. A backend's module is imported when the backend is selected."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,16 +18,16 @@ from trainer.roles.drafts import DraftTraining
 
 @dataclass(frozen=True, slots=True)
 class BackendEntry(Entry):
-    """Class of a training backend and of its critic, and what loads its models on ranks of their own."""
+    """A training backend: its class, its critic, and its loaders of models on separate ranks."""
 
     critic: str = ""
-    """`MODULE:NAME` of its critic's class, whose `beside` makes one; empty: it has no critic."""
+    """`MODULE:NAME` of the critic's class, whose `beside` creates a critic; empty: no critic."""
     frozen_apart: str = ""
-    """`MODULE:NAME` of the function that `make_frozen` calls; empty: it has no models beside the policy."""
+    """`MODULE:NAME` of the function that `make_frozen` calls; empty: no frozen models."""
     critic_apart: str = ""
-    """`MODULE:NAME` of the function that `make_critic_apart` calls; empty: it has no critic."""
+    """`MODULE:NAME` of the function that `make_critic_apart` calls; empty: no critic."""
     drafts: bool = False
-    """Whether it gives the hidden states that a draft head is trained on."""
+    """Whether the backend provides the hidden states for training a draft head."""
 
 
 BACKENDS = Registry(
@@ -58,7 +58,7 @@ BACKENDS = Registry(
 
 
 def import_backend(name: str, *, with_critic: bool = False) -> None:
-    """Import a backend, and its critic, before it is needed; an unknown name imports nothing."""
+    """Import a backend, and optionally its critic, in advance; ignore an unknown name."""
     entry = BACKENDS.get(name, BackendEntry(""))
     for path in (entry.path, entry.critic) if with_critic else (entry.path,):
         if path:
@@ -78,27 +78,24 @@ def make_backend(
     critic_dir: Path | None = None,
     served: int = 0,
 ) -> Backend:
-    """Return this rank's part of the backend that `trainer.backend` names. Called on every rank.
+    """Return this rank's shard of the backend `trainer.backend`. Called on every rank.
 
     Args:
         model_dir: Hugging Face directory of the model to train.
-        parallel: layout of the ranks.
-        optimizer: settings of AdamW.
-        trainer: settings of the backend.
         algorithm: advantages, loss and weights of a step.
-        adapters: with a rank above 0, only these are trained.
+        adapters: with a rank above 0, only adapters are trained.
         shared: whether the backend will compute with an engine's live weights.
-        frozen: models that `Backend.load_frozen` will load, for which memory is planned.
-        critic_dir: Hugging Face directory of the critic's model, for which memory is planned; None: there is
-            no critic.
-        served: bytes of versions that this rank will keep on its device for engines, and of a draft head.
+        frozen: models that `Backend.load_frozen` will load; the memory plan includes them.
+        critic_dir: Hugging Face directory of the critic's model, included in the memory plan; None: no
+            critic.
+        served: bytes on this rank's device for versions that engines read, and for a draft head.
 
     Raises:
-        SettingsError: no backend has that name, or it cannot work with these settings.
+        SettingsError: the backend is unknown, or does not support these settings.
     """
     name, entry = trainer.backend, BACKENDS.find(trainer.backend, "setting trainer.backend:")
     options: dict[str, Any] = {"trainer": trainer}
-    if name != "scripted":  # that has no model
+    if name != "scripted":  # the scripted backend has no model
         options |= {
             "algorithm": algorithm,
             "model_dir": model_dir,
@@ -124,17 +121,15 @@ def make_critic(
     trainer: TrainerConfig,
     config: CriticConfig,
 ) -> Critic:
-    """Return this rank's part of the critic of a policy. Called on every rank.
+    """Return this rank's shard of the critic of a policy. Called on every rank.
 
     Args:
-        policy: this rank's part of the policy, of the backend that `trainer.backend` names.
-        model_dir: Hugging Face directory of the model that the critic starts from.
-        optimizer: settings of the policy's AdamW; the critic's differ in the fields of `config`.
-        trainer: settings of the backend.
-        config: settings of the critic.
+        policy: this rank's shard of the policy, of the backend `trainer.backend`.
+        model_dir: Hugging Face directory of the critic's initial model.
+        optimizer: settings of the policy's AdamW, which the critic uses except for the fields of `config`.
 
     Raises:
-        SettingsError: the backend has no critic, or cannot train this one in the policy's layout.
+        SettingsError: the backend has no critic, or cannot train this critic in the policy's layout.
     """
     with_critic = BACKENDS.having("critic")
     name = checked_name(trainer.backend, with_critic, "setting trainer.backend, with a critic:")
@@ -145,12 +140,10 @@ def make_critic(
 
 
 def make_draft_training(policy: Backend, directory: Path, lr: float) -> DraftTraining:
-    """Return the training of a draft head of a policy that has one rank, which publishes it from now on.
+    """Return the training of a draft head, which the policy then publishes with its versions.
 
     Args:
-        policy: of a backend that has `drafts`.
-        directory: of the head.
-        lr: learning rate.
+        policy: policy on one rank, of a backend with `drafts`.
     """
     drafts: DraftTraining = load("trainer.reference.eagle:EagleTraining")(directory, lr, policy)
     policy.extra_tensors = drafts.published
@@ -160,18 +153,17 @@ def make_draft_training(policy: Backend, directory: Path, lr: float) -> DraftTra
 def make_frozen(
     spec: FrozenSpec, *, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[FrozenModel, Replicas]:
-    """Return this rank's part of a model that has ranks of its own. Called on every one of them.
+    """Return this rank's shard of a frozen model with ranks of its own. Called on each of these ranks.
 
     Args:
-        spec: which model.
-        parallel: layout of its ranks, which have met.
-        trainer: settings of the backend.
+        spec: the model.
+        parallel: layout of the model's ranks, which have joined their process group.
 
     Returns:
-        The part, and the ranks of each replica of the model.
+        The shard, and the ranks of each replica of the model.
 
     Raises:
-        SettingsError: the backend has no such models, or cannot load this one in this layout.
+        SettingsError: the backend does not support frozen models, or this model in this layout.
     """
     placing = BACKENDS.having("frozen_apart")
     name = checked_name(trainer.backend, placing, f"setting trainer.backend, with placement.{spec.role}:")
@@ -182,18 +174,17 @@ def make_frozen(
 def make_critic_apart(
     spec: CriticSpec, *, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[Critic, Replicas]:
-    """Return this rank's part of a critic that has ranks of its own. Called on every one of them.
+    """Return this rank's shard of a critic with ranks of its own. Called on each of these ranks.
 
     Args:
-        spec: which model, and how it is trained.
-        parallel: layout of its ranks, which have met.
-        trainer: settings of the backend.
+        spec: the model, and its training settings.
+        parallel: layout of the critic's ranks, which have joined their process group.
 
     Returns:
-        The part, and the ranks of each replica of the critic.
+        The shard, and the ranks of each replica of the critic.
 
     Raises:
-        SettingsError: the backend has no critic, or cannot train this one in this layout.
+        SettingsError: the backend has no critic, or cannot train this critic in this layout.
     """
     placing = BACKENDS.having("critic_apart")
     name = checked_name(trainer.backend, placing, "setting trainer.backend, with placement.critic:")

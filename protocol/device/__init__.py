@@ -1,1 +1,1 @@
-"""Implements what both ends of a weight transfer do on a device; may import torch."""
+"""Implements device operations for both ends of a weight transfer; modules may import torch."""

@@ -1,8 +1,8 @@
-"""Initializes process groups with a deadline, since NCCL's initialization may block without limit.
+"""Initializes process groups with a deadline, because NCCL's initialization may block forever.
 
 The initialization runs in a thread. A thread that misses its deadline is abandoned: it shares no state, and
-discards its result if it ever returns. A process tolerates fewer than `MAX_STUCK` such threads; then it has
-to be restarted.
+discards its result if it ever returns. A process tolerates fewer than `MAX_STUCK` such threads and must then
+be restarted.
 """
 
 import threading
@@ -15,11 +15,12 @@ from protocol.errors import PoisonedError
 T = TypeVar("T")
 
 MAX_STUCK = 4
-"""Abandoned threads with which no further initialization is started."""
+"""Number of stuck threads from which no further initialization is started."""
 GRACE_S = 5.0
-"""Time after which an abandoned thread counts as stuck; gloo's return at their own deadline."""
+"""Time after which an abandoned thread counts as stuck, seconds. Threads of gloo return at their own
+deadline."""
 POLL_S = 0.005
-"""Interval at which the connection to the peer is checked."""
+"""Interval for checking the connection to the peer, seconds."""
 
 _lock = threading.Lock()
 _abandoned: dict[threading.Thread, float] = {}
@@ -35,15 +36,14 @@ def init_with_deadline(
     """Run `make` in a thread, and return its result or raise its exception.
 
     Args:
-        make: may never return, and must not share state. It passes each object that it has created to its
-            argument, so that the object can be discarded while `make` still blocks on it.
-        discard: aborts an object that `make` returned or passed on, once it is unused; called from either
-            thread, possibly twice.
-        seconds: the deadline.
+        make: may block forever, and must not share state. It passes each object that it creates to its
+            argument; the object can then be discarded while `make` still blocks.
+        discard: aborts an unused object that `make` created or returned; called from either thread, possibly
+            twice.
         disconnected: returns whether the peer has left.
 
     Raises:
-        TimeoutError: it has not returned within `seconds`.
+        TimeoutError: `make` has not returned within `seconds`.
         ConnectionError: the peer has left.
         PoisonedError: too many threads are stuck; no thread was started.
     """
@@ -63,7 +63,7 @@ def init_with_deadline(
 
 
 def check_stuck() -> None:
-    """Raise PoisonedError if so many threads are stuck that this process has to be restarted."""
+    """Raise PoisonedError if so many threads are stuck that this process must be restarted."""
     now = time.monotonic()
     with _lock:
         stuck = sum(now - since > GRACE_S for since in _abandoned.values())
@@ -87,15 +87,15 @@ class _Attempt(Generic[T]):
         self._thread.start()
 
     def result(self) -> T:
-        """Return the ended call's result or raise its exception; discard what it had created before."""
+        """Return the result of the ended call, or raise its exception and discard its objects."""
         if self._raised:
             for group in self._created:
                 self._discard(group)
-            raise self._raised.pop()  # kept here, it would keep all that its traceback refers to
+            raise self._raised.pop()  # a reference here would keep everything in its traceback alive
         return self._returned[0]
 
     def abandon(self) -> None:
-        """Discard the call's result, or the objects that a running call has created, which unblocks it."""
+        """Discard the result of an ended call, or the objects of a running call, which unblocks the call."""
         with _lock:
             running = not self.ended.is_set()
             if running:

@@ -1,7 +1,7 @@
-"""Shares buckets of memory with processes of the same host, by handles that are plain values for JSON.
+"""Shares memory buckets with processes on the same host, by handles of JSON values.
 
-GPU memory is shared by CUDA IPC handles. Host memory is an anonymous file, found through its owner's open
-descriptor: it disappears when the owner ends, and a process that has mapped it keeps it.
+GPU memory is shared by CUDA IPC handles. Host memory is an anonymous file, opened through its owner's open
+descriptor. The file disappears when the owner ends; a process that has mapped it keeps the memory.
 """
 
 import base64
@@ -16,11 +16,11 @@ import torch
 from protocol.device.shared_tensors import HostMemory, gpu_of, map_host, reserved
 
 HOST = "host"
-"""Place of buckets in host memory."""
+"""`place` of buckets in host memory."""
 
 
 class GpuBuckets:
-    """Buckets on a GPU."""
+    """Factory of shared buckets on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -32,24 +32,24 @@ class GpuBuckets:
         return torch.empty(max(nbytes, 1), dtype=torch.uint8, device=self.device)
 
     def handle(self, bucket: torch.Tensor) -> list[Any]:
-        """Return what `open_bucket` takes; the bucket must live as long as others may open it."""
-        # (device, handle, bytes, offset, reference counter, its offset, event, whether to wait for it)
+        """Return the argument of `open_bucket`; the bucket must live while others may open it."""
+        # (device, handle, bytes, offset, reference counter, offset of the counter, event, wait for the event)
         shared = bucket.untyped_storage()._share_cuda_()
         return [base64.b64encode(part).decode() if isinstance(part, bytes) else part for part in shared]
 
     def close(self) -> None:
-        """Stop sharing; mappings that exist stay valid. Idempotent. The memory ends with its last bucket."""
+        """Stop sharing; existing mappings stay valid. Idempotent. The last bucket frees the memory."""
 
 
 class HostBuckets:
-    """Buckets in host memory; the interface is `GpuBuckets`'."""
+    """Factory of shared buckets in host memory, with the interface of `GpuBuckets`."""
 
     device = torch.device("cpu")
     place = HOST
 
     def __init__(self) -> None:
         self._files: dict[int, HostMemory] = {}
-        """Address of a bucket -> its file."""
+        """Address of a bucket -> anonymous file."""
 
     def empty(self, nbytes: int) -> torch.Tensor:
         file = os.memfd_create("tether-bucket", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
@@ -72,21 +72,20 @@ SharedBuckets = GpuBuckets | HostBuckets
 
 @cache
 def machine() -> tuple[str, str]:
-    """Return the boot of this host's kernel, which its containers share, and the host's name."""
+    """Return the boot id of the host's kernel, which containers share, and the host name."""
     return Path("/proc/sys/kernel/random/boot_id").read_text().strip(), socket.gethostname()
 
 
 def open_bucket(place: str, handle: list[Any]) -> torch.Tensor:
     """Map a bucket of another process, uint8.
 
-    GPU memory is mapped on this process's GPU, whichever GPU it is on.
+    GPU memory is mapped on this process's GPU, regardless of the GPU that holds it.
 
     Args:
-        place: `SharedBuckets.place` of its owner.
-        handle: the result of the owner's `handle`.
+        place: `place` of the owner's buckets.
 
     Raises:
-        OSError, RuntimeError, TypeError, ValueError: it cannot be mapped, or its owner has ended.
+        OSError, RuntimeError, TypeError, ValueError: the bucket cannot be mapped, or its owner has ended.
     """
     if place == HOST:
         pid, *facts = map(int, handle)
@@ -99,5 +98,5 @@ def open_bucket(place: str, handle: list[Any]) -> torch.Tensor:
 
 
 def buckets_on(device: torch.device) -> SharedBuckets:
-    """Return what makes buckets on a device."""
+    """Return the factory of buckets on a device."""
     return GpuBuckets(device) if device.type == "cuda" else HostBuckets()

@@ -1,9 +1,9 @@
-"""Codes the changed elements of two versions, and writes them over the older one, on any device.
+"""Encodes the changed elements between two versions, and applies them to the older version, on any device.
 
-Changed elements are coded in ascending order: the number of unchanged elements before each, in an unsigned
-integer of one width, and its new bits. A gap that the width does not hold is divided by elements that are
-written again, unchanged. The width is the one with the fewest bytes. Where changes would take more bytes than
-the elements, all of these come instead.
+Each changed element, in ascending order, is encoded as a gap and its new bits. The gap is the number of
+unchanged elements before it, an unsigned integer. All gaps have the width that needs the fewest bytes. A gap
+that exceeds the width is split by filler elements, which are rewritten unchanged. If the changes would need
+more bytes than all elements, all elements are encoded.
 """
 
 from typing import NamedTuple
@@ -14,31 +14,30 @@ import torch
 from protocol.weights.deltas import WHOLE, WIDTHS, coded_bytes
 
 GAPS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
-"""Width of a gap -> dtype of that size; read as unsigned."""
+"""Width of a gap, bytes -> dtype of that size, read as unsigned."""
 
 
 class Changes(NamedTuple):
-    """Coded changes of elements."""
+    """Encoded changes of elements."""
 
     width: int
-    """Bytes of a gap, or `WHOLE`."""
+    """Bytes per gap, or `WHOLE`."""
     elements: int
-    """Coded elements; all of them with `WHOLE`."""
+    """Number of encoded elements; with `WHOLE`, all elements."""
     data: torch.Tensor
     """uint8 [`coded_bytes`], dense: gaps, then new bits."""
 
     @classmethod
     def all_of(cls, elements: torch.Tensor) -> "Changes":
-        """Return all elements in place of changes; they are not copied."""
+        """Return an encoding of all elements, which are not copied."""
         return cls(WHOLE, len(elements), elements.view(torch.uint8))
 
 
 def coded(old: torch.Tensor, new: torch.Tensor) -> Changes:
-    """Code the changes of elements. On a GPU it waits for their number.
+    """Encode the changed elements. On a GPU, the call waits for their number.
 
     Args:
-        old: integers of the elements' size, dense, one dimension.
-        new: as `old`.
+        old, new: integers of the elements' size, dense, one dimension.
     """
     changed = old != new
     least, nbytes = int(changed.count_nonzero()), new.nbytes
@@ -59,11 +58,13 @@ def coded(old: torch.Tensor, new: torch.Tensor) -> Changes:
 
 
 def apply(changes: Changes, target: torch.Tensor) -> None:
-    """Write coded changes over elements. A wrong position may change any of them, never other memory.
+    """Write encoded changes over elements.
+
+    A wrong position may change any element, but never other memory.
 
     Args:
-        changes: of at most as many elements as there are.
-        target: integers of the elements' size, one dimension, at the older version.
+        changes: changes of at most `len(target)` elements.
+        target: elements at the older version, as integers of their size, one dimension.
     """
     width, count, data = changes
     middle = width * count
@@ -73,7 +74,7 @@ def apply(changes: Changes, target: torch.Tensor) -> None:
     elif count:
         most = (1 << 8 * width) - 1
         gaps = data[:middle].clone().view(GAPS[width]).to(torch.int64) & most
-        # On a GPU a position behind the end would end the process. Digests find what it changes instead.
+        # On a GPU an index past the end would kill the process. Digests detect a wrong element instead.
         target[_positions(gaps).clamp_(max=len(target) - 1)] = values
 
 
@@ -88,12 +89,12 @@ def _positions(gaps: torch.Tensor) -> torch.Tensor:
 
 
 def _fillers(gaps: torch.Tensor, width: int) -> torch.Tensor:
-    """Return how many elements are written again, unchanged, before each changed one."""
+    """Return the number of filler elements before each changed element."""
     return gaps >> (8 * width)
 
 
 def _divided(gaps: torch.Tensor, width: int, count: int) -> torch.Tensor:
-    """Return gaps that the width holds, for elements written again and the changed ones: int64 [count]."""
+    """Return gaps that fit the width, for filler and changed elements: int64 [count]."""
     if count == len(gaps):
         return gaps
     most = (1 << 8 * width) - 1

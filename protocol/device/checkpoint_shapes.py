@@ -1,4 +1,4 @@
-"""Reads names and shapes of a checkpoint's tensors without loading them. torch is imported where needed."""
+"""Reads names and shapes of a checkpoint's tensors without loading them; imports torch only if needed."""
 
 from collections.abc import Mapping
 from math import prod
@@ -8,10 +8,10 @@ from protocol.errors import EngineError, SettingsError
 
 
 def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors in a directory's safetensors, from the headers.
+    """Return name -> shape of all tensors in a directory's safetensors files, from the file headers.
 
     Raises:
-        SettingsError: a file cannot be read; names it.
+        SettingsError: a file cannot be read; the message names the file.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -26,17 +26,17 @@ def tensor_shapes(directory: Path) -> dict[str, tuple[int, ...]]:
 
 
 def count_parameters(shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Return the number of parameters of a model, by the shapes of its tensors."""
+    """Return the number of elements in tensors of these shapes."""
     return sum(map(prod, shapes.values()))
 
 
 def checkpoint_shapes(model_dir: Path) -> dict[str, tuple[int, ...]]:
     """Return name -> shape of a model's checkpoint tensors.
 
-    From the headers of its safetensors files, or from its architecture if there are no files.
+    The shapes come from the headers of the safetensors files, or from the architecture if there are no files.
 
     Raises:
-        EngineError: a file cannot be read, or the architecture is not known.
+        EngineError: a file cannot be read, or the architecture is unknown.
     """
     try:
         shapes = tensor_shapes(model_dir)

@@ -1,7 +1,7 @@
-"""Shows the tensors of a transformers model as its checkpoint has them: other names, experts one by one.
+"""Views the tensors of a transformers model under the names and shapes of its checkpoint.
 
-transformers joins the experts of a layer when it loads a checkpoint, and takes them apart when it saves one.
-What takes them apart runs here without its copies, so that every tensor of the checkpoint is a view.
+transformers merges the experts of a layer when it loads a checkpoint, and splits them when it saves one. This
+module runs the split without copies, so every checkpoint tensor is a view.
 """
 
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from protocol.errors import SettingsError
 
 
 def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors of a model's checkpoint by the model's own names: parameters and persistent buffers.
+    """Return the parameters and persistent buffers of a model, under the model's own names.
 
     Tied parameters occur once.
     """
@@ -26,17 +26,18 @@ def model_tensors(model: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def checkpoint_views(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return views of tensors under the names, and in the shapes, that the model's checkpoint gives them.
+    """Return views of tensors under the names and in the shapes of the model's checkpoint.
 
     Args:
-        model: of transformers.
-        tensors: by the model's own names, laid out as in the model: its own, or copies of them.
+        model: a transformers model.
+        tensors: name in the model -> tensor, laid out as in the model: its own tensors or copies.
 
-    Returns: views that have every element of `tensors` once, and need not be contiguous; in the order of
-        `tensors` where the names are the same.
+    Returns:
+        Views that contain every element of `tensors` once and may be non-contiguous. In the order of
+        `tensors` if the names are the same.
 
     Raises:
-        SettingsError: a tensor of the checkpoint is no view of the model's.
+        SettingsError: a tensor of the checkpoint is not a view of the model's tensors.
     """
     from transformers.core_model_loading import revert_weight_conversion
 
@@ -55,11 +56,11 @@ def checkpoint_views(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[st
 
 
 class _WithoutCopies(TorchDispatchMode):
-    """Dispatch mode in which a copy of a tensor is the tensor itself."""
+    """Dispatch mode in which cloning a tensor returns the tensor itself."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.clone.default:
             return args[0]
-        if func is torch.ops.aten._unsafe_view.default:  # of what was copied in order to be viewed so
+        if func is torch.ops.aten._unsafe_view.default:  # a view of a tensor that was cloned for contiguity
             args = (args[0].contiguous(), *args[1:])
         return func(*args, **(kwargs or {}))

@@ -1,4 +1,4 @@
-"""Views the memory of a bucket as the pieces or cuts that lie in it, for both ends of a transfer."""
+"""Views the memory of a bucket as pieces or cuts, for both ends of a transfer."""
 
 from collections.abc import Iterable
 
@@ -13,7 +13,7 @@ from protocol.weights.slices import Cut, PiecePlace
 def pieces_in(
     buckets: Iterable[torch.Tensor], places: Iterable[PiecePlace], manifest: WeightManifest, part: int
 ) -> list[torch.Tensor]:
-    """Return each piece of rank `part` in the bucket in which it lies, in its shape."""
+    """Return a view of each piece of rank `part` in its bucket, in the shape of the piece."""
     memory = list(buckets)
     found = []
     for piece, place in zip(manifest.parts[part].pieces, places, strict=True):
@@ -23,7 +23,7 @@ def pieces_in(
 
 
 def cuts_in(memory: torch.Tensor, bucket: Iterable[Cut], manifest: WeightManifest) -> list[torch.Tensor]:
-    """Return the elements of each cut in the memory of their bucket, in their shape."""
+    """Return a view of each cut in the bucket's memory, in the shape of the cut."""
     views = []
     for cut in bucket:
         raw = memory[cut.offset : cut.offset + cut.nbytes]
@@ -32,12 +32,12 @@ def cuts_in(memory: torch.Tensor, bucket: Iterable[Cut], manifest: WeightManifes
 
 
 def words_in(memory: torch.Tensor, bucket: Iterable[Cut], manifest: WeightManifest) -> torch.Tensor:
-    """Return the memory of a bucket as integers of the smallest element's size, 4 bytes at most."""
+    """Return the memory of a bucket as integers of the smallest element's size, at most 4 bytes."""
     sizes = (dtype_of(manifest, cut.tensor).itemsize for cut in bucket)
     return memory.view(INTEGERS[min(4, *sizes)])
 
 
 def dtype_of(manifest: WeightManifest, tensor: int) -> torch.dtype:
-    """Return the dtype of a tensor of a version, by its index."""
+    """Return the dtype of a version's tensor by its index."""
     dtype: torch.dtype = getattr(torch, manifest.tensors[tensor].dtype)
     return dtype

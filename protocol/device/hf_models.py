@@ -1,38 +1,41 @@
-"""Building transformers models: one at a time in a process, as their config.json says, by trusted code."""
+"""Builds transformers models from their config.json, one at a time per process, with trusted code only."""
 
 import threading
 from typing import Any
 
 MODEL_BUILDING = threading.Lock()
-"""Held around `from_pretrained` and `from_config`.
+"""Lock held during `from_pretrained` and `from_config`.
 
-transformers replaces methods of its base class while it builds a model (`no_tie_weights`, `no_init_weights`)
-and restores what it found. Of two threads at once, each finds the other's replacements; the last one leaves
-these in place, and no model loaded later in that process ties its embeddings.
-"""
+While transformers builds a model, it replaces methods of its base class (`no_tie_weights`, `no_init_weights`)
+and restores the previous methods afterwards. Two concurrent threads would each save the other's replacements.
+The last thread would leave the replacements in place, and no model loaded later in the process would tie its
+embeddings."""
 
 _trust = {"trust_remote_code": False}
 
 
 def trust_model_code(is_trusted: bool) -> None:
-    """Say whether this process may run Python files of the model directories that it loads."""
+    """Set whether this process may run Python files from model directories."""
     _trust["trust_remote_code"] = is_trusted
 
 
 def code_trust() -> dict[str, bool]:
-    """Return the argument of transformers and vLLM that says so; without it transformers asks a terminal."""
+    """Return the `trust_remote_code` argument of transformers and vLLM.
+
+    Without the argument, transformers asks on the terminal.
+    """
     return dict(_trust)
 
 
 def apply_config(model: Any) -> None:
-    """Have a model compute what its config.json says where transformers would not.
+    """Make a model compute as its config.json says where transformers would not.
 
     - transformers' default attention, torch's `scaled_dot_product_attention`, ignores
-      `attn_logit_softcapping` (Gemma 2): these models write their scores out.
-    - transformers before 5.13 clamps experts of gpt-oss at 7, slope 1.702, whatever the config says,
-      and groups of experts of DeepSeek-V2 lack their number.
+      `attn_logit_softcapping` (Gemma 2): such models use eager attention.
+    - transformers before 5.13 clamps gpt-oss experts at 7 with slope 1.702, regardless of the config, and
+      does not set the number of experts of DeepSeek-V2 groups.
 
-    Log-probabilities would differ from the ones that vLLM, SGLang and Megatron compute.
+    Otherwise log-probabilities would differ from vLLM, SGLang and Megatron.
     """
     config = model.config
     if getattr(config, "attn_logit_softcapping", None):

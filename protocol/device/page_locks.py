@@ -1,7 +1,7 @@
-"""Locks pages of host memory, so that a GPU reads them itself, at the speed of its bus.
+"""Locks pages of host memory, which a GPU then reads directly at bus speed.
 
-Other memory is copied to buffers first, page by page. Locking takes the driver a while, as does unlocking,
-so both are done while an engine generates.
+The driver copies unlocked memory through buffers, page by page. Locking and unlocking are slow, so both run
+while an engine generates.
 """
 
 import logging
@@ -16,12 +16,12 @@ log = logging.getLogger("tether.device")
 
 
 class LockCalls(NamedTuple):
-    """Calls that lock and unlock memory, and return an error's number, or 0."""
+    """Functions that lock and unlock memory; they return an error number, or 0."""
 
     lock: Callable[[int, int], int]
     """Takes an address and a number of bytes."""
     unlock: Callable[[int], int]
-    """Takes an address that was locked."""
+    """Takes a locked address."""
 
 
 CUDA = LockCalls(
@@ -31,30 +31,29 @@ CUDA = LockCalls(
 
 
 class PageLocks:
-    """Storages of the host whose pages are locked, each once."""
+    """Host storages with locked pages, each locked once."""
 
     def __init__(self, device: torch.device, calls: LockCalls | None = None) -> None:
-        """Begin without a lock.
+        """Create an empty set of locks.
 
         Args:
-            device: what reads the pages.
-            calls: CUDA's if not given; on a device without CUDA `lock` refuses all memory then.
+            calls: default: CUDA's functions. Without CUDA, `lock` then refuses all memory.
         """
         self._device = device
         self._calls = calls or (CUDA if device.type == "cuda" else None)
         self._locked: dict[int, torch.UntypedStorage] = {}
-        """By address."""
+        """Address -> storage."""
         self._unlocking: threading.Thread | None = None
         self.nbytes = 0
-        """Bytes that are locked."""
+        """Number of locked bytes."""
 
     @property
     def usable(self) -> bool:
-        """Whether there are calls to lock pages by."""
+        """Whether pages can be locked on the device."""
         return self._calls is not None
 
     def lock(self, tensor: torch.Tensor) -> bool:
-        """Lock the storage of a tensor, unless it is; return whether it is locked now."""
+        """Lock the storage of a tensor if it is not locked; return whether the storage is locked."""
         storage = tensor.untyped_storage()
         if self._calls is None or not storage.nbytes() or self.holds(tensor):
             return self._calls is not None
@@ -62,33 +61,33 @@ class PageLocks:
             if error := _error_of(self._calls.lock, storage.data_ptr(), storage.nbytes()):
                 log.warning("device.pages_not_locked error=%s locked_mib=%d", error, self.nbytes >> 20)
                 with suppress(RuntimeError):
-                    torch.ones(1, device=self._device)  # reports it now, else the next kernel would
+                    torch.ones(1, device=self._device)  # raises the pending error now, not in a later kernel
                 return False
         self._locked[storage.data_ptr()] = storage
         self.nbytes += storage.nbytes()
         return True
 
     def holds(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor lies in locked pages."""
+        """Return whether the storage of a tensor is locked."""
         return tensor.untyped_storage().data_ptr() in self._locked
 
     def unlock(self) -> None:
-        """Unlock all pages in a thread, and release them there; the device must not read them any more."""
+        """Unlock and release all pages in a thread; the device must no longer read them."""
         locked, self._locked, self.nbytes = self._locked, {}, 0
         if locked:
             self._unlocking = threading.Thread(
                 target=self._unlock, args=(locked, self._unlocking), name="tether-unlock"
-            )  # no daemon: calls of CUDA would go on while the interpreter ends
+            )  # no daemon thread: CUDA calls would continue while the interpreter exits
             self._unlocking.start()
 
     def wait(self, seconds: float) -> bool:
-        """Wait until what `unlock` began has ended; return whether it has."""
+        """Wait up to `seconds` for the thread of `unlock`; return whether the thread has ended."""
         if self._unlocking is not None:
             self._unlocking.join(seconds)
         return self._unlocking is None or not self._unlocking.is_alive()
 
     def _context(self) -> AbstractContextManager[object]:
-        """Return a block in which CUDA's calls are about the device; threads begin with another."""
+        """Return a context with the device as current CUDA device; new threads start on device 0."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
     def _unlock(self, locked: dict[int, torch.UntypedStorage], before: threading.Thread | None) -> None:
@@ -107,5 +106,5 @@ def _error_of(call: Callable[..., int], *arguments: int) -> object:
     """Return the error of a call, or 0."""
     try:
         return call(*arguments)
-    except RuntimeError as error:  # of a torch that checks the number
+    except RuntimeError as error:  # versions of torch that check the error number raise
         return error

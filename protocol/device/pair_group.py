@@ -1,8 +1,8 @@
 """Creates the process group of a weight transfer, with two ranks: the sender and one receiver.
 
-They find each other over the connection that they have already. torch's own stores serve whoever connects to
-them. This one is in the memory of both ends: an entry that one end sets goes to the other as a line of that
-connection, whose other end is already authenticated.
+The ranks meet over the existing connection between them, whose ends are authenticated. torch's own stores
+serve any client that connects. This store lives in the memory of both ends: an entry that one end sets goes
+to the other end as a line of the connection.
 
     both   {"key": k, "value": hexadecimal}   an entry that this end has set
     both   {"joined": true}                   this end has its group, and sets no more entries
@@ -27,7 +27,7 @@ from protocol.host.child_environment import with_variables
 from protocol.weights.buckets import ALONE_BYTES, ALONE_ON_GPU_BYTES
 
 BACKENDS = ("gloo", "nccl")
-"""Backends of such a group: gloo on CPUs, nccl on GPUs."""
+"""Backends of a pair group: gloo on CPUs, nccl on GPUs."""
 SENDER, RECEIVER = 0, 1
 """Ranks."""
 ALONE = {"gloo": ALONE_BYTES, "nccl": ALONE_ON_GPU_BYTES}
@@ -36,7 +36,7 @@ NO_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error of the group does not end the process
     "TORCH_NCCL_ENABLE_MONITORING": "0",  # nor does a watchdog thread that is delayed
 }
-"""Environment in which a group without a watchdog is created."""
+"""Environment variables for creating a group without a watchdog."""
 
 _lock = threading.Lock()
 
@@ -44,16 +44,16 @@ _lock = threading.Lock()
 def make_pair(
     store: Any, rank: int, device: torch.device, seconds: float, created: Callable[[Any], None]
 ) -> Any:
-    """Return a group on gloo or NCCL whose ranks are connected: rank 0 has broadcast a byte.
+    """Return a gloo or NCCL group of two connected ranks; rank 0 has broadcast a byte.
 
-    On a GPU it blocks without limit if the peer hangs, so it is called through `init_with_deadline`.
+    On a GPU the call blocks forever if the peer hangs, so callers use `init_with_deadline`.
 
     Args:
-        store: the store by which the ranks find each other.
+        store: store by which the ranks find each other.
         rank: `SENDER` or `RECEIVER`.
         device: the CPU, for gloo, or a GPU, for NCCL.
-        seconds: timeout of gloo's operations.
-        created: called with the group before anything blocks on it.
+        seconds: timeout of gloo operations.
+        created: called with the group before any operation can block on it.
     """
     group: Any
     if device.type == "cpu":
@@ -62,10 +62,10 @@ def make_pair(
         group.broadcast([torch.zeros(1, dtype=torch.uint8)]).wait()
         return group
     torch.cuda.set_device(device)
-    with _lock, with_variables(NO_WATCHDOG):  # the group's users bound every wait; others keep a watchdog
+    with _lock, with_variables(NO_WATCHDOG):  # callers bound every wait; other groups keep their watchdog
         group = dist.ProcessGroupNCCL(store, rank, 2, dist.ProcessGroupNCCL.Options())
     created(group)
-    stream = torch.cuda.Stream(device)  # not the stream that trains
+    stream = torch.cuda.Stream(device)  # separate from the training stream
     with torch.cuda.stream(stream):  # NCCL creates the communicator in the first collective
         group.broadcast([torch.zeros(1, dtype=torch.uint8, device=device)]).wait()
         stream.synchronize()
@@ -73,37 +73,35 @@ def make_pair(
 
 
 def abort(group: Any) -> None:
-    """Abort a group, which ends the collectives that block in it."""
+    """Abort a group, which ends collectives that block in it."""
     with suppress(RuntimeError, AttributeError):
         group.abort()
 
 
 MAX_ENTRIES = 256
-"""Entries of the other end; a group of two sets a handful."""
+"""Maximum entries of the other end; a group of two sets a few."""
 
 
 class Line(Protocol):
-    """A connection that carries JSON objects."""
+    """Connection that carries JSON objects."""
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send one. Raises OSError, ValueError or WeightError."""
+        """Send a JSON object. Raises OSError, ValueError or WeightError."""
 
     def receive(self) -> dict[str, Any] | None:
-        """Return the next one that has begun to arrive; None if there is none.
+        """Return the next JSON object that has begun to arrive; None: none has begun to arrive.
 
         Raises:
-            OSError, ValueError, WeightError: either end has disconnected, or the other sent something else.
+            OSError, ValueError, WeightError: either end has disconnected, or the other end sent something
+                else.
         """
 
 
 def join_pair(line: Line, rank: int, device: torch.device, seconds: float) -> Any:
-    """Return a group, see `make_pair`, whose other rank is at the other end of `line`.
+    """Return the group of `make_pair` with the process at the other end of `line`.
 
     Args:
-        line: must not be used elsewhere meanwhile.
-        rank: `SENDER` or `RECEIVER`.
-        device: the CPU, for gloo, or a GPU, for NCCL.
-        seconds: the deadline.
+        line: connection that must not be used elsewhere during the call.
 
     Raises:
         TimeoutError, PoisonedError: as `init_with_deadline`.
@@ -115,7 +113,7 @@ def join_pair(line: Line, rank: int, device: torch.device, seconds: float) -> An
 
     def disconnected() -> bool:
         exchange.step()
-        return False  # it raises
+        return False  # a lost connection raises
 
     make = partial(make_pair, store, rank, device, seconds)
     group = None
@@ -133,12 +131,12 @@ def join_pair(line: Line, rank: int, device: torch.device, seconds: float) -> An
         if group is not None:
             abort(group)
         raise
-    weakref.finalize(group, store.fail)  # torch keeps the store, but not what makes it answer
+    weakref.finalize(group, store.fail)  # torch keeps the store alive, but not the exchange that serves it
     return group
 
 
 class _PairStore(Store):
-    """Store of a group of two.
+    """Store of a group of two ranks.
 
     The thread that creates the group waits for entries; another thread adds them.
     """
@@ -146,7 +144,7 @@ class _PairStore(Store):
     def __init__(self) -> None:
         super().__init__()
         self.unsent: deque[tuple[str, bytes]] = deque()
-        """Entries that this end has set and the other does not know yet."""
+        """Entries that this end has set and not yet sent to the other end."""
         self._entries: dict[str, bytes] = {}
         self._changed = threading.Condition()
         self._failed = False
@@ -163,37 +161,37 @@ class _PairStore(Store):
         return all(key in self._entries for key in keys)
 
     def wait(self, keys: Sequence[str], _timeout: timedelta | None = None) -> None:
-        """Wait until the other end has set these, or the group is given up."""
+        """Wait until the other end has set these keys; raise ConnectionError after `fail`."""
         with self._changed:
             self._changed.wait_for(lambda: self._failed or self.check(keys))
         if not self.check(keys):
             raise ConnectionError("the process group was given up")
 
     def add_entry(self, key: str, value: bytes) -> None:
-        """Add what either end has set."""
+        """Add an entry that either end has set."""
         with self._changed:
             self._entries[key] = bytes(value)
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """End the thread that waits."""
+        """Make the waiting thread raise ConnectionError."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
 
 class _Exchange:
-    """Carries entries from either end to the other."""
+    """Exchange of store entries between both ends."""
 
     def __init__(self, line: Line, store: _PairStore) -> None:
         self.joined = False
-        """The other end has its group."""
+        """Whether the other end has its group."""
         self._line = line
         self._store = store
         self._taken = 0
 
     def step(self) -> None:
-        """Send the entries that this end has set, and receive the other end's."""
+        """Send the entries that this end has set, and receive entries of the other end."""
         while self._store.unsent:
             key, value = self._store.unsent.popleft()
             self._line.send({"key": key, "value": value.hex()})

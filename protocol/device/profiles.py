@@ -1,6 +1,7 @@
-"""Traces of torch.profiler: of a block, or of steps that are counted one by one; each rank writes its own.
+"""Traces a block, or a number of steps, with torch.profiler; each rank writes its own trace.
 
-A trace is FILE.rank_00000.json.gz, which opens in ui.perfetto.dev. It is written aside and renamed.
+A trace is FILE.rank_00000.json.gz, which opens in ui.perfetto.dev. It is written to a temporary file and
+renamed.
 """
 
 import logging
@@ -18,14 +19,13 @@ log = logging.getLogger("tether.profiles")
 
 @contextmanager
 def profiled(file: str, rank: int) -> Iterator[None]:
-    """Profile a block, and write this rank's trace; without a file there is no profile.
+    """Profile a block and write this rank's trace; an empty `file` disables the profile.
 
     Args:
-        file: path without the ending, which names rank and format.
-        rank: this process's.
+        file: path without the suffix, which contains rank and format.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the trace cannot be written.
     """
     if not file:
         yield
@@ -36,23 +36,22 @@ def profiled(file: str, rank: int) -> Iterator[None]:
 
 
 class StepProfile:
-    """Profile of the next steps of a loop; all methods are called by the thread that makes the steps."""
+    """Profile of the next steps of a loop; only the thread that runs the steps calls the methods."""
 
     def __init__(self) -> None:
-        """Make no profile."""
+        """Create the object without a profile."""
         self._profile: profile | None = None
         self._file, self._rank, self._left = "", 0, 0
 
     def begin_or_end(self, file: str, rank: int, steps: int) -> None:
-        """Write the profile that is on, if one is, and watch the next `steps` steps, if they are not 0.
+        """Write the running profile, if any, and profile the next `steps` steps unless `steps` is 0.
 
         Args:
-            file: as in `profiled`.
-            rank: as in `profiled`.
-            steps: most steps that are watched.
+            file, rank: as in `profiled`.
+            steps: maximum number of steps to profile.
 
         Raises:
-            OSError: the profile that was on cannot be written; it is over nevertheless, and none begins.
+            OSError: the running profile cannot be written; it ends nevertheless, and no new profile begins.
         """
         self.end()
         if not steps:
@@ -62,16 +61,16 @@ class StepProfile:
         self._profile.start()
 
     def step_begins(self) -> None:
-        """Count a step; the one after the last that is watched ends the profile, as `step_ended` does."""
+        """Count a step; the first step after the last profiled one ends the profile, as in `step_ended`."""
         if self._left:
             self._left -= 1
         else:
             self._end_logged()
 
     def step_ended(self) -> None:
-        """Count a step; the last one that is watched ends the profile.
+        """Count a step; the last profiled step ends the profile.
 
-        A trace that cannot be written is logged, and no reason to end the loop.
+        A failure to write the trace is logged and does not end the loop.
         """
         self._left -= 1
         if self._left <= 0:
@@ -84,10 +83,10 @@ class StepProfile:
             log.error("profile.not_written file=%s error=%r", self._file, error)
 
     def end(self) -> None:
-        """Write the profile that is on, if one is.
+        """Write the running profile, if any.
 
         Raises:
-            OSError: it cannot be written; it is over nevertheless.
+            OSError: the trace cannot be written; the profile ends nevertheless.
         """
         result, self._profile = self._profile, None
         if result is not None:

@@ -1,10 +1,10 @@
-"""Shares tensors of one process with others on its host, which map them (transport `shared`).
+"""Shares tensors of a process with other processes on its host, which map them (transport `shared`).
 
     FILE.msgpack    a `Description`: the owner, its memories, and the tensors in them
 
-Host memory is an anonymous file (memfd), found through the owner's open descriptor: it disappears when the
-owner ends, even by a crash, and a process that has mapped it keeps it. GPU memory is shared by CUDA IPC
-handles. Owner and readers must be in the same pid namespace.
+Host memory is an anonymous file (memfd), opened through the owner's open descriptor. The file disappears when
+the owner ends, even by a crash; a process that has mapped it keeps the memory. GPU memory is shared by CUDA
+IPC handles. Owner and readers must be in the same pid namespace.
 """
 
 import fcntl
@@ -28,7 +28,7 @@ Sections = Mapping[str, Mapping[str, torch.Tensor]]
 
 
 class ProcessIdentity(msgspec.Struct, frozen=True):
-    """A process, distinguished from later ones with the same pid."""
+    """Identity of a process, which differs from later processes with the same pid."""
 
     pid: int
     started: int
@@ -36,11 +36,11 @@ class ProcessIdentity(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, pid: int) -> "ProcessIdentity":
-        """Return the identity of a running process. Raises OSError if there is none with this pid."""
+        """Return the identity of a running process. Raises OSError if no process has this pid."""
         return cls(pid, int(_stat(pid)[19]))
 
     def is_alive(self) -> bool:
-        """Return whether the process runs; a zombie, which has no memory any more, does not."""
+        """Return whether the process runs; a zombie has no memory and counts as dead."""
         try:
             found = _stat(self.pid)
         except (FileNotFoundError, ProcessLookupError):
@@ -52,9 +52,9 @@ class HostMemory(msgspec.Struct, frozen=True, tag="host"):
     """Anonymous file in host memory."""
 
     descriptor: int
-    """The owner's descriptor of the file."""
+    """File descriptor in the owner."""
     inode: int
-    """Inode of the file, by which a reader recognizes that the descriptor has been reused."""
+    """Inode of the file, by which a reader detects that the descriptor was reused."""
     nbytes: int
 
 
@@ -85,7 +85,7 @@ class View(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Description(msgspec.Struct, frozen=True):
-    """Content of the file."""
+    """Content of the description file."""
 
     owner: ProcessIdentity
     memories: tuple[HostMemory | DeviceMemory, ...]
@@ -96,15 +96,15 @@ class Description(msgspec.Struct, frozen=True):
 class SharedTensors:
     """Tensors of this process that other processes can map.
 
-    Host tensors are copied to shareable memory; GPU tensors are shared where they lie. `tensors` holds them
-    in the order in which they were passed.
+    Host tensors are copied to shareable memory; GPU tensors are shared in place. `tensors` holds them in the
+    order of the constructor's argument.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Copy the host tensors; tensors that share memory (tied ones) share it afterwards, too.
+        """Copy the host tensors to shareable memory; tied tensors share their copy.
 
         Raises:
-            WeightError: there is not enough memory for the copies.
+            WeightError: the memory does not suffice for the copies.
         """
         held: dict[tuple[object, ...], int] = {}
         sizes: list[int] = []
@@ -123,26 +123,26 @@ class SharedTensors:
         """Write the description file, for this user only, and remove dead processes' files next to it.
 
         Args:
-            path: the file.
-            sections: the tensors to describe; each is one of `tensors` or a view of one.
+            path: path of the description file.
+            sections: tensors to describe, each an element of `tensors` or a view of one.
 
         Raises:
             WeightError: the file cannot be written, or GPU memory cannot be shared.
         """
         try:
             if any(not tensor.is_cuda for tensor in self.tensors):
-                open_to_own_user()  # others map the file by /proc
+                open_to_own_user()  # other processes map the file through /proc
             description = self._described(sections)
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             _remove_dead(path.parent)
-            aside = path.with_suffix(f".{os.getpid()}.tmp")  # by its pid `_remove_dead` knows whose it is
+            aside = path.with_suffix(f".{os.getpid()}.tmp")  # `_remove_dead` reads this pid
             data = msgspec.msgpack.encode(description)
             write_atomically(path, data, mode=0o600, durable=False, aside=aside)
         except (OSError, RuntimeError) as error:
             raise WeightError(f"{path}: {error}") from error
 
     def close(self) -> None:
-        """Stop sharing the host tensors; mappings that exist, and `tensors`, stay valid. Idempotent."""
+        """Stop sharing the host tensors; existing mappings and `tensors` stay valid. Idempotent."""
         if self._file >= 0:
             os.close(self._file)
             self._file = -1
@@ -160,7 +160,7 @@ class SharedTensors:
 
     def _copied(self, tensor: torch.Tensor, start: int) -> torch.Tensor:
         target = torch.empty(0, dtype=tensor.dtype)
-        if tensor.numel():  # with a storage of its own
+        if tensor.numel():  # an empty tensor has a separate storage
             target = torch.frombuffer(
                 self._memory, dtype=tensor.dtype, offset=start, count=_extent(tensor) // tensor.element_size()
             )
@@ -190,12 +190,12 @@ class SharedTensors:
 
 
 def map_tensors(path: Path) -> dict[str, dict[str, torch.Tensor]]:
-    """Map the tensors that a file describes: section -> name -> tensor, in the memory of their owner.
+    """Map the tensors that a file describes: section -> name -> tensor, in the owner's memory.
 
-    The owner's writes are seen. Writes to host tensors are private to this process.
+    The owner's writes are visible. Writes to host tensors stay private to this process.
 
     Raises:
-        WeightError: the file is missing or not a description, or its owner has ended.
+        WeightError: the file is missing or malformed, or its owner has ended.
     """
     try:
         description = _read(path)
@@ -217,7 +217,7 @@ def owner_of(path: Path) -> ProcessIdentity:
     """Return the process whose tensors a file describes.
 
     Raises:
-        WeightError: the file is missing or not a description.
+        WeightError: the file is missing or malformed.
     """
     try:
         return _read(path).owner
@@ -235,17 +235,17 @@ def _read(path: Path) -> Description:
 
 
 def map_host(pid: int, memory: HostMemory) -> torch.UntypedStorage:
-    """Map an anonymous file of another process; writes to it are private to this one.
+    """Map an anonymous file of another process; this process's writes stay private.
 
     Raises:
-        OSError: it cannot be opened, or the owner has closed it.
+        OSError: the file cannot be opened, or its owner has closed it.
     """
     descriptor = os.open(f"/proc/{pid}/fd/{memory.descriptor}", os.O_RDONLY)
     try:
         found = os.fstat(descriptor)
         if (found.st_ino, found.st_size) != (memory.inode, memory.nbytes):
             raise FileNotFoundError("the owner has reused the descriptor for another file")
-        # A private mapping: the owner's writes are seen until this process writes.
+        # A private mapping shows the owner's writes until this process writes to the page.
         storage: torch.UntypedStorage = torch.UntypedStorage.from_file(
             f"/proc/self/fd/{descriptor}", False, memory.nbytes
         )  # type: ignore[assignment]
@@ -284,10 +284,10 @@ def _on(storages: Sequence[torch.UntypedStorage], view: View) -> torch.Tensor:
 def reserved(file: int, nbytes: int) -> mmap.mmap:
     """Allocate and map all pages of an anonymous file.
 
-    Touching a page that cannot be allocated later would raise SIGBUS.
+    Without the allocation, touching a page for which there is no memory would raise SIGBUS.
 
     Raises:
-        WeightError: there is not so much memory; the file is closed.
+        WeightError: the memory does not suffice; the file is closed.
     """
     try:
         os.posix_fallocate(file, 0, nbytes)
@@ -308,20 +308,20 @@ def _identity(tensor: torch.Tensor) -> tuple[object, ...]:
 
 
 def _extent(tensor: torch.Tensor) -> int:
-    """Return the bytes from the tensor's first element to the end of its last."""
+    """Return the bytes from the tensor's first element to the end of its last element."""
     steps = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return (1 + steps) * tensor.element_size() if tensor.numel() else 0
 
 
 def _stat(pid: int) -> list[str]:
-    """Return the fields of /proc/PID/stat from the state on."""
+    """Return the fields of /proc/PID/stat, starting with the state."""
     return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
 
 
 def _remove_dead(directory: Path) -> None:
     for path in directory.iterdir():
         with suppress(OSError, ValueError, LookupError):
-            if path.suffix == ".tmp":  # being written, or left by a process that died meanwhile
+            if path.suffix == ".tmp":  # in progress, or left by a process that died while writing
                 alive = Path(f"/proc/{int(path.suffixes[-2][1:])}").exists()
             else:
                 alive = _read(path).owner.is_alive()

@@ -1,6 +1,6 @@
-"""Digests tensors, or slices at their place in one, on any device; sums of disjoint slices add up.
+"""Digests tensors, or slices of tensors, on any device; the sums of disjoint slices add up.
 
-Tensors in host memory are digested at once, those on a GPU by kernels on the current stream, so that the host
+Host tensors are digested immediately. GPU tensors are digested by kernels on the current stream, so the host
 waits only once.
 """
 
@@ -18,41 +18,39 @@ from protocol.weights.strips import WORD_BYTES, Strip, strips_of
 
 ROW_BYTES = WORD_BYTES * ROW
 BLOCK_BYTES = {"cpu": 2 << 20, "cuda": 64 << 20}
-"""Bytes of the tensor that are laid out at a time, with zeros where the slice is not."""
+"""Device type -> bytes of the tensor that are laid out at a time, with zeros outside the slice."""
 ROWS = 512
-"""Rows digested at a time without a kernel of ours: 32 MiB of words and 64 MiB of products."""
+"""Rows per batch when digesting without Triton: 32 MiB of words and 64 MiB of products."""
 BATCH_BYTES = 256 << 20
-"""Bytes of GPU slices digested by one kernel: each launch takes Python's time, which an engine's steps
-need."""
+"""Bytes of GPU slices per kernel. Each launch costs Python time, which delays the engine's steps."""
 BATCH_TENSORS = 1024
-"""Slices digested by one kernel, at most; a grid has at most 65,535 programs in that dimension."""
+"""Maximum number of slices per kernel; a grid has at most 65,535 programs in this dimension."""
 
 Words = tuple[int, int, torch.Tensor]
-"""(row, column of the first one, int32 [r, k]) of words of a tensor."""
+"""(row, column of the first word, int32 [r, k] words of a tensor)."""
 
 
 class SliceSums:
-    """Array that adds up the sums h of many slices, each at its place, and copies slices in the same pass.
+    """Sums h of many slices, accumulated in one array; optionally copies the slices in the same pass.
 
-    Slices on a GPU are added by few kernels, on the stream that is current at each call, which must always be
-    the same: launching one for each slice takes Python's time, which an engine's steps need.
+    GPU slices are batched into few kernels, because each launch costs Python time that delays the engine's
+    steps. Kernels run on the current stream, which must be the same at every call.
     """
 
     def __init__(self, rows: int, device: torch.device) -> None:
-        """Begin with `rows` sums of zero on the device of the slices."""
+        """Create `rows` sums of zero on the device of the slices."""
         self.total = torch.zeros(rows, dtype=torch.int64, device=device)
         """int64 [rows], complete after `launch`."""
         self._strips: tuple[list[tuple[int, ...]], list[tuple[int, ...]]] = ([], [])
-        """Strips of slices for which no kernel is queued yet, as `triton_digests.add_strips` takes them: of
-        those that are digested alone, and of those that are copied, too."""
+        """Arguments of `triton_digests.add_strips` for strips without a queued kernel: strips to digest only,
+        and strips to digest and copy."""
         self._slices: list[torch.Tensor] = []
-        """These slices, so that their memory stays."""
+        """Slices of `_strips`; the references keep their memory alive."""
         self._bytes = 0
-        """Bytes of these slices."""
 
     @property
     def is_launched(self) -> bool:
-        """Whether the work of all slices that were added is queued."""
+        """Whether kernels are queued for all added slices."""
         return not self._slices
 
     def add(
@@ -63,15 +61,15 @@ class SliceSums:
         first: int,
         copy: torch.Tensor | None = None,
     ) -> None:
-        """Add a slice; work that overwrites it must not be queued before `launch`.
+        """Add a slice; the slice must not be overwritten by work queued before `launch`.
 
         Args:
-            tensor: the elements of `box`, in its shape, dense or not.
-            shape: the whole tensor's shape.
-            box: the slice's place in it.
-            first: index of the sum of the tensor's first row; below 0 if there are sums of later rows only.
-            copy: dense memory of the slice's shape that the slice is copied to, complete after `launch`; its
-                elements are digested if they differ from the slice's in dtype.
+            tensor: elements of `box`, in its shape, contiguous or not.
+            box: position of the slice in the whole tensor.
+            first: index of the sum of the whole tensor's first row; negative if the array lacks the sums of
+                earlier rows.
+            copy: contiguous destination in the shape of the slice, complete after `launch`. If its dtype
+                differs from the slice's, the copy is digested instead of the slice.
         """
         strips = _strips_of(tensor, shape, box)
         if copy is not None and (strips is None or not _takes_words(copy, tensor)):
@@ -94,7 +92,7 @@ class SliceSums:
             self.launch()
 
     def launch(self) -> None:
-        """Queue the kernels of the slices that were added since the last call."""
+        """Queue the kernels for all slices added since the last call."""
         if self._slices:
             from protocol.device import triton_digests
 
@@ -102,7 +100,7 @@ class SliceSums:
                 if strips:
                     inner = inner_on(self.total.device)
                     triton_digests.add_strips(strips, inner, self.total, is_copied=is_copied)
-        # Only now: the kernel's table would otherwise be written into the memory of a slice.
+        # Release the slices last: otherwise the kernel's table could reuse their memory.
         self._strips, self._slices, self._bytes = ([], []), [], 0
 
 
@@ -114,25 +112,25 @@ def inner_on(device: torch.device) -> torch.Tensor:
 
 @cache
 def has_kernels(device: torch.device) -> bool:
-    """Return whether there is Triton here, for this device."""
+    """Return whether Triton is installed and supports the device."""
     return device.type == "cuda" and importlib.util.find_spec("triton") is not None
 
 
 def _strips_of(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> tuple[Strip, ...] | None:
-    """Return the strips of a slice that a kernel can read; None if it has to be laid out."""
+    """Return the strips of a slice that a kernel can read; None if the slice must be laid out first."""
     if not has_kernels(tensor.device) or tensor.data_ptr() % WORD_BYTES:
         return None
     return strips_of(tuple(shape), box, tensor.stride(), tensor.element_size())
 
 
 def _takes_words(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
-    """Return whether a kernel can copy a slice there word by word."""
+    """Return whether a kernel can copy a slice to `copy` word by word."""
     alike = (copy.device, copy.dtype) == (tensor.device, tensor.dtype)
     return alike and copy.is_contiguous() and copy.data_ptr() % WORD_BYTES == 0
 
 
 def _rows(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> Iterator[Words]:
-    """Yield words of the tensor which add up to the slice."""
+    """Yield words of the tensor that add up to the slice."""
     if not size_of(box):
         return
     itemsize = tensor.element_size()
@@ -156,7 +154,7 @@ def _rows(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> Iterator[Word
 
 
 def _laid_out(part: torch.Tensor, shape: Sequence[int], block: Box) -> Words:
-    """Return the rows that hold a block, with zeros around it."""
+    """Return the rows that contain a block, with zeros outside the block."""
     itemsize = part.element_size()
     start, end = (element * itemsize for element in dense_span(shape, block))
     low, high = row_span(start, end)
@@ -171,7 +169,7 @@ def _laid_out(part: torch.Tensor, shape: Sequence[int], block: Box) -> Words:
 
 
 def _row_sums(words: torch.Tensor, column: int) -> torch.Tensor:
-    """Return the sums of words [r, k] int32 that begin in this column of their rows: int64 [r]."""
+    """Return the sums of words [r, k] int32 that start at `column` of their rows: int64 [r]."""
     end = column + words.shape[1]
     if not words.is_cuda:
         rows = np.asarray(np.from_dlpack(words), np.int32)
@@ -181,33 +179,32 @@ def _row_sums(words: torch.Tensor, column: int) -> torch.Tensor:
 
 
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Bytes per element -> an integer dtype of that size."""
+"""Bytes per element -> integer dtype of that size."""
 
 
 class Digests:
-    """Digests of dense tensors, in the order in which they are added.
+    """Digests of dense tensors, in the order of `add`.
 
-    A tensor on a GPU is referenced until the kernel that reads it is queued. Kernels are queued on the stream
-    that is current at each call, which must always be the same.
+    A GPU tensor is referenced until its kernel is queued. Kernels run on the current stream, which must be
+    the same at every call.
     """
 
     def __init__(self) -> None:
         self._digests: list[int] = []
-        """Digest of each tensor; 0 of one on a GPU until `numbers`."""
+        """Digest of each tensor; 0 for GPU tensors until `numbers`."""
         self._on_gpu: dict[int, int] = {}
-        """Index -> bytes, of the tensors on a GPU."""
+        """Index of a GPU tensor -> size in bytes."""
         self._waiting: list[torch.Tensor] = []
-        """Those for which no kernel is queued yet."""
+        """GPU tensors without a queued kernel, of `_bytes` bytes."""
         self._bytes = 0
-        """Bytes of `_waiting`."""
         self._sums: list[torch.Tensor] = []
-        """Sums of their rows, int64 on the GPU."""
+        """Row sums of the GPU tensors, int64 on the GPU."""
 
     def add(self, tensor: torch.Tensor) -> None:
-        """Add a tensor; work that overwrites it must not be queued before `launch` or `numbers`."""
+        """Add a tensor; the tensor must not be overwritten by work queued before `launch` or `numbers`."""
         dense = tensor.detach().contiguous()
         if not dense.is_cuda:
-            # `Tensor.numpy` would keep memory from being released: an engine that sleeps resizes it
+            # `Tensor.numpy` would pin the storage, which a sleeping engine resizes to release its memory
             self._digests.append(digest(np.from_dlpack(dense.reshape(-1).view(torch.uint8)).data))
             return
         self._on_gpu[len(self._digests)] = dense.nbytes
@@ -228,7 +225,7 @@ class Digests:
         return self._digests
 
     def launch(self) -> None:
-        """Queue the kernels that are not queued yet, on the current stream."""
+        """Queue the kernels of all waiting tensors on the current stream."""
         waiting, self._waiting, self._bytes = self._waiting, [], 0
         if waiting:
             sums = SliceSums(sum(rows_of(tensor.nbytes) for tensor in waiting), waiting[0].device)
@@ -241,7 +238,7 @@ class Digests:
 
 
 def bits_of(tensor: torch.Tensor) -> torch.Tensor:
-    """Return a view of the memory as integers, which compare bit by bit."""
+    """Return a view of a tensor as integers, which compare bit by bit."""
     return tensor.view(INTEGERS[tensor.element_size()])
 
 

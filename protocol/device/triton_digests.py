@@ -1,6 +1,6 @@
-"""Digests many slices by one Triton kernel, and copies them in the same pass; imported on GPUs only.
+"""Digests, and optionally copies, many slices by one Triton kernel; imported on GPUs only.
 
-One pass over the bytes, of whole tensors at the bandwidth of the memory.
+The kernel reads the bytes once, whole tensors at memory bandwidth.
 """
 
 from collections.abc import Sequence
@@ -14,9 +14,9 @@ from protocol.weights.digests import ROW
 from protocol.weights.strips import WORD_BYTES
 
 BLOCK = 2048
-"""Words per iteration of a program."""
+"""Words per loop iteration of a program."""
 VECTOR_BYTES = 16
-"""Bytes that a thread loads at once if all slices are aligned to them."""
+"""Bytes per vectorized load, used if all slices are aligned to this size."""
 
 
 @triton.jit
@@ -70,11 +70,12 @@ def add_strips(
     """Add the sums h of slices to the sums of their rows.
 
     Args:
-        strips: of each (address of its first word, start, runs, width, pitch, source_pitch, index of the sum
-            of its first row, rows, address of its copy), see `protocol.weights.strips.Strip`.
+        strips: one tuple per strip: (address of the first word, start, runs, width, pitch, source_pitch,
+            index of the sum of the first row, rows, address of the copy); see
+            `protocol.weights.strips.Strip`.
         inner: [ROW] int64 on the GPU of the slices.
-        sums: int64 on that GPU.
-        is_copied: the strips are copied, too, the runs of each one after the other.
+        sums: int64 on the same GPU.
+        is_copied: whether the kernel also copies the strips, with their runs concatenated.
     """
     table = torch.from_numpy(np.array(strips, np.int64)).to(sums.device, non_blocking=True)
     rows = max(strip[7] for strip in strips)

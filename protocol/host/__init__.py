@@ -1,1 +1,1 @@
-"""Handles files, locks, descriptors and process trees; may import the standard library and psutil."""
+"""Handles files, locks, descriptors and process trees; imports only the standard library and psutil."""

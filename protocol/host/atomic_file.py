@@ -1,4 +1,4 @@
-"""Writes files and directories aside and renames them: no half-written one is seen, even after a crash."""
+"""Writes files and directories under a temporary name and renames them, so readers see no partial ones."""
 
 import os
 import shutil
@@ -11,16 +11,16 @@ from pathlib import Path
 def written_aside(
     path: Path, *, mode: int = 0o644, durable: bool = True, aside: Path | None = None
 ) -> Iterator[Path]:
-    """Yield a temporary path next to `path` to write a file to; it replaces `path` when the block ends.
+    """Yield a temporary path next to `path`; the file written there replaces `path` when the block ends.
 
     Args:
-        path: the file to write; an existing one is replaced in one step.
-        mode: permission bits of the new file, set before anything is written to it.
-        durable: also sync the bytes and the directory entry to the disk, so that no crash loses them.
-        aside: the temporary path, on the same file system; by default `path` with the suffix ".tmp" added.
+        path: the file to write; an existing file is replaced atomically.
+        mode: permission bits of the new file, set before the first write.
+        durable: also sync the bytes and the directory entry to disk, so they survive a crash.
+        aside: temporary path on the same file system; default: `path` with the suffix ".tmp".
 
     Raises:
-        OSError: the file cannot be written; `path` is unchanged, as it is if the block raises.
+        OSError: the file cannot be written. `path` stays unchanged, also if the block raises.
     """
     aside = aside or path.with_name(f"{path.name}.tmp")
     try:
@@ -40,24 +40,23 @@ def written_aside(
 def write_atomically(
     path: Path, data: bytes, *, mode: int = 0o644, durable: bool = True, aside: Path | None = None
 ) -> None:
-    """Replace the contents of a file in one step; arguments and errors are as in `written_aside`."""
+    """Replace the contents of a file atomically; arguments and errors as in `written_aside`."""
     with written_aside(path, mode=mode, durable=durable, aside=aside) as temporary:
         temporary.write_bytes(data)
 
 
 @contextmanager
 def directory_written_aside(path: Path, *, durable: bool = True, aside: Path | None = None) -> Iterator[Path]:
-    """Yield an empty temporary directory next to `path` to write into; it becomes `path` when the block ends.
+    """Yield an empty temporary directory next to `path`, which becomes `path` when the block ends.
 
-    An existing directory is removed just before the rename, so for a moment there is none.
+    An existing directory is removed just before the rename, so `path` is briefly missing.
 
     Args:
-        path: the directory to write.
-        durable: also sync everything in it and the directory entry to the disk, so that no crash loses them.
-        aside: the temporary directory, on the same file system; by default `path` with ".tmp" added.
+        durable: also sync the contents and the directory entry to disk, so they survive a crash.
+        aside: temporary directory on the same file system; default: `path` with the suffix ".tmp".
 
     Raises:
-        OSError: the directory cannot be written or renamed. If the block raises, `path` is unchanged.
+        OSError: the directory cannot be written or renamed. If the block raises, `path` stays unchanged.
     """
     aside = aside or path.with_name(f"{path.name}.tmp")
     shutil.rmtree(aside, ignore_errors=True)
@@ -76,7 +75,7 @@ def directory_written_aside(path: Path, *, durable: bool = True, aside: Path | N
 
 
 def sync(path: Path) -> None:
-    """Sync a file's bytes, or a directory's entries, to the disk. Raises OSError."""
+    """Sync a file's bytes, or a directory's entries, to disk. Raises OSError."""
     handle = os.open(path, os.O_RDONLY)
     try:
         os.fsync(handle)

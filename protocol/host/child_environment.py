@@ -1,4 +1,4 @@
-"""Makes the environment of a process that imports our packages, and changes this process's for a while."""
+"""Builds environments for processes that import tether, and sets variables temporarily in this process."""
 
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
@@ -7,7 +7,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 ROOT = str(Path(__file__).resolve().parents[2])
-"""Directory that has our packages."""
+"""Directory that contains tether's packages."""
 
 
 def child_environment(
@@ -16,13 +16,13 @@ def child_environment(
     without: Collection[str] = (),
     first: Sequence[str] = (),
 ) -> dict[str, str]:
-    """Return this process's environment without our settings, which may have credentials.
+    """Return this process's environment without TETHER_ variables, which may contain credentials.
 
     Args:
-        variables: over the inherited ones; their PYTHONPATH is searched after our packages, and before the
-            inherited one.
-        without: names of further variables that are not inherited.
-        first: directories that are searched before our packages.
+        variables: override inherited variables. Their PYTHONPATH is searched after tether's packages and
+            before the inherited PYTHONPATH.
+        without: names of further variables to remove.
+        first: directories to search before tether's packages.
     """
     kept = {
         name: value
@@ -35,7 +35,7 @@ def child_environment(
 
 @contextmanager
 def with_variables(variables: Mapping[str, str]) -> Iterator[None]:
-    """Have environment variables within the block, in this process and in those that it starts there."""
+    """Set environment variables within the block, for this process and processes started there."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

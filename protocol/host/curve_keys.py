@@ -1,12 +1,12 @@
-"""Reads the bus's CURVE keys, which also prove who may fetch weights.
+"""Reads the bus's CURVE keys, which also authorize fetching weights.
 
-A directory DIR holds the keys of one machine; public keys end in .key, secret ones in .key_secret:
+A directory DIR holds the keys of one machine. Public keys end in .key, secret keys in .key_secret:
 
-- DIR/server.key, DIR/server.key_secret: pair of every socket that binds. The secret is needed where sockets
-  bind, the public key where sockets connect.
-- DIR/client.key, DIR/client.key_secret: pair of this machine's connecting sockets; needed where they are.
-- DIR/authorized/*.key: public keys that may connect; needed where sockets bind, and read again when an
-  unknown key appears.
+- DIR/server.key, DIR/server.key_secret: key pair of every socket that binds. Machines with binding sockets
+  need the secret key; machines with connecting sockets need the public key.
+- DIR/client.key, DIR/client.key_secret: key pair of this machine's connecting sockets.
+- DIR/authorized/*.key: public keys that may connect. Machines with binding sockets need this directory; it is
+  read again when an unknown key appears.
 """
 
 import logging
@@ -25,10 +25,10 @@ KEY_BYTES = 32
 
 
 def load_pair(directory: str | Path, name: str) -> tuple[bytes, bytes]:
-    """Return public and secret key of the pair `name` ("server" or "client"), as Z85 text.
+    """Return the public and secret key of the pair `name` ("server" or "client"), as Z85 text.
 
     Raises:
-        SettingsError: if the file is missing, holds no secret key, or can be read by others than its owner.
+        SettingsError: the file is missing, holds no secret key, or is readable by other users.
     """
     path = Path(directory) / f"{name}.key_secret"
     public, secret = _load(path, directory)
@@ -47,7 +47,7 @@ def load_public(directory: str | Path) -> bytes:
     """Return the server's public key, as Z85 text.
 
     Raises:
-        SettingsError: if the file is missing or holds no key.
+        SettingsError: the file is missing or holds no key.
     """
     return _load(Path(directory) / "server.key", directory)[0]
 
@@ -74,11 +74,11 @@ def _load(path: Path, directory: str | Path) -> tuple[bytes, bytes | None]:
 
 
 def _read(path: Path) -> tuple[bytes, bytes | None]:
-    """Return the public and, if there is one, the secret key of a file. Raises OSError or ValueError."""
+    """Return the public key and the secret key (or None) of a file. Raises OSError or ValueError."""
     try:
         public, secret = zmq.auth.load_certificate(path)
         valid = all(len(z85.decode(key)) == KEY_BYTES for key in (public, secret) if key is not None)
-    except (LookupError, struct.error):  # other characters than Z85, or another length
+    except (LookupError, struct.error):  # invalid characters or length for Z85
         valid = False
     if not valid:
         raise ValueError("it holds a key that is not 40 characters of Z85")

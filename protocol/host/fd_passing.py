@@ -1,8 +1,8 @@
-"""Passes a file descriptor to other processes, so that a flock on it is held until all of them have exited.
+"""Passes a file descriptor to other processes, which then share a flock on the file until all have exited.
 
-The processes of an engine are started by libraries that pass no descriptors on. So they request it
-(SCM_RIGHTS) at an abstract Unix socket, named after their owner's pid, which disappears with the owner
-(Linux).
+Libraries that start an engine's processes do not pass descriptors on. The processes therefore request the
+descriptor (SCM_RIGHTS) at an abstract Unix socket (Linux). The socket is named after its owner's pid and
+disappears with the owner.
 """
 
 import os
@@ -18,10 +18,10 @@ CREDENTIALS = struct.Struct("3i")
 
 
 class FdServer:
-    """Passes one descriptor to every process of the same user that asks, from a thread of its own."""
+    """Server thread that passes one descriptor to every requesting process of the same user."""
 
     def __init__(self, handle: int) -> None:
-        """Start to serve descriptor `handle`. Raises OSError if this process serves another one already."""
+        """Start to serve descriptor `handle`. Raises OSError if this process already serves a descriptor."""
         self._handle = handle
         self._closed = threading.Event()
         self._listener = socket.socket(socket.AF_UNIX)
@@ -52,7 +52,7 @@ class FdServer:
 
 
 def receive_fd(owner: int) -> int | None:
-    """Return a descriptor of the file that process `owner` serves, or None if it serves none.
+    """Return the descriptor that process `owner` serves, or None if it does not serve any.
 
     Raises:
         OSError: the owner does not answer.
@@ -72,7 +72,10 @@ def receive_fd(owner: int) -> int | None:
 
 
 def _name(pid: int) -> bytes:
-    """Return the socket's name: with the pid namespace, since containers may share a network but not pids."""
+    """Return the name of the socket.
+
+    The name contains the pid namespace, because containers may share a network but not pids.
+    """
     with suppress(OSError):
         return f"\0tether-heirs-{os.stat('/proc/self/ns/pid').st_ino}-{pid}".encode()
     return f"\0tether-heirs-{pid}".encode()

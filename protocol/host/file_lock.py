@@ -1,4 +1,4 @@
-"""Locks files and directories with flock(2); the kernel releases a lock when its last holder has exited."""
+"""Locks files and directories with flock(2); the kernel releases the lock when its last holder exits."""
 
 import fcntl
 import os
@@ -11,9 +11,9 @@ POLL_S = 0.01
 
 
 def try_lock(handle: int, *, exclusive: bool = True) -> bool:
-    """Lock an open file without waiting; return whether that succeeded.
+    """Try to lock an open file without waiting; return whether the lock was acquired.
 
-    A lock that this opening of the file holds already is converted to the requested kind.
+    A lock that this open file description already holds is converted to the requested kind.
 
     Raises:
         OSError: the file system does not support locks.
@@ -26,7 +26,7 @@ def try_lock(handle: int, *, exclusive: bool = True) -> bool:
 
 
 def unlock(handle: int) -> None:
-    """Release the lock of an open file, for all processes that share this opening of it."""
+    """Release the lock of an open file, for all processes that share the open file description."""
     fcntl.flock(handle, fcntl.LOCK_UN)
 
 
@@ -35,16 +35,15 @@ def locked(path: Path, *, timeout_s: float = 0.0, create: bool = False) -> Itera
     """Hold an exclusive lock on a file or directory within the block.
 
     Args:
-        path: the file or directory to lock.
-        timeout_s: how long to wait for another holder; 0: not at all.
-        create: create an empty file if `path` does not exist.
+        timeout_s: maximum time to wait for another holder, seconds; 0: do not wait.
+        create: whether to create an empty file if `path` does not exist.
 
     Yields:
-        The descriptor that holds the lock; a process that inherits it holds the lock, too.
+        The descriptor that holds the lock; a process that inherits the descriptor shares the lock.
 
     Raises:
-        BlockingIOError: another process held it until the deadline.
-        OSError: it cannot be opened, or the file system does not support locks.
+        BlockingIOError: another process held the lock until the timeout.
+        OSError: the file cannot be opened, or the file system does not support locks.
     """
     handle = os.open(path, (os.O_RDWR | os.O_CREAT) if create else os.O_RDONLY, 0o644)
     try:

@@ -1,23 +1,23 @@
-"""Tells whether a disk is full, from an error or by its free space."""
+"""Detects a full disk, from an error or from its free space."""
 
 import errno
 import shutil
 from pathlib import Path
 
 LEAST_BYTES = 1 << 20
-"""A disk with less free space counts as full."""
+"""A disk with less free space than this, bytes, counts as full."""
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 _TEXTS = ("No space left on device", "disk is full", "Disk quota exceeded")
-"""Texts of writers that raise errors without a code, and of other ranks."""
+"""Messages of errors without an error number, from some writers and from other ranks."""
 
 
 def is_full(run_dir: Path) -> bool:
-    """Return whether the disk of a run directory has no room."""
+    """Return whether the disk of a run directory is full."""
     return shutil.disk_usage(run_dir).free < LEAST_BYTES
 
 
 def is_for_want_of_room(error: BaseException | None) -> bool:
-    """Return whether an error, or what caused it, says that a disk is full."""
+    """Return whether an error or one of its causes reports a full disk."""
     while error is not None:
         if getattr(error, "errno", None) in _CODES or any(text in str(error) for text in _TEXTS):
             return True
@@ -26,5 +26,5 @@ def is_for_want_of_room(error: BaseException | None) -> bool:
 
 
 def describe_full(place: Path | str) -> str:
-    """Return the message that a user reads when the disk of a directory is full."""
+    """Return the message for a user when the disk of a directory is full."""
     return f"the disk of {place} is full"

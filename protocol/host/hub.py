@@ -1,7 +1,7 @@
 """Fetches models and data sets from the Hugging Face hub, each at one commit, and uploads models.
 
-The client is huggingface_hub, which reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE itself. It is
-imported where a name of the hub is used, and nowhere else.
+The client is huggingface_hub, which reads HF_HOME, HF_TOKEN, HF_ENDPOINT and HF_HUB_OFFLINE. It is imported
+only when a hub name is used.
 """
 
 import logging
@@ -19,7 +19,7 @@ from protocol.paths import HUB_NAME
 log = logging.getLogger(__name__)
 
 SILENT_S = 120.0
-"""Seconds for which the hub may say nothing to an upload; its client has no limit of its own."""
+"""Timeout for a silent hub during an upload, seconds; the client has no timeout of its own."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
 
@@ -43,16 +43,16 @@ FILES: Mapping[Kind, Sequence[str]] = {
     ),
     Kind.DATASET: ("*.parquet", "*.json", "*.jsonl", "*.json.gz", "*.jsonl.gz", "*.csv", "README.md"),
 }
-"""Kind -> patterns of the files that are fetched."""
+"""Kind -> patterns of the files to fetch."""
 NOT_FETCHED: Mapping[Kind, Sequence[str]] = {
     Kind.MODEL: ("*/*", "consolidated*.safetensors"),
     Kind.DATASET: (),
 }
-"""Kind -> patterns of files that are left out: other forms of the same weights."""
+"""Kind -> patterns of files to skip: other formats of the same weights."""
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether `text` looks like OWNER/NAME on the hub and names no file in the working directory."""
+    """Return whether `text` looks like OWNER/NAME on the hub and is not a file in the working directory."""
     is_name = re.fullmatch(HUB_NAME, text) and ".." not in text and "--" not in text
     return bool(is_name) and not Path(text).exists()
 
@@ -63,7 +63,7 @@ def is_commit(revision: str) -> bool:
 
 
 def snapshot_dir(kind: Kind, name: str, commit: str) -> Path:
-    """Return where the cache of this host has a repository at a commit, or would have it."""
+    """Return the path of a repository's commit in this host's cache, whether cached or not."""
     from huggingface_hub import constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -72,18 +72,17 @@ def snapshot_dir(kind: Kind, name: str, commit: str) -> Path:
 
 
 def resolve_commit(kind: Kind, name: str, revision: str) -> str:
-    """Return the commit that a branch or tag is at now; a commit is returned as it is.
+    """Return the current commit of a branch or tag; a commit is returned unchanged.
 
-    Where the hub cannot be asked, it is the commit that the branch or tag was at when it was last fetched to
-    this host, and a warning says so.
+    If the hub is unreachable, return the commit that this host last fetched for the branch or tag, and log a
+    warning.
 
     Args:
-        kind: the repository's kind.
-        name: OWNER/NAME.
         revision: branch, tag or commit. Empty: the branch main.
 
     Raises:
-        SettingsError: the hub does not have it, or it cannot be asked and the cache does not have it.
+        SettingsError: the hub does not have the revision; or the hub is unreachable and the cache does not
+            have the revision.
     """
     if is_commit(revision):
         return revision
@@ -109,19 +108,16 @@ def resolve_commit(kind: Kind, name: str, revision: str) -> str:
 
 
 def fetch(kind: Kind, name: str, commit: str, files: Sequence[str] = ()) -> Path:
-    """Return the directory with a repository's files at a commit; they are fetched unless the cache has them.
+    """Return the directory with a repository's files at a commit; fetch files that the cache lacks.
 
-    Several processes may fetch the same at once. After an interruption complete files stay in the cache, and
-    the next call continues from there.
+    Several processes may fetch the same files concurrently. After an interruption, complete files stay in the
+    cache and the next call resumes.
 
     Args:
-        kind: the repository's kind.
-        name: OWNER/NAME.
-        commit: commit, branch or tag.
-        files: patterns of the only files that are needed; empty: `FILES`.
+        files: patterns of the files to fetch; empty: `FILES`.
 
     Raises:
-        SettingsError: a file can neither be fetched nor be found in the cache.
+        SettingsError: a file is neither in the cache nor can be fetched.
     """
     from huggingface_hub import snapshot_download
 
@@ -133,20 +129,18 @@ def fetch(kind: Kind, name: str, commit: str, files: Sequence[str] = ()) -> Path
 
 
 def upload_model(directory: Path, name: str, revision: str, message: str, private: bool) -> str:
-    """Upload a directory as one commit to a model on the hub, which is made if there is none.
+    """Upload a directory as one commit to a model on the hub; create the model if it does not exist.
 
     Args:
-        directory: files of the model; those that the hub has and it lacks stay there.
-        name: OWNER/NAME.
-        revision: branch, which is made if there is none. Empty: main.
-        message: of the commit.
-        private: whether a model that is made is private.
+        directory: files of the model. Files that exist only on the hub stay there.
+        revision: branch, created if it does not exist. Empty: main.
+        private: whether a newly created model is private.
 
     Returns:
         The URL of the commit.
 
     Raises:
-        SettingsError: the hub refuses it, or was not reached.
+        SettingsError: the hub refuses the upload or is unreachable.
     """
     from huggingface_hub import CommitOperationAdd, HfApi, constants
 
@@ -158,7 +152,7 @@ def upload_model(directory: Path, name: str, revision: str, message: str, privat
         if revision:
             hub.create_branch(name, branch=revision, exist_ok=True)
         files = [path for path in sorted(directory.rglob("*")) if path.is_file()]
-        # its `upload_folder` makes several commits of large models
+        # `upload_folder` splits large models into several commits
         commit = hub.create_commit(
             name,
             [CommitOperationAdd(path.relative_to(directory).as_posix(), path) for path in files],
@@ -175,14 +169,13 @@ def upload_model(directory: Path, name: str, revision: str, message: str, privat
 
 
 def check_upload(name: str, setting: str) -> None:
-    """Check what an upload needs on this host, without asking the hub.
+    """Check the requirements of an upload on this host, without a request to the hub.
 
     Args:
-        name: OWNER/NAME.
-        setting: which has it.
+        setting: name of the setting that contains `name`.
 
     Raises:
-        SettingsError: it is no such name, the client is to stay offline, or there is no token.
+        SettingsError: `name` is not OWNER/NAME, the client is offline, or there is no token.
     """
     from huggingface_hub import constants, get_token
 
@@ -196,7 +189,7 @@ def check_upload(name: str, setting: str) -> None:
 
 @cache
 def _limit_silence() -> None:
-    """Give every session of the client a limit: it closes one after an error, and makes another."""
+    """Set a timeout on every session of the client, which replaces its session after an error."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
@@ -220,13 +213,13 @@ def _patterns(kind: Kind, files: Sequence[str] = ()) -> dict[str, Any]:
 
 
 def _is_no_answer(error: Exception) -> bool:
-    """Return whether the hub was not reached, or failed itself: no answer about the repository."""
+    """Return whether the hub was unreachable or failed, so the error is not about the repository."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status is None or status >= 500
 
 
 def _refusal(kind: Kind, name: str, revision: str, error: Exception) -> SettingsError:
-    """Return the error to raise for a client's error: the request, the cause, and the remedy."""
+    """Return the SettingsError for a client's error, with the request, the cause and the remedy."""
     from huggingface_hub import constants
     from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError, RevisionNotFoundError
 

@@ -1,4 +1,4 @@
-"""Reads files that hold one JSON object, with errors that name the file."""
+"""Reads files that contain one JSON object; error messages name the file."""
 
 import json
 from pathlib import Path
@@ -13,13 +13,11 @@ def read_object(
     """Return the object in a JSON file.
 
     Args:
-        path: the file.
-        what: begins the error's text.
-        remedy: ends it, with what to do.
-        kind: class of the error.
+        what: beginning of the message.
+        remedy: end of the message, which says what to do.
 
     Raises:
-        SettingsError: the file cannot be read, or holds no JSON object.
+        SettingsError: the file cannot be read, or contains no JSON object.
     """
     try:
         found = json.loads(path.read_bytes())

@@ -1,12 +1,12 @@
-"""Proves to both ends of a connection that the other one has a key of the bus.
+"""Proves to each end of a connection that the other end has a key of the bus.
 
     receiver -> sender   {"key": K, "nonce": N}     the public key of its pair "client"
     sender -> receiver   {"nonce": M, "proof": P}   or the end of the connection, if K is not in authorized/
     receiver -> sender   {"proof": Q}
 
-CURVE's keys are X25519 keys: each end derives the same secret from its own secret key and the other's public
-one. P and Q are the halves of the output of HKDF over that secret, both nonces and both public keys. Neither
-can be computed without one of the secret keys, and neither is valid for another connection.
+CURVE keys are X25519 keys: each end derives the shared secret from its own secret key and the other end's
+public key. P and Q are the halves of the output of HKDF over the shared secret, both nonces and both public
+keys. Computing P or Q requires one of the secret keys, and neither is valid for another connection.
 """
 
 import hmac
@@ -24,29 +24,29 @@ from zmq.utils import z85
 from protocol.host.curve_keys import KEY_BYTES, load_authorized, load_pair, load_public
 
 CONTEXT = b"tether weights 1"
-"""Keeps these proofs apart from all other uses of the keys."""
+"""HKDF context, which separates these proofs from all other uses of the keys."""
 KEYS = "_TETHER_CURVE_DIR"
 """Environment variable: directory of the keys with which an engine's processes fetch weights."""
 
 
 class Proofs(NamedTuple):
-    """The two proofs of one connection, which only its two ends can compute, as hexadecimal text."""
+    """The two proofs of one connection, as hexadecimal text; only its two ends can compute them."""
 
     sender: str
     receiver: str
 
 
 class Challenge(NamedTuple):
-    """A sender's side of one connection."""
+    """Sender's side of the handshake on one connection."""
 
     answer: dict[str, str]
     """The line to send."""
     expected: str
-    """The proof with which the receiver has to answer."""
+    """Proof that the receiver must send."""
 
 
 def fetch_with_keys(directory: str) -> None:
-    """Have this process, and engine processes that it starts, fetch weights with these keys; empty: none."""
+    """Set the key directory with which this process and its engine processes fetch weights; empty: none."""
     if directory:
         os.environ[KEYS] = str(Path(directory).absolute())
     else:
@@ -54,15 +54,15 @@ def fetch_with_keys(directory: str) -> None:
 
 
 class SenderKeys:
-    """Decides which receivers a sender answers, and proves to them that it has the run's key."""
+    """Keys of a sender, which authenticate receivers and prove that the sender has the run's key."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Read the pair "server". Raises SettingsError if it cannot be read."""
+        """Read the key pair "server". Raises SettingsError if it cannot be read."""
         self._directory = directory
         self._public, self._secret = load_pair(directory, "server")
 
     def challenge(self, hello: Mapping[str, Any]) -> Challenge:
-        """Answer a receiver's first line. Raises ValueError if it names no authorized key."""
+        """Return the reply to a receiver's first line. Raises ValueError if its key is not authorized."""
         key, nonce = _bytes(hello, "key"), _bytes(hello, "nonce")
         if z85.encode(key) not in load_authorized(self._directory):
             raise ValueError("its key is not in authorized/")
@@ -72,21 +72,21 @@ class SenderKeys:
 
 
 class ReceiverKeys:
-    """Proves to one sender that this machine has a key, and checks that the sender has the run's."""
+    """Keys of a receiver for one connection: they prove its key and verify the sender's key."""
 
     def __init__(self, directory: str | Path) -> None:
-        """Read the pair "client" and the sender's public key. Raises SettingsError if one cannot be read."""
+        """Read the key pair "client" and the sender's public key. Raises SettingsError."""
         public, secret = load_pair(directory, "client")
         self._public, self._secret = z85.decode(public), z85.decode(secret)
         self._sender = z85.decode(load_public(directory))
         self._nonce = secrets.token_bytes(KEY_BYTES)
 
     def hello(self) -> dict[str, str]:
-        """Return the first line."""
+        """Return the first line of the handshake."""
         return {"key": self._public.hex(), "nonce": self._nonce.hex()}
 
     def answer(self, challenge: Mapping[str, Any]) -> dict[str, str]:
-        """Return the line that follows the sender's. Raises ValueError if that does not prove its key."""
+        """Return the reply to the sender's line. Raises ValueError if the line does not prove its key."""
         nonce = self._nonce + _bytes(challenge, "nonce")
         proofs = _proofs(self._secret, self._sender, nonce, self._public + self._sender)
         if not proves(challenge, proofs.sender):
@@ -95,12 +95,12 @@ class ReceiverKeys:
 
 
 def proves(line: Mapping[str, Any], expected: str) -> bool:
-    """Return whether a line has the expected proof; takes the same time for every wrong one."""
+    """Return whether a line contains the expected proof, in constant time for wrong proofs."""
     return hmac.compare_digest(str(line.get("proof")).encode(), expected.encode())
 
 
 def _proofs(secret: bytes, peer: bytes, nonces: bytes, keys: bytes) -> Proofs:
-    """Return both proofs; `keys` are the public ones, the receiver's first. Raises ValueError."""
+    """Return both proofs; `keys` are the public keys, the receiver's first. Raises ValueError."""
     shared = X25519PrivateKey.from_private_bytes(secret).exchange(X25519PublicKey.from_public_bytes(peer))
     made = HKDF(SHA256(), 2 * KEY_BYTES, nonces, CONTEXT + keys).derive(shared)
     return Proofs(made[:KEY_BYTES].hex(), made[KEY_BYTES:].hex())

@@ -1,6 +1,6 @@
-"""Reads and writes lines of JSON on a TCP connection, and raw bytes behind a line that announces them.
+"""Sends and receives lines of JSON on a TCP connection, and raw bytes after a line that announces them.
 
-Every wait takes a function that returns the seconds left, and raises when none are.
+Every blocking call takes a function that returns the seconds left and raises after the deadline.
 """
 
 import json
@@ -11,32 +11,30 @@ from contextlib import suppress
 from typing import Any
 
 Remaining = Callable[[], float]
-"""Returns the seconds until a deadline; raises an error if it has passed."""
+"""Returns the seconds until a deadline; raises after the deadline."""
 READ_BYTES = 1 << 16
 
 
 class LineConnection:
-    """One end of a connection, with the bytes that were read and not used yet."""
+    """One end of a connection, with a buffer of unread bytes."""
 
     def __init__(self, connection: socket.socket, peer: str, longest: int) -> None:
-        """Use a connected socket.
+        """Wrap a connected socket.
 
         Args:
-            connection: the socket.
-            peer: name of the other end in errors.
-            longest: bytes of a line, at most.
+            longest: maximum length of a line, bytes.
         """
         self.socket = connection
         self.peer = peer
-        """Name of the other end in errors."""
+        """Name of the other end in error messages."""
         self._longest = longest
         self._rest = b""
 
     def receive(self, remaining: Remaining) -> dict[str, Any] | None:
-        """Return the next line's object, empty if the line is another value.
+        """Return the object on the next line; an empty object if the line holds another JSON value.
 
         Returns:
-            None if the other end disconnected before it began a line.
+            None if the other end disconnected before the start of a line.
 
         Raises:
             OSError, ValueError: the other end disconnected within a line, or sent no line of JSON.
@@ -56,7 +54,7 @@ class LineConnection:
         return found if isinstance(found, dict) else {}
 
     def raw(self, nbytes: int, remaining: Remaining) -> bytes:
-        """Return the next bytes, which are no line. Raises OSError if the other end disconnects before."""
+        """Return the next `nbytes` raw bytes. Raises OSError if the other end disconnects first."""
         parts, missing = [self._rest[:nbytes]], nbytes - len(self._rest[:nbytes])
         self._rest = self._rest[nbytes:]
         while missing:
@@ -69,7 +67,7 @@ class LineConnection:
         return b"".join(parts)
 
     def send(self, message: dict[str, Any], remaining: Remaining, behind: bytes = b"") -> None:
-        """Send a line, and the bytes that follow it. Raises OSError."""
+        """Send a line, followed by raw bytes. Raises OSError."""
         self.send_raw(json.dumps(message).encode() + b"\n" + behind, remaining)
 
     def send_raw(self, data: bytes, remaining: Remaining) -> None:
@@ -78,10 +76,10 @@ class LineConnection:
         self.socket.sendall(data)
 
     def readable(self, seconds: float = 0.0) -> bool:
-        """Return whether there is something to read, or the other end disconnects, within `seconds`.
+        """Return whether data arrives, or the other end disconnects, within `seconds`.
 
         Raises:
-            ConnectionError: this end was closed.
+            ConnectionError: this end is closed.
         """
         if self._rest:
             return True
@@ -99,7 +97,7 @@ class LineConnection:
             return True
 
     def shut_down(self) -> None:
-        """Disconnect at once, which also wakes threads that wait on the connection."""
+        """Disconnect immediately, which also wakes threads that wait on the connection."""
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
@@ -110,7 +108,7 @@ class LineConnection:
 
 
 class TimedLine:
-    """A connection until a deadline, see `protocol.device.pair_group.Line`."""
+    """Connection with a deadline, which implements `protocol.device.pair_group.Line`."""
 
     def __init__(self, connection: LineConnection, remaining: Remaining) -> None:
         self._connection = connection
@@ -123,12 +121,12 @@ class TimedLine:
         return self.wait() if self._connection.readable() else None
 
     def wait(self) -> dict[str, Any]:
-        """Return the next object. Raises OSError or ValueError, and the deadline's error."""
+        """Return the next object. Raises OSError, ValueError, or the deadline's error."""
         message = self._connection.receive(self._remaining)
         if message is None:
             raise ConnectionError(f"{self._connection.peer} disconnected")
         return message
 
     def raw(self, nbytes: int) -> bytes:
-        """Return the next bytes, which are no line. Raises as `LineConnection.raw`."""
+        """Return the next `nbytes` raw bytes. Raises as `LineConnection.raw`."""
         return self._connection.raw(nbytes, self._remaining)

@@ -1,7 +1,8 @@
-"""Describes the processors and the memory that this machine offers a process.
+"""Detects the processors and the memory that this process may use.
 
-Linux alone says neither in a container: control groups (versions 1 and 2) may grant less than there is. Files
-are read: importing torch takes seconds. Every function takes `root`, where /proc and /sys are.
+In a container, Linux reports the whole machine, but control groups (versions 1 and 2) may grant less. The
+module reads files, because importing torch takes seconds. In every function, `root` is the directory that
+contains /proc and /sys.
 """
 
 import math
@@ -11,15 +12,15 @@ from pathlib import Path, PurePosixPath
 
 ROOT = Path("/")
 BFLOAT16_FLAGS = frozenset({"amx_bf16", "avx512_bf16"})
-"""What x86 processors that multiply bfloat16 matrices in hardware have one of. On others bfloat16 is some ten
-times slower than float32."""
+"""CPU flags of x86 processors that multiply bfloat16 matrices in hardware. On other processors, bfloat16 is
+about ten times slower than float32."""
 
 
 def usable_cores(root: Path = ROOT) -> int:
-    """Return the physical cores that this process may keep busy, at least 1.
+    """Return the number of physical cores that this process may use, at least 1.
 
-    Hyperthreads of a core count once. The process's affinity limits them, and so does the CPU time that its
-    control groups grant it, rounded down.
+    Hyperthreads of a core count once. The number is limited by the process's CPU affinity and by the CPU
+    quota of its control groups, rounded down.
     """
     cores = _physical(os.sched_getaffinity(0), root)
     return max(1, min([cores, *(math.floor(quota) for quota in _quotas(root))]))
@@ -33,25 +34,25 @@ def has_bfloat16(root: Path = ROOT) -> bool:
 
 
 def memory_limit(root: Path = ROOT) -> int:
-    """Return the bytes that processes of this host may have: its memory, or a control group's limit."""
+    """Return the memory limit of processes on this host, bytes: its memory or a control group's limit."""
     return min([_meminfo(root, "MemTotal"), *(limit for limit, _ in _memory_limits(root))])
 
 
 def memory_available(root: Path = ROOT) -> int:
-    """Return the bytes that can be allocated now; files that the kernel only caches count as free."""
+    """Return the memory that can be allocated now, bytes; the kernel's file cache counts as free."""
     free = (max(0, limit - used) for limit, used in _memory_limits(root))
     return min([_meminfo(root, "MemAvailable"), *free])
 
 
 def _physical(threads: Collection[int], root: Path) -> int:
-    """Return how many cores have these hardware threads; each is its own where the kernel does not say."""
+    """Return the number of cores of these hardware threads; without topology, each thread is a core."""
     topology = root / "sys/devices/system/cpu"
     siblings = {thread: _text(topology / f"cpu{thread}/topology/thread_siblings_list") for thread in threads}
     return len({text or f"thread {thread}" for thread, text in siblings.items()})
 
 
 def _quotas(root: Path) -> Iterator[float]:
-    """Yield the CPU time, in cores, that each control group of this process may use, where it is limited."""
+    """Yield the CPU quota, in cores, of each control group of this process that has one."""
     for version, group in _groups(root, "cpu"):
         texts = _text(group / "cpu.max").split()
         if version == 1:
@@ -62,7 +63,7 @@ def _quotas(root: Path) -> Iterator[float]:
 
 
 def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
-    """Yield the limit of each control group of this process that has one, and what it uses, bytes."""
+    """Yield the memory limit and usage, bytes, of each control group of this process that has a limit."""
     for version, group in _groups(root, "memory"):
         names = "memory.max", "memory.current", "inactive_file"
         if version == 1:
@@ -75,7 +76,7 @@ def _memory_limits(root: Path) -> Iterator[tuple[int, int]]:
 
 
 def _groups(root: Path, controller: str) -> Iterator[tuple[int, Path]]:
-    """Yield the version and the directory of each control group of this process, the innermost first."""
+    """Yield version and directory of each control group of this process, innermost first."""
     for line in _text(root / "proc/self/cgroup").splitlines():
         number, controllers, path = line.split(":", 2)
         version = 2 if number == "0" else 1

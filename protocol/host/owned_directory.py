@@ -1,8 +1,8 @@
-"""Makes directories of weights in shared memory, each with an owner that the kernel knows to be alive or not.
+"""Creates weight directories in shared memory, each with an owner whose life the kernel tracks.
 
     DIRECTORY/owner.pid   pid of the trainer, which locks the file while it lives
 
-The lock ends with the process, and is seen from every pid namespace.
+The lock ends with the process, and is visible from every pid namespace.
 """
 
 import os
@@ -20,11 +20,11 @@ OWNER = "owner.pid"
 
 
 def claim(directory: Path) -> tuple[Path, int]:
-    """Make `directory` and lock its owner file; return the directory and the descriptor that holds the lock.
+    """Create `directory` and lock its owner file; return the directory and the lock's descriptor.
 
     Raises:
-        WeightError: another live process owns it.
-        OSError: it cannot be made.
+        WeightError: another live process owns the directory.
+        OSError: the directory cannot be created.
     """
     directory.mkdir(parents=True, exist_ok=True)
     owner = os.open(directory / OWNER, os.O_RDWR | os.O_CREAT, 0o644)
@@ -41,12 +41,13 @@ def claim(directory: Path) -> tuple[Path, int]:
 
 
 def claim_shared(run: str) -> tuple[Path, int]:
-    """Make and claim a new directory in shared memory, after removing what dead trainers of the run left.
+    """Create and claim a new directory in shared memory; first remove directories of the run's dead trainers.
 
-    It gets its name only once it is locked, so that no other trainer takes it for a dead trainer's.
+    The directory gets its final name after it is locked. Otherwise another trainer could mistake it for a
+    dead trainer's directory.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
     """
     remove_dead(run)
     final = SHARED_MEMORY / f"tether-{run}-{secrets.token_hex(4)}"
@@ -56,7 +57,7 @@ def claim_shared(run: str) -> tuple[Path, int]:
 
 
 def remove_dead(run: str) -> list[Path]:
-    """Remove the run's directories in shared memory whose owner has ended; return the directories left.
+    """Remove the run's directories in shared memory whose owner has ended; return the remaining ones.
 
     Raises:
         OSError: shared memory cannot be listed.
@@ -64,13 +65,13 @@ def remove_dead(run: str) -> list[Path]:
     directories = shared_directories(run)
     for path in directories:
         if _is_dead(path):
-            with suppress(FileNotFoundError):  # another process of the run was faster
+            with suppress(FileNotFoundError):  # another process of the run removed it first
                 shutil.rmtree(path)
     return [path for path in directories if path.exists()]
 
 
 def shared_directories(run: str) -> list[Path]:
-    """Return the run's directories in shared memory, unfinished (.tmp) and ownerless ones, too.
+    """Return the run's directories in shared memory, including unfinished (.tmp) and ownerless ones.
 
     Raises:
         OSError: shared memory cannot be listed.

@@ -1,10 +1,11 @@
-"""Sets what Linux's prctl(2) decides for a process; on other systems the calls have no effect.
+"""Calls Linux's prctl(2) for this process; on other systems the functions have no effect.
 
-PR_SET_PDEATHSIG ends a process when its parent ends, however the parent ends; strictly, when the *thread*
-that started the process ends. PR_SET_CHILD_SUBREAPER makes orphans children of this process.
-PR_SET_DUMPABLE, which child processes do not inherit, so that each hides itself after its exec, closes
-/proc/PID/environ, mem, fd and cwd to processes without the capability CAP_SYS_PTRACE: ptrace(2) is refused,
-and no core is dumped.
+- PR_SET_PDEATHSIG sends a signal when the parent ends, strictly: when the *thread* that started the process
+  ends.
+- PR_SET_CHILD_SUBREAPER makes orphaned descendants children of this process.
+- Clearing PR_SET_DUMPABLE protects /proc/PID/environ, mem, fd and cwd from processes without the capability
+  CAP_SYS_PTRACE, refuses ptrace(2) and disables core dumps. Child processes do not inherit the setting, so
+  each child must clear the flag after its exec.
 """
 
 import ctypes
@@ -20,12 +21,12 @@ _prctl = getattr(ctypes.CDLL(None), "prctl", lambda *arguments: None)
 
 
 def die_with_parent(signum: int = signal.SIGTERM) -> None:
-    """Have the kernel send this process a signal when its parent ends."""
+    """Ask the kernel to send this process a signal when its parent ends."""
     _prctl(PR_SET_PDEATHSIG, signum)
 
 
 def tied_to_this_process(signum: int = signal.SIGTERM) -> Callable[[], None]:
-    """Return a `preexec_fn` by which a child of this process gets a signal when this process ends."""
+    """Return a `preexec_fn` with which a child process gets a signal when this process ends."""
     parent = os.getpid()
 
     def before_exec() -> None:
@@ -38,7 +39,7 @@ def tied_to_this_process(signum: int = signal.SIGTERM) -> Callable[[], None]:
 
 @contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Have descendants whose parents end within the block become children of this process."""
+    """Make descendants whose parents end within the block children of this process."""
     _prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     try:
         yield
@@ -47,11 +48,11 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def keep_private() -> None:
-    """Have this process write files that other users cannot read, and hide its memory and variables."""
+    """Make new files of this process unreadable for other users, and protect its memory and environment."""
     os.umask(0o077)
     _prctl(PR_SET_DUMPABLE, 0, 0, 0, 0)
 
 
 def open_to_own_user() -> None:
-    """Let processes of the same user open this process's descriptors by /proc, and read its memory again."""
+    """Allow processes of the same user to open this process's descriptors in /proc and read its memory."""
     _prctl(PR_SET_DUMPABLE, 1, 0, 0, 0)

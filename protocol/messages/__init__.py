@@ -1,4 +1,4 @@
-"""Defines every message of the bus; `AnyMessage` is the union of those that a frame may hold."""
+"""Defines every message of the bus. `AnyMessage` is the union of the messages that a frame may contain."""
 
 from protocol.messages.base import Message
 from protocol.messages.call import Call, Recall, Recalled

@@ -1,6 +1,6 @@
-"""Defines the messages of one call of a session: journalled before it is answered, and recalled.
+"""Defines the messages that record a session's calls and replay them.
 
-A tool's result is a call, too: one with a name and without tokens.
+The result of a tool is recorded as a call with a name and without tokens.
 
 Shapes: C tokens that the harness added, T sampled tokens, S version spans.
 """
@@ -10,23 +10,23 @@ from protocol.tensors import Array
 
 
 class Call(Message, tag="call", frozen=True, kw_only=True):
-    """An answered call of a session, sent by a rollout worker to the ingest before the harness has it."""
+    """Answered call of a session, which a worker sends to the ingest before the harness gets the answer."""
 
     group: int
     token: str
-    """The lease token under which it was made."""
+    """Token of the lease under which the call was made."""
     epoch: str
-    """Epoch of the lease: calls of another one are not replayed."""
+    """Epoch of the lease. Calls are replayed within their epoch only."""
     engine: str
-    """Incarnation of the engine that generated it."""
+    """Incarnation of the engine that generated the answer."""
     sample: int
-    """Index of the sample in the group, those that fail included."""
+    """Index of the sample in the group; failed samples count."""
     attempt: int
     """Attempt at the sample, counted from 0 over all leases of the group."""
     number: int
     """Number of the call, counted from 0 over all attempts at the sample."""
     parent: int
-    """Number of the call whose tokens it continues; -1: it continues none."""
+    """Number of the call whose tokens this call continues; -1: none."""
     inserted: Array
     """int32 [C]: tokens that the harness added after `parent`'s tokens."""
     tokens: Array
@@ -34,47 +34,47 @@ class Call(Message, tag="call", frozen=True, kw_only=True):
     logprobs: Array
     """float32 [T] nats, as sampled."""
     spans: Array
-    """int32 [S, 2], rows (end, version): tokens from the end of the row above to `end` are of `version`."""
+    """int32 [S, 2], rows (end, version): tokens from the previous row's `end` to this one have this version.
+    """
     finish_reason: str
     """"stop" or "length"."""
     request: str
-    """Hash of the request: its messages and tools, or its prompt, its limit of tokens, and `sampling`; 32 hex
-    digits."""
+    """Hash of the request, 32 hex digits. It covers messages and tools, or the prompt, and the token limit
+    and `sampling`."""
     context: str
-    """Hash of all tokens that the answer continues, 32 hex digits."""
+    """Hash of all tokens before the answer, 32 hex digits."""
     began_ms: int = 0
-    """When the engine was asked, Unix time on the worker's clock, ms."""
+    """Time when the engine received the request: Unix time on the worker's clock, ms."""
     ended_ms: int = 0
-    """When the engine had answered, Unix time on the worker's clock, ms."""
+    """Time when the engine had answered: Unix time on the worker's clock, ms."""
     name: str = ""
-    """The harness's name for this tool result; empty: a call of the model."""
+    """Name of the tool result, given by the harness; empty: a call of the model."""
     result: bytes = b""
-    """That result, as JSON. The arrays and hashes of the call are empty then, and `parent` is -1."""
+    """Tool result as JSON. With a tool result, the arrays and hashes are empty and `parent` is -1."""
     sampling: str = ""
-    """Sampling parameters that its request asked for instead of the run's, as JSON; empty: none. With them
-    the answer is context, and no token of it may be trained."""
+    """Sampling parameters, as JSON, that the request sets instead of the run's; empty: none. If set, the
+    answer is context only: none of its tokens may be trained."""
 
 
 class Recall(Message, tag="recall", frozen=True, kw_only=True):
-    """Asks the ingest for the calls of a sample that earlier leases of its group recorded.
+    """Request for the calls of a sample that earlier leases of its group recorded.
 
-    From then on calls under another lease are refused. It is answered by `Recalled`.
+    The ingest answers with `Recalled`. Afterwards the ingest refuses calls under any other lease.
     """
 
     group: int
     token: str
-    """Token of the present lease."""
+    """Token of the current lease."""
     epoch: str
-    """Its epoch."""
     sample: int
 
 
 class Recalled(Message, tag="recalled", frozen=True, kw_only=True):
-    """The calls of a sample's last attempt, as the ingest answers a `Recall`."""
+    """Reply of the ingest to a `Recall`: the calls of the sample's last attempt."""
 
     calls: tuple[Call, ...] = ()
-    """In the order of their numbers; none if they are of another epoch."""
+    """In the order of their numbers; empty if recorded in another epoch."""
     attempt: int = 0
-    """The attempt of these calls; without calls, the next one."""
+    """Attempt that recorded the calls; without calls, the next attempt."""
     number: int = 0
-    """The number of the next call."""
+    """Number for the next call."""

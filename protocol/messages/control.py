@@ -1,4 +1,4 @@
-"""Defines the messages of the bus itself: hello, acknowledgement, heartbeat, and control from the trainer."""
+"""Defines the messages of the bus itself: hello, acknowledgement, heartbeat, and control by the trainer."""
 
 from enum import StrEnum
 from typing import Annotated
@@ -8,13 +8,13 @@ import msgspec
 from protocol.messages.base import Count, Message
 
 ShortName = Annotated[str, msgspec.Meta(max_length=256)]
-"""A name that a receiver keeps for as long as the peer is connected."""
+"""Name that a receiver stores while the peer is connected."""
 
 
 class Hello(Message, tag="hello", frozen=True, kw_only=True):
-    """First message of a connecting peer; the receiver answers with a heartbeat, which grants credit.
+    """First message of a connecting peer. The receiver answers with a heartbeat, which grants credit.
 
-    A peer repeats it while it waits for acknowledgements.
+    The peer sends the message again while it waits for acknowledgements.
     """
 
     sender: ShortName
@@ -22,55 +22,55 @@ class Hello(Message, tag="hello", frozen=True, kw_only=True):
     role: ShortName
     """Role of the sender, a `protocol.topics.Role`."""
     sent: Count = 0
-    """Messages sent on this connection before this one. Those that have not arrived by then are lost, and
-    count as seen."""
+    """Messages sent on this connection before this message. The receiver counts missing messages among them
+    as lost and seen."""
 
 
 class Ack(Message, tag="ack", frozen=True, kw_only=True):
-    """Acknowledgement: the sender may delete these messages."""
+    """Acknowledgement of messages, which the sender may then delete."""
 
     messages: tuple[str, ...]
-    """Message ids that took effect."""
+    """Ids of the messages that took effect."""
     refused: dict[str, str] = {}
     """Message id -> why the receiver will never accept it."""
     credit: int = -1
-    """Absolute window: the sender may have sent this many messages in total on this connection; -1:
+    """Absolute window: number of messages that the sender may send on this connection in total; -1:
     unchanged."""
     answers: dict[str, bytes] = {}
-    """Message id -> encoded message with which the receiver answers it; these took effect, too."""
+    """Message id -> encoded reply of the receiver. These messages took effect, too."""
 
 
 class Heartbeat(Message, tag="heartbeat", frozen=True, kw_only=True):
-    """Sign of life of a receiver with the messages that it holds; the sender resends those not listed."""
+    """Sign of life of a receiver, with the messages that it holds. The sender resends all other messages."""
 
     receiver: str
     """Incarnation of the receiver."""
     sequence: int
-    """Increases with every heartbeat; one with a smaller number is out of date."""
+    """Increases with every heartbeat; a smaller number is out of date."""
     held: tuple[str, ...] = ()
-    """Ids of this sender's messages that are being processed."""
+    """Ids of the sender's messages that the receiver is processing."""
     seen: int = 0
     """Messages received from this sender on this connection so far."""
     credit: int = -1
-    """As in `Ack`."""
+    """Absolute window, as in `Ack.credit`."""
 
 
 class Action(StrEnum):
     """Instruction of the trainer to rollout workers."""
 
-    ABORT = "abort"  # stop generating these groups: they were dropped
-    QUARANTINE = "quarantine"  # end the process of an engine that an audit refuted
-    TURN = "turn"  # read in the registry whose turn it is on the GPU that trainer and engine share
+    ABORT = "abort"  # stop generating groups that were dropped
+    QUARANTINE = "quarantine"  # end the process of an engine that failed an audit
+    TURN = "turn"  # read in the registry who may use the GPU that trainer and engine share
 
 
 class Control(Message, tag="control", frozen=True, kw_only=True):
     """Instruction of the trainer to rollout workers.
 
-    A lost one does no harm: the ledger refuses the work that it would have stopped.
+    Losing the message is harmless: the ledger refuses the results of the work that should have stopped.
     """
 
     action: Action
     groups: tuple[int, ...] = ()
-    """The groups to abort; empty for the others."""
+    """Groups to abort; empty for other actions."""
     engine: str = ""
-    """Incarnation of the engine whose process is to end, for QUARANTINE."""
+    """QUARANTINE: incarnation of the engine to end."""

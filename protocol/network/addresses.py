@@ -1,17 +1,17 @@
-"""Says which addresses only this machine reaches, and by which URL others reach it."""
+"""Classifies hosts as loopback or reachable, and builds the URLs that a server advertises."""
 
 import ipaddress
 import socket
 from urllib.parse import urlsplit
 
 WILDCARDS = frozenset({"*", "0.0.0.0", "::"})
-"""Hosts that mean all addresses of a machine."""
+"""Hosts that bind all addresses of a machine."""
 HOST, PORT = "{host}", "{port}"
-"""Places of an advertised URL for this machine's name and for the port that was bound."""
+"""Placeholders in an advertised URL: this machine's name and the bound port."""
 
 
 def is_loopback(host: str) -> bool:
-    """Return whether `host` can be reached from this machine only."""
+    """Return whether `host` is reachable from this machine only."""
     if host == "localhost":
         return True
     try:
@@ -21,33 +21,33 @@ def is_loopback(host: str) -> bool:
 
 
 def bracketed(host: str) -> str:
-    """Return a host as URLs have it: an IPv6 address in brackets."""
+    """Return a host in URL form: an IPv6 address in brackets."""
     return f"[{host}]" if ":" in host and not host.startswith("[") else host
 
 
 def reachable_host(host: str) -> str:
-    """Return the host that others connect to: this machine's name where `host` is a wildcard."""
+    """Return the host to which clients connect: this machine's name if `host` is a wildcard."""
     return socket.gethostname() if host.strip("[]") in WILDCARDS else host
 
 
 def advertised_url(template: str, *, scheme: str, host: str, port: int) -> str:
-    """Return the URL for clients elsewhere, without a slash at its end.
+    """Return the URL for clients on other machines, without a trailing slash.
 
     Args:
-        template: URL that may have `HOST` and `PORT` in it; empty: what was bound.
-        scheme, host, port: what was bound.
+        template: URL that may contain `HOST` and `PORT`; empty: scheme, host and port as bound.
+        scheme, host, port: bound address.
     """
     url = template or f"{scheme}://{bracketed(reachable_host(host))}:{PORT}"
     return url.replace(HOST, socket.gethostname()).replace(PORT, str(port)).rstrip("/")
 
 
 def advertised_host(template: str) -> str:
-    """Return the host of an advertised URL, in lower case; this machine's name for `HOST`."""
+    """Return the host of an advertised URL in lower case; `HOST` becomes this machine's name."""
     return urlsplit(template.replace(HOST, socket.gethostname()).replace(PORT, "1")).hostname or ""
 
 
 def fault_of_advertised(template: str) -> str:
-    """Return why no client could use an advertised URL; empty if it is well-formed."""
+    """Return why clients could not use an advertised URL; empty if the URL is well-formed."""
     if "{" in template.replace(HOST, "").replace(PORT, ""):
         return f"has another place than {HOST} and {PORT}"
     try:

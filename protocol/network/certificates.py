@@ -1,4 +1,4 @@
-"""Reads the certificate of an HTTP server, and makes one that signs itself."""
+"""Reads the certificate of an HTTP server, and creates self-signed certificates."""
 
 import datetime
 import ipaddress
@@ -16,14 +16,15 @@ from protocol.errors import SettingsError
 
 CERT_FILE, KEY_FILE = "endpoint.crt", "endpoint.pem"
 DAYS = 825
-"""For how long a certificate is valid; some clients refuse longer ones."""
+"""Validity of a created certificate, days; some clients refuse longer validity."""
 
 
 def server_tls(cert_file: str, key_file: str) -> ssl.SSLContext:
     """Return the context for a server of TLS 1.2 or later.
 
     Raises:
-        SettingsError: a file cannot be read, others can read the key, or the two do not belong together.
+        SettingsError: a file cannot be read, other users can read the key, or certificate and key do not
+            match.
     """
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     context.minimum_version = ssl.TLSVersion.TLSv1_2
@@ -45,14 +46,14 @@ def _no_password() -> str:
 
 
 def create_certificate(directory: Path, names: Sequence[str]) -> tuple[Path, Path]:
-    """Make a certificate that signs itself, and its key, which only its owner can read; return both paths.
+    """Create a self-signed certificate and its key, readable by its owner only; return both paths.
 
     Args:
-        directory: of both files; made if it is missing.
+        directory: directory of both files, created if it does not exist.
         names: host names and IP addresses by which clients reach the server.
 
     Raises:
-        SettingsError: there is no name, or a file exists.
+        SettingsError: `names` is empty or has an empty name, or a file exists.
     """
     if not names or not all(names):
         raise SettingsError("a certificate needs the names or addresses by which clients reach the server")

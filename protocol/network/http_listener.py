@@ -1,4 +1,4 @@
-"""Listens for a web server, with a limit on connections and on the time until the first request."""
+"""Binds a web server, with limits on the number of connections and on the time until the first request."""
 
 import asyncio
 import errno
@@ -12,13 +12,13 @@ from aiohttp.typedefs import Handler
 from protocol.network.addresses import bracketed
 
 BACKLOG = 4096
-"""Connections that may wait to be accepted: all harnesses of a worker may begin at once."""
+"""Number of connections that may wait to be accepted; all harnesses of a worker may connect at once."""
 
 
 def request_logger(name: str) -> logging.Logger:
-    """Return a logger for aiohttp that leaves out requests that are no HTTP.
+    """Return a logger for aiohttp that drops records about malformed HTTP requests.
 
-    Port scanners would fill the log, and a quoted request may have a key in its path.
+    Port scanners would fill the log, and a quoted request may contain a key in its path.
     """
     logger = logging.getLogger(name)
     if _is_no_bad_request not in logger.filters:
@@ -27,25 +27,26 @@ def request_logger(name: str) -> logging.Logger:
 
 
 def _is_no_bad_request(record: logging.LogRecord) -> bool:
-    """Return whether a record says something else than that a request is no HTTP."""
+    """Return whether a record does not report a malformed HTTP request."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
 
 class LimitedListener:
-    """Accepts connections for the application of a runner, on one address, with TLS or without."""
+    """Listener on one address for the application of a runner, with or without TLS."""
 
     def __init__(self, *, max_connections: int, header_s: float, full: bytes) -> None:
-        """Create a listener that is not started.
+        """Create a listener without starting it.
 
         Args:
-            max_connections: open at once; one more is answered 503 and closed.
-            header_s: how long a connection may take to send the head of its first request, seconds. One that
-                takes longer is closed.
-            full: body of the answer 503, JSON.
+            max_connections: maximum number of open connections. A further connection gets status 503 and is
+                closed.
+            header_s: timeout for the head of a connection's first request, seconds. Slower connections are
+                closed.
+            full: body of the 503 response, JSON.
         """
         self._max, self._header_s, self._full = max_connections, header_s, full
         self._silent: set[web.RequestHandler] = set()
-        """Connections that have not sent the head of a request yet, for at most `header_s`."""
+        """Connections that have not sent the head of a request, each for at most `header_s`."""
         self._server: asyncio.Server | None = None
 
     async def start(
@@ -57,15 +58,12 @@ class LimitedListener:
         ports: int = 1,
         tls: ssl.SSLContext | None = None,
     ) -> str:
-        """Bind and accept, and return the address as a URL.
+        """Bind the address, accept connections, and return the address as a URL.
 
         Args:
-            runner: has the application.
-            host: address to bind.
-            port: port to bind; 0: any free one.
-            ports: how many ports from `port` on are tried, if other processes use the first ones.
-            tls: what connections are encrypted with; None: not at all. A handshake may take half of
-                `header_s`.
+            port: port to bind; 0: any free port.
+            ports: number of consecutive ports, from `port`, to try if other processes use the first ones.
+            tls: TLS context; None: no encryption. A handshake may take half of `header_s`.
 
         Raises:
             OSError: host or port cannot be bound.
@@ -98,10 +96,10 @@ class LimitedListener:
         return f"{'https' if tls else 'http'}://{bracketed(found[0])}:{found[1]}"
 
     def _is_full(self, connected: int, *, counts_silent: bool) -> bool:
-        """Return whether one more connection is too many.
+        """Return whether one more connection exceeds the limit.
 
-        A connection counts from the end of its TLS handshake on. So one that has sent no head yet counts for
-        `header_s`, even if it is closed.
+        With TLS, the runner counts a connection only from the end of its handshake. A connection without a
+        head therefore counts for `header_s`, even if it is already closed.
         """
         return connected >= self._max or (
             counts_silent
@@ -110,13 +108,13 @@ class LimitedListener:
         )
 
     def close(self) -> None:
-        """Accept no more. Idempotent."""
+        """Stop accepting connections. Idempotent."""
         if self._server is not None:
             self._server.close()
 
     @web.middleware
     async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Note that a connection has sent a request; has to be a middleware of the application."""
+        """Record that a connection has sent a request; must be a middleware of the application."""
         self._silent.discard(request.protocol)
         return await handler(request)
 
@@ -128,7 +126,7 @@ class LimitedListener:
 
 
 class _Full(asyncio.Protocol):
-    """Answers a connection that is one too many."""
+    """Protocol that answers status 503."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body

@@ -1,1 +1,1 @@
-"""Lays out, digests and describes weight versions: pure functions."""
+"""Lays out, digests and describes weight versions with pure functions."""

@@ -1,7 +1,7 @@
-"""Cuts tensors into boxes, one (start, stop) per dimension: pure, for the slices of a version.
+"""Cuts tensors into boxes with pure functions, for the slices of a version.
 
-A box holds the elements of a tensor whose index lies within (start, stop) in every dimension. A tensor
-without dimensions is one box without any.
+A box is one (start, stop) per dimension; it contains the elements whose index lies in every range. A tensor
+without dimensions is one box without ranges.
 """
 
 import math
@@ -23,12 +23,12 @@ def size_of(box: Box) -> int:
 
 
 def shape_of(box: Box) -> tuple[int, ...]:
-    """Return the shape of a tensor of just these elements."""
+    """Return the shape of the box."""
     return tuple(stop - start for start, stop in box)
 
 
 def is_within(box: Box, shape: Sequence[int]) -> bool:
-    """Return whether a box is one of a tensor of this shape, empty ones included."""
+    """Return whether a box, possibly empty, lies within a tensor of this shape."""
     return len(box) == len(shape) and all(
         0 <= start <= stop <= n for (start, stop), n in zip(box, shape, strict=True)
     )
@@ -41,19 +41,19 @@ def intersection(left: Box, right: Box) -> Box | None:
 
 
 def relative(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the index of a box in a tensor that holds just the elements of `outer`, which contains it."""
+    """Return the index of a box in a tensor that holds exactly the elements of the enclosing box `outer`."""
     return tuple(
         slice(start - origin, stop - origin) for (start, stop), (origin, _) in zip(box, outer, strict=True)
     )
 
 
 def hull(left: Box, right: Box) -> Box:
-    """Return the smallest box that contains both."""
+    """Return the smallest box that contains both boxes."""
     return tuple((min(a, c), max(b, d)) for (a, b), (c, d) in zip(left, right, strict=True))
 
 
 def disjoint(boxes: Iterable[Box]) -> tuple[Box, ...]:
-    """Return disjoint boxes that contain the given ones: those that overlap become their hull."""
+    """Return disjoint boxes that cover the given boxes; overlapping boxes are merged into their hull."""
     parts: list[Box] = []
     for box in boxes:
         while others := [other for other in parts if intersection(other, box) is not None]:
@@ -85,7 +85,7 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
 
 
 def split(box: Box, most: int) -> list[Box]:
-    """Cut a box along its first dimensions into boxes of at most `most` elements, 1 or more, in order."""
+    """Cut a box along its first dimensions into boxes of at most `most` elements, at least 1, in order."""
     if size_of(box) <= most:
         return [box]
     dim = next(i for i, (start, stop) in enumerate(box) if stop - start > 1)
@@ -95,22 +95,21 @@ def split(box: Box, most: int) -> list[Box]:
         cuts = [(i, i + 1) for i in range(start, stop)]
     else:
         parts = -(-(stop - start) // (most // each))
-        rows = -(-(stop - start) // parts)  # so that the last part is about as large as the others
+        rows = -(-(stop - start) // parts)  # makes the last part about as large as the others
         cuts = [(i, min(i + rows, stop)) for i in range(start, stop, rows)]
     return [part for cut in cuts for part in split((*box[:dim], cut, *box[dim + 1 :]), most)]
 
 
 def box_of(shape: Sequence[int], offset: int, size: Sequence[int], stride: Sequence[int]) -> Box | None:
-    """Return the box that a strided window of a dense tensor is.
+    """Return a strided window of a dense tensor as a box.
 
     Args:
-        shape: the tensor's shape.
-        offset: of the window's first element, in elements.
-        size: of the window; dimensions in which it has one index may be left out.
-        stride: of the window, in elements.
+        offset: offset of the window's first element, in elements.
+        size: shape of the window; dimensions of size 1 may be omitted.
+        stride: strides of the window, in elements.
 
     Returns:
-        None if it is not a box with its dimensions in the tensor's order.
+        None if the window is not a box with its dimensions in the tensor's order.
     """
     box: list[tuple[int, int]] = []
     dims = list(zip(size, stride, strict=True))
@@ -128,7 +127,7 @@ def box_of(shape: Sequence[int], offset: int, size: Sequence[int], stride: Seque
 
 @lru_cache(maxsize=4096)
 def covers(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:
-    """Return whether boxes of a tensor hold each of its elements exactly once."""
+    """Return whether boxes of a tensor contain each of its elements exactly once."""
     return (
         all(is_within(box, shape) for box in boxes)
         and sum(size_of(box) for box in boxes) == math.prod(shape)
@@ -137,16 +136,17 @@ def covers(shape: tuple[int, ...], boxes: tuple[Box, ...]) -> bool:
 
 
 def dense_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
-    """Return (first, after the last) of the elements of a dense tensor that enclose a box's elements.
+    """Return the span (first, end) of a dense tensor's elements that encloses a box, end exclusive.
 
-    In the first dimension in which the box has several indices, all of the tensor behind each counts.
+    From the first dimension in which the box has several indices, the span includes all inner elements of
+    each index.
     """
     base, (start, stop), behind = _several(shape, box)
     return base + start * behind, base + stop * behind
 
 
 def dense_blocks(shape: Sequence[int], box: Box, most: int) -> Iterator[Box]:
-    """Cut a box, by which `dense_span` of each part is at most `most` elements, or of one index, in order."""
+    """Cut a box into blocks, in order, whose `dense_span` has at most `most` elements or covers one index."""
     if not size_of(box):
         return
     _, (start, stop), behind = _several(shape, box)
@@ -160,7 +160,7 @@ def dense_blocks(shape: Sequence[int], box: Box, most: int) -> Iterator[Box]:
 
 
 def _several(shape: Sequence[int], box: Box) -> tuple[int, tuple[int, int], int]:
-    """Return the element of the box's single leading indices, the range behind them, and elements of each."""
+    """Return the offset of the box's leading single indices, the next range, and the elements per index."""
     base, behind = 0, math.prod(shape)
     for (start, stop), n in zip(box, shape, strict=True):
         behind = behind // n if n else 0

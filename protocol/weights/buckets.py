@@ -12,13 +12,13 @@ from protocol.messages.weights import TensorEntry, WeightManifest
 from protocol.weights.provisional import is_provisional
 
 ALIGNMENT = 64
-"""Bytes. Every tensor starts on a cache line, so that a view of any dtype is aligned."""
+"""Alignment of tensors, bytes. Every tensor starts on a cache line, so views of any dtype are aligned."""
 
 ALONE_BYTES = 1 << 20
-"""A part of a tensor of at least this many bytes is transferred on its own: what shares a bucket is copied
-once more."""
+"""A part of a tensor of at least this size, bytes, is transferred alone: sharing a bucket would cost another
+copy."""
 ALONE_ON_GPU_BYTES = 32 << 20
-"""`ALONE_BYTES` between GPUs, where copying again is cheaper than another call."""
+"""`ALONE_BYTES` for transfers between GPUs, where another copy is cheaper than another call."""
 
 DTYPE_BYTES = {
     "float64": 8,
@@ -35,25 +35,25 @@ DTYPE_BYTES = {
 """torch dtype that can be published -> bytes per element."""
 
 PLACE = attrgetter("name", "dtype", "shape", "bucket", "offset", "nbytes")
-"""Returns all of a `TensorEntry` but its digest."""
+"""Returns all fields of a `TensorEntry` except the digest."""
 
 
 @dataclass(slots=True)
 class BucketLayout:
-    """Assigns the tensors of a version to buckets, one after the other, in the order in which they come.
+    """Layout of a version's tensors in buckets, filled one after the other in the order of the tensors.
 
-    A tensor goes behind the one before it, aligned, if the bucket then stays within `bucket_bytes`; otherwise
-    it opens a new bucket. A tensor larger than a bucket gets one of its own.
+    A tensor is appended to the last bucket, aligned, if the bucket stays within `bucket_bytes`; otherwise it
+    opens a new bucket. A tensor larger than `bucket_bytes` has a bucket to itself.
     """
 
     bucket_bytes: int
-    """Size limit of a bucket that holds several tensors, above 0."""
+    """Maximum size of a bucket with several tensors, bytes, above 0."""
     buckets: list[int] = field(default_factory=list)
-    """Bytes of each bucket so far; only the last one still grows."""
+    """Size of each bucket, bytes; only the last one still grows."""
     _names: set[str] = field(default_factory=set)
 
     def place(self, name: str, nbytes: int) -> tuple[int, int]:
-        """Return (bucket, offset in bytes) of the next tensor.
+        """Append a tensor; return its bucket and its offset in bytes.
 
         Raises:
             WeightError: the name was placed before.
@@ -77,16 +77,16 @@ def bucket_name(index: int) -> str:
 def manifest_digest(tensors: Sequence[TensorEntry]) -> int:
     """Return the xxh3-64 of a version over (name, dtype, shape, digest) of its tensors in name order.
 
-    It does not depend on buckets and transport.
+    The digest is independent of buckets and transport.
     """
     facts = sorted((entry.name, entry.dtype, entry.shape, entry.digest) for entry in tensors)
     return xxhash.xxh3_64_intdigest(msgspec.msgpack.encode(facts))
 
 
 def layout_digest(manifest: WeightManifest) -> int:
-    """Return the xxh3-64 of where the bytes of a version lie; both ends of a transfer compare it.
+    """Return the xxh3-64 of a version's layout, which both ends of a transfer compare.
 
-    The last one is kept: 36,000 tensors take 25 ms of a core that an engine's steps need.
+    The last result is cached: hashing 36,000 tensors takes 25 ms of a core, which delays the engine's steps.
     """
     global _known_layout
     layout = (manifest.buckets, manifest.tensors, manifest.parts)
@@ -100,25 +100,21 @@ def layout_digest(manifest: WeightManifest) -> int:
 
 
 _known_layout: tuple[tuple[object, object, object], int] = ((None, None, None), 0)
-"""(buckets, tensors, parts) of the last manifest, and its digest."""
+"""(buckets, tensors, parts) of the last manifest, and its layout digest."""
 
 
 def check_digest(manifest: WeightManifest) -> None:
-    """Refuse a manifest whose digest does not match its entries; a provisional one has none yet.
-
-    Raises:
-        WeightError: names the version.
-    """
+    """Raise WeightError if a manifest's digest does not match its entries; a provisional one has none."""
     if not is_provisional(manifest) and manifest.digest != manifest_digest(manifest.tensors):
         raise WeightError(f"manifest of version {manifest.version}: the digest does not match its tensors")
 
 
 def check_layout(manifest: WeightManifest) -> None:
-    """Refuse a manifest whose entries cannot all lie where it says.
+    """Check that a manifest's entries lie within its buckets.
 
     Raises:
-        WeightError: entries overlap, leave their bucket, repeat a name, or have a size that contradicts
-            dtype and shape. Names the first offender.
+        WeightError: entries overlap, exceed their bucket, repeat a name, or have a size that contradicts
+            dtype and shape; the message names the first.
     """
     seen: set[str] = set()
     ends: dict[int, int] = {}

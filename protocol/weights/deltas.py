@@ -1,11 +1,11 @@
-"""Describes a version as the changes of the one before it, and reads that description.
+"""Describes a version by its changes to the previous version, and reads such descriptions.
 
-A delta is a directory of a version next to its anchor's:
+A delta is the directory of a version, next to the directory of its anchor:
 
-    delta_00000.bin ...   of each trainer rank: for one changed piece after the other gaps, then new bits
-    delta.msgpack         `Delta`: which two versions, and where each piece's changes are
+    delta_00000.bin ...   one file per trainer rank: for each changed piece gaps, then new bits
+    delta.msgpack         `Delta`: the two versions, and the position of each piece's changes
 
-How changed elements are coded is in `protocol/device/changes.py`.
+`protocol/device/changes.py` describes the encoding of changed elements.
 """
 
 from collections.abc import Sequence
@@ -19,11 +19,11 @@ from protocol.weights.buckets import DTYPE_BYTES
 
 INDEX = "delta.msgpack"
 WIDTHS = (1, 2, 4)
-"""Bytes of a gap."""
+"""Bytes per gap."""
 NOTHING = WeightLink("", 0, 0)
-"""In place of the link before an anchor."""
+"""Placeholder for the link before an anchor."""
 WHOLE = 0
-"""In place of a width: the bytes of the tensor follow."""
+"""Placeholder for the gap width if the elements themselves follow."""
 
 
 class TensorChange(msgspec.Struct, frozen=True, array_like=True, gc=False):
@@ -32,50 +32,49 @@ class TensorChange(msgspec.Struct, frozen=True, array_like=True, gc=False):
     tensor: int
     """Index into the manifest's `tensors`."""
     width: int
-    """Bytes of a gap, or `WHOLE`."""
+    """Bytes per gap, or `WHOLE`."""
     count: int
-    """Coded elements; all of them if the tensor comes whole."""
+    """Number of encoded elements; all elements with `WHOLE`."""
     offset: int
-    """Byte of the file at which the gaps begin."""
+    """Byte offset of the gaps in the file."""
     file: int = 0
-    """Number of the file."""
+    """Index of the file; trainer rank."""
     box: Box = ()
-    """Box of the tensor whose elements these are, in its order; without one, the whole tensor."""
+    """Box of the tensor that contains the elements, in its order; empty: the whole tensor."""
 
 
 class Delta(msgspec.Struct, frozen=True, kw_only=True):
-    """Contents of a delta."""
+    """Contents of `delta.msgpack`."""
 
     base: int
-    """Digest of the version that it changes; 0: none, it has all bytes."""
+    """Digest of the previous version; 0: none, the delta has all bytes."""
     digest: int
-    """Digest of the version that it gives."""
+    """Digest of the resulting version."""
     changes: tuple[TensorChange, ...]
-    """Pieces that changed, ordered by tensor."""
+    """Changed pieces, ordered by tensor."""
     sizes: tuple[int, ...]
-    """Bytes of each file."""
+    """Size of each file, bytes."""
 
 
 def changes_name(number: int) -> str:
-    """Return the name of a file of changes in a version's directory."""
+    """Return the name of a delta file in a version's directory."""
     return f"delta_{number:05d}.bin"
 
 
 def coded_bytes(width: int, count: int, itemsize: int) -> int:
-    """Return the bytes of so many coded elements; with `WHOLE` of the elements themselves."""
+    """Return the size of `count` encoded elements, bytes; with `WHOLE`, of the elements themselves."""
     return count * (width + itemsize)
 
 
 def check_change(change: TensorChange, sizes: Sequence[int], entry: TensorEntry) -> None:
-    """Refuse changes that cannot be a tensor's.
+    """Check that changes fit their file and their tensor.
 
     Args:
-        change: the changes.
-        sizes: bytes of each file.
-        entry: the tensor's.
+        sizes: size of each file, bytes.
 
     Raises:
-        WeightError: they leave the file, or are of more or fewer elements; names the tensor.
+        WeightError: the changes exceed their file, or their number of elements is wrong. The message names
+            the tensor.
     """
     itemsize = DTYPE_BYTES[entry.dtype]
     nbytes = sizes[change.file] if 0 <= change.file < len(sizes) else 0
@@ -94,13 +93,14 @@ def read_delta(data: bytes, base: WeightLink, link: WeightLink, tensors: int) ->
     """Decode the index of a delta.
 
     Args:
-        data: all of `delta.msgpack`.
-        base: the link before it, which the delta has to change.
-        link: the delta's own, whose version it has to give.
-        tensors: number of the manifest's tensors.
+        data: contents of `delta.msgpack`.
+        base: previous link, which the delta must change.
+        link: link of the delta, whose version must result.
+        tensors: number of tensors in the manifest.
 
     Raises:
-        WeightError: it is damaged, changes another version, or gives another; names the link.
+        WeightError: the index is damaged, changes another version, or results in another. The message names
+            the link.
     """
     path = f"{link.directory}/{INDEX}"
     try:
@@ -121,5 +121,5 @@ def read_delta(data: bytes, base: WeightLink, link: WeightLink, tensors: int) ->
 
 
 def chain_after(links: Sequence[WeightLink], digest: int | None) -> int:
-    """Return the index of the last link that gives the version with this digest; -1 if none does."""
+    """Return the index of the last link that results in the version with this digest; -1 if none does."""
     return max((number for number, link in enumerate(links) if link.digest == digest), default=-1)

@@ -5,13 +5,14 @@
     digest   bytes * LENGTH + sum over r of low32(h[r]) * OUTER[2 r] + high32(h[r]) * OUTER[2 r + 1]
                                                                                                 mod 2^64
 
-All products are of signed numbers; INNER, OUTER and LENGTH are odd 64-bit numbers from splitmix64. If these
-were drawn at random, two strings of the same length would collide with a probability of at most 2^-32 at each
-level (Carter and Wegman 1979; Lemire and Kaser 2014). The digest detects errors of transfer; it does not
-resist an adversary.
+All products are of signed numbers; INNER, OUTER and LENGTH are odd 64-bit numbers from splitmix64. If the
+multipliers were drawn at random, two strings of the same length would collide with a probability of at most
+2^-32 at each level (Carter and Wegman 1979; Lemire and Kaser 2014). The digest detects transfer errors but
+does not resist an adversary.
 
-The sums h of disjoint slices of a tensor add up to the tensor's sums, if each slice is digested at its place
-with zeros elsewhere. So ranks that have slices compute the digest of a tensor that none of them has.
+The sums h of disjoint slices of a tensor add up to the tensor's sums, if each slice is digested at its
+position with zeros elsewhere. Ranks that hold slices can therefore compute the digest of a tensor that no
+single rank holds.
 """
 
 from collections.abc import Sequence
@@ -26,7 +27,7 @@ from protocol.codec import Buffer
 ROW = 16384
 """Words per row: 64 KiB, which fit in a core's cache together with their multipliers."""
 FOLDED_ROWS = 4096
-"""Rows folded at a time: more would not stay in a core's cache, and their memory would be new each time."""
+"""Rows folded per batch. A larger batch would exceed a core's cache and allocate new memory each time."""
 LENGTH = 0x9E3779B97F4A7C15
 MASK = (1 << 64) - 1
 
@@ -41,23 +42,23 @@ def multipliers(stream: int, count: int) -> NDArray[np.int64]:
 
 
 def rows_of(nbytes: int) -> int:
-    """Return the number of rows that `nbytes` bytes take."""
+    """Return the number of rows for `nbytes` bytes."""
     return -(-nbytes // (4 * ROW))
 
 
 def row_span(first_byte: int, end_byte: int) -> tuple[int, int]:
-    """Return the rows (first, after the last) that hold these bytes of a tensor."""
+    """Return the span (first, end) of rows that contain these bytes of a tensor, end exclusive."""
     return first_byte // (4 * ROW), rows_of(end_byte)
 
 
 def digests_of_sums(sums: NDArray[np.int64], sizes: Sequence[int]) -> list[int]:
     """Return the digests of tensors from the sums h of all of their rows.
 
-    Many tensors are folded by one call of numpy: each takes Python's time, which an engine's steps need.
+    One numpy call folds many tensors, because each call costs Python time that delays the engine's steps.
 
     Args:
-        sums: of one tensor after the other, int64 [rows of all].
-        sizes: bytes of each tensor.
+        sums: sums of all tensors, concatenated, int64 [rows of all].
+        sizes: size of each tensor, bytes.
     """
     halves = np.ascontiguousarray(sums, dtype="<i8").view("<i4")
     rows = [rows_of(nbytes) for nbytes in sizes]
@@ -76,9 +77,9 @@ def digests_of_sums(sums: NDArray[np.int64], sizes: Sequence[int]) -> list[int]:
 
 
 def _folded(halves: NDArray[np.int32], rows: Sequence[int], outer: NDArray[np.int64]) -> list[int]:
-    """Return the digests of tensors with so many rows, without the term of the length."""
+    """Return the digests of tensors with these numbers of rows, without the length term."""
     starts = np.fromiter(accumulate(rows, initial=0), np.int64)[:-1]
-    is_filled = np.array(rows) > 0  # reduceat has no empty sums
+    is_filled = np.array(rows) > 0  # reduceat does not support empty sums
     totals = np.zeros(len(rows), np.int64)
     if len(halves):
         with np.errstate(over="ignore"):
@@ -108,7 +109,7 @@ def row_sums(rows: NDArray[np.int32], inner: NDArray[np.int64]) -> NDArray[np.in
 
 
 def _outer(count: int) -> NDArray[np.int64]:
-    """Return at least so many multipliers of rows."""
+    """Return at least `count` multipliers of rows."""
     return _outer_table(1 << max(12, (count - 1).bit_length()))
 
 

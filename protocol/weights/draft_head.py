@@ -1,8 +1,8 @@
-"""Names the tensors of a draft head that is trained and published with its target, an EAGLE head.
+"""Names the tensors of an EAGLE draft head, which is trained and published with its target model.
 
-An EAGLE head (Li et al. 2024, arXiv 2401.15077) joins the target's last hidden state with the embedding of
-the token that followed it, and gives the next hidden state by one layer of Llama. Embeddings and output layer
-are the target's.
+An EAGLE head (Li et al. 2024, arXiv 2401.15077) concatenates the target's last hidden state with the
+embedding of the next token. One Llama layer predicts the next hidden state from the result. Embeddings and
+output layer are the target's.
 """
 
 from collections.abc import Iterable, Mapping
@@ -11,15 +11,11 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 PREFIX = "draft_head."
-"""Begins the names of a head's tensors in a version; what follows is their name in the head's files."""
+"""Prefix of the head's tensors in a version; the rest of the name is the name in the head's files."""
 
 
 def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-    """Return name -> shape of the tensors of a head, by the names in its files.
-
-    Args:
-        config: its config.json.
-    """
+    """Return name -> shape of the tensors in a head's files, given its config.json."""
     hidden, inner = int(config["hidden_size"]), int(config["intermediate_size"])
     heads = int(config["num_attention_heads"])
     size = int(config.get("head_dim") or hidden // heads)
@@ -39,10 +35,10 @@ def head_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 
 
 def has_head(names: Iterable[str]) -> bool:
-    """Return whether a version with tensors of these names has a head."""
+    """Return whether a version with these tensor names contains a head."""
     return any(name.startswith(PREFIX) for name in names)
 
 
 def without_head(tensors: Mapping[str, T]) -> dict[str, T]:
-    """Return the model's own of a version's tensors."""
+    """Return the tensors of a version without the head's tensors."""
     return {name: tensor for name, tensor in tensors.items() if not name.startswith(PREFIX)}

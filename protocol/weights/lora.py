@@ -1,9 +1,8 @@
-"""Names LoRA adapters and selects the weights that get one (Hu et al. 2021, arXiv 2106.09685).
+"""Names LoRA adapters and selects the adapted weights (Hu et al. 2021, arXiv 2106.09685).
 
     W x + scaling B A x        A [rank, in], B [out, rank]
 
-Tensor names follow PEFT. Published are A and scaling B, so that an engine adds B A without having to know the
-scaling.
+Tensor names follow PEFT. A and scaling B are published, so engines add B A without knowing the scaling.
 """
 
 import math
@@ -35,7 +34,7 @@ LINEAR = (
     "fc1",
     "fc2",
 )
-"""Linear layers that trainer and engines have adapters for, by the last component of their names."""
+"""Linear layers that trainer and engines can adapt, by the last component of their names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,27 +45,23 @@ class LoraConfig:
     """
 
     rank: Annotated[int, Interval(ge=0, le=10**5)] = set_first(0)
-    """Rank of A and B; 0: off, all parameters are trained."""
+    """Rank of A and B; 0: no adapters, all parameters are trained."""
     alpha: Annotated[float, Interval(gt=0, le=1e6)] = 16.0
     """Numerator of the scaling alpha / rank."""
     target_modules: tuple[str, ...] | str = ALL_LINEAR
-    """Last components of the names of the linear layers that get an adapter, or "all-linear": each one of
-    the model that trainer and engines have adapters for, which leaves out experts and fused layers."""
+    """Linear layers that get an adapter, by the last components of their names. "all-linear": every layer
+    that trainer and engines can adapt, except experts and fused layers."""
     use_rslora: bool = False
     """Whether the scaling is alpha / sqrt(rank) (Kalajdzievski 2023, arXiv 2312.03732)."""
     path: FilePath = ""
-    """Directory in PEFT's format with the adapter that training starts from. Empty: A is random, B is
-    zero."""
+    """Directory in PEFT's format with the initial adapter. Empty: A is random, B is zero."""
     dropout: Annotated[float, Interval(ge=0, lt=1)] = 0.0
-    """Share of the elements of each adapter's input that a training pass sets to 0, scaling up the others, as
-    PEFT does. Passes that compute log-probabilities alone have none, and mismatch is not measured."""
+    """Probability of zeroing each element of an adapter's input in a training pass; the other elements are
+    scaled up, as in PEFT. Passes that only compute log-probabilities use no dropout. The mismatch is not
+    measured."""
 
     def __post_init__(self) -> None:
-        """Refuse text that is not "all-linear".
-
-        Raises:
-            SettingsError: it is another.
-        """
+        """Raise SettingsError if `target_modules` is a text other than "all-linear"."""
         if isinstance(self.target_modules, str) and self.target_modules != ALL_LINEAR:
             raise SettingsError(
                 f"setting lora.target_modules: {self.target_modules!r} is not known; use {ALL_LINEAR!r}, or "
@@ -75,7 +70,7 @@ class LoraConfig:
 
     @property
     def scaling(self) -> float:
-        """The factor of B A."""
+        """Factor of B A."""
         return self.alpha / (math.sqrt(self.rank) if self.use_rslora else self.rank)
 
 
@@ -83,13 +78,13 @@ NO_ADAPTERS = LoraConfig()
 
 
 def as_scaled(config: LoraConfig) -> LoraConfig:
-    """Return the config of published adapters, whose scaling is in B: as `config`, with a scaling of 1."""
+    """Return the config of published adapters: `config` with scaling 1, since B includes the scaling."""
     return replace(config, alpha=float(config.rank), use_rslora=False, path="")
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterTarget:
-    """A weight that has an adapter."""
+    """A weight with an adapter."""
 
     weight: str
     """Hugging Face name."""
@@ -98,7 +93,7 @@ class AdapterTarget:
 
     @property
     def module(self) -> str:
-        """Name of the layer to which the weight belongs."""
+        """Name of the layer that contains the weight."""
         return self.weight.removesuffix(WEIGHT)
 
     @property
@@ -121,8 +116,7 @@ def adapter_targets(shapes: Mapping[str, tuple[int, ...]], config: LoraConfig) -
     """Return the weights that get an adapter, in the order of `shapes`.
 
     Args:
-        shapes: Hugging Face name -> shape, of every tensor of the model.
-        config: the section `[lora]`.
+        shapes: Hugging Face name -> shape, for every tensor of the model.
 
     Raises:
         SettingsError: a target module is not a linear layer of the model, or rank or alpha is not positive.

@@ -1,4 +1,4 @@
-"""Reads adapters in directories of PEFT's format, and checks that training can start from one."""
+"""Reads adapters in PEFT's format, and checks whether training can start from an adapter."""
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
@@ -19,18 +19,18 @@ PLAIN: dict[str, Any] = {
     "alpha_pattern": {},
     "modules_to_save": None,
 }
-"""Fields of adapter_config.json -> the only value that is supported; it is also that of a missing field."""
+"""Field of adapter_config.json -> its only supported value, which is also the value of a missing field."""
 SAME = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
-"""Fields of adapter_config.json -> the setting of [lora] that has to be the same."""
+"""Field of adapter_config.json -> setting of [lora] that must have the same value."""
 
 
 def check_peft(targets: Sequence[AdapterTarget], config: LoraConfig) -> None:
-    """Check that `config.path` has an adapter with the settings of `config`, for just these weights.
+    """Check that `config.path` contains an adapter with the settings of `config` for exactly these weights.
 
     An empty `config.path` passes.
 
     Raises:
-        SettingsError: it has another one, or none; names the field or tensor.
+        SettingsError: the adapter is missing or differs; the message names the field or tensor.
     """
     if not config.path:
         return
@@ -53,15 +53,14 @@ def check_peft(targets: Sequence[AdapterTarget], config: LoraConfig) -> None:
 def read_peft(
     directory: Path, shapes: Mapping[str, tuple[int, ...]], what: str
 ) -> tuple[LoraConfig, list[AdapterTarget]]:
-    """Return the settings of the adapter in a directory, and the weights that it changes.
+    """Return the settings of the adapter in a directory, and the weights that it adapts.
 
     Args:
-        directory: in PEFT's format.
-        shapes: Hugging Face name -> shape, of every tensor of the model.
-        what: names the adapter in errors.
+        shapes: Hugging Face name -> shape, for every tensor of the model.
+        what: name of the adapter in error messages.
 
     Raises:
-        SettingsError: it cannot be read, or is not of this model.
+        SettingsError: the adapter cannot be read, or does not fit the model.
     """
     found, tensors = _read_config(directory / CONFIG, what), _read_shapes(directory / TENSORS, what)
     rank, alpha = found.get("r"), found.get("lora_alpha")
@@ -83,14 +82,14 @@ def read_peft(
 
 
 def _compare(wanted: Mapping[str, tuple[int, ...]], shapes: Mapping[str, tuple[int, ...]], what: str) -> None:
-    """Refuse tensors that have not the wanted shape."""
+    """Raise SettingsError if a tensor has a wrong shape."""
     for name, shape in wanted.items():
         if shapes.get(name) != shape:
             raise SettingsError(f"{what}: {name} has the shape {shapes.get(name)}, the model's needs {shape}")
 
 
 def target_modules(names: Iterable[str]) -> list[str]:
-    """Return the last components of the layers that tensors of adapters belong to."""
+    """Return the last components of the layer names in adapter tensor names."""
     return sorted({name.rpartition(".lora_")[0].rpartition(".")[2] for name in names})
 
 

@@ -1,4 +1,4 @@
-"""Places the sums of a version's pieces, which are on several ranks, among the sums of its tensors."""
+"""Combines the digest sums of pieces on several ranks into the digests of whole tensors."""
 
 from collections.abc import Sequence
 from itertools import accumulate
@@ -12,7 +12,7 @@ from protocol.weights.slices import sum_span
 
 
 class PieceRows:
-    """Places of the sums of all ranks' pieces among the sums of the tensors; the same for every version."""
+    """Positions of all ranks' piece sums among the tensors' row sums; equal for every version."""
 
     def __init__(self, blank: WeightManifest) -> None:
         self._sizes = [entry.nbytes for entry in blank.tensors]
@@ -21,12 +21,13 @@ class PieceRows:
             [sum_span(blank.tensors[piece.tensor], piece.box) for piece in part.pieces]
             for part in blank.parts
         ]
-        """By rank, the rows (first, after the last) of its tensor that the sums of each piece cover."""
+        """By rank and piece: span (first, end) of the tensor's rows that the piece covers, end exclusive."""
         self._runs = [self._joined(blank, part) for part in range(len(blank.parts))]
-        """By rank, (first row among all tensors', first of the rank's sums, rows) of adjacent sums."""
+        """By rank: (first row among all tensors' rows, index of the rank's first sum, rows) of contiguous
+        sums."""
 
     def digests(self, sums: Sequence[NDArray[np.int64]]) -> list[int]:
-        """Return the tensors' digests from each rank's sums, one piece after the other."""
+        """Return the tensors' digests from each rank's sums, concatenated by piece."""
         total = np.zeros(self._firsts[-1], np.int64)
         for runs, part in zip(self._runs, sums, strict=True):
             for row, first, count in runs:

@@ -1,11 +1,13 @@
-"""Plans which slices of a version go from the trainer's ranks to one engine rank; equal on both ends.
+"""Plans the slices of a version that the trainer's ranks send to one engine rank; equal on both ends.
 
-A version that stays on the trainer's ranks lists the pieces of each rank (`WeightManifest.parts`). An engine
-rank sends the boxes of the tensors that it wants. The intersections of both are cut at the pieces' edges and
-packed into buckets. The sums h of `digests.py` prove that these bytes are the version's. The engine rank
-computes the sums of the received cuts. Each trainer rank computes the sums of the rest of its cut pieces from
-its published bytes. Rank 0 has collected the sums of all other pieces for the manifest. They add up to the
-tensor's sums, so every engine rank compares the digest of every whole tensor, although it received parts.
+If a version stays on the trainer's ranks, the manifest lists the pieces of each rank
+(`WeightManifest.parts`). An engine rank requests boxes of tensors. The intersections of pieces and boxes
+(cuts) are packed into buckets.
+
+The sums h of `digests.py` verify the received bytes. The engine rank computes the sums of the received cuts.
+Each trainer rank computes the sums of the unsent rest of partly sent pieces from its published bytes. Rank 0
+sends the sums of all untouched pieces, collected for the manifest. All sums add up to the tensor's sums, so
+every engine rank verifies the digest of every whole tensor although it receives only parts.
 """
 
 from collections.abc import Collection, Iterator, Mapping
@@ -31,38 +33,38 @@ from protocol.weights.buckets import ALIGNMENT, DTYPE_BYTES, BucketLayout
 from protocol.weights.digests import row_span, rows_of
 
 MAX_WANTED_BYTES = 64 << 20
-"""Bytes of an encoded `Wanted`."""
+"""Maximum size of an encoded `Wanted`, bytes."""
 MAX_BOXES = 4096
-"""Boxes that an engine rank may want of one tensor."""
+"""Maximum number of requested boxes of a tensor."""
 
 Wanted = Mapping[str, tuple[Box, ...]]
-"""Name -> disjoint boxes. An absent tensor is not wanted."""
+"""Tensor name -> disjoint boxes that an engine rank requests."""
 
 
 class Cut(NamedTuple):
-    """Part of a piece, and its place in a bucket."""
+    """Part of a piece, and its position in a bucket."""
 
     piece: int
-    """Index into the part's pieces."""
+    """Index into the pieces of the rank."""
     tensor: int
     """Index into the manifest's tensors."""
     box: Box
     offset: int
-    """Bytes from the start of the bucket."""
+    """Byte offset in the bucket."""
     nbytes: int
 
 
 class Rest(NamedTuple):
-    """The boxes of a partly sent piece that are not sent."""
+    """The unsent boxes of a partly sent piece."""
 
     piece: int
-    """Index into the part's pieces."""
+    """Index into the pieces of the rank."""
     tensor: int
     boxes: tuple[Box, ...]
 
 
 Span = tuple[int, int, int]
-"""(tensor, first row, after the last) of sums."""
+"""(tensor, first row, end row) of sums, end exclusive."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,38 +74,37 @@ class Transfer:
     buckets: tuple[tuple[Cut, ...], ...]
     rests: tuple[Rest, ...]
     untouched: tuple[tuple[int, int], ...]
-    """(part, index of the piece) of all ranks' pieces without a wanted element; rank 0 alone sends their
+    """(rank, index of the piece) of all ranks' pieces without a requested element; only rank 0 sends their
     sums."""
     spans: tuple[Span, ...]
-    """Spans of the sums behind the buckets: one for each rest, and one for each tensor with untouched
-    pieces."""
+    """Spans of the sums that follow the buckets: one per rest, and one per tensor with untouched pieces."""
 
     @property
     def rows(self) -> int:
-        """Number of the sums."""
+        """Number of sums."""
         return sum(end - first for _, first, end in self.spans)
 
     @staticmethod
     def nbytes(bucket: tuple[Cut, ...]) -> int:
-        """Return the bytes of a bucket."""
+        """Return the size of a bucket, bytes."""
         return bucket[-1].offset + bucket[-1].nbytes
 
 
 class BucketSizes(NamedTuple):
-    """Sizes of the buckets that a rank sends, which both ends plan with."""
+    """Sizes of the buckets that a rank sends; both ends plan with the same sizes."""
 
     bucket_bytes: int
-    """Largest size of a bucket that holds several cuts, and of a cut."""
+    """Maximum size of a cut, and of a bucket with several cuts, bytes."""
     alone_bytes: int
-    """A cut of at least this size has a bucket to itself, so that neither end has to copy it."""
+    """Cuts of at least this size, bytes, have a bucket to themselves, which saves a copy on both ends."""
 
 
 def transfer_of(
     manifest: WeightManifest, part: int, wanted: Wanted, sizes: BucketSizes, forgotten: Collection[str] = ()
 ) -> Transfer:
-    """Plan what rank `part` sends: every element of its pieces that is wanted, once; equal on both ends.
+    """Plan the transfer of rank `part`: every requested element of its pieces once; equal on both ends.
 
-    Cuts of `forgotten` tensors share no bucket with others, which may be sent as changes.
+    Cuts of `forgotten` tensors do not share buckets with other cuts, which may be sent as deltas.
     """
     pieces = manifest.parts[part].pieces
     cuts: list[tuple[int, WeightPiece, Box]] = []
@@ -148,7 +149,7 @@ def _packed(
 
 
 class PiecePlace(NamedTuple):
-    """Place of a piece in its rank's buckets, bytes."""
+    """Position of a piece in its rank's buckets, bytes."""
 
     bucket: int
     offset: int
@@ -158,7 +159,7 @@ class PiecePlace(NamedTuple):
 def piece_places(
     manifest: WeightManifest, part: int, bucket_bytes: int
 ) -> tuple[tuple[int, ...], tuple[PiecePlace, ...]]:
-    """Return the sizes of the buckets in which rank `part` keeps its pieces, and the place of each piece."""
+    """Return the sizes of the buckets that hold the pieces of rank `part`, and the position of each piece."""
     layout = BucketLayout(bucket_bytes)
     places = []
     for number, piece in enumerate(manifest.parts[part].pieces):
@@ -168,7 +169,7 @@ def piece_places(
 
 
 def senders_of(manifest: WeightManifest, wanted: Wanted) -> list[int]:
-    """Return the ranks that have something that is wanted, in order, and then rank 0, with the other sums."""
+    """Return the ranks that hold requested elements, in order, and last rank 0, which sends other sums."""
     found = [
         part
         for part in range(1, len(manifest.parts))
@@ -192,19 +193,19 @@ def _is_touched(manifest: WeightManifest, piece: WeightPiece, wanted: Wanted) ->
 
 
 def sum_span(entry: TensorEntry, box: Box) -> tuple[int, int]:
-    """Return the rows (first, after the last) of a tensor that a slice's sums cover."""
+    """Return the span (first, end) of a tensor's rows that a slice covers, end exclusive."""
     itemsize = DTYPE_BYTES[entry.dtype]
     first, end = dense_span(entry.shape, box)
     return row_span(first * itemsize, end * itemsize) if size_of(box) else (0, 0)
 
 
 def all_of(manifest: WeightManifest) -> Wanted:
-    """Return what an engine rank wants that wants every tensor whole."""
+    """Return a request for every tensor as a whole."""
     return {entry.name: (whole(entry.shape),) for entry in manifest.tensors}
 
 
 def encode_wanted(wanted: Wanted, forgotten: Collection[str] = ()) -> bytes:
-    """Encode what an engine rank wants, and the tensors whose elements it has no more at the next version."""
+    """Encode a request, and the tensors whose elements the engine rank discards before the next version."""
     return msgspec.msgpack.encode((dict(wanted), sorted(forgotten)))
 
 
@@ -212,11 +213,10 @@ _decoder = msgspec.msgpack.Decoder(tuple[dict[str, tuple[tuple[tuple[int, int], 
 
 
 def decode_wanted(data: bytes, manifest: WeightManifest) -> tuple[Wanted, frozenset[str]]:
-    """Decode the boxes that an engine rank wants of a version, and the tensors that it forgets.
+    """Decode an engine rank's request for boxes of a version, and its `forgotten` tensors.
 
     Raises:
-        WeightError: it is malformed, or names a tensor or box that the version does not have, or one
-            twice.
+        WeightError: the request is malformed, names an unknown tensor or box, or requests an element twice.
     """
     shapes = {entry.name: entry.shape for entry in manifest.tensors}
     try:
@@ -229,17 +229,17 @@ def decode_wanted(data: bytes, manifest: WeightManifest) -> tuple[Wanted, frozen
         whole_shape = shapes[name]
         if any(not is_within(box, whole_shape) for box in boxes):
             raise WeightError(f"a receiver wants slices of {name} that are not in {list(whole_shape)}")
-        # boxes that overlap would be sent twice
+        # overlapping boxes would be sent twice
         if sum(size_of(box) for box in boxes) > size_of(tuple((0, n) for n in whole_shape)):
             raise WeightError(f"a receiver wants more of {name} than there is")
     return wanted, forgotten
 
 
 def check_parts(manifest: WeightManifest) -> None:
-    """Refuse parts whose pieces do not hold each element of each tensor exactly once.
+    """Check that the ranks' pieces contain each element of each tensor exactly once.
 
     Raises:
-        WeightError: names the first such tensor.
+        WeightError: the message names the first invalid tensor.
     """
     pieces = sorted(
         (piece for part in manifest.parts for piece in part.pieces), key=lambda piece: piece.tensor

@@ -1,4 +1,4 @@
-"""Describes a slice of a tensor as runs of words at equal distances, for kernels that digest it in place."""
+"""Describes a slice of a tensor as equidistant runs of words, for kernels that digest the slice in place."""
 
 import itertools
 import math
@@ -11,13 +11,13 @@ from protocol.weights.digests import ROW
 
 WORD_BYTES = 4
 MAX_STRIPS = 64
-"""Strips of one slice, at most."""
+"""Maximum number of strips of one slice."""
 MAX_WORDS = (1 << 31) - 2 * ROW
-"""A kernel counts a strip's words in 32 bits."""
+"""Maximum words of a strip; a kernel counts them in 32 bits."""
 
 
 class Strip(NamedTuple):
-    """Runs of words in the whole tensor, and where they lie in the memory of the slice."""
+    """Equidistant runs of words in the whole tensor and in the memory of the slice."""
 
     source: int
     """Words from the slice's first element to the first run."""
@@ -25,15 +25,15 @@ class Strip(NamedTuple):
     """First word in the tensor."""
     runs: int
     width: int
-    """Words of a run."""
+    """Words per run."""
     pitch: int
-    """Words in the tensor from the start of a run to the next one's."""
+    """Words between the starts of two runs in the tensor."""
     source_pitch: int
-    """Words in the memory of the slice between the same two."""
+    """Words between the starts of two runs in the memory of the slice."""
 
     @property
     def rows(self) -> int:
-        """Number of rows of the digest that the strip lies in, those between its runs included."""
+        """Number of digest rows from the strip's first to its last word."""
         last = self.start + (self.runs - 1) * self.pitch + self.width - 1
         return last // ROW - self.start // ROW + 1
 
@@ -45,19 +45,18 @@ def strips_of(
     """Return the strips that make up a slice.
 
     Args:
-        shape: the whole tensor's shape; the tensor is dense.
-        box: the slice's place in it.
-        strides: of the slice where it lies, in elements.
-        itemsize: bytes of an element.
+        shape: shape of the whole tensor, which is dense.
+        box: position of the slice in the whole tensor.
+        strides: strides of the slice in its memory, in elements.
 
     Returns:
-        None if runs do not begin and end between two words, or there are too many strips.
+        None if a run is not aligned to words, or there are too many strips.
     """
     if not math.prod(stop - start for start, stop in box):
         return ()
     base, dims = _merged(shape, box, strides)
     if not dims or dims[-1][1:] != (1, 1):
-        dims.append((1, 1, 1))  # single elements
+        dims.append((1, 1, 1))  # runs of single elements
     if len(dims) == 1:
         dims.insert(0, (1, dims[0][0], dims[0][0]))
     *outer, (runs, pitch, source_pitch), (width, _, _) = dims
@@ -80,10 +79,10 @@ def strips_of(
 
 
 def _merged(shape: Sequence[int], box: Box, strides: Sequence[int]) -> tuple[int, list[tuple[int, int, int]]]:
-    """Return the slice's first element in the tensor, and its dimensions from the outermost one.
+    """Return the offset of the slice's first element in the tensor, and its dimensions, outermost first.
 
-    Each is (size, step in the tensor, step in the slice's memory); dimensions of one index are left out,
-    others joined where both steps allow it.
+    A dimension is (size, step in the tensor, step in the slice's memory). Dimensions of size 1 are omitted;
+    adjacent dimensions are merged if both steps allow it.
     """
     base, dims = 0, list[tuple[int, int, int]]()
     step = math.prod(shape)

@@ -1,4 +1,4 @@
-"""Defines the interface of training backends, and holds the helpers that they share.
+"""Defines the interface of training backends, and contains their shared helpers.
 
-`trainer/registry.py` makes one by name; it stands above because it knows roles, too.
+`trainer/registry.py` creates backends by name; it is outside this package because it depends on roles, too.
 """

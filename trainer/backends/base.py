@@ -23,7 +23,7 @@ from trainer.backends.last_states import LastStates
 from trainer.config import AlgorithmConfig
 from trainer.ranks.publication import Publication
 
-if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+if TYPE_CHECKING:  # processes that read settings import the registry, which must not import torch
     import torch
 
     from trainer.batch import Batch
@@ -31,16 +31,17 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
 
 
 NOTHING_TRAINED = "no token of the batch is within the bound and in a sample that is trained"
-"""Why a step is skipped of which no token carries gradient."""
+"""Reason for skipping a step without trained tokens."""
 Replicas = Sequence[Sequence[int]]
-"""Ranks of each data-parallel replica of a model; rank 0 is in the first one. A batch is cut between them."""
+"""Ranks of each data-parallel replica of a model, rank 0 in the first replica. The replicas divide a batch.
+"""
 
 
 class StepStats(StepReport, tag="step_stats", frozen=True, kw_only=True):
-    """Measurements of an optimizer update, or of a step, reduced over all ranks; equal on every rank.
+    """Measurements of an optimizer update or of a step, reduced over all ranks; equal on every rank.
 
-    They are a step's report with the fields that its updates decide; the batch's plan and the trainer's clock
-    have the others.
+    They are the fields of a step's report that its updates determine. The batch plan and the trainer's clock
+    determine the other fields.
     """
 
     step: int = -1
@@ -48,7 +49,7 @@ class StepStats(StepReport, tag="step_stats", frozen=True, kw_only=True):
     epoch: str = ""
     reward_mean: float = 0.0
     sums: tuple[float, ...] = ()
-    """What `StepMeasures` made the numbers of an update from; not reported."""
+    """Sums from which `StepMeasures` computed the measurements of an update; not reported."""
 
     def measured(self) -> dict[str, Any]:
         """Return the fields of the report that were measured."""
@@ -56,7 +57,7 @@ class StepStats(StepReport, tag="step_stats", frozen=True, kw_only=True):
         return {name: getattr(self, name) for name in names}
 
     def with_critic(self, critic: StepStats) -> StepStats:
-        """Return the statistics of the policy's update with the critic's, which was made at the same time."""
+        """Return the statistics of the policy's update merged with those of the concurrent critic update."""
         peaks = [peak for peak in (self.memory_peak_gb, critic.memory_peak_gb) if peak is not None]
         both = {
             "memory_peak_gb": max(peaks, default=None),
@@ -70,24 +71,25 @@ NONE = StepStats()
 
 @dataclass(frozen=True, slots=True)
 class FrozenSpec:
-    """A model other than the policy, which is never trained."""
+    """Specification of a frozen model: reference, teacher or reward model."""
 
     role: str
-    """Section of the settings that names it, such as "teacher"."""
+    """Section of the model's settings, such as "teacher"."""
     directory: Path
     """Hugging Face directory."""
     offload: bool = False
-    """Whether it is in host memory between its passes."""
+    """Whether the model is in host memory between its passes."""
     apart: bool = False
-    """Whether it has ranks of its own, so that the policy's ranks do not load it."""
+    """Whether the model has ranks of its own, so the policy's ranks do not load it."""
     is_classifier: bool = False
-    """Whether it scores samples, in place of giving log-probabilities of tokens."""
+    """Whether the model scores samples instead of computing log-probabilities of tokens."""
 
 
 def keeps_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequence[FrozenSpec]) -> bool:
-    """Return whether the reference model is a copy of the policy's first weights.
+    """Return whether the reference model is a copy of the policy's initial weights.
 
-    It is not where a path names another model, and not under adapters, whose frozen base it is.
+    Otherwise no reference is needed, a path names another model, or the reference is the frozen base of
+    adapters.
     """
     given = any(spec.role == "reference" for spec in frozen)
     return algorithm.kl_coef > 0 and not adapters.rank and not given
@@ -95,59 +97,58 @@ def keeps_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequenc
 
 @dataclass(frozen=True, slots=True)
 class FrozenModel:
-    """A rank's part of a model that is never trained, in the layout of the policy or of ranks of its own."""
+    """A rank's shard of a frozen model, in the layout of the policy or on ranks of its own."""
 
     evaluate: Callable[[Batch], torch.Tensor]
     """Returns a number for each token of a batch, float32 [t] on the CPU. A collective.
 
-    The log-probabilities under this model, as `Backend.logprobs` does, or the scores of a classifier, as
-    `score_rows` does.
-    """
+    The numbers are log-probabilities, as in `Backend.logprobs`, or the scores of a classifier, as in
+    `score_rows`."""
     tensors: Sequence[torch.Tensor]
-    """Everything that it has on the device."""
+    """All tensors of the model on the device."""
 
 
 class TrainableModel(ABC):
-    """A model under training. Every method is called on every rank in the same order (collectives inside)."""
+    """A model under training. Every rank calls every method in the same order (collectives inside)."""
 
     @abstractmethod
     def train_step(self, batch: Batch) -> StepStats:
-        """Make one optimizer update; `batch` is the part of it that this rank's replica works on.
+        """Make one optimizer update with `batch`, the part of this rank's replica.
 
-        `batch.totals` are the update's. There may be several in a step.
+        A step may have several updates; `batch.totals` are the totals of the update.
         """
 
     @abstractmethod
     def copy_state(self) -> HostState:
-        """Return this rank's part of a checkpoint (parameters, optimizer, RNG), copied to host memory.
+        """Return this rank's shard of a checkpoint (parameters, optimizer, RNG), copied to host memory.
 
-        The model may change then; the copies are valid until the next call.
+        The model may change afterwards. The copies are valid until the next call.
         """
 
     @abstractmethod
     def restore(self, directory: Path) -> None:
-        """Load what this rank has of the checkpoint of any layout that the model can have, bit for bit.
+        """Load this rank's shard of a checkpoint of any supported layout, bit for bit.
 
         Raises:
-            SettingsError: the checkpoint is of another model, or of a layout that cannot be read; names both.
+            SettingsError: model or layout of the checkpoint do not fit; the message names both sides.
         """
 
     @abstractmethod
     def offload(self) -> int:
-        """Move everything that training has on the device to the host, and return the number of bytes.
+        """Move all training state from the device to the host, and return the number of bytes.
 
         Until `onload` only `close` may be called.
 
         Raises:
-            SettingsError: an engine reads the masters; they stay on the device.
+            SettingsError: an engine reads the masters, which stay on the device.
         """
 
     @abstractmethod
     def onload(self) -> None:
-        """Move what `offload` moved back to the device, bit for bit; return at once if they are there.
+        """Move the offloaded state back to the device, bit for bit; return at once if it is already there.
 
         Raises:
-            TetherError: the device has no room for it; the state stays on the host.
+            TetherError: the device has too little free memory; the state stays on the host.
         """
 
     @abstractmethod
@@ -163,32 +164,32 @@ class Backend(TrainableModel):
     lora: LoraConfig = NO_ADAPTERS
     """With a rank above 0, only adapters are trained."""
     targets: Sequence[AdapterTarget] = ()
-    """The weights that have an adapter."""
+    """Weights with an adapter."""
     replicas: Replicas = ((0,),)
     extra_tensors: Mapping[str, torch.Tensor] = MappingProxyType({})
-    """Tensors that versions have after the model's, a draft head's; on one rank alone."""
+    """Tensors of a draft head, which versions contain after the model's tensors; with one rank only."""
 
     def costs(self, lengths: torch.Tensor) -> torch.Tensor:
-        """Return what sequences of these lengths (int64 [N]) cost, float64 [N], in any unit; 0 costs 0."""
+        """Return the relative cost, float64 [N], of sequences by length, int64 [N]; length 0 costs 0."""
         return lengths.double()
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether tokens that samples of a group begin with alike are computed once."""
+        """Whether a common prefix of samples in a group is computed once."""
         return False
 
     @property
     def device_name(self) -> str:
-        """Name of this rank's GPU; empty where the model is on a CPU."""
+        """Name of this rank's GPU; empty on a CPU."""
         return ""
 
     def flops(self, lengths: torch.Tensor, shared: torch.Tensor, trained: int) -> float | None:
-        """Return the FLOPs that the model needs to train a whole step's batch; None if that is not counted.
+        """Return the FLOPs that the model needs to train a whole step's batch; None: not counted.
 
         Args:
             lengths: tokens of each sample, int64 [N].
-            shared: tokens at its start that are computed with another sample, int64 [N].
-            trained: tokens that carry gradient.
+            shared: prefix tokens of each sample that are computed with another sample, int64 [N].
+            trained: number of tokens that carry gradient.
         """
         return None
 
@@ -201,20 +202,21 @@ class Backend(TrainableModel):
 
     @abstractmethod
     def reference_logprobs(self, batch: Batch) -> torch.Tensor:
-        """Return the batch's log-probabilities under the weights that `keep_reference` kept."""
+        """Return the batch's log-probabilities under the weights of `keep_reference`."""
 
     @abstractmethod
     def keep_reference(self) -> None:
-        """Keep the current weights as the reference model: a copy, or under adapters the frozen base itself.
+        """Keep the current weights as the reference model: a copy, or the frozen base of adapters itself.
 
-        Called before the first step, and before `restore`, if `kl_coef` > 0 and no other reference is given.
+        Called before the first step, and before `restore`, if `kl_coef` > 0 and no other reference is set.
         """
 
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
-        """Load a model that is never trained, in the layout, dtype and device of this one.
+        """Load a frozen model in the layout, dtype and device of the policy.
 
         Raises:
-            SettingsError: it cannot be loaded, or this backend has no models; names the setting.
+            SettingsError: the model cannot be loaded, or the backend has no models; the message names the
+                setting.
         """
         raise SettingsError(
             f"setting {spec.role}.path: {type(self).__name__} computes no log-probabilities of a model; "
@@ -222,41 +224,42 @@ class Backend(TrainableModel):
         )
 
     def last_states(self, batch: Batch) -> LastStates:
-        """Return the hidden states of a batch's tokens, for a draft head; on one rank alone.
+        """Return the hidden states of a batch's tokens, for a draft head; with one rank only.
 
         Raises:
-            torch.OutOfMemoryError: the policy can train on.
+            torch.OutOfMemoryError: the policy can continue to train.
         """
         raise NotImplementedError(f"{type(self).__name__} trains no draft head")
 
     @property
     def device(self) -> torch.device:
-        """Where this rank computes."""
+        """Device on which this rank computes."""
         raise NotImplementedError(f"{type(self).__name__} has no device")
 
     @abstractmethod
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the trained tensors, on rank 0, as full tensors in a fixed order; every rank exhausts it.
+        """Yield the trained tensors on rank 0, in a fixed order; every rank exhausts the iterator.
 
-        These are the model's tensors under their Hugging Face names, or A and B of its adapters under PEFT's.
+        The tensors are full: the model's under Hugging Face names, or its adapters' A and B under PEFT's
+        names.
         """
 
     def export_ahead(self, begin: Callable[[Tensors], None] | None, updates: int) -> EarlyExport:
-        """Prepare to export the version of the next step while its last update is made, if that can be.
+        """Prepare to export the next version during the last update of the step, if supported.
 
         Args:
-            begin: see `EarlyExport`; called once at most, and not if an update is skipped. None: no such
+            begin: see `EarlyExport`; called at most once, and not if an update is skipped. None: no early
                 export.
-            updates: of the step, calls of `train_step`.
+            updates: number of `train_step` calls in the step.
 
         Returns:
-            What the step has to be made within.
+            The export, whose `step` block must enclose the step.
         """
         return EarlyExport()
 
     @property
     def publication(self) -> Publication:
-        """What each rank publishes without a gather; by default rank 0 has all that is exported."""
+        """Pieces that each rank publishes without a gather; by default rank 0 has all exported tensors."""
         return Publication.by_rank_0({name: tuple(tensor.shape) for name, tensor in self.export()})
 
     def pieces(self) -> Iterator[tuple[str, torch.Tensor]]:
@@ -264,17 +267,17 @@ class Backend(TrainableModel):
         return self.export()
 
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of the whole model, adapters merged, each on one rank, which is to write it.
+        """Yield the tensors of the whole model, adapters merged, each on the one rank that writes the tensor.
 
-        Every rank exhausts it; of several none gets all.
+        Every rank exhausts the iterator; with several ranks, no rank gets all tensors.
         """
         return self.export()
 
     def masters(self) -> Mapping[str, torch.Tensor]:
         """Return the dense fp32 tensors that the optimizer steps, by name.
 
-        Transport `shared` moves them to memory that the engine reads, so their owner must look up `.data` at
-        each use.
+        Transport `shared` moves the masters to memory that the engine reads, so their owner must read `.data`
+        at each use.
 
         Raises:
             SettingsError: this backend cannot share its weights with an engine.
@@ -285,23 +288,24 @@ class Backend(TrainableModel):
         )
 
     def master_parts(self) -> Mapping[str, torch.Tensor]:
-        """Return views of the masters, where they lie now, that are the tensors of `export`, in its order.
+        """Return views of the masters' current memory as the tensors of `export`, in its order.
 
-        Their shapes are as `matches_layout` says. One of several ranks has parts of tensors.
+        Shapes follow `matches_layout`. With several ranks, each rank has parts of tensors.
         """
         return self.masters()
 
     def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-        """Compute with an engine's live weights from now on. Steps never write to them: the engine does.
+        """Compute with an engine's live weights from now on. Only the engine writes to these weights.
 
         Args:
-            parameters: the engine's weights by the names of this model's parameters; their bytes must be
-                those that the masters make.
+            parameters: the engine's weights by the names of this model's parameters; their bytes must equal
+                the rounded masters.
             buffers: the engine's other tensors that enter the computation.
 
         Raises:
-            SettingsError: the engine's tensors are not what this model computes with; names the tensor.
-            WeightError: they are of other weights; names the tensor. Either way nothing changed.
+            SettingsError: a tensor does not fit this model; the message names the tensor.
+            WeightError: a tensor has other values; the message names the tensor. After either error, the
+                model is unchanged.
         """
         raise SettingsError(
             f"setting weights.transport: {type(self).__name__} does not share weights with an engine "

@@ -1,4 +1,4 @@
-"""Hands over the tensors of a version while the optimizer's step still makes others."""
+"""Exports the tensors of a version while the optimizer step is still computing other tensors."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from protocol.errors import WeightError
 
-if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+if TYPE_CHECKING:  # processes that read settings import the registry, which must not import torch
     import torch
 
 Tensors = Iterator["tuple[str, torch.Tensor]"]
@@ -17,10 +17,10 @@ Tensors = Iterator["tuple[str, torch.Tensor]"]
 
 
 class EarlyExport:
-    """The parameters of a step that have their last values. One thread makes the step, another one exports.
+    """Parameters of a step that have their final values. One thread runs the step, another thread exports.
 
-    A step with a skipped update, or that fails before the last one, has begun no export. One that fails later
-    ends the export with an error, so its version is not published.
+    A step with a skipped update, or that fails before the last update, starts no export. A step that fails
+    later ends the export with an error, so the version is not published.
     """
 
     def __init__(
@@ -32,21 +32,21 @@ class EarlyExport:
         """Prepare for one step.
 
         Args:
-            begin: called in the thread of the step, once its last update will be made, with what yields
-                each tensor of the new version when it is final; to be consumed in another thread. None: no
-                tensor is exported early.
-            export: returns these tensors; waits for each by `await_final`.
-            updates: of the step, each of which may be skipped.
+            begin: called in the thread of the step before its last update, with an iterator that yields each
+                tensor of the new version when the tensor is final. Another thread must consume the iterator.
+                None: no early export.
+            export: returns the iterator, which waits for each tensor by `await_final`.
+            updates: number of updates in the step, each of which may be skipped.
         """
         self._begin, self._export, self._left = begin, export, updates
         self._changed = threading.Condition()
         self._final: dict[int, torch.cuda.Event | None] = {}
-        """Parameters that are final, by identity; on a GPU after the event."""
+        """Identity of a final parameter -> event after which it is final on a GPU, or None."""
         self._begun = self._done = self._failed = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Make the step within the block: after it all tensors are final, or never will be if it raises."""
+        """Run the step within the block; then all tensors are final, or the export fails if it raises."""
         try:
             yield
         except BaseException:
@@ -55,10 +55,10 @@ class EarlyExport:
         self._end(failed=False)
 
     def begin(self) -> None:
-        """Note that an update will be made and cannot be skipped any more.
+        """Record that an update can no longer be skipped; the last update starts the export.
 
         Raises:
-            RuntimeError: an export was begun before, of parameters that this update would change.
+            RuntimeError: an export is running, and this update would change its parameters.
         """
         if self._begin is None or self._export is None:
             return
@@ -70,7 +70,7 @@ class EarlyExport:
             self._begin(self._export(self))
 
     def add(self, parameters: Iterable[torch.Tensor], event: torch.cuda.Event | None) -> None:
-        """Say that an update has made parameters; those on a GPU are there after the event."""
+        """Record that an update has computed parameters; GPU parameters are final after the event."""
         if self._begun:
             with self._changed:
                 self._final |= {id(parameter): event for parameter in parameters}
@@ -79,7 +79,7 @@ class EarlyExport:
     def await_final(self, parameter: torch.Tensor) -> None:
         """Wait until a parameter is final, for work on the current stream.
 
-        What the optimizer does not step is final when the step is over. The wait ends with the step.
+        Parameters that the optimizer does not step are final when the step ends, which ends every wait.
 
         Raises:
             WeightError: the step has failed.

@@ -1,4 +1,4 @@
-"""Validates an engine's tensors against the model before the model frees its own."""
+"""Compares an engine's tensors with the trainer's model before the model frees its own tensors."""
 
 from collections.abc import Callable, Mapping, Sequence
 
@@ -16,12 +16,10 @@ def check_parameters(
 
     Args:
         own: the model's parameters, dense.
-        masters: fp32 masters of the weights that the engine is to serve.
-        engine: its live weights.
 
     Raises:
-        SettingsError: a name is not on both sides, or dtype, device, shape or strides differ.
-        WeightError: the bits are not those that the master makes.
+        SettingsError: a name is missing on one side, or dtype, device, shape or strides differ.
+        WeightError: the engine's bits differ from the rounded master.
     """
     _check_names("parameter", own, engine)
     for name, parameter in own.items():
@@ -32,10 +30,10 @@ def check_parameters(
 
 
 def check_buffers(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
-    """Compare the buffers that a model has computed from its config with the engine's.
+    """Compare the buffers that a model has computed from its config with the engine's buffers.
 
     Raises:
-        SettingsError: a buffer is not on both sides, or differs.
+        SettingsError: a buffer is missing on one side, or differs.
     """
     _check_names("buffer", own, engine)
     for name, buffer in own.items():
@@ -47,11 +45,14 @@ def check_buffers(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Te
 
 
 def take_parameters(own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
-    """Point a model's parameters, which stay the same objects, at the engine's memory, and free their own."""
+    """Point a model's parameters at the engine's memory, and free the previous memory.
+
+    The parameters stay the same objects.
+    """
     for name, parameter in own.items():
         parameter.data = engine[name]
     if torch.cuda.is_available():
-        torch.cuda.empty_cache()  # so that the engine can allocate it
+        torch.cuda.empty_cache()  # lets the engine allocate the memory
 
 
 def _check_names(kind: str, own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor]) -> None:
@@ -82,7 +83,7 @@ def _same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 ROWS = 4096
-"""Positions whose angles are compared at a time."""
+"""Number of positions whose angles are compared at a time."""
 Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 """Returns cosine and sine of each rotary angle of positions [T], each [T, R / 2] for R dimensions."""
 
@@ -90,15 +91,13 @@ Angles = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 def check_model_buffers(
     own: Mapping[str, torch.Tensor], engine: Mapping[str, torch.Tensor], rotaries: Sequence[Angles]
 ) -> None:
-    """Compare the buffers that a model has computed from its config with an engine's.
+    """Compare the buffers that a model has computed from its config with an engine's buffers.
 
     Args:
-        own: the model's buffers.
-        engine: the engine's buffers by name; one whose name ends with `ROTARY` is a table of angles.
-        rotaries: the rotary embeddings of the model's layers.
+        engine: the engine's buffers by name; a name that ends with `ROTARY` is a table of angles.
 
     Raises:
-        SettingsError: a buffer is not on both sides, or differs.
+        SettingsError: a buffer is missing on one side, or differs.
     """
     tables = {name: tensor for name, tensor in engine.items() if name.endswith(ROTARY)}
     others = {name: tensor for name, tensor in engine.items() if name not in tables}
@@ -113,15 +112,13 @@ def check_model_buffers(
 
 @torch.no_grad()
 def _matching(rotaries: Sequence[Angles], name: str, table: torch.Tensor) -> list[int]:
-    """Return the indices of the rotary embeddings with the angles of a table.
+    """Return the indices of the rotary embeddings that have the angles of a table.
 
     Args:
-        rotaries: the embeddings.
-        name: the table's.
-        table: [positions, R], cos then sin of every angle.
+        table: [positions, R], cosines then sines of the angles.
 
     Raises:
-        SettingsError: none has them.
+        SettingsError: no embedding has these angles.
     """
     if not rotaries:
         raise SettingsError(
@@ -138,8 +135,8 @@ def _matching(rotaries: Sequence[Angles], name: str, table: torch.Tensor) -> lis
                 f"buffer {name}: for {rows.shape[1]} dimensions in the engine, for "
                 f"{made[matching[0]].shape[1]} in the trainer"
             )
-        # one rounding of the table's dtype, and a few of an angle of up to so many radians: a GPU's powers
-        # differ from the host's in those
+        # One rounding to the table's dtype, plus float32 errors of angles up to start + len(rows) radians:
+        # powers differ between GPU and host.
         bound = 2 * torch.finfo(table.dtype).eps + 8 * (start + len(rows)) * torch.finfo(torch.float32).eps
         differences = {each: float((rows - angles).abs().max()) for each, angles in found.items()}
         matching = [each for each, difference in differences.items() if difference <= bound]

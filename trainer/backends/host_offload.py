@@ -1,4 +1,4 @@
-"""Moves the trainer's memory from its device to the host while others use the device, and back."""
+"""Moves the trainer's memory from its device to the host while other processes use the device, and back."""
 
 from collections.abc import Iterable
 
@@ -10,14 +10,14 @@ MIB = 1 << 20
 
 
 class HostOffload:
-    """Contents of storages on the host, restored bit for bit.
+    """Offloaded storages, whose contents are restored bit for bit.
 
-    Tensors and their views stay the same objects; while they are offloaded they must not be used. The host's
-    copies are kept for the next time, as page-locking them, where the device is a GPU, takes long.
+    Tensors and views stay the same objects, and must not be used while offloaded. Host copies are reused,
+    because page-locking them for a GPU is slow.
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Move tensors between a device and the host."""
+        """Create an empty set of offloaded storages for a device."""
         self._device = device
         self._copies: dict[int, torch.Tensor] = {}
         self._away: dict[int, torch.UntypedStorage] = {}
@@ -25,20 +25,20 @@ class HostOffload:
 
     @property
     def in_use(self) -> bool:
-        """Whether something is offloaded."""
+        """Whether any storage is offloaded."""
         return bool(self._away or self._blank)
 
     @property
     def nbytes(self) -> int:
-        """Bytes that were freed on the device, with a copy on the host or without."""
+        """Bytes freed on the device, with or without a host copy."""
         return sum(self._copies[key].nbytes for key in self._away) + sum(nbytes for _, nbytes in self._blank)
 
     def offload(self, tensors: Iterable[torch.Tensor], *, blank: Iterable[torch.Tensor] = ()) -> int:
-        """Move tensors to the host; returns `nbytes`.
+        """Move tensors to the host; return `nbytes`.
 
         Args:
-            tensors: what to move, if it lies on the device.
-            blank: tensors whose memory is freed without a copy; they are zero after `onload`.
+            tensors: tensors to move; tensors on another device are ignored.
+            blank: tensors to free without a copy; they are zero after `onload`.
         """
         blanks = {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in blank)}
         for storage in blanks.values():
@@ -47,7 +47,7 @@ class HostOffload:
                 storage.resize_(0)
         for tensor in tensors:
             storage = tensor.untyped_storage()
-            # storages on a CPU may be mapped from a file, and cannot be resized then
+            # CPU storages that are mapped from a file cannot be resized
             if (
                 storage.nbytes()
                 and storage.resizable()
@@ -60,10 +60,10 @@ class HostOffload:
         return self.nbytes
 
     def onload(self) -> None:
-        """Move everything back to the device. Returns at once if they are there.
+        """Move all storages back to the device.
 
         Raises:
-            TetherError: there is no room for it; the contents stay on the host.
+            TetherError: the device has too little free memory; the contents stay on the host.
         """
         needed, device = self.nbytes, self._device
         if device.type == "cuda" and needed > (free := torch.cuda.mem_get_info(device)[0]):
@@ -94,21 +94,21 @@ class HostOffload:
 
 
 class Offloadable:
-    """A rank's part of a trained model, whose memory can move to the host and back."""
+    """A rank's shard of a trained model, whose memory can move to the host and back."""
 
     _host: HostOffload
 
     def offload(self) -> int:
-        """Move everything that training has on the device to the host; as `Backend.offload`."""
+        """Move all training state from the device to the host; as `Backend.offload`."""
         if not self._host.in_use:
             tensors, blank = self._held()
             self._host.offload(tensors, blank=blank)
         return self._host.nbytes
 
     def onload(self) -> None:
-        """Move it back; as `Backend.onload`."""
+        """Move the state back to the device; as `Backend.onload`."""
         self._host.onload()
 
     def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
-        """Return tensors to keep, and ones whose memory is freed alone, which are zero afterwards."""
+        """Return tensors to copy to the host, and tensors to free without a copy (then zero)."""
         raise NotImplementedError

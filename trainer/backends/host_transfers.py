@@ -1,7 +1,8 @@
 """Transfers gradients and parameters between a device and the optimizer's masters in host memory.
 
-Slices of parameters form chunks. While the host steps one chunk, the gradients of the next come from the
-device and the new parameters of the one before go to it, so only the slowest of the three is waited for.
+Slices of parameters are grouped into chunks. While the host steps a chunk, the device sends the gradients of
+the next chunk and receives the new parameters of the previous chunk. The step therefore takes as long as the
+slowest of these three operations.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -14,12 +15,12 @@ import torch
 from trainer.storage.host_state import page_locked
 
 CHUNK_ELEMENTS = 1 << 26
-"""Elements that are transferred and stepped together: 256 MiB of float32. A larger parameter is a chunk."""
+"""Maximum number of elements in a chunk: 256 MiB of float32. A larger parameter is a chunk of its own."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class HostSlice:
-    """Elements of a parameter that this rank steps: all of it, or a share."""
+    """Elements of a parameter that this rank steps: the whole parameter or a shard."""
 
     parameter: torch.Tensor
     master: torch.Tensor
@@ -27,17 +28,17 @@ class HostSlice:
 
     @property
     def values(self) -> torch.Tensor:
-        """The elements on the device, flat."""
+        """Elements on the device, flat."""
         raise NotImplementedError
 
     @property
     def gradient(self) -> torch.Tensor:
-        """Their gradient on the device, flat, in the type that gradients are added up in."""
+        """Gradient on the device, flat, in the dtype of gradient accumulation."""
         raise NotImplementedError
 
     @property
     def has_gradient(self) -> bool:
-        """Whether the passes made a gradient of the parameter; without one it is not stepped."""
+        """Whether the parameter has a gradient; otherwise it is not stepped."""
         return True
 
     @property
@@ -48,7 +49,7 @@ class HostSlice:
 def step_chunk(
     optimizer: torch.optim.Optimizer, chunk: Sequence[HostSlice], gradients: Sequence[torch.Tensor]
 ) -> None:
-    """Step the masters of a chunk, which is all that has gradients then."""
+    """Step the masters of a chunk; no other masters have gradients during the call."""
     for part, gradient in zip(chunk, gradients, strict=True):
         if part.has_gradient:
             part.master.grad = gradient.view_as(part.master)
@@ -58,7 +59,7 @@ def step_chunk(
 
 
 class Transfers:
-    """Copies gradients from the device and parameters to it, during the host's work on the chunk between."""
+    """Double-buffered copies of gradients from the device and parameters to the device."""
 
     def __init__(
         self,
@@ -68,13 +69,12 @@ class Transfers:
         arriving: torch.dtype,
         leaving: torch.dtype,
     ) -> None:
-        """Allocate, page-locked where the device is a GPU, room for two chunks in either direction.
+        """Allocate buffers for two chunks in each direction, page-locked for a GPU.
 
         Args:
-            slices: in the order in which they are stepped.
-            device: of the parameters.
-            arriving: the gradients' type.
-            leaving: the parameters' type.
+            slices: slices in stepping order.
+            arriving: dtype of the gradients.
+            leaving: dtype of the parameters.
         """
         self.device = device
         self._cuda = device.type == "cuda"
@@ -95,12 +95,12 @@ class Transfers:
     def chunks(
         self, factor: float, sent: Callable[[list[torch.Tensor], Any], None]
     ) -> Iterator[tuple[Sequence[HostSlice], list[torch.Tensor]]]:
-        """Yield each chunk with its gradients, float32 on the host; afterwards its masters are sent back.
+        """Yield each chunk with its gradients, float32 on the host; then send its masters back.
 
-        Kernels that are launched when the iterator has ended see the new parameters.
+        Kernels launched after the end of the iterator see the new parameters.
 
         Args:
-            factor: what gradients are multiplied with, at most 1.
+            factor: factor of the gradients, at most 1.
             sent: called with the parameters of each chunk, and the event after which they are on the GPU.
         """
         if factor < 1.0 and self._arriving and self._arriving[0].dtype is torch.float32:
@@ -125,7 +125,7 @@ class Transfers:
             torch.cuda.current_stream().wait_stream(self._up)  # type: ignore[arg-type]
 
     def _fetch(self, number: int) -> None:
-        """Copy a chunk's gradients to the host. Their room is free: its chunk before was stepped."""
+        """Copy a chunk's gradients to the host, into the buffer of a chunk that is already stepped."""
         with self._on(self._down):
             for part, row in self._rows(number, self._arriving):
                 if part.has_gradient:
@@ -134,7 +134,7 @@ class Transfers:
 
     def _send(self, number: int) -> None:
         """Copy a chunk's masters to the parameters."""
-        _wait(self._left[number % 2])  # the room is in use until the chunk before has left
+        _wait(self._left[number % 2])  # the buffer is in use until its previous chunk has left
         for part, row in self._rows(number, self._leaving):
             row.copy_(part.master.view(-1))
         with self._on(self._up):

@@ -1,4 +1,4 @@
-"""Reads a model's last hidden states, of which its output layer computes logits.
+"""Reads a model's last hidden states, the input of its output layer.
 
 Shapes: t tokens of a batch, h elements of a state, V vocabulary.
 """
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+if TYPE_CHECKING:  # processes that read settings import the registry, which must not import torch
     import torch
 
 
 class LastStates(NamedTuple):
-    """Hidden states of a batch's tokens, and the layers around them."""
+    """Hidden states of a batch's tokens, and the embedding and output layers."""
 
     states: torch.Tensor
-    """[t, h], the state from which each token is predicted; without meaning at the first of a sample."""
+    """[t, h]: state from which each token is predicted; undefined for the first token of a sample."""
     embedding: torch.Tensor
     """[V, h]"""
     output: torch.Tensor
@@ -24,13 +24,10 @@ class LastStates(NamedTuple):
 
 
 def read_by_output(model: Any, arguments: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return the inputs of the output layer of a model of transformers, whose logits are not computed.
+    """Return the inputs of a transformers model's output layer, [n, L, h], without computing logits.
 
     Args:
-        model: the model.
         arguments: input_ids [n, L] and others.
-
-    Returns: [n, L, h].
     """
     read: list[torch.Tensor] = []
 

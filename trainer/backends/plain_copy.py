@@ -1,12 +1,13 @@
-"""Writes a copy of a quantised checkpoint in 16 or 32 bits, which all of a run reads in its place.
+"""Writes a copy of a quantised checkpoint in 16 or 32 bits, which the run reads instead.
 
 | `quant_method` | tensors of a file         | value of an element                         |
 |----------------|---------------------------|---------------------------------------------|
 | `fp8`          | X, X_scale_inv or X_scale | X times the scale of its tensor, row, block |
 | `mxfp4`        | X_blocks, X_scales        | number of its 4 bits times 2^(scale - 127)  |
 
-A product is computed in float32 and rounded once, to the dtype that config.json names. Scales of activations
-are left out: versions are published without them. No torch here, as settings ask for the directory.
+Products are computed in float32 and rounded once, to the dtype in config.json. Scales of activations are
+dropped, because versions are published without them. The module does not import torch, because settings use
+it.
 """
 
 import json
@@ -28,33 +29,33 @@ Named = Iterator[tuple[str, "torch.Tensor"]]
 
 FIELD = "quantization_config"
 SCALES = ("_scale_inv", "_scale")
-"""Ends of the names of a tensor's scales, in the order in which they are looked for."""
+"""Suffixes of the names of a tensor's scales, in search order."""
 OF_ACTIVATIONS = (".activation_scale", ".input_scale")
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
-"""Numbers of 3 bits of e2m1; the fourth is the sign."""
+"""Values of the 3 magnitude bits of e2m1; the fourth bit is the sign."""
 BIAS = 127
-"""Bias of the exponents of e8m0."""
+"""Exponent bias of e8m0."""
 LEFT_S = 6 * 3600.0
-"""Age of a copy that is not complete and that no process writes any more."""
+"""Age, seconds, from which an incomplete copy counts as abandoned."""
 
 
 def quantization_of(model_dir: Path) -> Mapping[str, Any] | None:
-    """Return what config.json says of quantisation; None: it says nothing, or cannot be read."""
+    """Return the quantisation section of config.json; None if it has none or cannot be read."""
     try:
         config = json.loads((model_dir / "config.json").read_bytes())
-    except (OSError, ValueError):  # whoever reads the model says so
+    except (OSError, ValueError):  # loading the model reports the error
         return None
     found = config.get(FIELD) if isinstance(config, dict) else None
     return found if isinstance(found, dict) else None
 
 
 def write_plain(source: Path, directory: Path) -> None:
-    """Write the copy of a quantised checkpoint, unless it is there already.
+    """Write the copy of a quantised checkpoint, unless it exists.
 
     Raises:
-        SettingsError: its method is not known, a file is damaged, or a tensor is not as the method has it;
-            names it.
+        SettingsError: the method is unknown, a file is damaged, or a tensor does not fit the method. The
+            message names the cause.
         OSError: the copy cannot be written.
     """
     from safetensors import SafetensorError
@@ -86,15 +87,15 @@ def write_plain(source: Path, directory: Path) -> None:
             sync(part)
         try:
             aside.rename(directory)
-        except OSError:  # the first one that is complete stays, as it may be read already
+        except OSError:  # another process was first; its copy may already be in use
             if not directory.exists():
                 raise
 
 
 def _remove_left(directory: Path) -> None:
-    """Remove what processes that were killed have written of a copy."""
+    """Remove incomplete copies of killed processes."""
     for left in directory.parent.glob(f".{directory.name}.*"):
-        with suppress(FileNotFoundError):  # of a process that is done by now
+        with suppress(FileNotFoundError):  # its process has finished
             if time.time() - left.stat().st_mtime > LEFT_S:
                 shutil.rmtree(left, ignore_errors=True)
 
@@ -132,7 +133,7 @@ def _plain_fp8(reader: Any, dtype: "torch.dtype") -> Named:
 
 
 def _spread(scale: "torch.Tensor", shape: "torch.Size", block: list[int] | None, name: str) -> "torch.Tensor":
-    """Return the scales of a tensor, of its rows, or of its blocks, in a shape that multiplies it."""
+    """Return the scales of a tensor, its rows or its blocks, in a shape that broadcasts to the tensor."""
     if scale.numel() == 1 and len(shape) <= 2:
         return scale.reshape(())
     if scale.shape in (shape[:-1], (*shape[:-1], 1)):
@@ -181,4 +182,4 @@ METHODS: Mapping[str, Callable[[Any, "torch.dtype"], Named]] = {
     "fp8": _plain_fp8,
     "mxfp4": _plain_mxfp4,
 }
-"""`quant_method` -> how its tensors are read, from a `SafetensorsReader`."""
+"""`quant_method` -> function that reads its tensors from a `SafetensorsReader`."""

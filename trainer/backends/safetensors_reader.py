@@ -1,4 +1,4 @@
-"""Reads tensors of a checkpoint directory, whole or some rows of them."""
+"""Reads whole tensors, rows or boxes from a checkpoint directory."""
 
 import json
 from contextlib import ExitStack
@@ -15,9 +15,9 @@ INDEX = "model.safetensors.index.json"
 
 
 class SafetensorsReader(ExitStack[None]):
-    """Tensors of a checkpoint directory by name, in one file or many, which the end of `with` closes.
+    """Context manager with the tensors of a checkpoint directory by name, in one file or several.
 
-    Files are mapped, not read whole.
+    Files are memory-mapped, and closed at the end of `with`.
     """
 
     def __init__(self, model_dir: Path) -> None:
@@ -47,11 +47,11 @@ class SafetensorsReader(ExitStack[None]):
         return set(self._files)
 
     def shape(self, name: str) -> tuple[int, ...]:
-        """Return the shape of the whole tensor."""
+        """Return the shape of a tensor."""
         return tuple(self._file(self._files[name]).get_slice(name).get_shape())
 
     def dtype(self, name: str) -> str:
-        """Return the dtype by its name in the file."""
+        """Return the dtype of a tensor, under its name in the file."""
         return str(self._file(self._files[name]).get_slice(name).get_dtype())
 
     def whole(self, name: str) -> torch.Tensor:
@@ -61,7 +61,7 @@ class SafetensorsReader(ExitStack[None]):
     def rows(self, name: str, dim: int, start: int, length: int, matrix: int | None = None) -> torch.Tensor:
         """Return `length` rows (dim 0) or columns (dim 1) of a tensor, in the checkpoint's dtype.
 
-        Where the tensor is a stack of matrices, `matrix` is the index of one. A number has itself alone.
+        For a stack of matrices, `matrix` is the index of the matrix. A scalar is returned as it is.
         """
         part = self._file(self._files[name]).get_slice(name)
         if not part.get_shape():

@@ -1,4 +1,4 @@
-"""Implements a backend without a model, for dry runs: the step is a sleep, everything around it is real."""
+"""Implements a backend without a model, for dry runs: a step sleeps, and everything else is real."""
 
 import time
 from collections.abc import Iterator
@@ -15,13 +15,13 @@ from trainer.config import TrainerConfig
 from trainer.storage.host_state import HostState
 
 PART = "rank_00000.safetensors"
-"""File of a checkpoint."""
+"""File in a checkpoint."""
 TENSOR = "scripted.weight"
 MODULUS = 1 << 20
 
 
 class ScriptedBackend(Backend):
-    """One tensor that every step changes by the batch, so its digest shows which batches were trained."""
+    """Backend with one tensor that depends on every trained batch, so its digest identifies the batches."""
 
     architecture = "scripted"
 

@@ -1,1 +1,1 @@
-"""Carries out the same commands on every rank of the trainer."""
+"""Executes the same commands on every rank of the trainer."""

@@ -1,6 +1,6 @@
-"""Defines the commands that every rank carries out, and sends them from rank 0 to the others.
+"""Defines the commands that every rank executes, and sends them from rank 0 to the other ranks.
 
-A command is one small message, sent as bytes: no pickle between ranks either.
+A command is one small message of bytes; ranks exchange no pickles.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class RankCommand(msgspec.Struct, Generic[T], frozen=True):
 
 
 class StepCommand(RankCommand[StepStats], frozen=True, tag="step"):
-    """Make the updates of a step. Each rank is sent the part of its replica."""
+    """Run the updates of a step. Each rank receives the part of its replica."""
 
     schedule: UpdateSchedule
     profile: str = ""
@@ -32,34 +32,34 @@ class StepCommand(RankCommand[StepStats], frozen=True, tag="step"):
 
 
 class CopyWeightsCommand(RankCommand[dict[str, torch.Tensor]], frozen=True, tag="copy_weights"):
-    """Copy the weights to rank 0's host memory, as they are published; valid until the next copy."""
+    """Copy the weights, as published, to rank 0's host memory; valid until the next copy."""
 
     dtype: str
-    """Dtype in which they are published."""
+    """Dtype of the published weights."""
 
 
 class DigestWeightsCommand(RankCommand[int], frozen=True, tag="digest_weights"):
-    """Compute the digest that a manifest of the weights would have, without a copy of the model."""
+    """Compute the digest of the manifest that the weights would have, without copying the model."""
 
     dtype: str
-    """Dtype in which they are published."""
+    """Dtype of the published weights."""
 
 
 class ExportCommand(RankCommand[Mapping[str, torch.Tensor]], frozen=True, tag="export"):
-    """Copy the whole model to the hosts, each tensor on one rank, and begin to write it as files.
+    """Copy the whole model to host memory, each tensor on one rank, and begin to write it to files.
 
-    The model may change then. `FinishSaveCommand` follows. The result has copies of the adapters' A and B by
-    PEFT's names, not scaled, valid until the next export; empty without adapters.
+    The model may change afterwards; `FinishSaveCommand` follows. The result contains copies of the adapters'
+    A and B under PEFT's names, not scaled, valid until the next export; empty without adapters.
     """
 
     directory: str
-    """Directory of `shards_of`."""
+    """Directory from `shards_of`."""
 
 
 class DraftCommand(RankCommand[WeightDraft | None], frozen=True, tag="draft"):
-    """Accept requests for the parts of a version that the next `PublishCommand` will make.
+    """Accept requests for the parts of a version that the next `PublishCommand` will publish.
 
-    None: the transport cannot do that.
+    None: the transport does not support early requests.
     """
 
     epoch: str
@@ -67,25 +67,25 @@ class DraftCommand(RankCommand[WeightDraft | None], frozen=True, tag="draft"):
 
 
 class PublishCommand(RankCommand[WeightManifest], frozen=True, tag="publish"):
-    """Publish a version: each rank its part, or rank 0 all that the ranks gather."""
+    """Publish a version: each rank its part, or rank 0 all gathered tensors."""
 
     epoch: str
     version: int
     dtype: str
-    """Dtype in which it is published."""
+    """Dtype of the published weights."""
 
 
 class SaveCommand(RankCommand[None], frozen=True, tag="save"):
-    """Copy every rank's part of a checkpoint to the host, and begin to write it to an existing directory.
+    """Copy every rank's shard of a checkpoint to the host, and begin to write it to an existing directory.
 
-    The model may change then. `FinishSaveCommand` follows, before the next checkpoint is begun.
+    The model may change afterwards. `FinishSaveCommand` must follow before the next checkpoint begins.
     """
 
     directory: str
 
 
 class FinishSaveCommand(RankCommand[dict[str, str]], frozen=True, tag="finish_save"):
-    """Wait until every rank has written its part of the checkpoint, and of the export if one was begun.
+    """Wait until every rank has written its shard of the checkpoint, and of the export if one has begun.
 
     Returns the result of `StateWriter.finish`.
     """
@@ -98,10 +98,10 @@ class RestoreCommand(RankCommand[None], frozen=True, tag="restore"):
 
 
 class AttachCommand(RankCommand[None], frozen=True, tag="attach"):
-    """Compute with the live weights that an engine describes, each rank with those of the same rank."""
+    """Compute with the live weights that an engine describes, each rank with the engine's same rank."""
 
     file: str
-    """The description of the engine's rank 0."""
+    """Description file of the engine's rank 0."""
 
 
 class KeepReferenceCommand(RankCommand[None], frozen=True, tag="keep_reference"):
@@ -109,19 +109,19 @@ class KeepReferenceCommand(RankCommand[None], frozen=True, tag="keep_reference")
 
 
 class OffloadCommand(RankCommand[None], frozen=True, tag="offload"):
-    """Move everything on the devices to the host, and wait until every rank has."""
+    """Move all device state to the host, and wait until every rank has done so."""
 
 
 class OnloadCommand(RankCommand[None], frozen=True, tag="onload"):
-    """Move back to the devices what was offloaded."""
+    """Move the offloaded state back to the devices."""
 
 
 class IdleCommand(RankCommand[None], frozen=True, tag="idle"):
-    """Command without an effect: keeps the other ranks' wait bounded."""
+    """Command without an effect, which keeps the other ranks from reaching their timeout."""
 
 
 class ExitCommand(RankCommand[None], frozen=True, tag="exit"):
-    """End the ranks other than 0."""
+    """End the ranks other than rank 0."""
 
 
 AnyCommand = (
@@ -145,15 +145,15 @@ _decoder = msgspec.msgpack.Decoder(AnyCommand)
 
 
 def encode_command(command: RankCommand[T]) -> bytes:
-    """Return a command as a message between ranks."""
+    """Encode a command as a message between ranks."""
     return msgspec.msgpack.encode(command)
 
 
 def decode_command(data: bytes) -> AnyCommand:
-    """Return the command of a message."""
+    """Decode the command in a message."""
     return _decoder.decode(data)
 
 
 def next_command() -> AnyCommand:
-    """Wait for the next command, on another rank of the policy; at most the process group's timeout."""
+    """Wait for the next command, on a policy rank other than 0; at most the process group's timeout."""
     return decode_command(next_message())

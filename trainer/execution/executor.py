@@ -1,4 +1,4 @@
-"""Carries out commands on one rank. Every rank does the same; rank 0 sends each command to the others."""
+"""Executes commands on one rank. All ranks execute the same commands, which rank 0 sends."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -52,14 +52,16 @@ T = TypeVar("T")
 
 
 class Executor:
-    """One rank's models and sender. Every method blocks, and all but `await_part` belong to one thread."""
+    """Models and sender of one rank.
+
+    Every method blocks; one thread calls all methods except `await_part`.
+    """
 
     def __init__(self, models: RankModels, sender: WeightSender | None = None) -> None:
-        """Take over loaded models.
+        """Take ownership of loaded models.
 
         Args:
-            models: this rank's parts.
-            sender: publishes from this rank; None: rank 0 publishes everything, or nothing is published.
+            sender: sender of this rank; None: rank 0 publishes everything, or versions are not published.
         """
         self.models = models
         self._sender = sender
@@ -67,43 +69,43 @@ class Executor:
         self._weights, self._model, self._adapter = HostCopies(), HostCopies(), HostCopies()
 
     def lead(self, command: RankCommand[T]) -> T:
-        """Carry out a command on all ranks, from rank 0; returns rank 0's result."""
+        """Execute a command on all ranks, from rank 0; return rank 0's result."""
         self._send_command(command)
         result: T = self.carry_out(command)
         return result
 
     @property
     def has_followers(self) -> bool:
-        """Whether other ranks carry out the commands of this one."""
+        """Whether other ranks execute this rank's commands."""
         return is_distributed() or bool(self.models.links)
 
     def follow(self) -> None:
-        """Carry out the commands of rank 0, on another rank, until it says exit."""
+        """Execute the commands of rank 0, on another rank, until `ExitCommand`."""
         while not isinstance(command := next_command(), ExitCommand):
             self.carry_out(command)
 
     def train(
         self, command: TrainCommand, begin: Callable[[Tensors], None] | None = None
     ) -> tuple[StepPlan, StepStats]:
-        """Make a step from rank 0: plan it, send every replica its part, then make its updates on all ranks.
+        """Run a step from rank 0: plan it, send each replica its part, and run the updates on all ranks.
 
         Args:
-            command: the groups of the step.
-            begin: may be called with the tensors of the new version, as `Backend.export_ahead` says; None:
-                the version is exported after the step.
+            command: groups of the step.
+            begin: may be called with the tensors of the new version, as in `Backend.export_ahead`; None: the
+                version is exported after the step.
 
         Returns:
-            The plan, and what was measured.
+            The plan, and the measurements.
 
         Raises:
-            ProtocolError, BoundViolation: as `plan_command`; no rank has done anything then.
+            ProtocolError, BoundViolation: as `plan_command`; no rank has started the step.
         """
         algorithm, policy = self.models.algorithm, self.models.policy
         plan = plan_command(command, algorithm)
         families = plan.families(shared=policy.shares_prefixes)
         pieces, imbalance = plan.mini_batches.divide(families, policy.costs, len(policy.replicas))
         step = StepCommand(schedule_updates(command, plan, algorithm), command.profile)
-        own, *others = [plan.part(piece) for piece in pieces]  # before any rank begins: it may refuse
+        own, *others = [plan.part(piece) for piece in pieces]  # may raise, so before any rank begins
         self._send_command(step)
         for link in self.models.links.values():
             self._send_step(link, plan, families, pieces)
@@ -116,11 +118,11 @@ class Executor:
         return plan, msgspec.structs.replace(stats, imbalance=imbalance, draft_loss=draft_loss)
 
     def carry_out(self, command: RankCommand[T] | AnyCommand, part: Batch | None = None) -> Any:
-        """Do this rank's share of a command. A collective.
+        """Execute this rank's share of a command. A collective.
 
         Args:
-            command: the same on every rank.
-            part: rank 0's part of a step; None: rank 0 sends it.
+            command: same command on every rank.
+            part: rank 0's part of a step; None: receive this rank's part from rank 0.
         """
         models, sender = self.models, self._sender
         match command:
@@ -164,16 +166,16 @@ class Executor:
         return None
 
     def await_part(self) -> None:
-        """Wait until this rank's part of a checkpoint is written, or has failed; in any thread."""
+        """Wait until this rank's shard of a checkpoint is written or has failed; callable from any thread."""
         self._writer.wait()
 
     def close(self) -> None:
-        """Release the models, when their checkpoint is written; idempotent."""
+        """Release the models after their checkpoint is written; idempotent."""
         self._writer.close()
         self.models.close()
 
     def _send_command(self, command: RankCommand[T]) -> None:
-        """Send a command to every other rank of the policy, and of models apart from it."""
+        """Send a command to every other rank of the policy, and of models on ranks of their own."""
         data = encode_command(command)
         broadcast_message(data)
         for link in self.models.links.values():
@@ -182,12 +184,10 @@ class Executor:
     def _send_step(
         self, link: RoleLink, plan: StepPlan, families: list[RowFamily], pieces: list[list[int]]
     ) -> None:
-        """Send each replica of a model apart from the policy its part of a step.
+        """Send each replica of a model on ranks of its own its part of a step.
 
         Args:
-            link: leads to the model.
-            plan: the step's.
-            families: rows of the step that are best together.
+            families: rows of the step that should stay together.
             pieces: rows of each replica of the policy.
         """
         costs = self.models.policy.costs
@@ -196,9 +196,9 @@ class Executor:
         link.send_step([plan.part(piece) for piece in apart], division)
 
     def _offload(self) -> None:
-        """Move what this rank has on its device to the host, and wait until every rank has.
+        """Move this rank's device state to the host, and wait until every rank has done so.
 
-        The ranks share one lock of the device, so rank 0 may release it only then.
+        The ranks share one lock of the device, which rank 0 may release only afterwards.
         """
         self.models.offload()
         if is_distributed():

@@ -1,4 +1,4 @@
-"""Carries out the commands of rank 0 on a rank of a model apart from the policy: frozen, or a critic."""
+"""Executes rank 0's commands on a rank of a model apart from the policy: a frozen model or a critic."""
 
 import dataclasses
 from pathlib import Path
@@ -26,20 +26,20 @@ from trainer.storage.host_state import HostState
 
 
 class RoleSeat:
-    """The other end of a `RoleLink`: one rank of the model."""
+    """The model's end of a `RoleLink`, on one of its ranks."""
 
     def __init__(self, wire: BetweenModels, rank: int, replicas: Replicas) -> None:
-        """Take over a connection.
+        """Wrap a connection.
 
         Args:
-            wire: leads to rank 0 of the policy.
-            rank: of this process, among the model's.
+            wire: connection to rank 0 of the policy.
+            rank: this process's rank in the model.
             replicas: ranks of each replica of the model.
         """
         self.wire, self._rank, self._replicas = wire, rank, replicas
 
     def say_ready(self) -> None:
-        """Say that the model is loaded, from rank 0."""
+        """Report from rank 0 that the model is loaded."""
         self.send_message(msgspec.msgpack.encode([list(ranks) for ranks in self._replicas]))
 
     def send_rows(self, values: torch.Tensor) -> None:
@@ -52,27 +52,25 @@ class RoleSeat:
         return self.wire.receive(entries, torch.float32)
 
     def send_message(self, data: bytes) -> None:
-        """Send a message, which is not empty, from the model's rank 0."""
+        """Send a non-empty message from the model's rank 0."""
         if self._rank == 0:
             send_bytes(self.wire, data, 0)
 
 
 class FrozenFollower:
-    """A rank of a model that is never trained: it computes its numbers of each step's tokens."""
+    """Rank of a frozen model, which computes its numbers for the tokens of each step."""
 
     def __init__(self, role: str, model: FrozenModel, seat: RoleSeat) -> None:
-        """Take over a loaded model, and tell rank 0.
+        """Take ownership of a loaded model, and notify rank 0.
 
         Args:
-            role: the model's section in the settings.
-            model: this rank's part.
-            seat: the way to rank 0 and back.
+            role: section of the model's settings.
         """
         self._role, self._model, self._seat = role, model, seat
         seat.say_ready()
 
     def follow(self) -> None:
-        """Compute with each step, until rank 0 says exit; other commands are not for this model."""
+        """Compute the numbers of each step, until `ExitCommand`; other commands are ignored."""
         while not isinstance(command := decode_command(receive_bytes(self._seat.wire)), ExitCommand):
             if isinstance(command, StepCommand):
                 self._step(command)
@@ -84,24 +82,19 @@ class FrozenFollower:
 
 
 class CriticFollower:
-    """A rank of a critic: it values each step, is trained on its returns, and is saved and restored."""
+    """Rank of a critic, which computes values, trains on returns, and saves and restores its state."""
 
     def __init__(self, critic: Critic, seat: RoleSeat) -> None:
-        """Take over a loaded critic, and tell rank 0.
-
-        Args:
-            critic: this rank's part.
-            seat: the way to rank 0 and back.
-        """
+        """Take ownership of a loaded critic, and notify rank 0."""
         self._critic, self._seat = critic, seat
         self._writer = StateWriter()
         seat.say_ready()
 
     def follow(self) -> None:
-        """Carry out what concerns the critic, until rank 0 says exit.
+        """Execute the commands that affect the critic, until `ExitCommand`.
 
         Raises:
-            SettingsError: a checkpoint cannot be restored; rank 0 knows why.
+            SettingsError: a checkpoint cannot be restored; rank 0 has received the reason.
         """
         while not isinstance(command := decode_command(receive_bytes(self._seat.wire)), ExitCommand):
             match command:
@@ -115,7 +108,7 @@ class CriticFollower:
                 case RestoreCommand():
                     self._restore(Path(command.directory))
                 case _:
-                    pass  # it concerns the policy alone
+                    pass  # affects only the policy
         self._writer.close()
         self._critic.close()
 
@@ -132,7 +125,7 @@ class CriticFollower:
             self._seat.send_message(msgspec.msgpack.encode(stats))
 
     def _restore(self, directory: Path) -> None:
-        own = critic_directory(directory)  # where it is missing, the policy's ranks see that, too
+        own = critic_directory(directory)  # if missing, the policy's ranks raise the same error
         try:
             self._critic.restore(own)
         except SettingsError as error:

@@ -1,4 +1,4 @@
-"""Writes the copies of a rank's state in a thread of its own, one after the other."""
+"""Writes copies of a rank's state sequentially in a separate thread."""
 
 import logging
 from collections.abc import Sequence
@@ -14,14 +14,14 @@ from trainer.ranks.collectives import control_device, is_distributed
 log = logging.getLogger("tether.trainer")
 
 CHECKPOINT, EXPORT = KINDS = ("checkpoint", "export")
-"""Kinds of state that are written in parts; one may fail without the other."""
+"""Kinds of state that all ranks write; each may fail independently."""
 
 
 class Writable(Protocol):
-    """One rank's part of what all ranks write."""
+    """A rank's shard of state that all ranks write."""
 
     def write(self, directory: Path) -> None:
-        """Write it into an existing directory. Raises OSError."""
+        """Write the shard into an existing directory. Raises OSError."""
 
 
 class StateWriter:
@@ -32,18 +32,18 @@ class StateWriter:
         self._written: list[tuple[str, Future[None]]] = []
 
     def begin(self, part: Writable, directory: Path, kind: str = CHECKPOINT) -> None:
-        """Start to write a part, after those that were begun since the last `finish`."""
+        """Start to write a shard after the shards begun since the last `finish`."""
         self._written.append((kind, self._thread.submit(part.write, directory)))
 
     def wait(self) -> None:
-        """Wait until this rank's parts are written, or have failed; may be called in any thread."""
+        """Wait until this rank's shards are written, or have failed; callable from any thread."""
         wait([future for _, future in self._written])
 
     def finish(self) -> dict[str, str]:
-        """Wait until every rank's parts are on disk. A collective, which no other work may interleave.
+        """Wait until every rank's shards are on disk. A collective; do not interleave other collectives.
 
         Returns:
-            Kind -> why it is incomplete; empty if every rank has written its parts.
+            Kind -> why it is incomplete; empty if every rank has written its shards.
         """
         written, self._written = self._written, []
         errors: dict[str, BaseException] = {}
@@ -59,12 +59,12 @@ class StateWriter:
         }
 
     def close(self) -> None:
-        """End the thread, when what it writes is written."""
+        """End the thread after pending writes."""
         self._thread.shutdown()
 
 
 def _failed_ranks(failed: Sequence[bool]) -> list[int | None]:
-    """Return for each kind the highest rank that says it failed, the same on every rank; None if none did."""
+    """Return, for each kind, the highest rank that failed, or None; equal on every rank."""
     if not is_distributed():
         return [0 if one else None for one in failed]
     found = torch.tensor([dist.get_rank() if one else -1 for one in failed], device=control_device())

@@ -1,1 +1,1 @@
-"""Implements the FSDP backend: any causal language model of transformers, sharded by torch over its ranks."""
+"""Implements the FSDP backend: causal language models of transformers, sharded over the ranks by torch."""

@@ -1,8 +1,7 @@
-"""Divides adapters among tensor-parallel ranks, as transformers' plan divides the layers that have them.
+"""Shards adapters over tensor-parallel ranks, following transformers' plan for the adapted layers.
 
-Of a layer whose rows are divided a rank has those rows of B, and A whole; of one whose columns are divided
-those columns of A, and B whole. So A's results are partial sums in one direction: their gradients in the
-first case, they themselves in the second.
+For a row-sharded weight, a rank has its rows of B and the whole A; the gradients of A's results are partial
+sums. For a column-sharded weight, a rank has its columns of A and the whole B; A's results are partial sums.
 """
 
 from typing import Any
@@ -17,10 +16,10 @@ from trainer.reference.shards import TENSOR, Cut, local_tensor, part_of, tensor_
 
 
 class DividedLowRank(LowRank):
-    """A rank's part of one adapter; inputs and outputs are those of its part of the layer."""
+    """Shard of one adapter on a rank, with the inputs and outputs of the layer's shard."""
 
     def __init__(self, layer: Any, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
-        """Take this rank's part of A and B, which are whole; the layer is divided."""
+        """Shard A or B of an adapter, which are given whole; the layer is already sharded."""
         super().__init__(layer, a, b, scaling)
         self._cut: Cut | None = tensor_cut(layer.weight)
         if self._cut is None:
@@ -54,6 +53,6 @@ class DividedLowRank(LowRank):
 
 
 def _moved(tensor: torch.Tensor, mesh: DeviceMesh, here: Placement, there: Placement) -> torch.Tensor:
-    """Return what this rank has of a tensor after it went from one placement to another."""
+    """Return this rank's shard of a tensor after redistributing it from one placement to another."""
     placed = DTensor.from_local(tensor, mesh, [here], run_check=False)
     return placed.redistribute(placements=[there]).to_local()

@@ -1,4 +1,4 @@
-"""Loads models beside the policy on ranks of their own, sharded over them."""
+"""Loads models other than the policy on ranks of their own, sharded over these ranks."""
 
 from dataclasses import replace
 
@@ -21,10 +21,10 @@ from trainer.roles.row_scores import numbers_of
 def load_frozen_apart(
     spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[FrozenModel, Replicas]:
-    """Load a model that is never trained; as `trainer.registry.make_frozen`. A collective.
+    """Load a frozen model; as `trainer.registry.make_frozen`. A collective.
 
     Raises:
-        SettingsError: transformers cannot load it, or a layout that it cannot have.
+        SettingsError: transformers cannot load the model, or the backend does not support the layout.
     """
     mesh = _joined(parallel, trainer)
     model = load_frozen(spec, mesh, trainer)
@@ -37,8 +37,8 @@ def load_critic_apart(
     """Load a critic; as `trainer.registry.make_critic_apart`. A collective.
 
     Raises:
-        SettingsError: transformers cannot load it, it does not fit its devices, or a layout that
-            it cannot have.
+        SettingsError: transformers cannot load the critic, the devices have too little memory, or the backend
+            does not support the layout.
     """
     mesh = _joined(parallel, trainer)
     work = ShardedWorkload(
@@ -60,7 +60,7 @@ def load_critic_apart(
 
 
 def _joined(parallel: ParallelConfig, trainer: TrainerConfig) -> DeviceMesh:
-    """Return the mesh of the model's ranks. A collective."""
+    """Join the process group of the model's ranks, and return their mesh. A collective."""
     check_layout(parallel, trainer)
     torch.set_num_threads(trainer.threads)
     return join_mesh(parallel, trainer)[0]

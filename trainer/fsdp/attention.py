@@ -1,8 +1,8 @@
-"""Attention of transformers models over packed sequences, by the kernels of both backends.
+"""Computes attention of transformers models over packed sequences, by the kernels of both backends.
 
-A model whose attention is `NAME` gets no mask: `packed` says which tokens belong together.
+A model with the attention `NAME` gets no mask: `packed` sets the sequences.
 
-Shapes: T tokens of a pass, D size of a head's query and key, V of its value.
+Shapes: T tokens of a pass, D size of a head's query and key, V size of its value.
 """
 
 from collections.abc import Iterator, Sequence
@@ -18,7 +18,7 @@ from trainer.layers.attention.terms import AttentionTerms
 from trainer.layers.attention.visible import VisibleKeys
 
 NAME = "tether_packed"
-"""Name among the attention implementations of transformers."""
+"""Name of the attention implementation in transformers."""
 _sequences: PackedSequences | None = None
 _probed_for: torch.dtype | None = None
 
@@ -31,14 +31,13 @@ def packed(
     *,
     probed_for: torch.dtype | None = None,
 ) -> Iterator[None]:
-    """Set the packed sequences that attention within the block is computed over, forward and backward.
+    """Set the sequence lengths of attention within the block, forward and backward.
 
     Args:
         lengths: tokens of each sequence.
-        device: device of the queries.
-        keys: on the host: the keys that each sequence sees, if sequences are stretches of samples.
-        probed_for: dtype of the trainer's passes, in a block that probes a model in float32: attention is
-            computed by segments, and refused where the trainer's kernel does not compute this dtype.
+        keys: on the host: keys that each sequence sees, if the sequences are stretches of samples.
+        probed_for: dtype of the trainer's passes, if the block probes a float32 model. Attention is then
+            computed by segments, and refused if the trainer's kernel does not support this dtype.
     """
     global _sequences, _probed_for
     _probed_for = probed_for
@@ -49,7 +48,7 @@ def packed(
         _sequences = _probed_for = None
 
 
-@torch.compiler.disable  # a compiled layer would be compiled again for the sequences of every pass
+@torch.compiler.disable  # each pass has other sequences, which would recompile the layer
 def attend(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -65,10 +64,11 @@ def attend(
 ) -> tuple[torch.Tensor, None]:
     """Map query [1, heads, T, D], key [1, kv heads, T, D] and value [1, kv heads, T, V] to [1, T, heads, V].
 
-    The signature is an attention function's of transformers; `s_aux` are the sinks of the heads.
+    The signature is that of attention functions in transformers; `s_aux` are the attention sinks of the
+    heads.
 
     Raises:
-        SettingsError: `trainer.attention_backend` does not compute it.
+        SettingsError: `trainer.attention_backend` does not support this attention.
     """
     if _sequences is None:
         raise RuntimeError(f"attention {NAME!r} outside of a packed pass")

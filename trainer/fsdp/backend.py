@@ -48,10 +48,10 @@ from trainer.step.measures import MadePasses, StepMeasures
 
 
 class FsdpBackend(SavedStepper, Backend):
-    """AdamW on sharded float32 parameters; a pass gathers a layer at a time, in the dtype of training.
+    """Backend with AdamW on sharded float32 parameters.
 
-    Samples are packed without padding where the model allows it. Results do not depend on the number of
-    ranks. Without torchrun it is a world of one.
+    A pass gathers one layer at a time, in the training dtype. Samples are packed without padding if the model
+    supports packing. Results are independent of the number of ranks. Without torchrun, the world size is one.
     """
 
     def __init__(
@@ -71,12 +71,11 @@ class FsdpBackend(SavedStepper, Backend):
         """Load the model; arguments as in `make_backend`. A collective.
 
         Raises:
-            SettingsError: transformers cannot load the model, a layout that it cannot have, or
-                weights that an engine shares.
+            SettingsError: transformers cannot load the model, the layout is unsupported, or `shared` is set.
         """
         check_layout(parallel, trainer)
         if shared:
-            super().masters()  # refuses
+            super().masters()  # raises SettingsError
         torch.set_num_threads(trainer.threads)
         torch.manual_seed(trainer.seed)
         self.mesh, self._owns_group = join_mesh(parallel, trainer)
@@ -116,7 +115,7 @@ class FsdpBackend(SavedStepper, Backend):
     def _plan_versions(
         self, model: Any
     ) -> tuple[tuple[tuple[TensorView, ...], Mapping[str, torch.Tensor]], ShardPlan | None]:
-        """Return the tensors of versions with the parameters that have them, and this rank's share."""
+        """Return the published tensors with their parameters, and the plan of this rank's pieces."""
         views_of = plain_views if self.lora.rank else partial(tensor_views, model)
         published: Mapping[str, torch.Tensor] = self._trained if self.lora.rank else self._tensors
         share = ShardPlan.make(views_of(published, self.mesh), published, self.mesh)
@@ -135,7 +134,7 @@ class FsdpBackend(SavedStepper, Backend):
 
     @property
     def why_rows(self) -> str:
-        """Why samples are padded rows; empty where they are packed."""
+        """Why samples are padded rows; empty if samples are packed."""
         return self._model.passes.why_rows
 
     @property
@@ -144,7 +143,7 @@ class FsdpBackend(SavedStepper, Backend):
 
     @property
     def ignored_names(self) -> tuple[str, ...]:
-        """Patterns of the checkpoint's tensors that transformers leaves out, or makes from others."""
+        """Patterns of checkpoint tensors that transformers ignores or derives from other tensors."""
         module: Any = self._model.module
         tied = tuple(re.escape(name) + "$" for name in module.all_tied_weights_keys)
         return (*(module._keys_to_ignore_on_load_unexpected or ()), *tied)
@@ -193,7 +192,7 @@ class FsdpBackend(SavedStepper, Backend):
     def keep_reference(self) -> None:
         """Load the initial weights as the reference model, or use the base of the adapters.
 
-        After a restart call it before `restore`: checkpoints do not hold the reference.
+        After a restart, call this method before `restore`: checkpoints do not contain the reference.
         """
         if self._reference is None and self.lora.rank:
             self._reference = self._model
@@ -265,7 +264,7 @@ class FsdpBackend(SavedStepper, Backend):
         return self._retry.alone(model.passes, batch, lambda: model.evaluate(batch))
 
     def _forget_passes(self) -> None:
-        """Drop what passes left that did not end."""
+        """Drop the state of interrupted passes."""
         for model in self._models:
             forget_pass(model.module)
         self._stepper.zero_grad()
@@ -291,7 +290,7 @@ class FsdpBackend(SavedStepper, Backend):
         parameters: Mapping[str, torch.Tensor],
         owners: Mapping[str, int] = MappingProxyType({}),
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor on its owner, rank 0 if it is not named."""
+        """Yield each tensor on its owner, by default rank 0."""
         for name, group in groupby(views, key=lambda view: view.parameter):
             whole = gathered(parameters[name].to(self.device))
             own = [view for view in group if owners.get(view.name, 0) == self.mesh.get_rank()]
@@ -301,9 +300,9 @@ class FsdpBackend(SavedStepper, Backend):
 
 
 def join_mesh(parallel: ParallelConfig, trainer: TrainerConfig) -> tuple[DeviceMesh, bool]:
-    """Return the mesh of the ranks, and whether the backend is to leave their group.
+    """Return the mesh of the ranks, and whether the backend must destroy their process group.
 
-    Attention of this process is computed by `trainer.attention_backend` from now on.
+    Sets `trainer.attention_backend` for this process.
     """
     device, world = choose_device(trainer.device), check_world(parallel)
     if device.type == "cuda":

@@ -27,7 +27,7 @@ from trainer.roles.value_measures import ValueMeasures
 
 
 class FsdpCritic(SavedStepper, Critic):
-    """AdamW on sharded float32 parameters, on the ranks of the policy or on ranks of its own."""
+    """Critic with AdamW on sharded float32 parameters, on the policy's ranks or on ranks of its own."""
 
     def __init__(
         self,
@@ -42,12 +42,8 @@ class FsdpCritic(SavedStepper, Critic):
         """Load the model of a Hugging Face directory. A collective.
 
         Args:
-            mesh: the ranks that it is sharded over.
-            architecture: the policy's, by which checkpoints name this model.
-            model_dir: the directory.
-            optimizer: the policy's.
-            trainer: settings of the backend.
-            config: settings of the critic.
+            architecture: architecture of the policy, which checkpoints of the critic contain.
+            optimizer: settings of the policy's optimizer.
 
         Raises:
             SettingsError: as `ValueModel`.
@@ -69,7 +65,7 @@ class FsdpCritic(SavedStepper, Critic):
 
     @torch.no_grad()
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the whole parameters by the names of a checkpoint, on every rank. A collective."""
+        """Yield the whole parameters under their checkpoint names, on every rank. A collective."""
         device = self._passes.device
         yield from ((name, gathered(p.detach().to(device))) for name, p in self._trained.items())
 
@@ -97,7 +93,7 @@ class FsdpCritic(SavedStepper, Critic):
         return msgspec.structs.replace(stats, warnings=stats.warnings + warnings)
 
     def _forget_passes(self) -> None:
-        """Drop what passes left that did not end."""
+        """Drop the state of interrupted passes."""
         forget_pass(self._model)
         self._stepper.zero_grad()
 

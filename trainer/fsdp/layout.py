@@ -1,4 +1,4 @@
-"""Says which layouts of ranks the FSDP backend has. No torch here: every start is checked with it."""
+"""Lists the layouts of ranks that the FSDP backend supports. Does not import torch: every start uses it."""
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
@@ -12,20 +12,20 @@ from protocol.errors import SettingsError
 from trainer.config import ParallelConfig, TrainerConfig
 
 SIZES = ("data_parallel_size", "tensor_model_parallel_size", "use_distributed_optimizer")
-"""Settings of `[parallel]` that it reads."""
+"""Settings of `[parallel]` that the backend supports."""
 NOT_SHARDED = "trainer.backend 'fsdp' has data-parallel and tensor-parallel ranks alone"
 OTHER_LAYERS = "name other layers, use 'all-linear', or set parallel.tensor_model_parallel_size to 1"
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
 KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
-"""Layers, as config.json calls them, whose attention the kernels of both backends compute."""
+"""Layer types, as in config.json, whose attention the kernels of both backends support."""
 DIVIDING = "transformers.distributed.tensor_parallel"
-"""Module by which layers are divided."""
+"""Module of transformers that shards layers."""
 TABLES = ("embed_tokens", "lm_head")
 """Usual names of a model's embedding and output layer."""
 
 
 def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
-    """Yield each setting of `[parallel]` that is set and that the backend does not have, with its value."""
+    """Yield name and value of each setting in `[parallel]` that is set and unsupported."""
     default = ParallelConfig()
     for field in fields(parallel):
         value = getattr(parallel, field.name)
@@ -34,7 +34,7 @@ def layout_refusals(parallel: ParallelConfig) -> Iterator[tuple[str, object]]:
 
 
 def tensor_rank_refusals(parallel: ParallelConfig, trainer: TrainerConfig) -> Iterator[tuple[str, str]]:
-    """Yield why the backend cannot have the tensor-parallel ranks that are asked for, with a remedy."""
+    """Yield (cause, remedy) for each reason why the requested tensor-parallel ranks are unsupported."""
     if parallel.tensor_model_parallel_size == 1:
         return
     asked = {"compiled (trainer.compile)": trainer.compile, "in FP8 (trainer.fp8)": trainer.fp8 != "off"}
@@ -48,7 +48,7 @@ def tensor_rank_refusals(parallel: ParallelConfig, trainer: TrainerConfig) -> It
 
 
 def _divides() -> bool:
-    """Return whether the installed transformers can divide a model's layers, without importing it."""
+    """Return whether the installed transformers can shard a model's layers, without importing it."""
     found = find_spec("transformers")
     places = found.submodule_search_locations if found else None
     file = Path(*DIVIDING.split(".")[1:]).with_suffix(".py")
@@ -56,10 +56,10 @@ def _divides() -> bool:
 
 
 def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
-    """Refuse a layout that has other than data-parallel and tensor-parallel ranks.
+    """Check that a layout has only data-parallel and tensor-parallel ranks.
 
     Raises:
-        SettingsError: names the setting.
+        SettingsError: the layout is unsupported; the message names the setting.
     """
     for setting, value in layout_refusals(parallel):
         raise SettingsError(f"setting {setting}: {value}: {NOT_SHARDED}; leave it out, or use megatron")
@@ -70,8 +70,8 @@ def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
 
 
 def plan_of(config: Mapping[str, Any]) -> dict[str, str]:
-    """Return transformers' tensor-parallel plan for the type of a config.json; empty: there is none."""
-    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # imports much
+    """Return transformers' tensor-parallel plan for the model type in config.json; empty without a plan."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING  # slow import
 
     kind = (config.get("text_config") or config).get("model_type")
     known = CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 (a lazy mapping)
@@ -79,10 +79,10 @@ def plan_of(config: Mapping[str, Any]) -> dict[str, str]:
 
 
 def style_of(name: str, plan: Mapping[str, str]) -> str:
-    """Return how a plan divides a tensor of a checkpoint; empty: each rank has it whole.
+    """Return the style in which a plan shards a checkpoint's tensor; empty: each rank has the whole tensor.
 
-    A plan has one name for all experts of a layer, whose matrices are joined in transformers' model. The
-    embedding and the output layer stay whole, whatever the plan says.
+    A plan has one name for all experts of a layer, whose matrices transformers merges. Embedding and output
+    layer stay whole, regardless of the plan.
     """
     if ".experts." in name and any(".experts." in key for key in plan):
         return "rowwise" if "down_proj" in name or ".w2." in name else "colwise"
@@ -93,10 +93,10 @@ def style_of(name: str, plan: Mapping[str, str]) -> str:
 
 
 def adapter_refusal(plan: Mapping[str, str], modules: Iterable[str], ranks: int) -> str:
-    """Return why tensor-parallel ranks do not have adapters on some layers; empty: they do.
+    """Return why tensor-parallel ranks do not support adapters on some layers; empty: supported.
 
-    Of latent attention's first layer the plan adds up the gradient of one part of the output, within the
-    layer, so an adapter would have a part of it.
+    In the first layer of latent attention, the plan reduces the gradient of only one part of the output. An
+    adapter would therefore get a partial gradient.
     """
     partial = [module for module in modules if _style(module, plan) == "mla_kv_a_proj"]
     if ranks == 1 or not partial:
@@ -110,12 +110,11 @@ def _style(module: str, plan: Mapping[str, str]) -> str:
 
 
 def division_refusal(plan: Mapping[str, str], config: Mapping[str, Any], ranks: int) -> str:
-    """Return why tensor-parallel ranks cannot divide the layers of a model; empty: they can.
+    """Return why tensor-parallel ranks cannot shard the layers of a model; empty: they can.
 
     Args:
-        plan: of transformers for this type of model.
+        plan: tensor-parallel plan of transformers for this model type.
         config: config.json of the model, or of its text model.
-        ranks: tensor-parallel ranks.
     """
     if ranks == 1:
         return ""

@@ -1,7 +1,7 @@
-"""Loads models of transformers onto the ranks that shard them: a rank reads no more than its own shards.
+"""Loads transformers models onto the ranks that shard them; a rank reads only its own shards.
 
-A model is built without memory for its parameters, sharded, and only then given them. What has to be known of
-it before its passes are laid out is found with a first such model, in float32, in host memory.
+A model is built on the meta device, sharded, and then given its parameters. A first copy, float32 in host
+memory, determines the traits that the layout of the passes depends on.
 """
 
 import logging
@@ -36,25 +36,21 @@ Tensors = Mapping[str, torch.Tensor]
 def load_shards(
     model_dir: Path, setting: str, mesh: DeviceMesh, trainer: TrainerConfig, *, with_head: bool = True
 ) -> tuple[Tensors, Traits]:
-    """Return this rank's shards of a model, float32, in host memory, and its traits. A collective.
+    """Return this rank's shards of a model, float32, in host memory, and the model's traits. A collective.
 
     Args:
-        model_dir: a Hugging Face directory.
-        setting: its name, for errors.
-        mesh: all ranks.
-        trainer: settings of the backend.
-        with_head: whether it has its output layer.
+        setting: name of the directory's setting, for error messages.
+        with_head: whether the model has its output layer.
 
     Raises:
-        SettingsError: transformers cannot load it, its tensor-parallel plan does not run, it is no
-            decoder, its outputs are not finite, or `trainer.attention_backend` does not compute its
-            attention.
+        SettingsError: transformers cannot load the model, its tensor-parallel plan fails, the model is not a
+            decoder, its outputs are not finite, or `trainer.attention_backend` does not support the model.
     """
     model = load_model(model_dir, setting, with_head=with_head, blank=True)
     plain = replace(
         trainer, dtype="float32", compile=False, fp8="off", recompute_granularity="", offload_parameters=True
     )
-    model._can_set_attn_implementation()  # it keeps what it reads in the source of the class, for `probe`
+    model._can_set_attn_implementation()  # caches what `probe` needs from the class's source
     divide(model, mesh)
     shard(model, model, mesh, plain)
     tensors, conversions = _read(model, model_dir, mesh), None
@@ -95,7 +91,7 @@ def _check_traits(traits: Traits, model_type: str, place: str, attention: Attent
 
 
 def give(model: Any, tensors: Tensors, device: torch.device) -> None:
-    """Put shards in the place of the parameters without memory, on a device, in the parameters' types."""
+    """Replace a model's meta parameters by shards, on a device, in the parameters' dtypes."""
     held: dict[str, torch.Tensor] = {}
     tied = model.all_tied_weights_keys
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -111,16 +107,16 @@ def give(model: Any, tensors: Tensors, device: torch.device) -> None:
 
 
 def _read(model: Any, model_dir: Path, mesh: DeviceMesh) -> Tensors | None:
-    """Read this rank's shards; None if the files lack a range that is the shard, or part of it.
+    """Read this rank's shards; None if the files lack a range that equals the shard or a part of it.
 
-    Numbers of a quantised checkpoint mean nothing without their scales: transformers reads these.
+    Quantised checkpoints are left to transformers, which reads their scales.
     """
     if getattr(model.config, "quantization_config", None):
         return None
     sharded = model_tensors(model)
     try:
         views, files = tensor_views(model, sharded, mesh), SafetensorsReader(model_dir)
-    except SettingsError:  # a tensor is no part of a parameter, or transformers reads other files
+    except SettingsError:  # a tensor is not a view of a parameter, or the model has other files
         return None
     split = [view for view in views if isinstance(sharded[view.parameter], DTensor)]
     plan = ShardPlan.make(split, sharded, mesh)
@@ -141,7 +137,7 @@ def _read(model: Any, model_dir: Path, mesh: DeviceMesh) -> Tensors | None:
 
 
 def _name_in(reader: SafetensorsReader, view: TensorView, prefix: str) -> str:
-    """Return the name of a tensor in the files, which may hold a model around this one; empty: not there."""
+    """Return a tensor's name in the files, possibly with the prefix of an outer model; empty: missing."""
     for name in (view.name, f"{prefix}.{view.name}"):
         if name in reader.names and reader.shape(name) == view.whole:
             return name
@@ -149,7 +145,7 @@ def _name_in(reader: SafetensorsReader, view: TensorView, prefix: str) -> str:
 
 
 def _cut(model: Any, loaded: Tensors, mesh: DeviceMesh) -> Tensors:
-    """Return this rank's shards of a model that was loaded whole."""
+    """Return this rank's shards of a fully loaded model."""
     tensors = {}
     for name, tensor in model_tensors(model).items():
         tensors[name] = torch.empty_like(tensor, device="cpu")

@@ -1,4 +1,4 @@
-"""Shards transformers models over the ranks, and computes log-probabilities or values with them."""
+"""Shards transformers models over the ranks, and computes log-probabilities or values with these models."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -25,9 +25,9 @@ T = TypeVar("T")
 
 
 class ShardedModel:
-    """A causal language model, and the passes that compute log-probabilities of a batch with it.
+    """A sharded causal language model, and its passes that compute log-probabilities of a batch.
 
-    Shapes: k tokens that a pass asks for.
+    Shapes: k requested tokens of a pass.
     """
 
     def __init__(
@@ -42,15 +42,13 @@ class ShardedModel:
         """Load and shard a model. A collective.
 
         Args:
-            model_dir: a Hugging Face directory.
-            setting: its name, for errors.
-            mesh: all ranks.
-            trainer: dtype and size of the passes, and whether they compute layers again.
-            prepare: called with the model before it is sharded, which is trained then, and has float32
-                masters; None: it has no gradients, and is in the dtype of the passes.
+            setting: name of the directory's setting, for error messages.
+            trainer: dtype and size of the passes, and recomputation of layers.
+            prepare: called with a trained model before sharding; a trained model has float32 masters. None:
+                the model is frozen, in the dtype of the passes.
 
         Raises:
-            SettingsError: transformers cannot load it.
+            SettingsError: transformers cannot load the model.
         """
         self._mesh, self._trainer = mesh, trainer
         tensors, traits = load_shards(model_dir, setting, mesh, trainer)
@@ -73,13 +71,12 @@ class ShardedModel:
         place: torch.Tensor,
         finish: Callable[[torch.Tensor, torch.Tensor], T],
     ) -> T:
-        """Make a pass, and return what `finish` makes of it. A collective.
+        """Run a pass, and return the result of `finish`. A collective.
 
         Args:
-            one: the pass.
-            part: its samples, on the device.
-            place: int64 [k], the tokens of the part that are asked for.
-            finish: (log-probabilities [k], entropies [k]) -> result; it may run the backward pass.
+            part: samples of the pass, on the device.
+            place: int64 [k], requested tokens of the part.
+            finish: (log-probabilities [k], entropies [k]) -> result; may run the backward pass.
         """
         with self.passes.inputs(one, part) as inputs:
             tokens = Tokens(inputs.rows[place], part.tokens[place].long(), part.temperature)
@@ -98,7 +95,7 @@ class ShardedModel:
 
     @torch.no_grad()
     def last_states(self, batch: Batch) -> LastStates:
-        """Return the hidden states of a batch's tokens; see `LastStates`. On one rank alone."""
+        """Return the hidden states of a batch's tokens, as `LastStates`. With one rank only."""
         layers = self.module.get_input_embeddings(), self.module.get_output_embeddings()
         weights = [gathered(layer.weight).to(self.passes.device) for layer in layers]
         states = torch.zeros(len(batch.tokens), weights[0].shape[1], device=self.passes.device)
@@ -120,7 +117,7 @@ class ShardedModel:
 
 
 class ShardedValues:
-    """A model with a value head, and the passes that compute values of a batch with it."""
+    """A sharded model with a value head, and its passes that compute values of a batch."""
 
     def __init__(
         self, model_dir: Path, setting: str, mesh: DeviceMesh, trainer: TrainerConfig, *, is_trained: bool
@@ -128,12 +125,8 @@ class ShardedValues:
         """Load and shard a model. A collective.
 
         Args:
-            model_dir: a Hugging Face directory.
-            setting: its name, for errors.
-            mesh: the ranks that it is sharded over.
-            trainer: dtype and size of the passes.
-            is_trained: whether it has float32 masters; else it has no gradients, and is in the dtype of the
-                passes.
+            setting: name of the directory's setting, for error messages.
+            is_trained: whether the model has float32 masters; a frozen model is in the dtype of the passes.
 
         Raises:
             SettingsError: as `ValueModel`.
@@ -164,10 +157,10 @@ class ShardedValues:
 
 
 def load_frozen(spec: FrozenSpec, mesh: DeviceMesh, trainer: TrainerConfig) -> ShardedModel | ShardedValues:
-    """Load a model that is never trained. A collective.
+    """Load a frozen model. A collective.
 
     Raises:
-        SettingsError: transformers cannot load it.
+        SettingsError: transformers cannot load the model.
     """
     setting = f"{spec.role}.path"
     if spec.is_classifier:

@@ -1,4 +1,4 @@
-"""Makes the output layer of a transformers model give log-probabilities, without logits of all tokens.
+"""Replaces a transformers model's output layer to compute log-probabilities without logits of all tokens.
 
 Shapes: k tokens, V vocabulary.
 """
@@ -12,22 +12,22 @@ import torch.nn.functional as F
 from trainer.layers.head import linear_logprobs, logprobs_alone
 
 PROBE = (-40.0, 0.0, 9.0)
-"""Logits by which a model shows whether it changes what its output layer gives."""
+"""Logits that reveal whether a model changes the output of its output layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class Tokens:
-    """The tokens that a pass asks for."""
+    """Requested tokens of a pass."""
 
     rows: torch.Tensor
-    """int64 [k]: the input that predicts each, counted over all rows of the pass."""
+    """int64 [k]: index of the input that predicts each token, over all rows of the pass."""
     targets: torch.Tensor
     """int64 [k]."""
     temperature: float
 
 
 class OutputLayer:
-    """The forward method of an output layer: logits, or what a pass asks for in place of them."""
+    """Forward method of an output layer: returns logits, or log-probabilities of the requested tokens."""
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         self._layer = layer
@@ -36,9 +36,9 @@ class OutputLayer:
 
     @classmethod
     def suits(cls, model: Any, device: torch.device) -> bool:
-        """Return whether a model's logits are what its output layer gives, and the layer has a weight alone.
+        """Return whether a model's logits equal its output layer's output, and the layer has no bias.
 
-        The model is used up: its output layer is replaced.
+        The call replaces the model's output layer.
         """
         layer = model.get_output_embeddings()
         if not isinstance(layer, torch.nn.Linear) or layer.bias is not None:
@@ -53,7 +53,7 @@ class OutputLayer:
     def logprobs(
         self, model: Any, inputs: dict[str, Any], tokens: Tokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return log-probabilities and entropies of tokens, float32 [k]; without gradients no entropies."""
+        """Return log-probabilities and entropies of tokens, float32 [k]; no entropies without gradients."""
         self._asked = tokens
         try:
             found = model(**inputs, use_cache=False).logits[0]

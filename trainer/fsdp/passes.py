@@ -1,9 +1,9 @@
-"""Divides a replica's samples into passes, and makes the inputs of each: packed, or padded rows.
+"""Divides a replica's samples into passes, and builds the inputs of each pass: packed, or padded rows.
 
-Packed samples of a group share the tokens that they begin with alike, see `PrefixTree`.
+Packed samples of a group share their common prefix, see `PrefixTree`.
 
-Every pass is a collective, because the ranks gather the parameters of a layer when they come to it. So all
-ranks make equally many. Shapes: t tokens of a micro-batch.
+Every pass is a collective, because the ranks gather each layer's parameters on demand. All ranks therefore
+run the same number of passes. Shapes: t tokens of a micro-batch.
 """
 
 import logging
@@ -39,28 +39,29 @@ from trainer.reference.shards import DATA
 log = logging.getLogger("tether.trainer")
 
 BY_LENGTH = ("dynamic", "longrope")
-"""Rotary embeddings whose angles depend on the longest sample of a pass: each sample is a pass of its own."""
+"""Rotary embeddings whose angles depend on the longest sample of a pass; each sample is then a pass of its
+own."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """Samples that are computed together."""
+    """Samples that one pass computes."""
 
     samples: torch.Tensor
-    """int64 [n]: their indices, ascending."""
+    """int64 [n]: sample indices, ascending."""
     tree: PrefixTree | None
-    """Holds their inputs; None: they are rows with padding."""
+    """Prefix tree of the packed inputs; None: padded rows."""
     starts: torch.Tensor
-    """int64 [n]: for each row of the tree where its sample begins among the samples' tokens."""
+    """int64 [n]: for each row of the tree, start of its sample in the concatenated samples."""
     tokens: int
-    """Tokens that it computes, with padding; 0 without samples."""
+    """Computed tokens, including padding; 0 without samples."""
     padding: int
     row_tokens: int
-    """Inputs of all samples, those that are computed once counted for each."""
+    """Input tokens of all samples; a shared prefix counts for each sample."""
 
     @classmethod
     def padded(cls, samples: list[int], lengths: torch.Tensor) -> "Pass":
-        """Return a pass over padded rows of samples, which may be none."""
+        """Return a pass over padded rows of samples; `samples` may be empty."""
         chosen = torch.tensor(sorted(samples), dtype=torch.int64)
         own = lengths[chosen]
         total = int(own.sum())
@@ -69,7 +70,7 @@ class Pass:
 
     @classmethod
     def packed(cls, families: Sequence[RowFamily], lengths: torch.Tensor) -> "Pass":
-        """Return a pass over families of samples, of which there may be none."""
+        """Return a pass over families of samples; `families` may be empty."""
         rows = torch.tensor([row for family in families for row in family.rows], dtype=torch.int64)
         samples, places = rows.sort()
         own, starts = lengths[samples], torch.empty_like(rows)
@@ -80,7 +81,7 @@ class Pass:
 
 
 RESET = "reset_iter_state"
-"""Method of FSDP2's modules that drops the state of a pass which did not end."""
+"""Method of FSDP2 modules that drops the state of an interrupted pass."""
 NO_SAMPLES = torch.zeros(0, dtype=torch.int64)
 NO_ROWS, NO_STRETCHES = Pass.padded([], NO_SAMPLES), Pass.packed([], NO_SAMPLES)
 """Passes without samples, of ranks that have fewer than others."""
@@ -92,39 +93,39 @@ class Inputs:
 
     arguments: dict[str, torch.Tensor]
     rows: torch.Tensor
-    """int64 [t]: for each token of the micro-batch the row before it, counted over all inputs."""
+    """int64 [t]: index of the input before each token of the micro-batch, over all inputs."""
 
 
 class Passes:
-    """Layout of a model's batches: which samples share a pass, packed or padded."""
+    """Layout of a model's batches: distribution of samples over passes, packed or padded."""
 
     def __init__(self, model: Any, mesh: DeviceMesh, trainer: TrainerConfig, why_rows: str) -> None:
-        """Pack samples, unless there is a reason for rows."""
+        """Create the layout; `why_rows` is the reason for padded rows, empty for packing."""
         self.device, self._mesh, self._trainer = torch.device(mesh.device_type), mesh, trainer
         self.micro_batch_tokens = trainer.micro_batch_tokens or FIRST_TOKENS[mesh.device_type]
-        """The budget of a pass; one that ran out of memory makes it smaller."""
+        """Token budget of a pass, reduced after running out of memory."""
         self._most = 1 if _rope_types(model) & set(BY_LENGTH) else trainer.micro_batch_size
         self.why_rows = why_rows
-        """Why samples are rows of their own, padded on the right; empty where they are packed."""
+        """Why samples are rows with right padding; empty if samples are packed."""
         if self.why_rows:
             log.warning("trainer.rows model=%s reason=%r", type(model).__name__, self.why_rows)
 
     @property
     def shares_prefixes(self) -> bool:
-        """Whether tokens that samples of a group begin with alike are computed once."""
+        """Whether a common prefix of samples in a group is computed once."""
         return self._trainer.share_prefixes == "auto" and not self.why_rows and self._most > 1
 
     def divide(self, batch: Batch) -> list[Pass]:
-        """Return the passes over a batch, which is on the host; the last ones may be empty. A collective."""
+        """Return the passes over a batch on the host; the last passes may be empty. A collective."""
         own, empty = self._own(batch), NO_ROWS if self.why_rows else NO_STRETCHES
         most = torch.tensor([len(own)], device=self.device)
         dist.all_reduce(most, dist.ReduceOp.MAX, self._mesh.get_group(DATA))
         return own + [empty] * (int(most) - len(own))
 
     def sampled(self, batch: Batch, compute: Callable[[Pass, Batch], torch.Tensor]) -> torch.Tensor:
-        """Return what `compute` makes of each pass's sampled tokens, 0 elsewhere: float32 [t], on the CPU.
+        """Return the results of `compute` for sampled tokens, 0 elsewhere: float32 [t], on the CPU.
 
-        A collective; the samples that `compute` gets are on the device.
+        A collective. `compute` receives its samples on the device.
         """
         out = torch.zeros(len(batch.tokens))
         for one in self.divide(batch):
@@ -133,7 +134,7 @@ class Passes:
         return out
 
     def counts(self, batch: Batch) -> list[tuple[int, int]]:
-        """Return samples and tokens of each pass of this rank over a batch."""
+        """Return (samples, tokens) of each pass of this rank over a batch."""
         return [(len(one.samples), one.tokens) for one in self._own(batch)]
 
     def _own(self, batch: Batch) -> list[Pass]:
@@ -147,11 +148,10 @@ class Passes:
 
     @contextmanager
     def inputs(self, one: Pass, part: Batch) -> Iterator[Inputs]:
-        """Yield the inputs of a pass, whose backward pass has to end within the block.
+        """Yield the inputs of a pass; its backward pass must end within the block.
 
         Args:
-            one: the pass.
-            part: its samples, on the device; without any, one token goes through the model.
+            part: samples of the pass, on the device; an empty pass computes one token.
         """
         if one.tree is not None:
             with self._stretches(one, one.tree, part) as inputs:
@@ -165,7 +165,7 @@ class Passes:
 
     @contextmanager
     def _stretches(self, one: Pass, tree: PrefixTree, part: Batch) -> Iterator[Inputs]:
-        """Yield the stretches of a tree one after the other, at the positions of their samples."""
+        """Yield the concatenated stretches of a tree, at the positions of their samples."""
         division = Division.of(tree.lengths, 1)
         computed = ComputedTokens.of(one.starts, tree, division, 0)
         lengths, keys = stretches_of(tree)
@@ -179,17 +179,17 @@ class Passes:
 
 
 def make_retry(passes: Passes, mesh: DeviceMesh, reset: Callable[[], None]) -> OomRetry:
-    """Return the budget of passes and how it shrinks; `reset` as in `OomRetry`.
+    """Return the retry policy of passes after running out of memory; `reset` as in `OomRetry`.
 
-    Ranks gather parameters from each other in every pass, so only one that is alone can leave it. Where
-    torch has no `reset_iter_state`, as 2.11, none can: FSDP2 keeps the state of a pass that did not end.
+    Ranks gather parameters from each other in every pass, so only a single rank can abandon a pass. Without
+    `reset_iter_state`, as in torch 2.11, no rank can: FSDP2 keeps the state of the interrupted pass.
     """
     replicas, is_whole = mesh[DATA].size(), mesh.size() == 1 and hasattr(FSDPModule, RESET)
     return OomRetry(passes.device, passes.micro_batch_tokens, reset, replicas=replicas, is_whole=is_whole)
 
 
 def forget_pass(root: torch.nn.Module) -> None:
-    """Drop the remains of a pass that did not end; gathered parameters have gradients of their own then."""
+    """Drop the state of an interrupted pass, including the gradients of gathered parameters."""
     for parameter in root.parameters():
         parameter.grad = None
     if hasattr(root, RESET):
@@ -197,14 +197,14 @@ def forget_pass(root: torch.nn.Module) -> None:
 
 
 def stretches_of(tree: PrefixTree) -> tuple[list[int], VisibleKeys | None]:
-    """Return the tokens of each stretch of a tree, and the keys that they see where some follow others."""
+    """Return the length of each stretch of a tree, and the visible keys if stretches share prefixes."""
     division = Division.of(tree.lengths, 1)
     lengths = [piece.tokens for piece in pieces_with_padding(division, 0)]
     return lengths, visible_keys(division, 0, tree) if tree.is_shared else None
 
 
 def _rope_types(model: Any) -> set[str]:
-    """Return the types of a model's rotary embeddings; some models have one for each kind of layer."""
+    """Return the types of a model's rotary embeddings; some models have one per kind of layer."""
     rope = getattr(model.config, "rope_parameters", None) or {}
     by_layer = [rope, *(value for value in rope.values() if isinstance(value, dict))]
     return {parameters.get("rope_type", "") for parameters in by_layer}

@@ -1,4 +1,4 @@
-"""Divides layers of transformers among tensor-parallel ranks, and shards them over data-parallel ranks."""
+"""Shards transformers layers over tensor-parallel ranks, and then over data-parallel ranks."""
 
 import functools
 from collections import Counter
@@ -28,12 +28,12 @@ from trainer.reference.shards import DATA, TENSOR, local_tensor, tensor_cut
 
 
 def divide(model: Any, mesh: DeviceMesh) -> None:
-    """Divide the layers among the tensor-parallel ranks by transformers' plan for the model.
+    """Shard the layers over the tensor-parallel ranks by transformers' plan for the model.
 
-    Its embedding and its output layer stay whole, because an output layer gives log-probabilities.
+    Embedding and output layer stay whole, because the output layer computes log-probabilities.
 
     Raises:
-        SettingsError: there is no plan, or a part of the model cannot be divided.
+        SettingsError: the model has no plan, or a part of the model cannot be sharded.
     """
     ranks = mesh[TENSOR].size()
     if ranks == 1:
@@ -59,16 +59,14 @@ def divide(model: Any, mesh: DeviceMesh) -> None:
 
 
 def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerConfig) -> None:
-    """Shard a module layer by layer: a pass gathers one layer at a time, in the dtype of training.
+    """Shard a module by layers: a pass gathers one layer at a time, in the training dtype.
 
-    Gradients are added up over ranks and passes in float32. Parameters without a gradient stay as they are.
+    Gradients are summed over ranks and passes in float32. A frozen model keeps its dtype.
 
     Args:
         root: the model, or the module around it that is called.
-        model: of transformers; it names the layers that belong together.
-        mesh: all ranks.
-        trainer: says the dtype, whether layers are compiled, whether the backward pass computes them again,
-            and whether shards with a gradient are in host memory, and multiplied in FP8.
+        model: transformers model; it names the layers to keep together.
+        trainer: dtype, compilation, recomputation, offloading of trained shards, and FP8.
 
     Raises:
         SettingsError: as `use_fp8`.
@@ -91,13 +89,13 @@ def shard(root: torch.nn.Module, model: Any, mesh: DeviceMesh, trainer: TrainerC
     fully_shard(root, mesh=data, mp_policy=policy, offload_policy=place)
     for module in root.modules():
         if isinstance(module, FSDPModule):
-            module.set_gradient_divide_factor(1.0)  # losses are shares of the whole step's
-            module.set_force_sum_reduction_for_comms(True)  # gloo multiplies nothing while it adds up
+            module.set_gradient_divide_factor(1.0)  # each loss is already a share of the whole step's loss
+            module.set_force_sum_reduction_for_comms(True)  # gloo does not support a factor in reductions
 
 
 @contextmanager
 def resharded_at_end(root: torch.nn.Module, mesh: DeviceMesh, trainer: TrainerConfig) -> Iterator[None]:
-    """Reshard a module after the passes of the block, which leave parameters gathered for each other if few.
+    """Reshard a module after the block; within, its parameters stay gathered between passes if small.
 
     The root's parameters stay gathered after any pass without gradients.
     """
@@ -115,7 +113,7 @@ def resharded_at_end(root: torch.nn.Module, mesh: DeviceMesh, trainer: TrainerCo
 
 
 def _reshard_after_pass(modules: Sequence[FSDPModule], *, is_wanted: bool) -> None:
-    """Say whether passes free parameters; the root, which comes first, has its own to the backward pass."""
+    """Set whether passes free parameters; the root (first) keeps its own until the backward pass."""
     for number, module in enumerate(modules):
         module.set_reshard_after_backward(is_wanted, recurse=False)
         if number:
@@ -123,10 +121,10 @@ def _reshard_after_pass(modules: Sequence[FSDPModule], *, is_wanted: bool) -> No
 
 
 def _layers(model: Any) -> list[torch.nn.Module]:
-    """Return the outermost modules that transformers keeps together.
+    """Return the outermost modules that transformers does not split.
 
-    The root shards those whose parameters are in other modules, too, such as an embedding that is the output
-    layer: shards of two groups would be two parameters.
+    A module whose parameters are also in other modules, such as a tied embedding, is left to the root: two
+    groups would create two separate parameters.
     """
     names, everywhere = set(model._no_split_modules or ()), _uses(model)
     found, within = [], set[torch.nn.Module]()
@@ -140,5 +138,5 @@ def _layers(model: Any) -> list[torch.nn.Module]:
 
 
 def _uses(module: torch.nn.Module) -> Counter[torch.nn.Parameter]:
-    """Return how often each parameter is one of a module or of its parts."""
+    """Return how often each parameter occurs in a module and its submodules."""
     return Counter(parameter for _, parameter in module.named_parameters(remove_duplicate=False))

@@ -1,9 +1,9 @@
-"""Says which box of which tensor of a checkpoint each rank's shards hold, and cuts them out.
+"""Computes the box of each checkpoint tensor that each rank's shards contain, and views the boxes.
 
-A tensor-parallel rank has a part of a parameter (`trainer.reference.shards`), which torch shards along its
-first dimension: W data-parallel ranks have ceil(n / W) of its n rows each, the last ones fewer or none. A
-tensor of the checkpoint is a strided view of one parameter (`checkpoint_views`), such as one expert of all
-that are joined in it; the same view of the part of a parameter is the part of the tensor, a box.
+A tensor-parallel rank has a part of a parameter (`trainer.reference.shards`), which torch shards along the
+first dimension: each of W data-parallel ranks has ceil(n / W) of its n rows, the last ranks fewer or none. A
+checkpoint tensor is a strided view of one parameter (`checkpoint_views`), such as one expert of a merged
+parameter. The same view of a parameter's part is a box of the tensor.
 """
 
 import functools
@@ -25,32 +25,32 @@ from trainer.reference.shards import DATA, TENSOR, Cut, local_tensor, part_shape
 
 @dataclass(frozen=True, slots=True)
 class TensorView:
-    """A tensor-parallel rank's part of a checkpoint's tensor, as a view of its part of a parameter.
+    """A tensor-parallel rank's part of a checkpoint tensor, as a view of the rank's part of a parameter.
 
     Offset and strides are in elements.
     """
 
     name: str
-    """In the checkpoint."""
+    """Name in the checkpoint."""
     parameter: str
-    """In the model."""
+    """Name in the model."""
     shape: tuple[int, ...]
     strides: tuple[int, ...]
     offset: int
     by_rows: bool
-    """Whether it is a range of the parameter's rows; else it can lie in one shard only as a whole."""
+    """Whether the view is a range of the parameter's rows; otherwise it must lie whole in one shard."""
     whole: tuple[int, ...]
-    """Shape of the tensor with the parts of all ranks."""
+    """Shape of the whole tensor, over all ranks."""
     blocks: int = 1
-    """Equal blocks of it that the ranks divide, one after the other, such as gates and inputs of experts."""
+    """Number of equal blocks that the ranks shard separately, such as gates and inputs of experts."""
 
     @property
     def is_divided(self) -> bool:
-        """Whether tensor-parallel ranks have parts of it; else each has it whole."""
+        """Whether tensor-parallel ranks shard the tensor; otherwise each rank has the whole tensor."""
         return self.shape != self.whole
 
     def in_blocks(self, box: Box) -> Iterator[Box]:
-        """Yield the parts of a box of the rank's part that lie in one block each."""
+        """Split a box of the rank's part at the block boundaries."""
         if self.blocks == 1:
             yield box
             return
@@ -63,7 +63,7 @@ class TensorView:
                 yield (*box[:dim], own, *box[dim + 1 :])
 
     def moved(self, box: Box, rank: int) -> Box:
-        """Return the box of the whole tensor that a box of a tensor-parallel rank's part is, in one block."""
+        """Return the box in the whole tensor of a box in the part of `rank`, within one block."""
         moved = []
         for size, total, (a, b) in zip(self.shape, self.whole, box, strict=True):
             block, gap = size // self.blocks, (total - size) // self.blocks
@@ -79,10 +79,10 @@ class TensorView:
 def tensor_views(
     model: Any, parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh | None = None
 ) -> tuple[TensorView, ...]:
-    """Return the tensors of a model's checkpoint, in the order of its parameters; on a mesh a rank's parts.
+    """Return the tensors of a model's checkpoint, in parameter order; with a mesh, a rank's parts.
 
     Raises:
-        SettingsError: a tensor of the checkpoint is no view of a parameter.
+        SettingsError: a tensor of the checkpoint is not a view of a parameter.
     """
     meta, tensor_ranks = functools.partial(torch.empty, device="meta"), mesh[TENSOR].size() if mesh else 1
     blank = {name: meta(part_shape(tensor, tensor_ranks)) for name, tensor in parameters.items()}
@@ -104,12 +104,12 @@ def tensor_views(
 
 
 def _blocks(cut: Cut | None, part: tuple[int, ...], shape: tuple[int, ...], of: tuple[int, ...]) -> int:
-    """Return how many blocks of a parameter a tensor of the checkpoint has: all of them, or one.
+    """Return the number of blocks of a parameter in a checkpoint tensor: all blocks or one.
 
     Args:
-        cut: of the parameter.
+        cut: sharding of the parameter.
         part: shape of a tensor-parallel rank's part of the parameter.
-        shape: of the part of the tensor.
+        shape: shape of the rank's part of the tensor.
         of: shape of the whole tensor.
     """
     divided = [size for size, total in zip(shape, of, strict=True) if size != total]
@@ -119,7 +119,7 @@ def _blocks(cut: Cut | None, part: tuple[int, ...], shape: tuple[int, ...], of: 
 def plain_views(
     parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh | None = None
 ) -> tuple[TensorView, ...]:
-    """Return parameters that are tensors of a checkpoint as they are; on a mesh a rank's parts of them."""
+    """Return views of parameters that are checkpoint tensors as they are; with a mesh, a rank's parts."""
     tensor_ranks, views = mesh[TENSOR].size() if mesh else 1, []
     for name, tensor in parameters.items():
         part, of = torch.empty(part_shape(tensor, tensor_ranks), device="meta"), tuple(tensor.shape)
@@ -129,25 +129,25 @@ def plain_views(
 
 
 def shard_rows(rows: int, rank: int, ranks: int) -> tuple[int, int]:
-    """Return the first row of a rank's shard, and the row after its last one."""
+    """Return the first and the end row of a rank's shard, end exclusive."""
     size = -(-rows // ranks)
     return min(rank * size, rows), min((rank + 1) * size, rows)
 
 
 @dataclass(frozen=True, slots=True)
 class ShardPlan:
-    """The pieces of the checkpoint's tensors that each rank has."""
+    """Pieces of the checkpoint's tensors on each rank."""
 
     views: tuple[TensorView, ...]
     parts: tuple[tuple[WeightPiece, ...], ...]
-    """By data-parallel rank; the boxes are the parts of a tensor-parallel rank."""
+    """By data-parallel rank; boxes refer to the part of a tensor-parallel rank."""
     tensor_ranks: int
 
     @classmethod
     def make(
         cls, views: Sequence[TensorView], parameters: Mapping[str, torch.Tensor], mesh: DeviceMesh
     ) -> "ShardPlan | None":
-        """Return the plan of a mesh's ranks; None if a tensor lies in several shards, but not by rows."""
+        """Return the plan for a mesh; None if a tensor spans several shards, but not by rows."""
         ranks, tensor_ranks = mesh[DATA].size(), mesh[TENSOR].size()
         parts: list[list[WeightPiece]] = [[] for _ in range(ranks)]
         for number, view in enumerate(views):
@@ -161,7 +161,7 @@ class ShardPlan:
         return cls(tuple(views), tuple(map(tuple, parts)), tensor_ranks)
 
     def publication(self) -> Publication:
-        """Return the pieces that the ranks publish, tensor-parallel ranks of a replica in order."""
+        """Return the pieces that the ranks publish, in order of tensor-parallel ranks within a replica."""
         parts = (self.published(rank) for rank in range(len(self.parts) * self.tensor_ranks))
         pieces = tuple(tuple(piece for piece, _ in part) for part in parts)
         return Publication(
@@ -169,9 +169,9 @@ class ShardPlan:
         )
 
     def published(self, rank: int) -> Iterator[tuple[WeightPiece, WeightPiece]]:
-        """Yield the pieces of whole tensors that a rank publishes, each also as one of the rank's part.
+        """Yield the published pieces of a rank as (piece of the whole tensor, piece of the rank's part).
 
-        The first tensor-parallel rank publishes what none of them divides.
+        The first tensor-parallel rank publishes unsharded tensors.
         """
         data, tensor = divmod(rank, self.tensor_ranks)
         for piece in self.parts[data]:
@@ -182,7 +182,7 @@ class ShardPlan:
     def cut(
         self, parameters: Mapping[str, torch.Tensor], rank: int, pieces: Iterable[WeightPiece]
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield pieces of a data-parallel rank with the names of their tensors, as views of its shards."""
+        """Yield (tensor name, view of the shard) for pieces of a data-parallel rank."""
         for piece in pieces:
             view = self.views[piece.tensor]
             tensor = parameters[view.parameter]
@@ -205,9 +205,9 @@ class ShardPlan:
 def _pieces(
     number: int, view: TensorView, shape: tuple[int, ...] | None, ranks: int
 ) -> Iterator[tuple[int, WeightPiece]]:
-    """Yield (rank, piece) of a tensor; none if no division into boxes is known.
+    """Yield (rank, piece) of a tensor; empty if its shards are not boxes.
 
-    `shape` is the one of the part of its parameter; None: the parameter is no sharded one.
+    `shape` is the shape of the parameter's part; None: the parameter is not sharded.
     """
     if shape is None:
         yield 0, WeightPiece(number, whole(view.shape))

@@ -1,6 +1,6 @@
-"""Steps sharded parameters: on their device, or by masters and moments in host memory.
+"""Updates sharded parameters, with optimizer state on the device or in host memory.
 
-The parameters on the device are float32 in both cases, so those in host memory are equal copies.
+Device parameters are float32 in both cases, so host masters are equal copies.
 """
 
 import math
@@ -20,11 +20,11 @@ from trainer.reference.optimizer_step import MasterStepper
 from trainer.reference.shards import TENSOR, copies_of, local_tensor
 
 LARGEST_DIFFERENCE = 0.05
-"""Largest relative difference of gradients that are equal but for rounding."""
+"""Largest relative difference of gradients that are equal up to rounding."""
 NEGLIGIBLE = 1e-6
-"""Share of the largest gradient below which there is only rounding."""
+"""Gradients below this share of the largest gradient are only rounding errors."""
 CLIP_EPS = 1e-6
-"""Added to the norm in the factor that clips, as torch does."""
+"""Added to the norm in the clipping factor, as in torch."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -46,12 +46,12 @@ class ShardSlice(HostSlice):
 
 
 class ShardStepper(MasterStepper):
-    """Optimizer of shards where they are; ranks tell each other norms by the device of their passes."""
+    """Optimizer of shards in place; ranks reduce norms on the device of their passes."""
 
     def __init__(
         self, trained: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, mesh: DeviceMesh
     ) -> None:
-        """Step parameters that are float32, sharded over a mesh or whole."""
+        """Create the optimizer of float32 parameters, sharded over a mesh or whole."""
         super().__init__(trained, trained, config, ())
         ranks, tensor_ranks = mesh.size(), mesh[TENSOR].size()
         self._device, self._mesh = torch.device(mesh.device_type), mesh
@@ -77,10 +77,11 @@ class ShardStepper(MasterStepper):
         return norm
 
     def _compare_copies(self) -> None:
-        """Compare gradients of what tensor-parallel ranks have whole: equal, if the plan adds up all of them.
+        """Check that tensor-parallel ranks have equal gradients of unsharded parameters.
 
         Raises:
-            SettingsError: names the first parameter where they differ.
+            SettingsError: gradients differ, because the plan reduces only some of them; the message names the
+                first such parameter.
         """
         names = [name for name, p in self.masters.items() if self._copies[name] > 1 and p.grad is not None]
         found = []
@@ -102,9 +103,9 @@ class ShardStepper(MasterStepper):
 
 
 class HostStepper(ShardStepper):
-    """Optimizer in host memory of parameters on a device; the interface is `MasterStepper`'s.
+    """Optimizer in host memory for device parameters, with the interface of `MasterStepper`.
 
-    The gradient's norm is computed on the device; a chunk of gradients at a time is stepped on the host.
+    The gradient norm is computed on the device; the host steps one chunk of gradients at a time.
     """
 
     def __init__(
@@ -142,7 +143,7 @@ class HeldStepper(ShardStepper):
     def __init__(
         self, trained: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, mesh: DeviceMesh
     ) -> None:
-        """Step parameters where they are."""
+        """Create the optimizer of parameters in host memory."""
         super().__init__(trained, config, mesh)
         _fuse(self.optimizer)
 
@@ -156,7 +157,7 @@ def make_stepper(
     trainer: TrainerConfig,
     mesh: DeviceMesh,
 ) -> MasterStepper:
-    """Return the optimizer of parameters, float32, sharded or whole, that passes need on a device."""
+    """Return the optimizer of float32 parameters, sharded or whole, that passes use on a device."""
     if not config.cpu_offload:
         return ShardStepper(trained, config, mesh)
     kind = HeldStepper if trainer.offload_parameters else HostStepper
@@ -164,6 +165,6 @@ def make_stepper(
 
 
 def _fuse(optimizer: torch.optim.Optimizer) -> None:
-    """Have torch's AdamW read masters and moments on the host once a step."""
+    """Enable torch's fused AdamW, which reads masters and moments in host memory once per step."""
     for group in optimizer.param_groups if isinstance(optimizer, torch.optim.AdamW) else ():
         group["fused"] = True

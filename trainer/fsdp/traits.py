@@ -1,4 +1,4 @@
-"""Finds out from a model's outputs whether samples can be packed, and whether it changes its logits."""
+"""Probes a model's outputs: whether samples can be packed, and whether the model changes its logits."""
 
 from dataclasses import dataclass
 from typing import Any
@@ -14,29 +14,29 @@ from trainer.fsdp.passes import stretches_of
 from trainer.layers.attention.sequences import token_positions
 
 EXACT = 1e-4
-"""Largest difference of a float32 model's outputs between packed samples and a pass for each, relative to the
-largest output."""
+"""Largest difference between a float32 model's outputs for packed samples and for separate passes, relative
+to the largest output."""
 SAMPLE = 8
-"""Tokens of each of the two samples that show the difference."""
+"""Tokens of each of the two probe samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """Facts about a model that decide how it is computed."""
+    """Facts about a model that determine its computation."""
 
     leaves_logits: bool
-    """Whether its logits are what its output layer gives, which has a weight alone."""
+    """Whether the logits equal the output layer's output, and the layer has no bias."""
     why_rows: str
-    """Why samples are rows of their own, padded on the right; empty where they are packed."""
+    """Why samples are rows with right padding; empty if samples are packed."""
     is_causal: bool = True
-    """Whether the output of a token is the same whatever follows it."""
+    """Whether a token's output is independent of later tokens."""
     is_finite: bool = True
-    """Whether its outputs are finite numbers; the other fields say little where they are not."""
+    """Whether the outputs are finite; otherwise the other fields are unreliable."""
     conversions: Any = None
-    """How transformers made the model of its files, where that is not as it saves one."""
+    """Weight conversions of transformers for the files, if they differ from those for saving."""
 
     def apply(self, model: Any) -> OutputLayer | None:
-        """Replace the attention and the output layer of a model that is like the one that was probed."""
+        """Replace attention and output layer of a model of the probed kind."""
         if self.conversions is not None:
             model._weight_conversions = self.conversions
         if not self.why_rows:
@@ -45,17 +45,15 @@ class Traits:
 
 
 def probe(model: Any, device: torch.device, dtype: torch.dtype, *, divided: bool = False) -> Traits:
-    """Compute a few tokens with a sharded model, in float32, on a device. A collective.
+    """Compute a few tokens with a sharded float32 model on a device. A collective.
 
     Args:
-        model: the model.
-        device: device of the passes.
         dtype: dtype of the trainer's passes.
-        divided: whether tensor-parallel ranks divide the model. Such a model computes differently with
-            gradients, so the probe makes a pass with them, too.
+        divided: whether the model is tensor-parallel. Such a model computes differently with gradients, so
+            a pass with gradients is run, too.
 
     Raises:
-        SettingsError: `trainer.attention_backend` does not compute the model's attention in this dtype.
+        SettingsError: `trainer.attention_backend` does not support the model's attention in this dtype.
     """
     if divided:
         _outputs(model, torch.arange(SAMPLE, device=device)[None] % model.config.get_text_config().vocab_size)
@@ -77,16 +75,15 @@ def probe(model: Any, device: torch.device, dtype: torch.dtype, *, divided: bool
 
 
 def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor, dtype: torch.dtype) -> str:
-    """Return why a model's samples are not packed.
+    """Return why a model's samples cannot be packed; empty: they can.
 
-    Two samples begin alike. Their outputs in one pass, which computes that once, are compared with a pass
-    for each. They differ if layers have a state that goes from one sample to the next, or attention that is
-    not transformers' exchangeable one.
+    Two samples have a common prefix. Their outputs in one packed pass, which computes the prefix once, are
+    compared with separate passes. The outputs differ if layers carry state from one sample to the next, or if
+    the attention cannot be replaced.
 
     Args:
-        model: the model.
-        ids: int64 [t], the first sample, and what the second has beyond its beginning.
-        apart: outputs of a pass for each sample, in the order of `ids`.
+        ids: int64 [t], the first sample, then the second sample without the prefix.
+        apart: outputs of separate passes, in the order of `ids`.
         dtype: dtype of the trainer's passes.
     """
     unknown = set(getattr(model.config, "layer_types", None) or ()) - KNOWN_TYPES
@@ -110,7 +107,7 @@ def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor, dtype: 
 
 
 def _difference(found: torch.Tensor, expected: torch.Tensor) -> float:
-    """Return the largest difference relative to the largest expected output."""
+    """Return the largest difference, relative to the largest expected output."""
     return float((found - expected).abs().max() / expected.abs().max())
 
 

@@ -1,1 +1,1 @@
-"""Runs one trainer on several hosts: which host this is, and how the hosts meet and end together."""
+"""Runs one trainer on several hosts: identifies this host, and coordinates start and end of all hosts."""

@@ -1,16 +1,16 @@
-"""Lets the hosts of a trainer meet at a store of host 0, watch each other, and end together.
+"""Connects the hosts of a trainer through a store on host 0, monitors them, and ends them together.
 
-One generation is one process of host 0 and its store, in which all keys are:
+A generation is one process of host 0 and its store, which has these keys:
 
-    host/N    who host N is: registered once; a second one ends the generation
+    host/N    facts about host N, registered once; a second registration ends the generation
     ready/N   host N has compared itself with host 0
-    port      where torchrun's agents meet; set by host 0 once all hosts are ready
-    beat/N    a counter that host N raises
-    end       why the generation is over; set once, by any host
-    left      how many hosts have ended well
+    port      port where torchrun's agents meet; set by host 0 once all hosts are ready
+    beat/N    counter that host N increments
+    end       why the generation has ended; set once, by any host
+    left      number of hosts that ended successfully
 
-The ranks of one host are of no use without the others, so all hosts end when one does. Whoever started them
-starts them again; they meet in the next generation, and rank 0 resumes from the newest checkpoint.
+The ranks of one host cannot run without the other hosts, so all hosts end when one ends. Their supervisor
+restarts them; they meet in the next generation, and rank 0 resumes from the newest checkpoint.
 """
 
 import datetime
@@ -33,70 +33,70 @@ from trainer.hosts.place import HostPlace
 log = logging.getLogger("tether.hosts")
 
 BEAT_S = 0.5
-"""Seconds between two beats of a host, and between two reads of the others' state."""
+"""Interval between two beats of a host, and between two reads of the other hosts' state, seconds."""
 LOG_S = 30.0
-"""Seconds between two log lines of a wait."""
+"""Interval between two log lines during a wait, seconds."""
 CALL_S = 10.0
-"""Limit for opening a connection to the store, seconds."""
+"""Timeout for connecting to the store, seconds."""
 
 
 class HostFacts(msgspec.Struct, frozen=True):
     """Facts that a host publishes about itself."""
 
     name: str
-    """The machine's."""
+    """Name of the machine."""
     pid: int
     marker: str = ""
-    """Host 0: name of a file in each shared directory that exists during the meeting."""
+    """Host 0: name of a file that exists in each shared directory during the meeting."""
     settings: dict[str, Any] = {}
-    """Dotted name -> value of what has to be the same on all hosts."""
+    """Dotted name -> value of settings that must be equal on all hosts."""
     incarnation: str = ""
-    """Set by `Meeting`: differs in every process."""
+    """Identity of the process, set by `Meeting`."""
 
 
 class Consequence(StrEnum):
-    """Consequence for every host of a generation that is over."""
+    """Action of every host after the end of a generation."""
 
     RESTART = "restart"
-    """It is started again."""
+    """The trainer is restarted."""
     REFUSED = "refused"
-    """Somebody has to change something first."""
+    """The user must change something first."""
     STOPPED = "stopped"
     """No restart: the trainer was asked to stop."""
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """Why a generation is over."""
+    """Why a generation has ended."""
 
     consequence: Consequence
     reason: str
 
 
 class Beats:
-    """The counters of other hosts, and when each of them was last seen to rise."""
+    """Counters of other hosts, and the times of their last increments."""
 
     def __init__(self, numbers: Iterable[int], limit_s: float, now: float) -> None:
-        """Expect a sign of life from every host of `numbers` within `limit_s` of `now`, seconds."""
+        """Expect an increment from every host in `numbers` within `limit_s` seconds from `now`."""
         self._limit_s = limit_s
         self._seen = dict.fromkeys(numbers, (-1, now))
 
     @property
     def numbers(self) -> list[int]:
-        """Hosts that are expected to beat."""
+        """Hosts that are monitored."""
         return list(self._seen)
 
     def note(self, number: int, count: int, now: float) -> None:
-        """Note a host's counter as it was at `now`."""
+        """Record the counter of a host at time `now`."""
         if count != self._seen[number][0]:
             self._seen[number] = (count, now)
 
     def silent(self, now: float) -> list[int]:
-        """Return the hosts whose counter has not risen for longer than the limit."""
+        """Return the hosts whose counter has not increased within the limit."""
         return [number for number, (_, since) in self._seen.items() if now - since > self._limit_s]
 
 
 class Meeting:
-    """One host's part in a generation."""
+    """One host's membership in a generation."""
 
     def __init__(self, place: HostPlace, config: ClusterConfig, facts: HostFacts) -> None:
         self._place, self._config = place, config
@@ -108,17 +108,17 @@ class Meeting:
         self._threads: list[threading.Thread] = []
 
     def join(self, check: Callable[[HostFacts], None]) -> int:
-        """Meet all other hosts.
+        """Wait until all hosts have joined.
 
         Args:
-            check: raises SettingsError if this host does not go with host 0, whose facts it gets.
+            check: called with host 0's facts; raises SettingsError if this host does not match.
 
         Returns:
-            A free port of host 0, at which torchrun's agents can meet.
+            A free port of host 0 for torchrun's agents.
 
         Raises:
-            SettingsError: a host does not go with host 0, or another process has this one's number.
-            TetherError: not all came within `cluster.join_timeout_s`, or the generation was over first.
+            SettingsError: a host does not match host 0, or another live process has this host's index.
+            TetherError: a host is missing after `cluster.join_timeout_s`, or the generation has ended.
         """
         end = time.monotonic() + self._config.join_timeout_s
         while True:
@@ -126,14 +126,14 @@ class Meeting:
                 if self._register(end):
                     return self._gather(check, end)
                 cause = "the trainer's last start has not ended there"
-            except RuntimeError as error:  # of the store: host 0 has ended, and another one may come
+            except RuntimeError as error:  # the store: host 0 has ended and may restart
                 cause = str(error)
             if self._place.number == 0 or time.monotonic() > end:
                 raise TetherError(f"{self._at()}: {cause}")
             time.sleep(BEAT_S)
 
     def watch(self, on_end: Callable[[Ending], None]) -> None:
-        """Watch the other hosts from now on; call `on_end` in a thread once the generation is over."""
+        """Monitor the other hosts from now on; call `on_end` in a thread when the generation ends."""
         self._watched_at = time.monotonic()
         once = threading.Lock()
 
@@ -145,13 +145,13 @@ class Meeting:
         self._start(lambda: self._guard(end), "guard")
 
     def leave(self, ending: Ending | None = None) -> None:
-        """Leave for good: with an ending that ends all hosts, else when all have ended well.
+        """Leave the generation: end all hosts with an ending, or wait until all hosts end successfully.
 
-        Host 0 stays until the others can have read it, at most `cluster.peer_timeout_s`.
+        Host 0 stays until the other hosts can have read the ending, at most `cluster.peer_timeout_s`.
         """
         limit = time.monotonic() + (self._config.peer_timeout_s if ending is None else 4 * BEAT_S)
         if ending is not None:
-            self._left.set()  # what follows is not news to this host
+            self._left.set()  # this host ignores the ending
         try:
             if self._store is not None:
                 if ending is None:
@@ -170,7 +170,7 @@ class Meeting:
                 thread.join(2 * BEAT_S)
 
     def _register(self, end: float) -> bool:
-        """Connect to the store and register; false if the generation is over, or this host ended it."""
+        """Connect to the store and register; return False if the generation has ended or is ended here."""
         self._store = self._connect(end)
         mine, key = msgspec.json.encode(self._facts), f"host/{self._place.number}"
         theirs = self._store.compare_set(key, "", mine.decode())
@@ -193,7 +193,7 @@ class Meeting:
         return False
 
     def _connect(self, end: float) -> TCPStore:
-        """Return a connection to the store; on host 0 open it first."""
+        """Return a connection to the store; on host 0, start the store first."""
         place = self._place
         if place.number == 0 and self._server is None:
             try:
@@ -205,7 +205,7 @@ class Meeting:
                 ) from None
         logged = time.monotonic()
         while True:
-            try:  # quietly: the store's own attempts log each failure
+            try:  # probes first, because the store's client logs each failure
                 socket.create_connection((place.address, place.port), timeout=CALL_S).close()
                 return self._client()
             except OSError as error:
@@ -222,7 +222,7 @@ class Meeting:
             time.sleep(BEAT_S)
 
     def _gather(self, check: Callable[[HostFacts], None], end: float) -> int:
-        """Wait until all hosts are ready; returns the port that host 0 has set."""
+        """Wait until all hosts are ready; return the port that host 0 has set."""
         place, store = self._place, self._store
         assert store is not None
         if place.number == 0:
@@ -244,7 +244,7 @@ class Meeting:
         """Wait until the store has all keys.
 
         Raises:
-            TetherError: the generation is over, or the time is; the latter ends the generation.
+            TetherError: the generation has ended, or the deadline has passed, which ends the generation.
         """
         store, logged = self._store, time.monotonic()
         assert store is not None
@@ -272,16 +272,16 @@ class Meeting:
             time.sleep(BEAT_S / 2)
 
     def _beat(self) -> None:
-        """Raise this host's counter until it leaves."""
+        """Increment this host's counter until it leaves."""
         try:
             store = self._client()
             while not self._left.wait(BEAT_S):
                 store.add(f"beat/{self._place.number}", 1)
-        except RuntimeError as error:  # the watch finds it, too
+        except RuntimeError as error:  # `_watch` detects the failure, too
             log.debug("hosts.beat_failed error=%s", error)
 
     def _watch(self, end: Callable[[Ending], None]) -> None:
-        """Read other hosts' states until this one leaves: host 0 all of them, the others host 0's."""
+        """Monitor the other hosts (host 0) or host 0 (other hosts) until this host leaves."""
         place = self._place
         others = range(1, place.hosts) if place.number == 0 else [0]
         beats = Beats(others, self._config.peer_timeout_s, time.monotonic())
@@ -299,7 +299,7 @@ class Meeting:
             end(Ending(Consequence.RESTART, f"host 0 at {place.address}:{place.port} has ended: {error}"))
 
     def _guard(self, end: Callable[[Ending], None]) -> None:
-        """End if the watch itself is held up: a call to a host that was cut off does not return."""
+        """Report the end if `_watch` is blocked: a call to a disconnected host does not return."""
         while not self._left.wait(BEAT_S):
             if time.monotonic() - self._watched_at > self._config.peer_timeout_s:
                 return end(Ending(Consequence.RESTART, self._silence(0)))

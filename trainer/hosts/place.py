@@ -1,4 +1,4 @@
-"""Finds out which of the trainer's hosts this one is: from `[cluster]`, else from Slurm or Kubernetes."""
+"""Determines this host's index among the trainer's hosts, from `[cluster]`, Slurm or Kubernetes."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -8,27 +8,27 @@ from protocol.errors import SettingsError
 from trainer.config import ClusterConfig
 
 NODES = ("SLURM_STEP_NUM_NODES", "SLURM_NNODES")
-"""Variables that say how many hosts there are, the first one that is set. Kubernetes has none."""
+"""Variables with the number of hosts; the first variable that is set counts. Kubernetes sets none."""
 NODE_RANKS = ("SLURM_NODEID", "JOB_COMPLETION_INDEX")
-"""Variables that say which host this is: of srun, and of the pods of an indexed Job."""
+"""Variables with the index of this host: of srun, and of pods of an indexed Job."""
 SEE_S = 30.0
-"""How long a host looks for what another one has made: a network file system may show it late, seconds."""
+"""Timeout for another host's new file to appear, seconds; network file systems may show it late."""
 
 
 @dataclass(frozen=True, slots=True)
 class HostPlace:
-    """One host's place among the trainer's hosts."""
+    """Position of one host among the trainer's hosts."""
 
     number: int = 0
-    """From 0; host 0 has rank 0."""
+    """Index from 0; host 0 has rank 0."""
     hosts: int = 1
-    """How many there are."""
+    """Number of hosts."""
     address: str = ""
-    """Where host 0 is found; empty with one host."""
+    """Address of host 0; empty with one host."""
     port: int = 0
-    """At which port it listens for the others."""
+    """Port on which host 0 listens."""
     source: str = ""
-    """The settings and variables that say so."""
+    """Settings and variables that determined the position."""
 
     def describe(self) -> str:
         """Return one line for the log."""
@@ -36,14 +36,13 @@ class HostPlace:
 
 
 def check_cluster(config: ClusterConfig, ranks: int) -> None:
-    """Check what can be checked before a host knows its place.
+    """Validate the settings that do not depend on this host's position.
 
     Args:
-        config: section `[cluster]`.
-        ranks: of the trainer, on all hosts together.
+        ranks: number of ranks on all hosts.
 
     Raises:
-        SettingsError: names the setting, its value and what it can be.
+        SettingsError: the message names the setting, its value and valid values.
     """
     if config.rendezvous:
         split_endpoint(config.rendezvous)
@@ -54,13 +53,14 @@ def check_cluster(config: ClusterConfig, ranks: int) -> None:
 
 
 def find_place(config: ClusterConfig, ranks: int, environ: Mapping[str, str]) -> HostPlace:
-    """Return the place of this host.
+    """Return the position of this host.
 
-    Without `cluster.rendezvous` there is one host, even under Slurm: an allocation of many may be used for
-    many runs.
+    Without `cluster.rendezvous` the trainer has one host, even under Slurm, because an allocation of several
+    hosts may serve several runs.
 
     Raises:
-        SettingsError: number or count are missing, or the ranks cannot be divided between so many hosts.
+        SettingsError: the index or number of hosts is missing, or the ranks cannot be divided between the
+            hosts.
     """
     check_cluster(config, ranks)
     hosts, counted = config.nodes, "cluster.nodes"
@@ -93,7 +93,7 @@ def split_endpoint(text: str) -> tuple[str, int]:
     """Return host and port of `cluster.rendezvous`.
 
     Raises:
-        SettingsError: it is not HOST:PORT.
+        SettingsError: the setting is not HOST:PORT.
     """
     try:
         parts = urlsplit(f"//{text}")
@@ -133,7 +133,7 @@ def _beyond(what: str, number: int, hosts: int) -> SettingsError:
 
 
 def _from_environ(names: Sequence[str], environ: Mapping[str, str], missing: int = 0) -> tuple[int, str]:
-    """Return the number that the first set variable gives, and its name; `missing` if none is set."""
+    """Return the number in the first variable that is set, and its name; `missing` if none is set."""
     for name in names:
         if text := environ.get(name, ""):
             if not text.isdecimal():

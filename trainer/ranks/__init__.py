@@ -1,1 +1,1 @@
-"""Starts the trainer's ranks, and passes values between them."""
+"""Starts the trainer's ranks, and exchanges values between ranks."""

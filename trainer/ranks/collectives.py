@@ -1,7 +1,7 @@
-"""Passes small values and messages between the ranks of the trainer.
+"""Exchanges small values and messages between the ranks of the trainer.
 
-A broadcast of a message over NCCL would be a kernel that runs until the message comes, on a GPU that engines
-may share. Ranks on GPUs therefore receive messages on the host, from torchrun's store.
+A message broadcast over NCCL would be a kernel that occupies a GPU, possibly shared with engines, until the
+message arrives. Ranks on GPUs therefore receive messages on the host, from torchrun's store.
 """
 
 from collections.abc import Callable, Sequence
@@ -12,17 +12,17 @@ import torch.distributed as dist
 
 
 def is_distributed() -> bool:
-    """Return whether there is more than one rank."""
+    """Return whether the process group has more than one rank."""
     return dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
 
 
 def is_rank_0() -> bool:
-    """Return whether this process is rank 0, or the only one."""
+    """Return whether this process is rank 0 or the only rank."""
     return not is_distributed() or dist.get_rank() == 0
 
 
 def control_device() -> torch.device:
-    """Return the device of tensors that ranks send to each other."""
+    """Return the device of tensors in communication between ranks."""
     return (
         torch.device("cuda", torch.cuda.current_device())
         if dist.get_backend() == "nccl"
@@ -31,35 +31,35 @@ def control_device() -> torch.device:
 
 
 def agreed(value: bool) -> bool:
-    """Return the value that rank 0 gave, on every rank. A collective."""
+    """Return rank 0's value on every rank. A collective."""
     decision = torch.tensor([int(value)], device=control_device())
     dist.broadcast(decision, src=0)
     return bool(decision.item())
 
 
 def wait_for_ranks() -> None:
-    """Wait until every rank is here. A collective."""
+    """Wait until every rank has called this function. A collective."""
     device = control_device()
-    # without the device, torch guesses it by the rank's number, and warns
+    # without a device, torch guesses it from the rank, and warns
     dist.barrier(device_ids=None if device.index is None else [device.index])
 
 
 def batched_p2p(operation: Callable[..., object], values: torch.Tensor, rank: int) -> None:
-    """Send or receive an array as a batch of one operation; returns when it is done.
+    """Send or receive an array as a batch of one operation; block until done.
 
-    NCCL runs that in the communicator of all ranks: it would make and keep one for each pair otherwise.
+    NCCL runs batches in the communicator of all ranks. Otherwise it would create and keep a communicator per
+    pair.
 
     Args:
         operation: `dist.isend` or `dist.irecv`.
-        values: contiguous, on the device of the ranks' messages.
-        rank: the other rank.
+        values: contiguous, on `control_device()`.
     """
     for work in dist.batch_isend_irecv([dist.P2POp(operation, values, rank)]):
         work.wait()
 
 
 def gather_bytes(data: bytes) -> list[bytes]:
-    """Return the data of every rank, by rank, on rank 0; an empty list on the others. A collective."""
+    """Return the data of all ranks, by rank, on rank 0; an empty list on other ranks. A collective."""
     device = control_device()
     if dist.get_rank() != 0:
         batched_p2p(dist.isend, torch.tensor([len(data)], device=device), 0)
@@ -81,8 +81,7 @@ def sum_replicas(values: torch.Tensor, replicas: Sequence[Sequence[int]]) -> tor
     """Return the sum of the values of all replicas, on the CPU of every rank. A collective.
 
     Args:
-        values: on the CPU, equal on all ranks of a replica; the shape is the same in every replica.
-        replicas: ranks of each replica.
+        values: on the CPU, equal on all ranks of a replica; same shape in every replica.
     """
     if not is_distributed():
         return values
@@ -93,11 +92,10 @@ def sum_replicas(values: torch.Tensor, replicas: Sequence[Sequence[int]]) -> tor
 
 
 def concatenate_replicas(values: torch.Tensor, replicas: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return the values of all replicas, one after the other, on the CPU of every rank. A collective.
+    """Return the concatenated values of all replicas, on the CPU of every rank. A collective.
 
     Args:
-        values: [k] on the CPU, equal on all ranks of a replica; k differs between replicas.
-        replicas: ranks of each replica.
+        values: [k] on the CPU, equal on all ranks of a replica; k may differ between replicas.
     """
     if not is_distributed():
         return values
@@ -110,12 +108,11 @@ def concatenate_replicas(values: torch.Tensor, replicas: Sequence[Sequence[int]]
 def divide_over_replicas(
     values: torch.Tensor | None, entries: int, replicas: Sequence[Sequence[int]]
 ) -> torch.Tensor:
-    """Return a replica's part of float32 values that rank 0 has, on the CPU of its ranks. A collective.
+    """Return a replica's part of rank 0's float32 values, on the CPU of its ranks. A collective.
 
     Args:
-        values: on rank 0 the parts of all replicas, one after the other, on the CPU; None on other ranks.
-        entries: of the replica's part.
-        replicas: ranks of each replica.
+        values: on rank 0: concatenated parts of all replicas, on the CPU; None on other ranks.
+        entries: size of the replica's part.
     """
     if not is_distributed():
         assert values is not None  # this is rank 0
@@ -128,7 +125,7 @@ def divide_over_replicas(
 
 
 def _own_range(entries: int, replicas: Sequence[Sequence[int]]) -> tuple[slice, int]:
-    """Return where this rank's replica has its entries, and how many all have together. A collective."""
+    """Return the range of this rank's replica, and the total number of entries. A collective."""
     own = next(number for number, ranks in enumerate(replicas) if dist.get_rank() in ranks)
     counts = torch.zeros(len(replicas), dtype=torch.int64)
     counts[own] = entries
@@ -137,11 +134,11 @@ def _own_range(entries: int, replicas: Sequence[Sequence[int]]) -> tuple[slice, 
 
 
 QUEUE = "tether/commands/"
-"""Key of a rank's queue in the store, before its number."""
+"""Prefix of a rank's queue key in the store, followed by the rank."""
 
 
 def broadcast_message(data: bytes) -> None:
-    """Send a message from rank 0 to every other rank. Without other ranks this does nothing."""
+    """Send a message from rank 0 to every other rank; no effect on a single rank."""
     if not is_distributed():
         return
     if control_device().type == "cuda":
@@ -164,7 +161,7 @@ def next_message() -> bytes:
 
 
 def queue_for_others(data: bytes) -> None:
-    """Queue a message of rank 0 for each other rank, in the store where the ranks have met."""
+    """Queue a message of rank 0 for each other rank, in the store of the rendezvous."""
     store = _store()
     for rank in range(1, dist.get_world_size()):
         store.queue_push(f"{QUEUE}{rank}", data)
@@ -174,9 +171,9 @@ def next_queued() -> bytes:
     """Wait for the next message of `queue_for_others`, in order, on a rank other than 0.
 
     Raises:
-        RuntimeError: no message comes within the process group's timeout, or the store's host has ended.
+        RuntimeError: no message arrives within the process group's timeout, or the store's host has ended.
     """
-    # by a connection of its own: meanwhile NCCL's threads use the process's
+    # on a separate connection, because NCCL's threads use the process's connection
     data: bytes = _store().clone().queue_pop(f"{QUEUE}{dist.get_rank()}")
     return data
 

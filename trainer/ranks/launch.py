@@ -1,4 +1,4 @@
-"""Builds the command line that starts one process for each rank, and runs it for a result."""
+"""Builds the command lines that start one process per rank, and runs a command line for its result."""
 
 import json
 import os
@@ -10,31 +10,29 @@ from protocol.errors import TetherError
 from trainer.hosts.place import HostPlace
 
 NO_LOGS = ("--log-dir", os.devnull)
-"""Ranks write to where torchrun writes; otherwise it makes directories for them that it never removes."""
+"""Options that keep torchrun from creating log directories, which it never removes; ranks inherit its output.
+"""
 
 
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
-"""Variable that torchrun sets itself for several ranks, with a banner of stars; ranks choose their threads by
+"""Variable that torchrun would set for several ranks, with a banner. Ranks set their threads by
 `trainer.threads`."""
 
 
 def torchrun(ranks: int, module: str, *arguments: str) -> list[str]:
-    """Return the command line that runs a module once for each of `ranks` ranks, on this machine."""
+    """Return the command line that runs a module on `ranks` ranks of this machine."""
     launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks), *NO_LOGS]
     return [sys.executable, "-m", *launcher, "-m", module, *arguments]
 
 
 def result_of_ranks(ranks: int, module: str, *arguments: str, limit_s: float | None = None) -> dict[str, Any]:
-    """Run a module as `torchrun` says, and return the last JSON object that rank 0 printed.
+    """Run a module by `torchrun`, and return the last JSON object that rank 0 printed.
 
     Args:
-        ranks: number of ranks, on this machine.
-        module: the module to run.
-        arguments: its command line.
-        limit_s: seconds within which the ranks have to finish; None: no limit.
+        limit_s: timeout, seconds; None: no timeout.
 
     Raises:
-        TetherError: a rank failed, or the ranks have not finished in time.
+        TetherError: a rank failed, or the timeout has passed.
     """
     command = torchrun(ranks, module, *arguments)
     try:
@@ -57,15 +55,13 @@ def result_of_ranks(ranks: int, module: str, *arguments: str, limit_s: float | N
 
 
 def torchrun_on_hosts(ranks: int, place: HostPlace, port: int, module: str) -> list[str]:
-    """Return the command line that runs a module once for each of this host's ranks.
+    """Return the command line that runs a module on each of this host's ranks.
 
-    torchrun restarts nothing: hosts end and start together.
+    torchrun does not restart ranks: hosts end and start together.
 
     Args:
-        ranks: on each host.
-        place: which host this is.
-        port: of host 0, where torchrun on all hosts and the ranks meet; free, and used once.
-        module: what each rank runs.
+        ranks: number of ranks on each host.
+        port: free port of host 0, where torchrun on all hosts and the ranks meet; used once.
     """
     launcher = [
         "torch.distributed.run",

@@ -1,7 +1,8 @@
-"""Makes the process groups of the trainer's ranks: the policy's and other models'.
+"""Creates the process groups of the policy's ranks and of other models' ranks.
 
-The ranks of each model are a world of their own to torch: its default process group has no other ranks, so
-backends need not know of them. Rank 0 of the policy has a connection to the ranks of every other model.
+The ranks of each model form a separate torch world: their default process group has no other ranks, so
+backends are independent of other models. Rank 0 of the policy has a connection to the ranks of every other
+model.
 """
 
 import atexit
@@ -22,14 +23,14 @@ from trainer.ranks.collectives import wait_for_ranks
 from trainer.ranks.wire import BetweenModels
 
 TIMEOUT_S = 600.0
-"""Seconds that a rank waits for the others in a collective, unless the caller says otherwise."""
+"""Default timeout for the other ranks in a collective, seconds."""
 
 
 def check_world(parallel: ParallelConfig) -> int:
-    """Return the number of processes, which is the layout's.
+    """Check the number of processes against the layout, and return it.
 
     Raises:
-        SettingsError: it is another one.
+        SettingsError: the numbers differ.
     """
     world = dist.get_world_size() if dist.is_initialized() else int(os.environ.get("WORLD_SIZE", "1"))
     sizes = (
@@ -48,7 +49,7 @@ def check_world(parallel: ParallelConfig) -> int:
 
 
 def own_gpu() -> torch.device:
-    """Return the GPU with the local number of this process, which is torch's current one from now on."""
+    """Return this process's GPU, by local rank, and make it torch's current device."""
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
@@ -64,22 +65,20 @@ def join_ranks(
 ) -> bool:
     """Initialize torch.distributed: NCCL on a GPU, else gloo.
 
-    Without a store the processes meet by torchrun's environment variables; a plain `python` is a world of
-    one.
+    Without a store, the processes meet by torchrun's environment variables; a plain `python` process is a
+    world of one.
 
-    torch gets no `device_id`: with one, each of Megatron's groups has a communicator from the start, which
-    takes half a GiB of the GPU even in a group of one rank. The barrier binds the GPU instead.
+    torch gets no `device_id`. Otherwise each of Megatron's groups would have a communicator from the start,
+    which takes half a GiB of the GPU even for a single rank. A barrier binds the GPU instead.
 
     Args:
-        device: where this rank computes.
-        world: number of ranks.
-        timeout_s: seconds that a rank waits for the others in a collective.
-        rank: of this process, with a store.
-        store: in which these ranks alone meet; None: all processes of torchrun are ranks.
+        timeout_s: timeout for the other ranks in a collective, seconds.
+        rank: rank of this process, with a store.
+        store: rendezvous of exactly these ranks; None: all processes of torchrun are ranks.
 
     Returns:
         Whether the group may be destroyed before the process exits. torchrun's store keeps the addresses of
-        the first rendezvous, so a second one through it would wait forever.
+        the first rendezvous, so a second rendezvous would wait forever.
     """
     on_gpu = device.type == "cuda"
     backend, timeout = "nccl" if on_gpu else "gloo", timedelta(seconds=timeout_s)
@@ -104,23 +103,22 @@ def _leave() -> None:
 
 @dataclass(frozen=True, slots=True)
 class Seat:
-    """Place of a process among the processes of the trainer."""
+    """Position of a process among the processes of the trainer."""
 
     role: str
-    """Model that it has alone; empty: it is a rank of the policy."""
+    """Model on ranks of its own; empty: a rank of the policy."""
     rank: int
-    """Among the ranks of that model."""
+    """Rank within the model."""
     ranks: int
-    """How many the model has."""
+    """Number of ranks of the model."""
 
 
 def seat_of(process: int, policy: int, apart: Mapping[str, int]) -> Seat:
-    """Return the seat of a process: the policy has the first processes, and other models the next ones.
+    """Return the seat of a process: the policy has the first processes, other models the next ones.
 
     Args:
-        process: its number, from 0, as torchrun gives it.
-        policy: ranks of the policy.
-        apart: roles with ranks of their own -> how many.
+        process: index of the process, as set by torchrun.
+        apart: role with ranks of its own -> number of ranks.
     """
     rank = process
     for role, ranks in {"": policy, **apart}.items():
@@ -136,14 +134,12 @@ def take_seat(
     """Join the ranks of this process's model, under torchrun. Called once, on every process of the trainer.
 
     Args:
-        policy: ranks of the policy.
-        apart: roles with ranks of their own -> how many.
-        on_gpu: whether it computes on the GPU with its local number.
-        timeout_s: seconds that a rank waits for others.
+        apart: role with ranks of its own -> number of ranks.
+        on_gpu: whether the process computes on the GPU of its local rank.
 
     Returns:
-        By role the connections of this rank: rank 0 of the policy has all of them, a rank of another model
-        its own.
+        Role -> connection of this rank. Rank 0 of the policy has all connections, a rank of another model its
+        own.
     """
     timeout = timedelta(seconds=timeout_s)
     store, process, _ = next(rendezvous("env://", timeout=timeout))

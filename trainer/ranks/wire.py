@@ -2,7 +2,7 @@
 
 Every wait is bounded by the process group's timeout.
 
-A part is a header, which names its arrays, and then one message for each array: no pickle.
+A part is sent as a header, which describes the arrays, and one message per array, without pickle.
 """
 
 import math
@@ -20,16 +20,16 @@ from trainer.ranks.collectives import batched_p2p, control_device
 class OwnRanks:
     """Connection between the ranks of one model, which share the default process group.
 
-    Arrays arrive in the order in which they were sent.
+    Arrays arrive in sending order.
     """
 
     def send(self, values: torch.Tensor, rank: int) -> None:
-        """Send an array, on the CPU, to a rank; returns when it has it. An empty one is not sent."""
+        """Send a CPU array to a rank; block until it arrives. An empty array is not sent."""
         if len(values):
             batched_p2p(dist.isend, _bytes(values.to(control_device())), rank)
 
     def receive(self, entries: int, dtype: torch.dtype, rank: int = 0) -> torch.Tensor:
-        """Wait for an array of a rank, [entries], on the CPU. An empty one was not sent."""
+        """Wait for an array of a rank, [entries], on the CPU. An empty array is not received."""
         values = torch.empty(entries, dtype=dtype, device=control_device())
         if entries:
             batched_p2p(dist.irecv, _bytes(values), rank)
@@ -37,10 +37,10 @@ class OwnRanks:
 
 
 class BetweenModels:
-    """Connection of rank 0 of the policy, which is rank 0 here, and the ranks of another model, on gloo."""
+    """Gloo connection between rank 0 of the policy (rank 0 here) and the ranks of another model."""
 
     def __init__(self, group: Any) -> None:
-        """Take over a connected `ProcessGroupGloo`."""
+        """Wrap a connected `ProcessGroupGloo`."""
         self._group = group
 
     @property
@@ -49,12 +49,12 @@ class BetweenModels:
         return range(1, self._group.size())
 
     def send(self, values: torch.Tensor, rank: int) -> None:
-        """Send an array, on the CPU, as `OwnRanks.send` does."""
+        """Send a CPU array, as `OwnRanks.send`."""
         if len(values):
             self._group.send([_bytes(values)], rank, 0).wait()
 
     def receive(self, entries: int, dtype: torch.dtype, rank: int = 0) -> torch.Tensor:
-        """Receive an array as `OwnRanks.receive` does."""
+        """Receive an array, as `OwnRanks.receive`."""
         values = torch.empty(entries, dtype=dtype)
         if entries:
             self._group.recv([_bytes(values)], rank, 0).wait()
@@ -65,13 +65,13 @@ Wire = OwnRanks | BetweenModels
 
 
 def send_bytes(wire: Wire, data: bytes, rank: int) -> None:
-    """Send a message, which is not empty."""
+    """Send a non-empty message."""
     wire.send(torch.tensor([len(data)]), rank)
     wire.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), rank)
 
 
 def receive_bytes(wire: Wire, rank: int = 0) -> bytes:
-    """Wait for a message of a rank."""
+    """Wait for a message from a rank."""
     data = wire.receive(int(wire.receive(1, torch.int64, rank)), torch.uint8, rank)
     return data.numpy().tobytes()
 
@@ -85,14 +85,14 @@ DTYPES = {str(dtype): dtype for dtype in (torch.bool, torch.int16, torch.int32, 
 
 
 class PartHeader(msgspec.Struct, frozen=True):
-    """Description of a part, without its arrays' values."""
+    """Description of a part, without the contents of its arrays."""
 
     step: int
     totals: StepTotals
     temperature: float
     decoupled: bool
     arrays: dict[str, tuple[str, tuple[int, ...]]]
-    """Name -> dtype and shape, in the order in which they are sent."""
+    """Name -> dtype and shape, in sending order."""
 
 
 _decoder = msgspec.msgpack.Decoder(PartHeader)
@@ -100,7 +100,7 @@ OWN_RANKS = OwnRanks()
 
 
 def send_part(part: Batch, ranks: Iterable[int], wire: Wire = OWN_RANKS) -> None:
-    """Send a part to other ranks, one after the other; returns when all have it."""
+    """Send a part to other ranks, one after the other; block until all ranks have it."""
     arrays = {name: values for name in ARRAYS if (values := getattr(part, name)) is not None}
     header = PartHeader(
         step=part.step,
@@ -117,7 +117,7 @@ def send_part(part: Batch, ranks: Iterable[int], wire: Wire = OWN_RANKS) -> None
 
 
 def receive_part(wire: Wire = OWN_RANKS) -> Batch:
-    """Wait for the part that rank 0 sends to this rank."""
+    """Wait for this rank's part from rank 0."""
     header = _decoder.decode(receive_bytes(wire))
     arrays: dict[str, Any] = {
         name: wire.receive(math.prod(shape), DTYPES[dtype]).view(shape)

@@ -1,1 +1,1 @@
-"""Holds the models of a run: the policy and the models beside it."""
+"""Contains the models of a run: the policy and the other models."""

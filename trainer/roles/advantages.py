@@ -1,11 +1,10 @@
-"""Gives a batch the advantages of single tokens: a critic's, whitened, penalised, a teacher's, or of scores.
+"""Computes per-token advantages: from a critic, whitened, penalised, from a teacher, or from scores.
 
-Shapes: n samples and t tokens of a replica's part.
+Shapes: n samples and t tokens of a replica's part, N samples of the step.
 
-Penalties and the teacher's advantages are of the behaviour policy, which sampled the tokens:
-k1 = log pi_behaviour - log pi_other estimates KL(pi_behaviour || pi_other) from one token without bias
-(Schulman, "Approximating KL divergence", 2020). Every function is called on every rank, with the part of its
-replica; N samples of the step.
+Penalties and the teacher's advantages refer to the behaviour policy, which sampled the tokens: k1 = log
+pi_behaviour - log pi_other is an unbiased one-token estimate of KL(pi_behaviour || pi_other) (Schulman,
+"Approximating KL divergence", 2020). Every rank calls every function with the part of its replica.
 """
 
 import dataclasses
@@ -28,17 +27,16 @@ from trainer.roles.models import FrozenModels
 def with_advantages(
     batch: Batch, values: torch.Tensor, config: AlgorithmConfig, replicas: Sequence[Sequence[int]]
 ) -> Batch:
-    """Return the batch with the critic's values, returns, and advantages of single tokens. A collective.
+    """Return the batch with the critic's values, returns, and per-token advantages. A collective.
 
-    Tokens over the bound carry no gradient, so they have no advantage and do not count in the whitening, but
-    rewards and values pass through them to the tokens before. Returns are advantages before the whitening,
-    plus values.
+    Tokens over the bound carry no gradient, so their advantage is 0 and they do not count in the whitening.
+    Rewards and values still pass through them to earlier tokens. Returns are unwhitened advantages plus
+    values.
 
     Args:
         batch: a replica's part, on the CPU.
         values: float32 [t], of `Critic.values`.
-        config: discount, lambda, and whether advantages are whitened over all replicas.
-        replicas: ranks of each replica.
+        config: discount, lambda, and whether to whiten advantages over all replicas.
     """
     sample, sampled = batch.sample_index, batch.sampled_mask
     advantages = generalized_advantages(
@@ -61,17 +59,16 @@ def with_advantages(
 
 
 def with_whitened(batch: Batch, config: AlgorithmConfig, replicas: Sequence[Sequence[int]]) -> Batch:
-    """Return the batch with REINFORCE++'s advantages of single tokens. A collective.
+    """Return the batch with REINFORCE++'s per-token advantages. A collective.
 
         A_t = r - kl_coef sum_(i >= t) (log pi_behaviour(o_i) - log pi_ref(o_i)), whitened over the batch
 
-    Hu et al. 2025 (arXiv 2501.03262), section 3. i are the sampled tokens of the row from t on; without
-    `use_kl_in_reward` there is no sum.
+    Hu et al. 2025 (arXiv 2501.03262), section 3. The sum covers the sampled tokens of the row from t on, and
+    is omitted without `use_kl_in_reward`.
 
     Args:
         batch: a replica's part, on the CPU, whose advantages are r.
-        config: `kl_coef`, and what the deviation is added to.
-        replicas: ranks of each replica.
+        config: `kl_coef`, and the epsilon of the whitening.
     """
     advantages = batch.advantages.double()
     if config.use_kl_in_reward and batch.reference_logprobs is not None:
@@ -85,11 +82,10 @@ def with_whitened(batch: Batch, config: AlgorithmConfig, replicas: Sequence[Sequ
 
 
 def token_rewards(batch: Batch, config: AlgorithmConfig) -> torch.Tensor:
-    """Return the reward that follows each sampled token, float64 [t]: the sample's, at its last one.
+    """Return the reward that follows each sampled token, float64 [t]: the sample's, at its last token.
 
-    Where turns were scored, each turn's reward at the turn's last one.
-    With `use_kl_in_reward` less kl_coef (log pi_behaviour - log pi_ref) of each token: Ziegler et al. 2019
-    (arXiv 1909.08593).
+    If turns were scored: each turn's reward, at the turn's last token. With `use_kl_in_reward`, minus kl_coef
+    (log pi_behaviour - log pi_ref) of each token: Ziegler et al. 2019 (arXiv 1909.08593).
     """
     if batch.turn_rewards is None:
         rewards = terminal_rewards(batch.rewards, batch.sampled_mask, batch.sample_index)
@@ -120,14 +116,12 @@ def whitened(
 def with_frozen(
     part: Batch, policy: Backend, frozen: FrozenModels, algorithm: Algorithm, *, reference: bool
 ) -> tuple[Batch, dict[str, Any]]:
-    """Return the part with the frozen models' values, and their measurements, by `StepStats`' names.
+    """Return the part with the frozen models' values, and their measurements by `StepStats` field.
 
     Args:
-        part: this rank's replica's.
-        policy: keeps the initial weights, where they are the reference model.
-        frozen: the other models.
-        algorithm: decides how they change advantages.
-        reference: whether there is a reference model.
+        part: part of this rank's replica.
+        policy: keeps the initial weights if they are the reference model.
+        algorithm: determines how the values change advantages.
     """
     fields: dict[str, Any] = {}
     if reference:
@@ -146,7 +140,7 @@ def with_frozen(
 def _scored(
     part: Batch, policy: Backend, scores: torch.Tensor, algorithm: Algorithm, weight: float
 ) -> tuple[Batch, float]:
-    """Add scores to the rewards and compute advantages again; return the mean score of a sample, too.
+    """Add scores to the rewards and recompute advantages; also return the mean score of a sample.
 
         r'_i = r_i + weight s_i,  s_i: mean score of the branches of sample i
 
@@ -168,13 +162,12 @@ def _scored(
 
 
 def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batch, float]:
-    """Compute advantages again, from penalised rewards of the whole step; return the mean penalty, too.
-
-    Advantages of single tokens stay as they are: their estimators subtract the later terms of each token.
+    """Recompute advantages from penalised rewards of the whole step; also return the mean penalty.
 
         r'_i = r_i - kl_coef sum_t (log pi_behaviour(o_t) - log pi_ref(o_t)),  t: sampled tokens of sample i
 
-    As the penalty of PPO's reward (Ziegler et al. 2019, arXiv 1909.08593), of the whole sample at once.
+    This is the penalty of PPO's reward (Ziegler et al. 2019, arXiv 1909.08593), summed over the sample.
+    Per-token advantages are unchanged: their estimators subtract the later terms of each token.
     """
     if part.reference_logprobs is None:
         raise RuntimeError("a penalty needs reference log-probabilities")
@@ -188,7 +181,7 @@ def _penalised(part: Batch, policy: Backend, algorithm: Algorithm) -> tuple[Batc
 
 
 def _with_rewards(part: Batch, policy: Backend, *columns: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return reward and group of each sample of the step, and its sums of columns [n], float64 [N] each.
+    """Return reward, group and sums of columns [n] for each sample of the step, float64 [N] each.
 
     A collective.
     """
@@ -200,7 +193,7 @@ def _with_rewards(part: Batch, policy: Backend, *columns: torch.Tensor) -> tuple
 
 
 def _advantages_from(part: Batch, algorithm: Algorithm, rewards: torch.Tensor, groups: torch.Tensor) -> Batch:
-    """Return the part with the advantages of rewards, float32 [N], of the step's samples in groups [N]."""
+    """Return the part with advantages computed from rewards, float32 [N], of samples in groups [N]."""
     advantages = algorithm.advantages(rewards, groups.long())[part.rows][part.sample_index]
     return dataclasses.replace(part, advantages=torch.where(part.loss_mask, advantages, 0.0))
 
@@ -208,7 +201,7 @@ def _advantages_from(part: Batch, algorithm: Algorithm, rewards: torch.Tensor, g
 def _distilled(
     part: Batch, policy: Backend, teacher_logprobs: torch.Tensor, coef: float
 ) -> tuple[Batch, float | None]:
-    """Add the teacher's advantages; return the mean of k1 over the step's trained tokens, too.
+    """Add the teacher's advantages; also return the mean of k1 over the step's trained tokens.
 
     A_t = A_i - coef (log pi_behaviour(o_t) - log pi_teacher(o_t))
     """
@@ -239,9 +232,9 @@ def _first_rows(rows: torch.Tensor) -> torch.Tensor:
 
 
 def _over_replicas(values: torch.Tensor, part: Batch, policy: Backend) -> torch.Tensor:
-    """Return the values of all samples of the step, float64 [N, C], added up over their branches, [n, C].
+    """Return the values of all samples of the step, float64 [N, C], summed over their branches, [n, C].
 
-    A collective. A sample's values come from one rank, so they are the same bits in every layout.
+    A collective. A sample's values come from one rank, so they are bit-identical in every layout.
     """
     if part.rows is None:
         raise RuntimeError("the part does not say which samples of the step it has")

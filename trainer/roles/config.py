@@ -1,6 +1,6 @@
-"""Defines the settings of models other than the policy, a section each.
+"""Defines the settings of models other than the policy, one class per section.
 
-No torch here: every process reads settings.
+Does not import torch: every process reads settings.
 """
 
 from collections.abc import Mapping
@@ -15,41 +15,41 @@ from trainer.config import OptimizerConfig, ParallelConfig
 
 @dataclass(frozen=True, slots=True)
 class FrozenConfig:
-    """A model that judges the policy's samples, by log-probabilities or a score, and is never trained."""
+    """A frozen model that judges the policy's samples, by log-probabilities or a score."""
 
     path: HubPath = ""
-    """Model directory, or the name of a model on the Hugging Face hub. Its tokenizer has to be the policy's;
-    size and family may be others."""
+    """Model directory, or the name of a model on the Hugging Face hub. Its tokenizer must be the policy's;
+    size and family may differ."""
     revision: str = ""
-    """Branch, tag or commit of a model on the hub. Empty: main. The commit of the first start is recorded and
-    kept."""
+    """Branch, tag or commit of a model on the hub. Empty: main. The run keeps the commit of its first start.
+    """
     offload: bool = False
-    """Whether it is in host memory between its passes: slower, and its memory on the device is free during
-    the step."""
+    """Whether the model is in host memory between its passes: slower, but frees device memory during the
+    step."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReferenceConfig(FrozenConfig):
-    """Section `[reference]`: the model that `algorithm.kl_coef` keeps the policy near to.
+    """Section `[reference]`: reference model of the KL penalty `algorithm.kl_coef`.
 
-    Without a path it is the initial policy: a copy of it or, under `[lora]`, the base that it has anyway.
+    Without a path, the reference is the initial policy: a copy or, under `[lora]`, the frozen base.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class TeacherConfig(FrozenConfig):
-    """Section `[teacher]`: the model that `algorithm.name = "on_policy_distillation"` learns from."""
+    """Section `[teacher]`: teacher of `algorithm.name = "on_policy_distillation"`."""
 
 
 @dataclass(frozen=True, slots=True)
 class RewardModelConfig(FrozenConfig):
-    """Section `[reward_model]`: a classifier in the trainer's ranks, whose scores are added to rewards.
+    """Section `[reward_model]`: a classifier on the trainer's ranks, whose scores are added to rewards.
 
-    A sequence classifier of one label, which reads the policy's tokens: prompt and answer.
+    A sequence classifier with one label, which reads the policy's tokens: prompt and answer.
     """
 
     weight: Annotated[float, Interval(ge=-1e6, le=1e6)] = 1.0
-    """Factor of its score in the sum of a sample's rewards."""
+    """Weight of the score in a sample's reward."""
 
 
 REWARD_MODEL = "reward_model"
@@ -61,42 +61,42 @@ TensorRanks = Annotated[int, Interval(ge=1, le=4096)]
 
 @dataclass(frozen=True, slots=True)
 class PlacementConfig:
-    """Section `[placement]`: models beside the policy that have ranks of the trainer, and GPUs, of their own.
+    """Section `[placement]`: models with ranks of the trainer, and GPUs, of their own.
 
-    They are in addition to the ranks of `[parallel]`.
+    These ranks are in addition to the ranks of `[parallel]`.
     """
 
     reference: Ranks = 0
-    """Ranks that have the reference model alone. 0: it is on the policy's ranks, in their layout."""
+    """Ranks of the reference model. 0: on the policy's ranks, in their layout."""
     reference_tensor_parallel_size: TensorRanks = 1
-    """How many of them share every layer; the others have copies of the model, each with its part of the
+    """Tensor-parallel size of these ranks; they have (ranks / this size) replicas, each with a part of the
     batch."""
     teacher: Ranks = 0
-    """Ranks that have the teacher alone. 0: it is on the policy's ranks, in their layout."""
+    """Ranks of the teacher. 0: on the policy's ranks, in their layout."""
     teacher_tensor_parallel_size: TensorRanks = 1
     """As `reference_tensor_parallel_size`."""
     reward_model: Ranks = 0
-    """Ranks that have the reward model alone. 0: it is on the policy's ranks, in their layout."""
+    """Ranks of the reward model. 0: on the policy's ranks, in their layout."""
     reward_model_tensor_parallel_size: TensorRanks = 1
     """As `reference_tensor_parallel_size`."""
     critic: Ranks = 0
-    """Ranks that have the critic alone, which makes its updates while the policy makes its own. 0: it is on
-    the policy's ranks, in their layout."""
+    """Ranks of the critic, which is updated at the same time as the policy. 0: on the policy's ranks, in
+    their layout."""
     critic_tensor_parallel_size: TensorRanks = 1
     """As `reference_tensor_parallel_size`."""
 
     @property
     def ranks(self) -> Mapping[str, int]:
-        """Roles with ranks of their own -> how many, in the order in which they follow the policy's."""
+        """Role with ranks of its own -> number of ranks, in rank order after the policy's."""
         return {role: count for role in PLACED_ROLES if (count := getattr(self, role))}
 
     @property
     def total(self) -> int:
-        """Ranks of all these roles."""
+        """Number of ranks of all these roles."""
         return sum(self.ranks.values())
 
     def layout(self, role: str) -> ParallelConfig:
-        """Return the layout of a role's own ranks, which their tensor ranks divide."""
+        """Return the layout of a role's own ranks."""
         tensor = getattr(self, f"{role}_tensor_parallel_size")
         return ParallelConfig(
             tensor_model_parallel_size=tensor, data_parallel_size=getattr(self, role) // tensor
@@ -115,24 +115,24 @@ class CriticConfig:
     """
 
     path: HubPath = ""
-    """Directory of the model that it starts from, or its name on the Hugging Face hub, with the same tokens
-    as the policy's: a causal language model, or a sequence or token classifier of one label, whose head it
-    takes over. Empty: the policy's initial model. A head that is not there begins as zero."""
+    """Initial model: a directory, or a name on the Hugging Face hub, with the policy's tokens. Either a
+    causal language model, or a sequence or token classifier with one label, whose head is reused. Empty: the
+    policy's initial model. A missing head starts at zero."""
     revision: str = ""
-    """Branch, tag or commit of a model on the hub. Empty: main. The commit of the first start is recorded and
-    kept."""
+    """Branch, tag or commit of a model on the hub. Empty: main. The run keeps the commit of its first start.
+    """
     lr: Annotated[float, Interval(ge=0, le=1e3)] = 1e-5
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """Steps in which the learning rate rises linearly from 0. Skipped steps do not count. 0 is off."""
     critic_warmup_steps: Annotated[int, Interval(ge=0, le=10**9)] = 0
-    """First steps of the run in which only the critic is trained: the policy's versions are all alike."""
+    """First steps of the run, in which only the critic is trained and the policy's weights are unchanged."""
     weight_decay: Annotated[float, Interval(ge=0, le=1e3)] = 0.0
     """Decoupled weight decay."""
     clip_grad: Annotated[float, Interval(ge=0, le=1e9)] = 1.0
-    """Largest L2 norm of the critic's gradient. 0 is off."""
+    """Maximum L2 norm of the critic's gradient. 0 is off."""
     value_clip: Annotated[float, Interval(ge=0, le=1e9)] = 0.2
-    """By how much a batch may move a value before it has no gradient any more. 0 is off."""
+    """Maximum change of a value per batch; beyond, its gradient is zero. 0 is off."""
 
     def optimizer(self, policy: OptimizerConfig) -> OptimizerConfig:
         """Return the settings of the critic's optimizer, given the policy's."""

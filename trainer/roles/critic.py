@@ -1,4 +1,4 @@
-"""Defines the critic: a model that is trained to estimate the value of a state."""
+"""Defines the critic: a trained model that estimates the value of a state."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from trainer.backends.base import TrainableModel
 from trainer.config import OptimizerConfig
 from trainer.roles.config import CriticConfig
 
-if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+if TYPE_CHECKING:  # processes that read settings import the registry, which must not import torch
     import torch
 
     from trainer.batch import Batch
@@ -19,21 +19,21 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
 
 @dataclass(frozen=True, slots=True)
 class CriticSpec:
-    """A critic that has ranks of its own."""
+    """A critic with ranks of its own."""
 
     directory: Path
-    """Hugging Face directory of the model that it starts from."""
+    """Hugging Face directory of the initial model."""
     policy_dir: Path
-    """The policy's: a checkpoint of the critic names the policy's architecture."""
+    """Directory of the policy, whose architecture checkpoints of the critic contain."""
     config: CriticConfig
     optimizer: OptimizerConfig
-    """Settings of the policy's optimizer; the critic's differ in the fields of `config`."""
+    """Settings of the policy's optimizer, which the critic uses except for the fields of `config`."""
 
 
 class Critic(TrainableModel):
     """A critic under training, in the policy's layout, or on ranks and in a layout of its own.
 
-    A batch of `train_step` has `values` and `returns`, and the measurements are of the critic alone.
+    The batch of `train_step` has `values` and `returns`. The measurements cover only the critic.
     """
 
     config: CriticConfig
@@ -42,17 +42,17 @@ class Critic(TrainableModel):
     def values(self, batch: Batch) -> torch.Tensor:
         """Return the value of the state in which each token of a replica's part was sampled.
 
-        It is read from the model's last hidden state at the token before. float32 [t] on the CPU, on each of
+        The value head reads the last hidden state of the previous token. float32 [t] on the CPU, on each of
         the replica's ranks; 0 where not sampled.
         """
 
     def begin_updates(self, part: Batch) -> None:
-        """Take notice of the `returns` of a replica's part, before the first update of a step."""
+        """Receive the `returns` of a replica's part, before the first update of a step."""
 
     def finish_save(self) -> str:
-        """Wait until ranks of its own have written their parts of a checkpoint.
+        """Wait until the critic's own ranks have written their shards of a checkpoint.
 
         Returns:
-            Why one could not; empty if all are on disk, or there are no such ranks.
+            Why a rank could not write; empty if all succeeded or the critic has no ranks of its own.
         """
         return ""

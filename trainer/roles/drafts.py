@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:  # the registry, which every reader of settings imports, must not import torch
+if TYPE_CHECKING:  # processes that read settings import the registry, which must not import torch
     import torch
 
     from trainer.batch import Batch
@@ -17,27 +17,27 @@ if TYPE_CHECKING:  # the registry, which every reader of settings imports, must 
 class DraftTraining(ABC):
     """A draft head under training, on the policy's only rank.
 
-    It is trained between steps. A version has the head as it was at the end of its step, so a version that is
-    exported again is the same.
+    The head is trained between steps. A version contains the head at the end of its step, so exporting the
+    version again gives the same tensors.
     """
 
     published: Mapping[str, torch.Tensor]
-    """The head of the policy's version, by the names of tensors in versions."""
+    """Head of the policy's current version, by tensor name in versions."""
 
     left: Sequence[int]
-    """Samples of the last batch for the next updates, the last ones first."""
+    """Samples of the last batch for the next updates, in reverse order."""
 
     @abstractmethod
     def join(self, batch: Batch) -> float | None:
-        """Make the head as it is a part of the policy's new version, and learn from its step's batch next.
+        """Add the current head to the policy's new version, and use its batch for the next updates.
 
         Returns:
-            Mean loss of the updates since the version before; None: there were none.
+            Mean loss of the updates since the previous version; None without updates.
         """
 
     @abstractmethod
     def update(self) -> None:
-        """Make one update with a few of the samples that are `left`, or drop them for lack of memory."""
+        """Make one update with a few samples of `left`, or drop them if memory is insufficient."""
 
     @abstractmethod
     def copy_parts(self) -> Mapping[str, HostState]:
@@ -45,10 +45,10 @@ class DraftTraining(ABC):
 
     @abstractmethod
     def restore_parts(self, checkpoint: Path) -> None:
-        """Load what `copy_parts` returned; a checkpoint that was made without a head leaves it as it is.
+        """Load the result of `copy_parts`; a checkpoint without a head leaves the head unchanged.
 
-        What was `left` of a batch is dropped.
+        The samples in `left` are dropped.
 
         Raises:
-            SettingsError: the checkpoint has another head; names both.
+            SettingsError: the checkpoint has a different head; the message names both.
         """

@@ -1,4 +1,4 @@
-"""Adapts the entropy bonus of a run to a target, from step to step and in checkpoints."""
+"""Adapts the entropy bonus of a run to a target, after each step and across checkpoints."""
 
 import json
 from dataclasses import asdict, dataclass, replace
@@ -12,12 +12,12 @@ from trainer.storage.host_state import HostState
 
 @dataclass(frozen=True, slots=True)
 class EntropyBonus:
-    """The bonus that follows what was measured so far."""
+    """State of the adaptive entropy bonus."""
 
     coef: float
-    """c, the coefficient where the entropy is below the target."""
+    """c, the coefficient while the entropy is below the target."""
     active: bool = True
-    """Whether it was, in the step before."""
+    """Whether the previous step's entropy was at most the target."""
 
     @classmethod
     def first(cls, config: AlgorithmConfig) -> "EntropyBonus":
@@ -26,7 +26,7 @@ class EntropyBonus:
 
     @property
     def in_force(self) -> float:
-        """The coefficient of the next step."""
+        """Coefficient of the next step."""
         return self.coef if self.active else 0.0
 
     def after(self, entropy: float | None, config: AlgorithmConfig) -> "EntropyBonus":
@@ -35,12 +35,11 @@ class EntropyBonus:
             c' = clip(c + delta, 0, max) if e < target else clip(c - delta, 0, max)
             the bonus is c' if e <= target, else 0
 
-        Skywork-OR1: He et al. 2025 (arXiv 2505.22312), adaptive entropy control. There e is measured by a
-        pass before the step; here it is the previous step's entropy, which needs no extra pass.
+        Skywork-OR1: He et al. 2025 (arXiv 2505.22312), adaptive entropy control. The paper measures e by a
+        pass before the step; here e is the previous step's entropy, without an extra pass.
 
         Args:
-            entropy: mean over the trained tokens of the step, nats; None (the bonus stays) if there was none.
-            config: target, delta and max.
+            entropy: mean over the trained tokens of the step, nats; None: not measured, the bonus stays.
         """
         if entropy is None:
             return self
@@ -50,31 +49,31 @@ class EntropyBonus:
 
 
 FILE = "entropy.json"
-"""File of a checkpoint; rank 0 writes it, and every rank reads it."""
+"""File in a checkpoint; rank 0 writes the file, and every rank reads it."""
 
 
 class EntropyControl:
-    """The bonus of the next step; the same on every rank, as the statistics that it follows are."""
+    """Entropy bonus of the next step; equal on every rank, because its statistics are equal."""
 
     def __init__(self, config: AlgorithmConfig) -> None:
-        """Begin with the bonus of the first step."""
+        """Start with the bonus of the first step."""
         self._config = config
         self.bonus = EntropyBonus.first(config)
 
     def note(self, updates: list[StepStats]) -> None:
-        """Follow the measurements of a step's updates; the mean over their tokens counts."""
+        """Adapt the bonus to the token-weighted mean entropy of a step's updates."""
         measured = [u for u in updates if u.entropy is not None]
         tokens = sum(u.trained_tokens for u in measured)
         total = sum((u.entropy or 0.0) * u.trained_tokens for u in measured)
         self.bonus = self.bonus.after(total / tokens if tokens else None, self._config)
 
     def added_to(self, state: HostState) -> HostState:
-        """Return rank 0's part of a checkpoint with the bonus."""
+        """Return rank 0's part of a checkpoint, with the bonus added."""
         text = json.dumps(asdict(self.bonus))
         return replace(state, texts={**state.texts, FILE: text})
 
     def restore(self, directory: Path) -> None:
-        """Read the bonus of a checkpoint; one that was made without a target leaves the first step's bonus.
+        """Read the bonus of a checkpoint; a checkpoint without a target resets the bonus to the first step's.
 
         Raises:
             SettingsError: the file is damaged.

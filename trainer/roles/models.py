@@ -1,4 +1,4 @@
-"""Holds a rank's parts of all models of a run."""
+"""Contains a rank's shards of all models of a run."""
 
 import logging
 from collections.abc import Iterator, Mapping
@@ -23,17 +23,17 @@ from trainer.storage.host_state import HostState
 
 
 class FrozenRole:
-    """A frozen model, and where it is between its passes."""
+    """A frozen model, optionally offloaded between its passes."""
 
     def __init__(self, model: FrozenModel, device: torch.device, *, offload: bool) -> None:
-        """Take over a loaded model; with `offload` it is on the device during its passes only."""
+        """Wrap a loaded model; with `offload`, the model is on the device only during its passes."""
         self._model, self._rests_on_host = model, offload
         self._host = HostOffload(device)
         if offload:
             self.offload()
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Return this model's numbers of the batch's tokens, float32 [t] on the CPU; see `FrozenModel`."""
+        """Return this model's numbers for the batch's tokens, float32 [t] on the CPU; see `FrozenModel`."""
         self._host.onload()
         found = self._model.evaluate(batch)
         if self._rests_on_host:
@@ -41,12 +41,12 @@ class FrozenRole:
         return found
 
     def offload(self) -> None:
-        """Move it to the host."""
+        """Move the model to the host."""
         if not self._host.in_use:
             self._host.offload(self._model.tensors)
 
     def onload(self) -> None:
-        """Move it back to the device, unless it rests on the host."""
+        """Move the model back to the device, unless it stays on the host between passes."""
         if not self._rests_on_host:
             self._host.onload()
 
@@ -56,15 +56,15 @@ class FrozenModels:
     """Frozen models of a run."""
 
     reference: FrozenRole | PlacedRole | None = None
-    """None: the reference model is the one that the policy's backend keeps."""
+    """None: the policy's backend keeps the reference model."""
     teacher: FrozenRole | PlacedRole | None = None
     reward_model: FrozenRole | PlacedRole | None = None
     reward_weight: float = 1.0
-    """Factor of its scores."""
+    """Weight of the reward model's scores."""
 
     @property
     def roles(self) -> tuple[FrozenRole | PlacedRole, ...]:
-        """Those that there are."""
+        """Models that are set."""
         given = self.reference, self.teacher, self.reward_model
         return tuple(role for role in given if role is not None)
 
@@ -79,33 +79,33 @@ NO_FROZEN = FrozenModels()
 log = logging.getLogger("tether.trainer")
 
 CRITIC = "critic"
-"""Directory of the critic's part in a checkpoint."""
+"""Directory of the critic's shards in a checkpoint."""
 
 
 @dataclass(frozen=True, slots=True)
 class RankModels:
-    """A rank's part of each model, by role.
+    """A rank's shard of each model, by role.
 
-    Every method is called on every rank in the same order (collectives inside).
+    Every rank calls every method in the same order (collectives inside).
     """
 
     policy: Backend
-    """The model that generates, and is published."""
+    """Model that is trained and published."""
     entropy: EntropyControl | None = None
-    """The entropy bonus of a recipe that has a target for it; None: the bonus is the settings'."""
+    """Adaptive entropy bonus; None: constant, as in the settings."""
     frozen: FrozenModels = NO_FROZEN
-    """Those that are never trained."""
+    """Frozen models."""
     critic: Critic | None = None
-    """Estimates advantages; None: the algorithm needs none."""
+    """Critic that estimates advantages; None: not needed."""
     algorithm: Algorithm = field(default_factory=lambda: make_algorithm(AlgorithmConfig()))
     """Advantages, loss and weights of a step."""
     drafts: DraftTraining | None = None
-    """The draft head that is published with the policy; None: there is none."""
+    """Draft head published with the policy; None: no draft head."""
     links: Mapping[str, RoleLink] = field(default_factory=lambda: NO_LINKS)
-    """On rank 0: roles with ranks of their own -> the way there."""
+    """On rank 0: role with ranks of its own -> connection."""
 
     def copy_state(self) -> HostState:
-        """Return this rank's part of a checkpoint, copied to host memory; valid until the next call."""
+        """Return this rank's shard of a checkpoint, copied to host memory; valid until the next call."""
         state = self.policy.copy_state()
         if self.entropy is not None and is_rank_0():
             state = self.entropy.added_to(state)
@@ -116,11 +116,11 @@ class RankModels:
         return state
 
     def finish_save(self) -> str:
-        """Wait for the parts of a checkpoint that models on ranks of their own write; as in `Critic`."""
+        """Wait until models on ranks of their own have written their shards of a checkpoint."""
         return self.critic.finish_save() if self.critic is not None else ""
 
     def restore(self, directory: Path) -> None:
-        """Load this rank's part of a checkpoint.
+        """Load this rank's shard of a checkpoint.
 
         Raises:
             SettingsError: as `Backend.restore`, `EntropyControl.restore`, `DraftTraining.restore_parts` and,
@@ -163,10 +163,10 @@ class RankModels:
 
 
 def critic_directory(checkpoint: Path) -> Path:
-    """Return the directory of the critic's part in a checkpoint.
+    """Return the directory of the critic's shards in a checkpoint.
 
     Raises:
-        SettingsError: the checkpoint has none.
+        SettingsError: the checkpoint has no critic.
     """
     if not (checkpoint / CRITIC).is_dir():
         raise SettingsError(

@@ -1,10 +1,10 @@
-"""Uses, on the policy's ranks, a model that has ranks of its own: rows go there, and numbers come back.
+"""Uses a model on ranks of its own from the policy's ranks.
 
-Rank 0 of the policy sends each replica of the other model its part of a step, and hands what comes back to
-the policy's replicas, whose parts are others. Shapes: N rows of the step, T tokens of all of them.
+Rank 0 of the policy sends each replica of the other model its part of a step. It distributes the results to
+the policy's replicas, which divide the step differently. Shapes: N rows of the step, T tokens of all rows.
 
-Of a critic rank 0 gets the values, sends it the returns that are made of them, and gets the measurements of
-each update, which both models make at the same time.
+From a critic, rank 0 receives the values, sends the returns computed from the values, and receives the
+measurements of each update. Policy and critic are updated at the same time.
 """
 
 from collections.abc import Mapping, Sequence
@@ -37,43 +37,43 @@ class StepDivision:
     """Division of a step between the replicas of two models."""
 
     lengths: Sequence[int]
-    """[N], tokens of each row."""
+    """[N], number of tokens in each row."""
     policy: Sequence[Sequence[int]]
     """Rows of each replica of the policy."""
     apart: Sequence[Sequence[int]]
     """Rows of each replica of the other model."""
 
     def entries(self, replica: int) -> int:
-        """Return the tokens that a replica of the other model has."""
+        """Return the number of tokens of a replica of the other model."""
         return sum(self.lengths[row] for row in self.apart[replica])
 
     def to_policy(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """Return values of the other model's replicas, in the order of the policy's: float32 [T]."""
+        """Reorder values from the other model's replicas to the order of the policy's: float32 [T]."""
         by_row = self._by_row(torch.cat(list(values)), self.apart)
         return torch.cat([by_row[row] for row in chain(*self.policy)])
 
     def to_apart(self, values: torch.Tensor) -> list[torch.Tensor]:
-        """Return values in the order of the policy's replicas, float32 [T], by replica of the other model.
+        """Split values in the order of the policy's replicas, float32 [T], by replica of the other model.
 
-        It is the inverse of `to_policy`.
+        The inverse of `to_policy`.
         """
         by_row = self._by_row(values, self.policy)
         return [torch.cat([values[:0], *(by_row[row] for row in rows)]) for rows in self.apart]
 
     def _by_row(self, values: torch.Tensor, replicas: Sequence[Sequence[int]]) -> Mapping[int, torch.Tensor]:
-        """Return the values of each row, given the values of a model's replicas one after the other."""
+        """Return the values of each row, given the concatenated values of a model's replicas."""
         rows = list(chain(*replicas))
         return dict(zip(rows, values.split([self.lengths[row] for row in rows]), strict=True))
 
 
 class RoleLink:
-    """Rank 0's use of the ranks of another model. Every method belongs to one thread."""
+    """Connection of rank 0 to the ranks of another model. One thread calls all methods."""
 
     def __init__(self, wire: BetweenModels) -> None:
-        """Take over a connection; `await_ready` follows."""
+        """Wrap a connection; call `await_ready` next."""
         self._wire = wire
         self._division = StepDivision((), (), ())
-        """The last step's."""
+        """Division of the last step."""
         self.replicas: Replicas = ()
         """Ranks of each replica of the model."""
 
@@ -82,7 +82,7 @@ class RoleLink:
         self.replicas = _ranks.decode(receive_bytes(self._wire, 1))
 
     def send_command(self, data: bytes) -> None:
-        """Send a command to each of the ranks."""
+        """Send a command to each rank of the model."""
         for rank in self._wire.others:
             send_bytes(self._wire, data, rank)
 
@@ -102,7 +102,7 @@ class RoleLink:
         )
 
     def send_rows(self, values: torch.Tensor) -> None:
-        """Send each of the model's ranks its replica's part of values in the policy's order: float32 [T]."""
+        """Send each rank its replica's part of values in the policy's order, float32 [T]."""
         parts = self._division.to_apart(values)
         for ranks, part in zip(self.replicas, parts, strict=True):
             for rank in ranks:
@@ -117,27 +117,27 @@ NO_LINKS: Mapping[str, RoleLink] = {}
 
 
 class PlacedRole:
-    """A frozen model that has ranks of its own, as each rank of the policy uses it."""
+    """Frozen model on ranks of its own, as seen from a rank of the policy."""
 
     def __init__(self, link: RoleLink | None, policy: Replicas) -> None:
-        """Use a model by rank 0's link.
+        """Use rank 0's connection to the model.
 
         Args:
-            link: on rank 0.
+            link: on rank 0; None on other ranks.
             policy: ranks of each replica of the policy.
         """
         self._link, self._policy = link, policy
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Return this model's numbers of the batch's tokens, float32 [t] on the CPU. A collective."""
+        """Return this model's numbers for the batch's tokens, float32 [t] on the CPU. A collective."""
         whole = self._link.receive_rows() if self._link is not None else None
         return divide_over_replicas(whole, len(batch.tokens), self._policy)
 
     def offload(self) -> None:
-        """Leave the model where it is: its device is its own."""
+        """Return at once: the model has a device of its own."""
 
     def onload(self) -> None:
-        """Leave the model where it is."""
+        """Return at once: the model was not offloaded."""
 
 
 _stats = msgspec.msgpack.Decoder(StepStats)
@@ -145,18 +145,17 @@ _reason = msgspec.msgpack.Decoder(str)
 
 
 class PlacedCritic(Critic):
-    """A critic that has ranks of its own, as each rank of the policy uses it.
+    """Critic on ranks of its own, as seen from a rank of the policy.
 
-    Its ranks carry out the commands by themselves (`CriticFollower`).
+    The critic's ranks execute the commands themselves (`CriticFollower`).
     """
 
     def __init__(self, link: RoleLink | None, policy: Replicas, config: CriticConfig) -> None:
-        """Use a critic by rank 0's link.
+        """Use rank 0's connection to the critic.
 
         Args:
-            link: on rank 0.
+            link: on rank 0; None on other ranks.
             policy: ranks of each replica of the policy.
-            config: settings of the critic.
         """
         self.config, self._link, self._policy = config, link, policy
 
@@ -165,7 +164,7 @@ class PlacedCritic(Critic):
         return divide_over_replicas(whole, len(batch.tokens), self._policy)
 
     def begin_updates(self, part: Batch) -> None:
-        """Send the returns to the critic's ranks, which begin the updates of the step. A collective."""
+        """Send the returns to the critic's ranks, which then begin the updates of the step. A collective."""
         if part.returns is None:
             raise RuntimeError("a critic's updates need returns")
         whole = concatenate_replicas(part.returns, self._policy)
@@ -177,26 +176,26 @@ class PlacedCritic(Critic):
         return _stats.decode(self._message())
 
     def copy_state(self) -> HostState:
-        """Return an empty part: the critic's ranks write theirs."""
+        """Return an empty shard: the critic's ranks write their own."""
         return HostState({})
 
     def finish_save(self) -> str:
         return _reason.decode(self._message())
 
     def restore(self, directory: Path) -> None:
-        """Wait until the critic's ranks have loaded it; as `Critic.restore`."""
+        """Wait until the critic's ranks have loaded the checkpoint; as `Critic.restore`."""
         if why := _reason.decode(self._message()):
             raise SettingsError(why)
 
     def offload(self) -> int:
-        """Leave the model where it is: its devices are its own."""
+        """Return at once: the model has devices of its own."""
         return 0
 
     def onload(self) -> None:
-        """Leave the model where it is."""
+        """Return at once: the model was not offloaded."""
 
     def close(self) -> None:
-        """Leave the model to its ranks, which close it when they get the command to exit."""
+        """Return at once: the critic's ranks close the model on the exit command."""
 
     def _message(self) -> bytes:
         """Wait for a message of the critic's rank 0, on every rank of the policy. A collective."""

@@ -1,10 +1,10 @@
-"""Reads the score of each row of a batch from a model with a value head, at the row's last token.
+"""Computes the score of each row of a batch with a value head, at the row's last token.
 
-Shapes: n rows, t tokens of all of them.
+Shapes: n rows, t tokens of all rows.
 
-A value head gives the value of the state in which a token was sampled, from the hidden state before it. One
-more token behind each row makes that the hidden state of the row's last one, from which a sequence classifier
-of transformers reads its logit.
+A value head maps the hidden state before a token to the value of the state in which the token was sampled.
+Appending a token to each row yields the hidden state of the row's last token, from which a sequence
+classifier of transformers computes its logit.
 """
 
 import dataclasses
@@ -22,7 +22,7 @@ Evaluate = Callable[[Batch], torch.Tensor]
 
 
 def numbers_of(spec: FrozenSpec, evaluate: Evaluate) -> Evaluate:
-    """Return what gives a model's number of each token, by what evaluates its head at sampled ones."""
+    """Return the function that computes a frozen model's number for each token, given its evaluation."""
     return partial(score_rows, evaluate) if spec.is_classifier else evaluate
 
 
@@ -40,7 +40,7 @@ def score_rows(values: Evaluate, batch: Batch) -> torch.Tensor:
 
 
 def lengthened(batch: Batch) -> Batch:
-    """Return a batch with one more token behind each row, which alone counts as sampled; none is trained."""
+    """Return a batch with one more token per row, the only sampled one; no token is trained."""
     offsets = batch.offsets + torch.arange(len(batch.offsets))
     added = torch.zeros(int(offsets[-1]), dtype=torch.bool)
     added[offsets[1:] - 1] = True

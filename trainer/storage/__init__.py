@@ -1,1 +1,1 @@
-"""Keeps groups and models on disk: spool, archive, checkpoints."""
+"""Stores groups and models on disk: spool, archive, checkpoints."""

@@ -1,9 +1,9 @@
-"""Archives the records of steps that a durable checkpoint covers, so that any of them can be rebuilt.
+"""Archives the records of steps that a durable checkpoint covers, so every step can be rebuilt.
 
-    DIRECTORY/step_00000012.msgpack    one file for each step, written atomically and never changed
+    DIRECTORY/step_00000012.msgpack    one file per step, written atomically and never changed
 
-The spool forgets records that a checkpoint covers only once they are here. The oldest steps are removed when
-there is no room for all.
+The spool deletes records covered by a checkpoint only after they are archived. When space runs out, the
+oldest steps are removed.
 """
 
 import re
@@ -20,34 +20,31 @@ NAME = re.compile(r"step_(\d{8,})\.msgpack")
 
 
 class ArchivedStep(msgspec.Struct, frozen=True):
-    """Content of a file."""
+    """Content of an archive file."""
 
     step: int
     records: tuple[StoredMessage, ...]
     calls: tuple[StoredMessage, ...] = ()
-    """Calls of the groups, by group, sample and number."""
+    """Calls of the groups, ordered by group, sample and number."""
 
 
 class Archive:
-    """The archive of a run. Written by trainer rank 0; others may read it meanwhile."""
+    """Archive of a run. Only trainer rank 0 writes; other processes may read concurrently."""
 
     def __init__(self, directory: Path, limit_mb: int = 0) -> None:
-        """Use a directory, which need not exist.
+        """Open a directory, which need not exist.
 
         Args:
-            directory: the archive's.
-            limit_mb: MiB for all steps; with 0 no step is archived. Readers need not give it.
+            limit_mb: size limit of all steps, MiB; 0: archive no steps. Readers may omit the limit.
         """
         self.directory = directory
         self._limit = limit_mb << 20
 
     def put(self, step: int, records: Sequence[StoredMessage], calls: Sequence[StoredMessage] = ()) -> None:
-        """Archive records and calls of a step with the checksums that they have, replacing present ones.
-
-        They are on disk when this returns.
+        """Archive records and calls of a step with their checksums, durably; existing ones are replaced.
 
         Raises:
-            SpoolError: they cannot be written; present ones stay.
+            SpoolError: the file cannot be written; an existing file stays.
         """
         if not self._limit:
             return
@@ -59,7 +56,7 @@ class Archive:
             raise SpoolError(f"archive {path}: {error_text(error)}") from error
 
     def make_room(self) -> None:
-        """Remove the oldest steps until the others fit; the newest stays even if it is too large.
+        """Remove the oldest steps until the archive fits its limit; the newest step always stays.
 
         Raises:
             SpoolError: a file cannot be removed.
@@ -79,8 +76,8 @@ class Archive:
         """Return payloads of a step's groups in the order of `keys` (group, token).
 
         Raises:
-            MissingRecords: (a LookupError) the archive does not hold the step, or not these groups of it.
-            SpoolError: the file cannot be read or is damaged; names it.
+            MissingRecords: (a LookupError) the archive lacks the step or some of the groups.
+            SpoolError: the file cannot be read or is damaged; the message names the file.
         """
         records = self.records(step)
         by_key = {(record.group, record.token): record for record in records}
@@ -91,18 +88,18 @@ class Archive:
         return [by_key[key].payload for key in keys]
 
     def records(self, step: int) -> tuple[StoredMessage, ...]:
-        """Return all records of a step, in the order of its take; empty if the step is not archived.
+        """Return all records of a step, in take order; empty if the step is not archived.
 
         Raises:
-            SpoolError: the file cannot be read or is damaged; names it.
+            SpoolError: the file cannot be read or is damaged; the message names the file.
         """
         return self.read(step).records
 
     def read(self, step: int) -> ArchivedStep:
-        """Return a step with its records and calls; without any if it is not archived.
+        """Return a step with its records and calls; empty if the step is not archived.
 
         Raises:
-            SpoolError: the file cannot be read or is damaged; names it.
+            SpoolError: the file cannot be read or is damaged; the message names the file.
         """
         path = self._path(step)
         try:
@@ -125,7 +122,7 @@ class Archive:
         return archived
 
     def steps(self) -> list[int]:
-        """Return the steps that the archive holds, in order."""
+        """Return the archived steps in order."""
         if not self.directory.is_dir():
             return []
         return sorted(

@@ -1,7 +1,7 @@
 """Stores the calls of sessions in the spool, by group, sample and number.
 
-Only the lease that `hold` named last may add calls to a group: calls of an older lease are not stored. A
-method's writes are on disk when it returns.
+Only the lease of the last `hold` may add calls to a group; calls of older leases are rejected. Writes are on
+disk when a method returns.
 """
 
 import logging
@@ -16,32 +16,32 @@ from trainer.storage.stored import StoredMessage
 log = logging.getLogger("tether.calls")
 
 MAX_CALLS = 10_000
-"""Recorded calls of a sample."""
+"""Maximum number of recorded calls of a sample."""
 MAX_BYTES = 64 << 20
-"""Bytes of a sample's recorded calls."""
+"""Maximum size of a sample's recorded calls, bytes."""
 UNSCORED = "SELECT DISTINCT grp FROM calls WHERE grp NOT IN (SELECT grp FROM records)"
-"""The groups that have calls and no record."""
+"""Groups that have calls but no record."""
 NOT_HELD = "not_held"
 FULL = f"full: a sample has at most {MAX_CALLS} recorded calls and {MAX_BYTES >> 20} MiB"
 ANOTHER = "another call with this number is recorded"
 
 
 class CallStore:
-    """The recorded calls in a spool; safe to use from several threads and processes. Every method blocks."""
+    """Recorded calls in a spool, safe for several threads and processes. Every method blocks."""
 
     def __init__(self, spool: Spool) -> None:
         self._spool = spool
 
     def hold(self, group: int, token: str) -> None:
-        """Let the lease `token`, and no other, add calls to a group from now on."""
+        """Allow only the lease `token` to add calls to a group from now on."""
         with self._spool.transaction("write") as connection:
             connection.execute("INSERT OR REPLACE INTO call_leases VALUES (?, ?)", (group, token))
 
     def put_many(self, calls: Sequence[tuple[Call, bytes]]) -> list[str]:
-        """Store calls, each with its encoded message, with one fsync; returns why each was not stored.
+        """Store calls, each with its encoded message, with one fsync; return why each was not stored.
 
-        The reason is empty for a stored call, also if it was stored before; else `NOT_HELD`, `FULL` or
-        `ANOTHER`.
+        The reason is empty for a call that is stored now or was stored before; otherwise `NOT_HELD`, `FULL`
+        or `ANOTHER`.
 
         Raises:
             SpoolError: the disk is full, or the file cannot be written; no call was stored.
@@ -51,10 +51,10 @@ class CallStore:
             return [_put(connection, call, payload, now) for call, payload in calls]
 
     def recall(self, group: int, sample: int) -> list[bytes]:
-        """Return the encoded calls of a sample by number, for its session to be answered from.
+        """Return the encoded calls of a sample by number, from which its session is answered.
 
-        If one of them is damaged, all of the sample are deleted and none is returned: a session that lacks
-        one of its answers starts over.
+        If a call is damaged, all calls of the sample are deleted and the result is empty: a session without
+        one of its answers must start over.
         """
         place = (group, sample)
         with self._spool.transaction("write") as connection:
@@ -68,7 +68,7 @@ class CallStore:
         return [call.payload for *_, call in calls if call is not None]
 
     def of_groups(self, groups: Iterable[int]) -> list[StoredMessage]:
-        """Return the whole calls of groups, by group, sample and number; a damaged one is left out."""
+        """Return the intact calls of groups, ordered by group, sample and number; skip damaged calls."""
         messages: list[StoredMessage] = []
         with self._spool.transaction("read", "BEGIN") as connection:
             for wanted in sorted(set(groups)):
@@ -96,12 +96,12 @@ class CallStore:
             return [row[0] for row in connection.execute("SELECT DISTINCT grp FROM calls ORDER BY grp")]
 
     def unscored_groups(self) -> list[int]:
-        """Return the groups that have recorded calls and no record."""
+        """Return the groups that have recorded calls but no record."""
         with self._spool.transaction("read", "BEGIN") as connection:
             return [row[0] for row in connection.execute(UNSCORED)]
 
     def forget_unscored(self, groups: Iterable[int]) -> int:
-        """Delete the calls of `groups` without a record; return their number."""
+        """Delete the calls of the groups in `groups` without a record; return the number of calls."""
         rows = [(group,) for group in sorted(set(groups))]
         with self._spool.transaction("write") as connection:
             unscored = "grp = ? AND grp NOT IN (SELECT grp FROM records)"
@@ -110,7 +110,7 @@ class CallStore:
 
 
 def recalled(calls: Sequence[Call], epoch: str) -> Recalled:
-    """Return the calls of the last attempt if they are of `epoch`, and the numbers of what comes next."""
+    """Return the reply to a `Recall`: the calls of the last attempt, if they belong to `epoch`."""
     if not calls:
         return Recalled()
     attempt, number = max(call.attempt for call in calls), max(call.number for call in calls) + 1

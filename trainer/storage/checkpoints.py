@@ -1,10 +1,10 @@
-"""Writes and finds checkpoints: a directory for each version, complete only when its manifest is there.
+"""Writes and finds checkpoints. A checkpoint is a directory per version, complete only with its manifest.
 
-    DIRECTORY/step_00000020/rank_00000.safetensors ...   what each rank's `Backend.copy_state` gave
+    DIRECTORY/step_00000020/rank_00000.safetensors ...   result of each rank's `Backend.copy_state`
     DIRECTORY/step_00000020/manifest.json                written last, atomically
 
-A directory without a manifest, or whose files have other sizes than it says, is torn: readers skip it, and
-the next save removes it.
+A directory without a manifest, or with files of other sizes than in the manifest, is torn: readers skip it,
+and the next save removes it.
 """
 
 import re
@@ -24,22 +24,22 @@ NAME = re.compile(r"step_(\d{8,})")
 
 
 class CheckpointManifest(msgspec.Struct, frozen=True, kw_only=True):
-    """Everything a trainer needs to continue from a checkpoint."""
+    """Everything that a trainer needs to resume from a checkpoint."""
 
     version: int
-    """Committed batches that the weights have seen."""
+    """Version of the weights."""
     epoch: str
-    """Epoch of the trainer which made it."""
+    """Epoch of the trainer that wrote the checkpoint."""
     sequence: int
-    """The ledger's sequence when the checkpoint was made."""
+    """Sequence number of the ledger at the checkpoint."""
     digest: int
-    """Digest of the weight manifest that was published for this version."""
+    """Digest of the weight manifest published for this version."""
     spool_position: int = 0
-    """Position of the spool's journal when the checkpoint was made."""
+    """Position of the spool's journal at the checkpoint."""
     layout: dict[str, int] = {}
     """Parallel sizes by name."""
     files: tuple[FilePart, ...] = ()
-    """All files but the manifest, by name."""
+    """All files except the manifest, by name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +54,10 @@ class Checkpoint:
         return self.manifest.version
 
     def verify(self) -> None:
-        """Read every file, the manifest too, and compare it with its checksum.
+        """Compare every file, including the manifest, with its checksum.
 
         Raises:
-            SettingsError: names the file, and what to do.
+            SettingsError: a file is damaged; the message names the file and the remedy.
         """
         for path, problem in damaged_files(self.directory / MANIFEST):
             raise SettingsError(
@@ -67,20 +67,20 @@ class Checkpoint:
 
 
 class Checkpoints:
-    """The checkpoints of a run. Written by trainer rank 0; the directory is shared by all ranks."""
+    """Checkpoints of a run. Only trainer rank 0 writes; all ranks share the directory."""
 
     def __init__(self, directory: Path, keep: int) -> None:
-        """Use a directory, which need not exist; keep the newest `keep` complete checkpoints, or one."""
+        """Open a directory, which need not exist; keep the newest `keep` complete checkpoints, at least 1."""
         self.directory = directory
         self._keep = max(keep, 1)
         self.held: set[int] = set()
-        """Versions that are not pruned for now, as somebody reads them."""
+        """Versions that are in use by readers and must not be pruned."""
 
     def begin(self, version: int) -> Path:
-        """Return an empty directory for the ranks' parts; `finish` makes it a checkpoint.
+        """Return an empty directory for the ranks' shards; `finish` makes it a checkpoint.
 
         Raises:
-            TetherError: the directory cannot be written; names it.
+            TetherError: the directory cannot be written; the message names the directory.
         """
         path = self._path(version)
         try:
@@ -100,12 +100,12 @@ class Checkpoints:
         spool_position: int = 0,
         layout: Mapping[str, int] | None = None,
     ) -> None:
-        """Make a directory that holds every rank's part a durable checkpoint, and prune older ones.
+        """Make a directory with every rank's shard a durable checkpoint, and prune older checkpoints.
 
         The arguments are fields of `CheckpointManifest`.
 
         Raises:
-            TetherError: it cannot be written; names the directory.
+            TetherError: the checkpoint cannot be written; the message names the directory.
         """
         path = self._path(version)
         try:
@@ -125,11 +125,11 @@ class Checkpoints:
         self._prune(version)
 
     def abandon(self, version: int) -> None:
-        """Remove what was begun and cannot be finished; older checkpoints stay."""
+        """Remove an unfinished checkpoint."""
         _remove(self._path(version))
 
     def complete(self) -> list[Checkpoint]:
-        """Return all complete checkpoints, oldest first. Compares sizes, not digests."""
+        """Return all complete checkpoints, oldest first. Compares file sizes, not digests."""
         found = (
             []
             if not self.directory.is_dir()
@@ -146,11 +146,11 @@ class Checkpoints:
         Args:
             verify: whether to compare its files with their digests.
             at_most: newest version to consider.
-            digests: version -> digest of the weights that the run's branch has there. A checkpoint with other
-                weights is of an abandoned branch, and skipped if there is any other.
+            digests: version -> digest of the weights on the run's branch. A checkpoint with a different
+                digest belongs to an abandoned branch, and is skipped if another checkpoint exists.
 
         Raises:
-            SettingsError: with `verify`, a file of it is damaged.
+            SettingsError: with `verify`, a file of the checkpoint is damaged.
         """
         checkpoints = [found for found in self.complete() if at_most is None or found.version <= at_most]
         known = digests or {}
@@ -167,9 +167,9 @@ class Checkpoints:
         return self.directory / f"step_{version:08d}"
 
     def _prune(self, newest: int) -> None:
-        """Remove torn checkpoints, and all but the last complete ones, up to version `newest`.
+        """Remove torn and old complete checkpoints up to version `newest`.
 
-        Newer ones may be a successor's, if this trainer was suspended while it was fenced.
+        Newer checkpoints may belong to a successor, if this trainer was suspended and fenced.
         """
         kept = {c.directory for c in [c for c in self.complete() if c.version <= newest][-self._keep :]}
         for path in self.directory.iterdir():
@@ -192,25 +192,25 @@ def _open(path: Path) -> Checkpoint | None:
 
 
 def _is_inside(name: str) -> bool:
-    """Return whether a relative path leads to a file of the checkpoint's directory or of one in it."""
+    """Return whether a relative path is a file in the checkpoint's directory or in a subdirectory."""
     path = PurePosixPath(name)
     return len(path.parts) in (1, 2) and not path.is_absolute() and ".." not in path.parts
 
 
 def _part(directory: Path, path: Path) -> FilePart:
-    """Sync a file of a checkpoint to the disk and describe it."""
+    """Sync a file of a checkpoint to disk and describe it."""
     sync(path)
     return FilePart(path.relative_to(directory).as_posix(), path.stat().st_size, digest_of(path))
 
 
 def _write_last(directory: Path, manifest: bytes) -> None:
-    """Write the manifest, which completes the checkpoint, once the names of all other files are on disk."""
+    """Sync the directory, then write the manifest, which completes the checkpoint."""
     sync(directory)
     write_atomically(directory / MANIFEST, manifest)
     sync(directory.parent)
 
 
 def _remove(path: Path) -> None:
-    """Remove a directory if it is there, its manifest first, so that a crash half-way leaves a torn one."""
+    """Remove a directory if it exists, its manifest first, so a crash leaves a torn checkpoint."""
     (path / MANIFEST).unlink(missing_ok=True)
     shutil.rmtree(path, ignore_errors=True)

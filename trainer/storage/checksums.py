@@ -1,7 +1,7 @@
-"""Detects files that differ from the written ones, by checksums in the file itself or in a list.
+"""Detects damaged files by checksums in the file itself or in a list of files.
 
-A JSON document has a checksum of all that comes before as its last member. In a directory such a document
-lists the other files: checksums.json in an exported model, manifest.json in a checkpoint.
+The last member of a sealed JSON document is the checksum of all preceding bytes. A sealed document lists the
+other files of its directory: checksums.json in an exported model, manifest.json in a checkpoint.
 """
 
 import re
@@ -15,16 +15,16 @@ import xxhash
 from protocol.errors import SettingsError, error_text
 
 FILE = "checksums.json"
-"""The list in an exported model's directory; Hugging Face's tools ignore it."""
+"""List of files in an exported model's directory; Hugging Face's tools ignore it."""
 MEMBER = "checksum"
-"""Last member of a document."""
+"""Last member of a sealed document."""
 _END = re.compile(rb',\n  "checksum": "([0-9a-f]{16})"\n}\n\Z')
 _LENGTH = 37  # bytes that the pattern matches
 _READ_BYTES = 1 << 22
 
 
 class FilePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One file of a directory."""
+    """A file of a directory."""
 
     name: str
     """Relative to the directory."""
@@ -35,7 +35,7 @@ class FilePart(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class FileList(msgspec.Struct, frozen=True):
-    """The files of a directory; a document may have more members than this."""
+    """Files of a directory; a document may have further members."""
 
     files: tuple[FilePart, ...]
     """By name."""
@@ -48,7 +48,7 @@ def digest_of(path: Path) -> str:
 
 
 def digest_of_rest(file: IO[bytes]) -> str:
-    """Return xxh3-64 of what an open file still has, 16 hex digits. Raises OSError."""
+    """Return xxh3-64 of the remaining bytes of an open file, 16 hex digits. Raises OSError."""
     state = xxhash.xxh3_64()
     while chunk := file.read(_READ_BYTES):
         state.update(chunk)
@@ -56,13 +56,13 @@ def digest_of_rest(file: IO[bytes]) -> str:
 
 
 def sealed(document: bytes) -> bytes:
-    """Return a JSON object, which must have a member, with its checksum as the last one."""
+    """Return a non-empty JSON object with its checksum as the last member."""
     body = document.rstrip()[:-1].rstrip()
     return body + f',\n  "{MEMBER}": "{xxhash.xxh3_64_hexdigest(body)}"\n}}\n'.encode()
 
 
 def is_sealed(document: bytes) -> bool:
-    """Return whether a document is exactly what `sealed` returned."""
+    """Return whether a document is intact since `sealed` returned it."""
     match = _END.match(document[-_LENGTH:])
     return match is not None and match[1].decode() == xxhash.xxh3_64_hexdigest(document[:-_LENGTH])
 
@@ -79,7 +79,7 @@ def write_checksums(directory: Path) -> None:
 
 
 def listed_files(path: Path) -> tuple[FilePart, ...]:
-    """Return the files that a list names; none if it cannot be read."""
+    """Return the files in a list; empty if the list cannot be read."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=FileList).files
     except (OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
@@ -87,7 +87,7 @@ def listed_files(path: Path) -> tuple[FilePart, ...]:
 
 
 def damaged_document(path: Path) -> Iterator[tuple[Path, str]]:
-    """Yield the path of a document and its damage, unless it is intact."""
+    """Yield path and damage of a sealed document if it is damaged."""
     try:
         if not is_sealed(path.read_bytes()):
             yield path, "is damaged: it does not match its checksum"
@@ -96,7 +96,7 @@ def damaged_document(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def damaged_files(path: Path) -> Iterator[tuple[Path, str]]:
-    """Read the files that a list names and the list itself; yield each that is damaged, and how."""
+    """Verify a list and all files in it; yield path and damage of each damaged file."""
     if damage := list(damaged_document(path)):
         yield from damage
         return
@@ -110,10 +110,10 @@ def damaged_files(path: Path) -> Iterator[tuple[Path, str]]:
 
 
 def check_model_files(directory: Path) -> None:
-    """Compare the files of a model's directory with their checksums, if it has any; reads all of them.
+    """Compare all files of a model's directory with their checksums, if it has any.
 
     Raises:
-        SettingsError: a file is damaged; names it.
+        SettingsError: a file is damaged; the message names the file.
     """
     if (directory / FILE).is_file():
         for path, problem in damaged_files(directory / FILE):

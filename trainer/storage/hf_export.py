@@ -1,9 +1,9 @@
 """Writes weights as a Hugging Face directory, for transformers, vLLM, SGLang and the hub.
 
-Ranks write the tensors that they have into files of their own; rank 0 then names these and adds the rest:
+Each rank writes its tensors to separate files; rank 0 then renames these and adds the other files:
 
-    PARENT/.NAME.shards/00003_00000.safetensors    of rank 3, the first
-    PARENT/NAME/model-00004-of-00008.safetensors   the same file, once all are there
+    PARENT/.NAME.shards/00003_00000.safetensors    first file of rank 3
+    PARENT/NAME/model-00004-of-00008.safetensors   the same file, once all files exist
 """
 
 import json
@@ -22,7 +22,7 @@ from protocol.host.atomic_file import directory_written_aside, sync
 from trainer.storage.checksums import write_checksums
 
 SHARD_BYTES = 4 << 30
-"""Default bound of the tensors in one file."""
+"""Default limit of the tensors in one file, bytes."""
 COPIED = (
     "*.py",
     "config.json",
@@ -34,24 +34,24 @@ COPIED = (
     "added_tokens.json",
     "chat_template*",
 )
-"""Files of the source that an export copies."""
+"""Files of the source model that an export copies."""
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
-"""dtype of floating point in a safetensors file -> in config.json."""
+"""Floating-point dtype in safetensors -> in config.json."""
 FURTHER = 99_999
-"""In place of a rank: files with the layers that no rank trains, after all others."""
+"""Pseudo-rank for files with untrained layers, which sort after all other files."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 _FURTHER = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 
 
 @dataclass(frozen=True, slots=True)
 class Shards:
-    """One rank's tensors of an export, by their Hugging Face names, in host memory."""
+    """One rank's tensors of an export, by Hugging Face name, in host memory."""
 
     tensors: Mapping[str, torch.Tensor]
     rank: int = 0
 
     def write(self, directory: Path) -> None:
-        """Write them into a directory of shards, which is made if it is not there. Raises OSError."""
+        """Write the tensors into a directory of shards, created if it does not exist. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         write_shards(self.tensors.items(), directory, self.rank)
 
@@ -62,13 +62,13 @@ def write_hf(
     source: Path,
     shard_bytes: int = SHARD_BYTES,
 ) -> None:
-    """Write a model directory from one process, so that it is complete or as it was.
+    """Write a model directory from one process, atomically.
 
     Args:
-        tensors: of the whole model by their Hugging Face names, in host memory.
-        directory: replaced if it exists.
-        source: as for `finish_hf`.
-        shard_bytes: as for `write_shards`.
+        tensors: tensors of the whole model by Hugging Face name, in host memory.
+        directory: target, replaced if it exists.
+        source: as in `finish_hf`.
+        shard_bytes: as in `write_shards`.
     """
     shards = shards_of(directory)
     shutil.rmtree(shards, ignore_errors=True)
@@ -81,23 +81,22 @@ def write_hf(
 
 
 def shards_of(directory: Path) -> Path:
-    """Return the directory that ranks write the shards of a model directory to, which is empty or absent."""
+    """Return the temporary directory for the ranks' shards of a model directory."""
     return directory.with_name(f".{directory.name}.shards")
 
 
 def write_shards(
     tensors: Iterable[tuple[str, torch.Tensor]], shards: Path, rank: int, shard_bytes: int = SHARD_BYTES
 ) -> None:
-    """Write a rank's tensors as files, with one of these in memory.
+    """Write a rank's tensors to files, with one file at a time in memory.
 
     Args:
-        tensors: by their Hugging Face names, in host memory; no other rank writes these.
-        shards: directory of `shards_of`, which the ranks share.
-        rank: this rank's number.
-        shard_bytes: bound of the tensors in one file; a larger tensor has a file to itself.
+        tensors: this rank's tensors by Hugging Face name, in host memory; other ranks have other names.
+        shards: directory from `shards_of`, shared by the ranks.
+        shard_bytes: limit of the tensors in one file, bytes; a larger tensor has a file to itself.
 
     Raises:
-        OSError: a file cannot be written; names it.
+        OSError: a file cannot be written; the message names the file.
     """
     shard: dict[str, torch.Tensor] = {}
     size = count = 0
@@ -106,7 +105,7 @@ def write_shards(
         path = shards / f"{rank:05d}_{count:05d}.safetensors"
         try:
             safetensors.torch.save_file(shard, path, metadata={"format": "pt"})
-        except Exception as error:  # safetensors' own, which says no path
+        except Exception as error:  # safetensors' own error, without the path
             raise OSError(f"{path}: {error}") from error
         sync(path)
         shard.clear()
@@ -122,14 +121,14 @@ def write_shards(
 
 
 def finish_hf(directory: Path, source: Path, shard_bytes: int = SHARD_BYTES) -> None:
-    """Make the shards that all ranks have written a model directory, with configuration and tokenizer.
+    """Make a model directory of all ranks' shards, with configuration and tokenizer.
 
-    The `further_layers` of the source are written, too, as they are there, unless a rank has written them.
+    Also copies the `further_layers` of the source, unless a rank has written them.
 
     Args:
-        directory: replaced if it exists.
-        source: the model directory that training began with; its config.json gets the dtype of the tensors.
-        shard_bytes: as for `write_shards`.
+        directory: target, replaced if it exists.
+        source: directory of the initial model; the copy of its config.json gets the dtype of the tensors.
+        shard_bytes: as in `write_shards`.
     """
     shards = shards_of(directory)
     files = sorted(shards.iterdir())
@@ -140,13 +139,12 @@ def finish_hf(directory: Path, source: Path, shard_bytes: int = SHARD_BYTES) -> 
 
 
 def finish_shards(files: Sequence[Path], directory: Path, source: Path, dtype: str = "") -> None:
-    """Move files with all of a model's tensors into a directory, and add configuration and tokenizer.
+    """Move files with all tensors of a model into a directory, and add configuration and tokenizer.
 
     Args:
-        files: moved.
-        directory: exists, and is empty.
-        source: as for `finish_hf`.
-        dtype: to be written into config.json; by default the dtype of most elements.
+        directory: existing, empty directory.
+        source: as in `finish_hf`.
+        dtype: dtype for config.json; default: dtype of most elements.
     """
     dtype = dtype or _dtype(files)
     _name_shards(files, directory)
@@ -155,14 +153,14 @@ def finish_shards(files: Sequence[Path], directory: Path, source: Path, dtype: s
 
 
 def further_layers(source: Path, trained: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors of a checkpoint's layers that predict further tokens (MTP), each once.
+    """Yield the tensors of a checkpoint's multi-token prediction (MTP) layers, each once.
 
-    These are layers after the last one that config.json counts, and those under `mtp`.
+    These layers come after the layers counted in config.json, or are under `mtp`.
 
     Args:
-        source: the checkpoint.
-        trained: names that are left out, as the model has these tensors itself: its own code may load layers
-            that no other model loads.
+        source: directory of the checkpoint.
+        trained: names to skip because the model trains these tensors; a model's own code may load layers that
+            other code does not.
     """
     config = source / "config.json"
     layers = json.loads(config.read_bytes()).get("num_hidden_layers") if config.is_file() else None
@@ -178,7 +176,7 @@ def further_layers(source: Path, trained: Collection[str] = ()) -> Iterator[tupl
 
 
 def _names(files: Iterable[Path]) -> set[str]:
-    """Return the names of the tensors in files."""
+    """Return the tensor names in files."""
     names: set[str] = set()
     for path in files:
         with safe_open(str(path), framework="pt") as file:
@@ -187,7 +185,7 @@ def _names(files: Iterable[Path]) -> set[str]:
 
 
 def _dtype(files: Iterable[Path]) -> str:
-    """Return the dtype that most elements of floating point have."""
+    """Return the dtype of most floating-point elements."""
     elements = dict.fromkeys(FLOATS, 0)
     for path in files:
         with safe_open(str(path), framework="pt") as file:
@@ -199,7 +197,7 @@ def _dtype(files: Iterable[Path]) -> str:
 
 
 def _name_shards(files: Sequence[Path], directory: Path) -> None:
-    """Move files into the directory, under the names that transformers expects of so many."""
+    """Move files into the directory, under the names that transformers expects."""
     if len(files) == 1:
         files[0].rename(directory / "model.safetensors")
         return
@@ -218,7 +216,7 @@ def _name_shards(files: Sequence[Path], directory: Path) -> None:
 
 
 def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
-    """Copy configuration and tokenizer, and write the exported dtype and no other into the configuration."""
+    """Copy configuration and tokenizer, and set the exported dtype in the configuration."""
     for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, directory / path.name)
     config = directory / "config.json"

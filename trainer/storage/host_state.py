@@ -1,4 +1,4 @@
-"""Copies a rank's device state to the host, where a thread writes it while the next step runs."""
+"""Copies a rank's device state to host memory, from which a thread writes it during the next step."""
 
 import logging
 import mmap
@@ -17,22 +17,22 @@ log = logging.getLogger("tether.trainer")
 
 @dataclass(frozen=True, slots=True)
 class HostState:
-    """A rank's part of a checkpoint, in host memory."""
+    """A rank's shard of a checkpoint, in host memory."""
 
     tensors: Mapping[str, Mapping[str, torch.Tensor]]
-    """Name of a safetensors file -> its tensors, contiguous and none a view of another."""
+    """Name of a safetensors file -> its tensors, contiguous and without shared memory."""
     metadata: Mapping[str, str] = field(default_factory=dict)
-    """What each of these files says of itself."""
+    """Metadata of each safetensors file."""
     texts: Mapping[str, str] = field(default_factory=dict)
     """Name of a text file -> its content."""
     parts: Mapping[str, "HostState"] = field(default_factory=dict)
-    """Name of a directory -> what other models have in it."""
+    """Name of a subdirectory -> state of another model."""
 
     def write(self, directory: Path) -> None:
-        """Write the files into an existing directory, and sync them to the disk.
+        """Write the files into an existing directory, and sync them to disk.
 
         Raises:
-            OSError: one cannot be written; names it.
+            OSError: a file cannot be written; the message names the file.
         """
         for name, text in self.texts.items():
             (directory / name).write_text(text)
@@ -41,7 +41,7 @@ class HostState:
             path = directory / name
             try:
                 save_file(dict(tensors), path, metadata=dict(self.metadata) or None)
-            except Exception as error:  # safetensors' own, which says no path
+            except Exception as error:  # safetensors' own error, without the path
                 raise OSError(f"{path}: {error}") from error
             sync(path)
         for name, part in self.parts.items():
@@ -53,15 +53,15 @@ class HostState:
 class HostCopies:
     """Copies of tensors in host memory, valid until the next copies are made.
 
-    Copies of a GPU's tensors lie in page-locked memory, which is kept for the next time: page-locking takes
-    longer than copying. Copies of a CPU's tensors are new each time, and are freed with their last user.
+    Copies of GPU tensors are in page-locked memory, which is reused because page-locking takes longer than
+    copying. Copies of CPU tensors are allocated each time, and freed with their last user.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, torch.Tensor] = {}
 
     def copy_all(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-        """Return contiguous copies, complete on return, by the names of the tensors."""
+        """Return contiguous copies by tensor name, complete on return."""
         copies = {name: self._copy(name, tensor.detach()) for name, tensor in tensors}
         if self._kept:
             torch.cuda.current_stream().synchronize()
@@ -77,7 +77,7 @@ class HostCopies:
 
 
 def page_locked(nbytes: int) -> torch.Tensor:
-    """Allocate memory that a GPU copies to on its own; torch's allocator would round the size up to 2^n."""
+    """Allocate page-locked memory for a GPU; torch's allocator would round the size up to 2^n."""
     if not nbytes:
         return torch.empty(0, dtype=torch.uint8)
     pages = mmap.mmap(-1, nbytes)

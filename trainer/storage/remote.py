@@ -1,11 +1,11 @@
-"""Copies the checkpoints of a run to a directory elsewhere, through fsspec, and back.
+"""Copies the checkpoints of a run to and from a remote directory, through fsspec.
 
-    URL/step_00000020/checkpoint/...   a checkpoint's files
-    URL/step_00000020/run/...          what else a run needs to resume from it
-    URL/step_00000020/complete.json    all of these with sizes and digests; written last
-    URL/exports/step_00000020/...      the model of a version
+    URL/step_00000020/checkpoint/...   files of a checkpoint
+    URL/step_00000020/run/...          other files that a run needs to resume
+    URL/step_00000020/complete.json    all of these files with sizes and digests; written last
+    URL/exports/step_00000020/...      exported model of a version
 
-A copy without complete.json is incomplete: readers ignore it, and the next copy of that version replaces it.
+A copy without complete.json is incomplete: readers ignore it, and the next copy of the version replaces it.
 """
 
 import math
@@ -33,21 +33,21 @@ class RemoteError(TetherError):
 
 
 class DamagedCopy(RemoteError):
-    """A copy that counts as complete is not what was written."""
+    """A complete copy differs from the written files."""
 
 
 class RemoteDirectory:
-    """A directory of any file system that fsspec knows; what it needs to log in is in the environment."""
+    """Directory of any fsspec file system; credentials come from the environment."""
 
     def __init__(self, url: str, setting: str = "run.remote") -> None:
-        """Open it, without a read or write.
+        """Create the file system, without reading or writing.
 
         Args:
-            url: the directory's.
-            setting: name of the setting that has it.
+            setting: name of the URL's setting, for error messages.
 
         Raises:
-            SettingsError: fsspec does not know the kind of URL, or a package for it is missing; names it.
+            SettingsError: fsspec does not support the URL, or lacks a package for it; the message names the
+                cause.
         """
         self.url = url
         try:
@@ -71,14 +71,13 @@ class RemoteDirectory:
             return sorted(version for version in found if self._fs.exists(self._path(version, COMPLETE)))
 
     def upload(self, version: int, files: Mapping[str, Path]) -> None:
-        """Copy files, and complete the copy when all are there; one of the same version is replaced.
+        """Copy files, then mark the copy as complete; an existing copy of the version is replaced.
 
         Args:
-            version: the checkpoint's.
-            files: path in the copy -> local file, which does not change meanwhile.
+            files: path in the copy -> local file, which must not change during the call.
 
         Raises:
-            RemoteError: it cannot be written; the copy is incomplete.
+            RemoteError: the copy cannot be written, and is incomplete.
         """
         with _explained(self.url, "written"):
             self._remove(self._path(version))
@@ -87,15 +86,15 @@ class RemoteDirectory:
                 for name, path in sorted(files.items())
             ]
             manifest = msgspec.json.encode(FileList(tuple(parts)))
-            aside = self._path(version, f"{COMPLETE}.tmp")  # a disk that is full leaves an empty file
+            aside = self._path(version, f"{COMPLETE}.tmp")  # a full disk leaves an empty file
             self._fs.pipe_file(aside, manifest)
             self._fs.mv(aside, self._path(version, COMPLETE))
 
     def upload_export(self, directory: Path) -> None:
-        """Copy an exported model under its directory's name, its list of checksums last.
+        """Copy an exported model under its directory's name, the list of checksums last.
 
         Raises:
-            RemoteError: it cannot be written.
+            RemoteError: the copy cannot be written.
         """
         self.put_directory(directory, f"{EXPORTS}/{directory.name}", FILE)
 
@@ -105,14 +104,13 @@ class RemoteDirectory:
         """Copy a local directory.
 
         Args:
-            source: the local directory.
-            name: path that its copy gets in this one.
-            last: name of the file that is copied after all others.
-            end: time of `time.monotonic` after which no other file is begun.
-            files: of the directory; by default all that a listing has.
+            name: path of the copy in this directory.
+            last: name of the file to copy last.
+            end: `time.monotonic` deadline for starting another file.
+            files: files of the directory to copy; default: all files found by listing.
 
         Raises:
-            RemoteError: it cannot be written.
+            RemoteError: the copy cannot be written.
         """
         with _explained(self.url, "written"):
             if files is None:
@@ -123,10 +121,10 @@ class RemoteDirectory:
                 self._put(path, f"{self._root}/{name}/{path.relative_to(source).as_posix()}")
 
     def remove(self, name: str) -> None:
-        """Remove a directory if it is there.
+        """Remove a directory if it exists.
 
         Raises:
-            RemoteError: it cannot be removed.
+            RemoteError: the directory cannot be removed.
         """
         with _explained(self.url, "pruned"):
             self._remove(f"{self._root}/{name}")
@@ -135,11 +133,12 @@ class RemoteDirectory:
         """Remove all but the newest complete copies, with older incomplete copies and exports.
 
         Args:
-            keep: complete copies that stay, of versions up to `version`.
-            version: the run's. Newer copies stay: a run that continues from an older one found them damaged.
+            keep: number of complete copies to keep, of versions up to `version`.
+            version: current version of the run. Newer copies stay: a run that resumes from an older copy
+                found them damaged.
 
         Raises:
-            RemoteError: something cannot be removed.
+            RemoteError: a copy cannot be removed.
         """
         with _explained(self.url, "pruned"):
             newest = [copy for copy in self.versions() if copy <= version][-keep:]
@@ -151,16 +150,15 @@ class RemoteDirectory:
                         self._remove(path)
 
     def download(self, version: int, targets: Mapping[str, Path]) -> None:
-        """Copy a complete version into new local directories, each file compared with its digest.
+        """Copy a complete version into local directories, and verify the digest of each file.
 
         Args:
-            version: one of `versions`.
-            targets: first part of a path in the copy -> directory that it is to become, or to be added to if
-                it exists.
+            targets: first component of a path in the copy -> local directory to create or extend.
 
         Raises:
-            DamagedCopy: a file is missing or damaged; names it. The downloaded files are removed.
-            RemoteError: it cannot be read.
+            DamagedCopy: a file is missing or damaged; the message names the file. The downloaded files are
+                removed.
+            RemoteError: the copy cannot be read.
         """
         asides = {target: target.with_name(f"{target.name}.download") for target in targets.values()}
         with _explained(self.url, "read"):
@@ -176,18 +174,18 @@ class RemoteDirectory:
                 _move(aside, target)
 
     def check(self, version: int) -> None:
-        """Read a complete version, and compare each file with its digest.
+        """Verify the digest of each file of a complete version.
 
         Raises:
-            DamagedCopy: a file is missing or damaged; names it.
-            RemoteError: it cannot be read.
+            DamagedCopy: a file is missing or damaged; the message names the file.
+            RemoteError: the copy cannot be read.
         """
         with _explained(self.url, "read"):
             for part in self._files(version):
                 self._compare(version, part, self._digest)
 
     def _files(self, version: int) -> tuple[FilePart, ...]:
-        """Return what complete.json of a version names."""
+        """Return the files in complete.json of a version."""
         try:
             return msgspec.json.decode(self._fs.cat_file(self._path(version, COMPLETE)), type=FileList).files
         except (msgspec.MsgspecError, UnicodeDecodeError) as error:
@@ -210,7 +208,7 @@ class RemoteDirectory:
         return f"{self._root}/step_{version:08d}" + (f"/{name}" if name else "")
 
     def _put(self, source: Path, target: str) -> int:
-        """Copy a file, and return its size."""
+        """Upload a file, and return its size."""
         nbytes = source.stat().st_size
         self._fs.makedirs(str(PurePosixPath(target).parent), exist_ok=True)
         self._fs.put_file(str(source), target)
@@ -220,7 +218,7 @@ class RemoteDirectory:
         return nbytes
 
     def _compare(self, version: int, part: FilePart, read: Callable[[str], str]) -> None:
-        """Compare the digest that `read` returns for the path of a file with the one that was written."""
+        """Compare the digest that `read` returns for the path of a file with the recorded digest."""
         name = f"step_{version:08d}/{part.name}"
         try:
             digest = read(self._path(version, part.name))
@@ -230,7 +228,7 @@ class RemoteDirectory:
             raise DamagedCopy(f"{name} is damaged: its digest is not the one that {COMPLETE} names")
 
     def _get(self, target: Path, path: str) -> str:
-        """Copy a file to a local one, and return its digest."""
+        """Download a file, and return its digest."""
         self._fs.get_file(path, str(target))
         return digest_of(target)
 
@@ -239,7 +237,7 @@ class RemoteDirectory:
             return digest_of_rest(file)
 
     def _remove(self, path: str) -> None:
-        """Remove a directory if it is there, what completes it first."""
+        """Remove a directory if it exists, its complete.json first."""
         self._fs.invalidate_cache()
         if self._fs.exists(f"{path}/{COMPLETE}"):
             self._fs.rm_file(f"{path}/{COMPLETE}")
@@ -249,7 +247,7 @@ class RemoteDirectory:
 
 @contextmanager
 def _explained(url: str, done: str) -> Iterator[None]:
-    """Turn any error of a file system into one `RemoteError` that names the directory."""
+    """Convert any error of a file system into a `RemoteError` that names the directory."""
     try:
         yield
     except RemoteError:
@@ -259,7 +257,7 @@ def _explained(url: str, done: str) -> Iterator[None]:
 
 
 def _move(source: Path, target: Path) -> None:
-    """Move a file or directory; what an existing directory has besides stays."""
+    """Move a file or directory; merge into an existing directory."""
     if not (source.is_dir() and target.is_dir()):
         source.rename(target)
         return

@@ -1,20 +1,20 @@
-"""Spools accepted groups on disk, from their acknowledgement until a durable checkpoint covers their step.
+"""Stores accepted groups on disk, from their acknowledgement until a durable checkpoint covers their step.
 
 One SQLite file (WAL, synchronous=FULL), written by the ingest and read by the trainer at the same time:
 
     records(grp, token, payload, sum, accepted_ms)
-        payload: the encoded `ScoredRollout` as it was received, by group and lease token
+        payload: encoded `ScoredRollout` as received, by group and lease token
     journal(seq, ledger_seq, payload, sum)
-        accepts and commits in the order in which they were seen; `stored.py` encodes them
+        accepts and commits in order of arrival; `stored.py` encodes them
     calls(grp, sample, number, token, payload, sum, stored_ms), call_leases(grp, token)
         `Call`s as they were received, and the lease of each group that may add some; `call_store.py` reads
         and writes them
     meta(id)
         a random name of this spool
 
-`sum` is a checksum (`stored.py`), which every read compares: a mismatch is treated as missing. Times (Unix,
-ms) are for people: no decision reads them. A method's writes are on disk when it returns, in the file that
-lies at the path then. The file must lie on a local disk: WAL needs shared memory between its users.
+`sum` is a checksum (`stored.py`) that every read verifies; a damaged row counts as missing. Times (Unix, ms)
+are for people; the code does not use them. Writes are on disk when a method returns, in the file that is then
+at the path. The file must be on a local disk, because WAL needs shared memory between its users.
 """
 
 import os
@@ -37,9 +37,9 @@ from trainer.storage.stored import (
 )
 
 BUSY_S = 30.0
-"""Seconds that a write waits for another process's."""
+"""Timeout for another process's write, seconds."""
 SCHEMA = 2
-"""The version of these tables, SQLite's user_version."""
+"""Version of these tables, in SQLite's user_version."""
 
 _SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -67,7 +67,7 @@ DELETE FROM journal WHERE seq < ? AND ledger_seq < (
     SELECT MAX(ledger_seq) FROM journal WHERE seq < ? AND ledger_seq <= ?
 )
 """
-# a damaged column may have another type
+# CAST: a damaged column may have a different type
 _RECORD = "SELECT CAST(payload AS BLOB), CAST(sum AS BLOB) FROM records WHERE grp = ? AND token = ?"
 _TOKENS = "SELECT CAST(token AS BLOB) FROM records WHERE grp = ? ORDER BY rowid DESC"
 _JOURNAL = "SELECT seq, ledger_seq, CAST(payload AS BLOB), CAST(sum AS BLOB) FROM journal ORDER BY seq"
@@ -75,25 +75,25 @@ _JOURNAL = "SELECT seq, ledger_seq, CAST(payload AS BLOB), CAST(sum AS BLOB) FRO
 
 @dataclass(frozen=True, slots=True)
 class DamagedItem:
-    """A row of the spool that is not what was written."""
+    """A damaged row of the spool."""
 
     what: str
-    """Names it, such as "the record of group 7 under lease 3f2a"."""
+    """Description of the row, such as "the record of group 7 under lease 3f2a"."""
     group: int = -1
-    """The group of a record or a call; -1 for an entry of the journal."""
+    """Group of a record or a call; -1 for an entry of the journal."""
 
 
 class Spool:
-    """The spool of a run, safe to use from several threads and processes.
+    """Spool of a run, safe for several threads and processes.
 
     Every method blocks; call it off the event loop.
     """
 
     def __init__(self, path: Path, *, read_only: bool = False, create: bool = True) -> None:
-        """Open the spool, and create it unless `read_only` or not `create`.
+        """Open the spool, and create the file unless `read_only` is set or `create` is False.
 
         Raises:
-            SpoolError: the file cannot be opened, is not a spool, or has other tables.
+            SpoolError: the file cannot be opened, is not a spool, or has a different schema.
         """
         self.path = path
         self._lock = threading.Lock()
@@ -107,14 +107,14 @@ class Spool:
         with self._explained("open"):
             self._connection = _connect(path, read_only=read_only, create=create)
             self.id = str(self._connection.execute("SELECT id FROM meta").fetchone()[0])
-            """Random name of the spool, the same in every process that has it open."""
+            """Random name of the spool, equal in every process that opens it."""
             self._places = self._found_places()
 
     def put_many(self, records: Iterable[tuple[int, str, bytes]]) -> set[tuple[int, str]]:
-        """Store records (group, token, payload) with one fsync: all are on disk on return, none on an error.
+        """Store records (group, token, payload) with one fsync, either all or none.
 
-        Returns (group, token) of those that are new; a record that is there already is not replaced.
-        Raises SpoolError if the disk is full, or the file cannot be written: no record was stored then.
+        Returns (group, token) of the new records; an existing record is not replaced. Raises SpoolError if
+        the disk is full or the file cannot be written; no record was stored then.
         """
         now_ms = time.time_ns() // 1_000_000
         received = (StoredMessage.received(*record) for record in records)
@@ -123,19 +123,19 @@ class Spool:
             return {(row[0], row[1]) for row in rows if connection.execute(_INSERT, row).rowcount}
 
     def remove(self, records: Iterable[tuple[int, str]]) -> None:
-        """Delete records (group, token) that the ledger has refused. Raises SpoolError."""
+        """Delete records (group, token) that the ledger refused. Raises SpoolError."""
         with self.transaction("write") as connection:
             connection.executemany("DELETE FROM records WHERE grp = ? AND token = ?", records)
 
     def get_many(self, keys: Sequence[tuple[int, str]]) -> list[bytes]:
-        """Return the payloads of `stored`, which raises what this raises."""
+        """Return the payloads of `stored`; raises its errors."""
         return [record.payload for record in self.stored(keys)]
 
     def stored(self, keys: Sequence[tuple[int, str]]) -> list[StoredMessage]:
         """Return records in the order of `keys` (group, token), read from one snapshot.
 
         Raises:
-            MissingRecords: (a LookupError) names all groups whose records are missing or damaged.
+            MissingRecords: (a LookupError) records are missing or damaged; the message names their groups.
             SpoolError: the file cannot be read.
         """
         messages, causes = [], {}
@@ -151,7 +151,7 @@ class Spool:
         return messages
 
     def find(self, groups: Iterable[int]) -> list[bytes]:
-        """Return the newest whole payload of each group that has one, under any lease. Raises SpoolError."""
+        """Return the newest intact payload of each group that has one, under any lease. Raises SpoolError."""
         messages = []
         with self.transaction("read", "BEGIN") as connection:
             for group in sorted(set(groups)):
@@ -161,7 +161,7 @@ class Spool:
         return [payload for payload in messages if payload is not None]
 
     def damaged(self) -> Iterator[DamagedItem]:
-        """Read everything again, and yield each row that is not what was written. Raises SpoolError."""
+        """Read the whole spool, and yield each damaged row. Raises SpoolError."""
         with self.transaction("read", "BEGIN") as connection:
             for (found,) in connection.execute("PRAGMA integrity_check"):
                 if found != "ok":
@@ -178,16 +178,14 @@ class Spool:
                     yield DamagedItem(f"entry {position} of the journal")
 
     def forget(self, groups: Iterable[int], journal_from: int = 0, archived: int = 0) -> int:
-        """Delete groups that were dropped or are covered by a durable checkpoint; returns how many records.
+        """Delete dropped groups and groups covered by a durable checkpoint; return the number of records.
 
-        Records of all their lease tokens are deleted: they are not needed any more. The newest journal entry
-        that could be deleted is kept: if the archive of the event log comes to lack it, that shows a gap
-        between archive and journal.
+        Records under all lease tokens are deleted. The newest journal entry that could be deleted is kept: if
+        the archive of the event log later lacks it, the entry reveals a gap between archive and journal.
 
         Args:
-            groups: the groups.
-            journal_from: position before which the journal is deleted, too, as far as `archived` allows.
-            archived: sequence of the last ledger event in the archive of the event log.
+            journal_from: position before which journal entries are deleted, as far as `archived` allows.
+            archived: sequence number of the last ledger event in the archive of the event log.
         """
         rows = [(group,) for group in sorted(set(groups))]
         with self.transaction("write") as connection:
@@ -197,36 +195,36 @@ class Spool:
             return connection.executemany("DELETE FROM records WHERE grp = ?", rows).rowcount if rows else 0
 
     def append(self, entries: Iterable[JournalEntry]) -> int:
-        """Append entries to the journal with one fsync; returns the new `position`."""
+        """Append entries to the journal with one fsync; return the new `position`."""
         rows = [(entry.ledger_sequence, *encode_entry(entry)) for entry in entries]
         with self.transaction("write") as connection:
             connection.executemany("INSERT INTO journal (ledger_seq, payload, sum) VALUES (?, ?, ?)", rows)
             return _position(connection)
 
     def journal(self) -> list[JournalEntry | None]:
-        """Return all entries that were not forgotten, in order; None in the place of a damaged one."""
+        """Return all entries of the journal in order; None in place of a damaged entry."""
         with self.transaction("read", "BEGIN") as connection:
             return [entry for _, entry in _entries(connection)]
 
     @property
     def position(self) -> int:
-        """Position of the last journal entry; 0 if there is none. Goes into checkpoints."""
+        """Position of the last journal entry, which checkpoints store; 0 if the journal is empty."""
         with self.transaction("read", "BEGIN") as connection:
             return _position(connection)
 
     @property
     def ledger_sequence(self) -> int:
-        """Highest ledger sequence in the journal's whole entries; 0 if there is none.
+        """Highest ledger sequence in the journal's intact entries; 0 if there is none.
 
-        A ledger that is below it has lost writes.
+        A ledger with a lower sequence has lost writes.
         """
         return max((entry.ledger_sequence for entry in self.journal() if entry), default=0)
 
     def check_place(self) -> None:
-        """Check that the file at the path is the one that is open, and its write-ahead log, too.
+        """Check that the file at the path, and its write-ahead log, are still the open files.
 
         Raises:
-            SettingsError: one was deleted or replaced, so writes are lost with this process.
+            SettingsError: a file was deleted or replaced, so this process's writes would be lost.
         """
         if self._found_places() != self._places:
             raise SettingsError(
@@ -236,10 +234,10 @@ class Spool:
             )
 
     def copy_to(self, path: Path) -> None:
-        """Write a copy of the spool as it is at one moment, while others write to it.
+        """Write a consistent copy of the spool, while other processes may write.
 
         Raises:
-            SpoolError: it cannot be read, or the copy not be written.
+            SpoolError: the spool cannot be read, or the copy cannot be written.
         """
         with (
             self._explained("copy it"),
@@ -249,7 +247,7 @@ class Spool:
             source.backup(copy)
 
     def close(self) -> None:
-        """Close the file; idempotent. What was written stays."""
+        """Close the file; idempotent."""
         with self._lock:
             connection, self._connection = self._connection, None
         if connection is not None:
@@ -257,7 +255,7 @@ class Spool:
 
     @contextmanager
     def transaction(self, doing: str, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
-        """Run the block in a transaction; rolled back if the block or the commit raises.
+        """Run the block in a transaction, rolled back if the block or the commit raises.
 
         Raises:
             SettingsError: as `check_place`, after a write.
@@ -284,32 +282,30 @@ class Spool:
     def _explained(self, doing: str) -> Iterator[None]:
         try:
             yield
-        # Besides sqlite's own errors, those that the content raises; a damaged schema may even ask for
-        # endless memory.
+        # Damaged contents raise more than sqlite's errors; a damaged schema may even request endless memory.
         except (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
             raise SpoolError(f"spool {self.path}: cannot {doing}: {error}") from error
 
 
 def is_made(path: Path) -> bool:
-    """Return whether a file holds more than a database that its maker has not filled yet."""
+    """Return whether a file exists and is more than an empty database that its creator has not filled yet."""
     if not path.is_file():
         return False
     try:
         with closing(sqlite3.connect(f"{path.absolute().as_uri()}?mode=rw", uri=True)) as connection:
             return connection.execute("SELECT 1 FROM sqlite_master LIMIT 1").fetchone() is not None
-    except sqlite3.Error:  # which opening it as a spool explains
+    except sqlite3.Error:  # opening the file as a spool reports the error
         return True
 
 
 def read_calls(
     connection: sqlite3.Connection, where: str = "1 = 1", values: Sequence[int] = ()
 ) -> Iterator[tuple[int, int, int, StoredMessage | None]]:
-    """Yield group, sample, number and the call itself, None if it is damaged, in this order.
+    """Yield (group, sample, number, call), in order; the call is None if damaged.
 
     Args:
-        connection: of the spool, in a transaction.
-        where: a condition on the columns, with a question mark for each of `values`.
-        values: arguments of the condition.
+        connection: connection of the spool, in a transaction.
+        where: condition on the columns, with a question mark for each of `values`.
     """
     columns = "grp, sample, number, CAST(token AS BLOB), CAST(payload AS BLOB), CAST(sum AS BLOB)"
     query = f"SELECT {columns} FROM calls WHERE {where} ORDER BY grp, sample, number"
@@ -318,11 +314,11 @@ def read_calls(
 
 
 def _read_record(connection: sqlite3.Connection, group: int, token: str) -> StoredMessage | str:
-    """Return a record, or why there is none."""
+    """Return a record, or why it is missing."""
     try:
         row = connection.execute(_RECORD, (group, token)).fetchone()
     except sqlite3.DatabaseError as error:
-        if type(error) is not sqlite3.DatabaseError:  # its subclasses are of the whole file
+        if type(error) is not sqlite3.DatabaseError:  # errors of subclasses concern the whole file
             raise
         return f"group {group}: its record under lease {token} cannot be read: {error}"
     if row is None:
@@ -358,8 +354,8 @@ def _place(path: Path) -> tuple[int, int] | None:
 
 
 def _connect(path: Path, *, read_only: bool, create: bool) -> sqlite3.Connection:
-    # A reader of a WAL file takes part in its shared memory, so it opens the file for writing, too, and then
-    # forbids itself writes. Where it may make no file, it reads what lies still, or joins who writes.
+    # Readers of a WAL file write to its shared memory, so they open the file for writing and set query_only.
+    # In a read-only directory, they open it with mode=ro if a WAL exists, otherwise as immutable.
     how = "mode=rwc" if create else "mode=rw"
     if read_only and not os.access(path.parent, os.W_OK):
         how = "mode=ro" if path.with_name(f"{path.name}-wal").exists() else "immutable=1"

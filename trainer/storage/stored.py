@@ -1,7 +1,7 @@
-"""Encodes what the spool stores, each entry with a checksum that every reader compares.
+"""Encodes the entries of the spool, each with a checksum that every reader verifies.
 
-The ingest computes it over the payload as it arrived. The spool and the archive keep it with the payload, and
-every reader compares the two.
+The ingest computes the checksum over the payload on arrival. Spool and archive store the checksum with the
+payload.
 """
 
 from collections.abc import Mapping
@@ -12,7 +12,7 @@ import msgspec
 import xxhash
 
 MOST_NAMED = 5
-"""Groups that the text of an error names."""
+"""Maximum number of groups in an error message."""
 
 
 class StoredMessage(msgspec.Struct, frozen=True):
@@ -20,15 +20,15 @@ class StoredMessage(msgspec.Struct, frozen=True):
 
     group: int
     token: str
-    """The lease under which it came."""
+    """Lease token of the message."""
     checksum: int
-    """xxh3-64 of group, token, for a call sample and number, and payload."""
+    """xxh3-64 of group, token, sample and number (for a call), and payload."""
     payload: bytes
-    """The encoded `ScoredRollout` or `Call`."""
+    """Encoded `ScoredRollout` or `Call`."""
     sample: int = -1
-    """The sample of a call; -1 for a record."""
+    """Sample of a call; -1 for a record."""
     number: int = -1
-    """The number of a call; -1 for a record."""
+    """Number of a call; -1 for a record."""
 
     @classmethod
     def received(cls, group: int, token: str, payload: bytes, sample: int = -1, number: int = -1) -> Self:
@@ -37,16 +37,16 @@ class StoredMessage(msgspec.Struct, frozen=True):
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is what was received."""
+        """Whether the message matches its checksum."""
         found = _checksum(self.group, self.token, self.payload, self.sample, self.number)
         return found == self.checksum
 
 
 class MissingRecords(LookupError):
-    """Records that are not there as they were received; their groups are `lost` and generated again."""
+    """Records are missing or damaged; their groups are `lost` and generated again."""
 
     def __init__(self, causes: Mapping[tuple[int, str], str]) -> None:
-        """Store the cause of each, by group and lease token; a cause names its group."""
+        """Store the causes: (group, lease token) -> cause, which names the group."""
         named = list(causes.values())[:MOST_NAMED]
         more = [f"and {len(causes) - MOST_NAMED} more"] if len(causes) > MOST_NAMED else []
         super().__init__("; ".join(named + more))
@@ -67,33 +67,33 @@ def _checksum(group: int, token: str, payload: bytes, sample: int, number: int) 
 
 @dataclass(frozen=True, slots=True)
 class JournalEntry:
-    """A few accepts, or one commit."""
+    """Several accepts, or one commit."""
 
     event: str
     """accept or commit."""
     epoch: str
-    """The trainer's."""
+    """Epoch of the trainer."""
     step: int
-    """The step that was committed; -1 for an accept."""
+    """Committed step; -1 for an accept."""
     groups: tuple[int, ...]
-    """The groups that were accepted, or trained."""
+    """Groups that were accepted or trained."""
     ledger_sequence: int
-    """Number of the last ledger event that was seen with it."""
+    """Sequence number of the last ledger event seen with the entry."""
     position: int = 0
     """Position in the journal, from 1; set by the spool."""
     details: Mapping[str, Any] = field(default_factory=dict)
-    """JSON values from which the event can be replayed to a ledger that lost it, see
+    """JSON values for replaying the event to a ledger that lost it, see
     `services/ledger_recovery/restore.py`."""
 
 
 def encode_entry(entry: JournalEntry) -> tuple[bytes, bytes]:
-    """Return an entry without its position, and the checksum of that."""
+    """Return the encoded entry, without its position, and the checksum of the encoding."""
     payload = msgspec.json.encode(replace(entry, position=0))
     return payload, xxhash.xxh3_64_digest(payload)
 
 
 def decode_entry(position: int, payload: object, checksum: object) -> JournalEntry | None:
-    """Return the entry at a position, None if it does not match its checksum or is no entry."""
+    """Return the entry at a position; None if it is malformed or does not match its checksum."""
     if not isinstance(payload, bytes) or xxhash.xxh3_64_digest(payload) != checksum:
         return None
     try:

@@ -1,9 +1,9 @@
-"""Counts the tokens of stored records with a second decoder, for `tether verify`: sampled ones by version.
+"""Counts sampled tokens by version in stored records with a second decoder, for `tether verify`.
 
-It proves the bound from the counts that each accept wrote into the log, and the ingest took these
-counts from the record with `protocol.codec`. Here the package msgpack, `json` and `struct` read the stored
-bytes, so a fault of the codec cannot hide itself. Samples that were cancelled are in no accept: their number
-and tokens are compared with the lines of metrics.jsonl.
+`tether verify` proves the bound from the counts that each accept wrote into the log. The ingest computed
+these counts from the record with `protocol.codec`. This module reads the stored bytes with the package
+msgpack, `json` and `struct` instead, so it detects errors of the codec. Accepts do not count cancelled
+samples; their number and tokens are compared with metrics.jsonl.
 """
 
 import json
@@ -20,29 +20,29 @@ import msgpack
 
 MAX_VIOLATIONS = 1000
 STEPS = "metrics.jsonl"
-"""File with a line for each committed step."""
+"""File with one line per committed step."""
 
 
 @dataclass(frozen=True, slots=True)
 class StoredTokens:
-    """Result of comparing stored records with the accepts of the log."""
+    """Result of comparing stored records with the accepts in the log."""
 
     records: int
     """Records whose accept is in the log."""
     tokens: int
-    """Sampled tokens in them."""
+    """Sampled tokens in these records."""
     cancelled_samples: int
-    """Samples of these records that were cancelled."""
+    """Cancelled samples in these records."""
     cancelled_tokens: int
-    """Tokens that they had."""
+    """Tokens of the cancelled samples."""
     violations: tuple[str, ...]
-    """Records that the second decoder cannot read, or whose tokens are not those of their accept."""
+    """Records that the second decoder cannot read, or whose tokens differ from their accept."""
 
 
 def count_stored_tokens(run_dir: Path, log: Path) -> StoredTokens:
     """Compare the records in archive and spool with the accepts of an event log.
 
-    A record without an accept in the log is left out: its group was filtered, or is not accepted yet.
+    A record without an accept in the log is skipped: its group was filtered, or is not accepted yet.
     """
     violations: list[str] = []
     stored: dict[tuple[int, str], tuple[str, Counter[int]]] = {}
@@ -73,22 +73,22 @@ def count_stored_tokens(run_dir: Path, log: Path) -> StoredTokens:
 
 
 def tokens_by_version(payload: bytes, group: int, token: str) -> Counter[int]:
-    """Return version -> sampled tokens of an encoded `ScoredRollout`.
+    """Return version -> number of sampled tokens of an encoded `ScoredRollout`.
 
     Args:
-        payload: the record's bytes.
-        group: the group under which it is stored.
-        token: the lease token under which it is stored.
+        group: group under which the record is stored.
+        token: lease token under which the record is stored.
 
     Raises:
-        ValueError, KeyError, TypeError, struct.error, msgpack.UnpackException: it is no such record.
+        ValueError, KeyError, TypeError, struct.error, msgpack.UnpackException: the payload is not such a
+            record.
     """
     rollout = msgpack.unpackb(payload, strict_map_key=False)["rollout"]
     if (rollout["group"], rollout["token"]) != (group, token):
         raise ValueError(f"it is of group {rollout['group']} and lease {rollout['token']}")
     mask = rollout["loss_mask"][2]
     counts: Counter[int] = Counter()
-    first, before, row_before = 0, 0, -1  # the span's first token of all, and the end of the span before it
+    first, before, row_before = 0, 0, -1  # span's first token, previous end and row
     for row, end, version in struct.iter_unpack("<iii", rollout["spans"][2]):
         length = end - before if row == row_before else end
         counts[version] += mask.count(1, first, first + length)
@@ -99,14 +99,18 @@ def tokens_by_version(payload: bytes, group: int, token: str) -> Counter[int]:
 
 
 def cancelled_tokens(payload: bytes) -> tuple[int, ...]:
-    """Return the tokens of each cancelled sample of an encoded `ScoredRollout`; raises as above."""
+    """Return the tokens of each cancelled sample of an encoded `ScoredRollout`.
+
+    Raises:
+        Errors as in `tokens_by_version`.
+    """
     found = msgpack.unpackb(payload, strict_map_key=False)["rollout"].get("cancelled")
     return struct.unpack(f"<{len(found[2]) // 4}i", found[2]) if found else ()
 
 
 def _wrong_lines(run_dir: Path, log: Path, cancelled: Mapping[int, Sequence[int]]) -> Iterator[str]:
-    """Yield the steps whose line does not have the cancelled samples of its batch, where all are stored."""
-    # under one epoch a step is taken once; after a rewind it has another
+    """Yield a problem for each step whose line and stored batch differ in their cancelled samples."""
+    # within an epoch, a step is taken once; a rewind starts a new epoch
     lines = {(line.get("step"), line.get("epoch")): line for line in _events(run_dir / STEPS, b'"epoch"')}
     for take in _events(log, b'"take"'):
         line = lines.get((take.get("step"), take.get("epoch"))) if take.get("event") == "take" else None
@@ -122,20 +126,20 @@ def _wrong_lines(run_dir: Path, log: Path, cancelled: Mapping[int, Sequence[int]
 
 
 def _events(file: Path, mark: bytes) -> Iterator[dict[str, Any]]:
-    """Yield the lines of a JSON file that have `mark` in them, and that can be read."""
+    """Yield the readable lines of a JSON file that contain `mark`."""
     if file.is_file():
         with file.open("rb") as lines:
             for line in lines:
                 if mark in line:
                     try:
                         event = json.loads(line)
-                    except ValueError:  # which `verify` reports
+                    except ValueError:  # `verify` reports the line
                         continue
                     yield event
 
 
 def _records(run_dir: Path) -> Iterator[tuple[str, int, str, bytes]]:
-    """Yield place, group, lease token and payload of each record; damaged files are for `check_files`."""
+    """Yield place, group, lease token and payload of each record; skips damaged files (see `check_files`)."""
     for path in sorted((run_dir / "archive").glob("step_*.msgpack")):
         try:
             step = msgpack.unpackb(path.read_bytes(), strict_map_key=False)
@@ -145,7 +149,7 @@ def _records(run_dir: Path) -> Iterator[tuple[str, int, str, bytes]]:
         yield from ((f"step {int(step['step'])}", *item) for item in found)
     path = run_dir / "spool.sqlite"
     if path.is_file():
-        # Of a run that is over there is no log beside the file, and a reader would leave one.
+        # The file of a finished run has no write-ahead log, and a reader must not create one.
         how = "mode=ro" if path.with_name("spool.sqlite-wal").exists() else "immutable=1"
         try:
             with closing(sqlite3.connect(f"{path.absolute().as_uri()}?{how}", uri=True)) as connection:
@@ -156,7 +160,7 @@ def _records(run_dir: Path) -> Iterator[tuple[str, int, str, bytes]]:
 
 
 def _accepts(log: Path) -> Iterator[tuple[tuple[int, str], Mapping[int, int]]]:
-    """Yield (group, lease token) and counts of each accept, also of those in a rebuild."""
+    """Yield (group, lease token) and counts of each accept, including accepts in a rebuild."""
     for event in _events(log, b'"accept"'):
         yield from _accepts_in(event)
 

@@ -1,8 +1,8 @@
-"""Finds damage in the write-ahead log of a SQLite file, which SQLite itself takes for the log's end.
+"""Detects damage in the write-ahead log of a SQLite file, which SQLite mistakes for the end of the log.
 
-The format is described at https://www.sqlite.org/fileformat2.html#the_write_ahead_log: a header of 32 bytes,
-then frames of 24 bytes and a page. A frame counts if it has the salts of the header and the right checksum,
-which goes over all frames before it. Frames of an older log, which has other salts, may follow.
+Format: https://www.sqlite.org/fileformat2.html#the_write_ahead_log. A header of 32 bytes is followed by
+frames of 24 bytes and a page. A frame is valid if it has the salts of the header and the right checksum,
+which covers all preceding frames. Frames of an older log, with other salts, may follow.
 """
 
 import struct
@@ -10,13 +10,13 @@ from pathlib import Path
 
 HEADER_BYTES, FRAME_BYTES = 32, 24
 BIG_ENDIAN = 0x377F0683
-"""The first number of a log whose checksums are of big-endian words; it is one less otherwise."""
+"""Magic number of a log with big-endian checksums; little-endian logs have this number minus one."""
 
 _Sums = tuple[int, int]
 
 
 def damage_in_log(path: Path) -> str | None:
-    """Return where a log is damaged, None if it is whole, empty or not there. Raises OSError."""
+    """Return where a log is damaged; None if it is intact, empty or missing. Raises OSError."""
     data = path.read_bytes() if path.is_file() else b""
     if not data:
         return None

@@ -1,5 +1,6 @@
-"""Publishes weight versions; `registry.py` has the table of transports.
+"""Publishes weight versions. `registry.py` contains the table of transports.
 
-`shm`, `disk` and `http` are `files.py`; `shared` is `shared.py`, on several ranks `shared_parts.py`; `nccl`
-is `served/nccl_pairs.py`, `ipc` is `served/ipc_handles.py`, both driven by `served/sender.py`.
+`shm`, `disk` and `http` are in `files.py`; `shared` is in `shared.py`, for several ranks in
+`shared_parts.py`; `nccl` is in `served/nccl_pairs.py` and `ipc` in `served/ipc_handles.py`, both driven by
+`served/sender.py`.
 """

@@ -1,4 +1,4 @@
-"""Writes the tensors of a version into buckets as they are exported, and digests them there."""
+"""Copies the tensors of a version into buckets during the export, and digests them there."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import NamedTuple
@@ -11,23 +11,23 @@ from protocol.messages import TensorEntry, WeightManifest
 from protocol.weights.buckets import DTYPE_BYTES, BucketLayout, manifest_digest
 
 Named = Iterable[tuple[str, torch.Tensor]]
-"""(Hugging Face name, tensor) in the order of export."""
+"""(Hugging Face name, tensor) in export order."""
 EXACT = (".e_score_correction_bias",)
-"""Ends of the names of tensors that engines keep in float32 for any model dtype: rounded, they would make
-routers choose other experts."""
+"""Suffixes of tensor names that engines keep in float32 for any model dtype, because rounding would change
+the experts that routers choose."""
 
 
 class BucketContents(NamedTuple):
-    """Contents of a version."""
+    """Entries and buckets of a version."""
 
     entries: tuple[TensorEntry, ...]
-    """In the order of export."""
+    """In export order."""
     buckets: tuple[int, ...]
-    """Bytes of each bucket."""
+    """Size of each bucket, bytes."""
 
 
 class EntryBuilder:
-    """Builds the entries of a version, tensor by tensor: `place` one, then `digest` it."""
+    """Builder of a version's entries: for each tensor, call `place`, then `digest`."""
 
     def __init__(self, bucket_bytes: int) -> None:
         self._layout = BucketLayout(bucket_bytes)
@@ -35,10 +35,10 @@ class EntryBuilder:
         self._digests = Digests()
 
     def place(self, name: str, tensor: torch.Tensor) -> tuple[int, int]:
-        """Return (bucket, offset in bytes) of the next tensor.
+        """Return (bucket, byte offset) of the next tensor.
 
         Raises:
-            WeightError: the name was placed before, or the dtype cannot be published.
+            WeightError: the name was already placed, or the dtype cannot be published.
         """
         dtype = checked_dtype(name, tensor)
         bucket, offset = self._layout.place(name, tensor.nbytes)
@@ -46,7 +46,7 @@ class EntryBuilder:
         return bucket, offset
 
     def digest(self, tensor: torch.Tensor) -> None:
-        """Digest the tensor that was placed last, or its bytes as uint8, wherever they lie."""
+        """Digest the last placed tensor, or its bytes as uint8, on any device."""
         self._digests.add(tensor)
 
     def finish(self) -> BucketContents:
@@ -68,17 +68,17 @@ def fill_buckets(
     allocate: Callable[[int, int], torch.Tensor],
     reserve: Callable[[int, int, int], None] = lambda bucket, offset, nbytes: None,
 ) -> BucketContents:
-    """Copy all tensors into buckets and digest each in its bucket.
+    """Copy all tensors into buckets and digest each tensor in its bucket.
 
     Args:
         tensors: on any device, contiguous or not.
-        bucket_bytes: size of a bucket; a larger tensor gets one of its own.
-        allocate: (index, bytes) -> uint8 tensor of that size, on any device. Called for one bucket after the
-            other; a bucket is complete when the next one is allocated, on a GPU when this function returns.
-        reserve: (index, offset, bytes), called before that part of a bucket is written.
+        bucket_bytes: size of a bucket; a larger tensor gets a bucket to itself.
+        allocate: (index, bytes) -> uint8 tensor of this size, on any device. Called for each bucket in order.
+            A bucket is complete when the next bucket is allocated; on a GPU, when this function returns.
+        reserve: (index, offset, bytes); called before writing to this range of a bucket.
 
     Raises:
-        WeightError: there are no tensors, a name comes twice, or a dtype cannot be published.
+        WeightError: the version has no tensors, a name twice, or a dtype that cannot be published.
     """
     builder = EntryBuilder(bucket_bytes)
     current, memory = -1, torch.empty(0, dtype=torch.uint8)
@@ -103,7 +103,7 @@ def make_manifest(
     *,
     base_model: str,
 ) -> WeightManifest:
-    """Return the manifest of a version with these contents; the arguments are fields of `WeightManifest`."""
+    """Return the manifest of a version; the arguments are fields of `WeightManifest`."""
     return WeightManifest(
         epoch=epoch,
         version=version,
@@ -120,7 +120,7 @@ def checked_dtype(name: str, tensor: torch.Tensor) -> str:
     """Return the name of a tensor's dtype, as in `TensorEntry`.
 
     Raises:
-        WeightError: tensors of this dtype cannot be published.
+        WeightError: this dtype cannot be published.
     """
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPE_BYTES:
@@ -129,14 +129,14 @@ def checked_dtype(name: str, tensor: torch.Tensor) -> str:
 
 
 def published_dtype(name: str, dtype: str) -> str:
-    """Return the dtype in which a tensor of floating point is published to engines of `dtype`."""
+    """Return the dtype in which a floating-point tensor is published to engines of `dtype`."""
     return "float32" if name.endswith(EXACT) else dtype
 
 
 def in_dtype(tensors: Named, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in an engine's dtype.
 
-    Not converted are those that are not floating point, and those that engines keep in float32, too.
+    Integer tensors, and tensors that engines keep in float32, are not converted.
     """
     for name, tensor in tensors:
         kind = getattr(torch, published_dtype(name, dtype))
@@ -144,6 +144,6 @@ def in_dtype(tensors: Named, dtype: str) -> Iterator[tuple[str, torch.Tensor]]:
 
 
 def drain(tensors: Named) -> None:
-    """Consume the rest of an export, a collective that every rank must complete even if publishing failed."""
+    """Exhaust an export, a collective that every rank must complete even if publishing failed."""
     for _ in tensors:
         pass

@@ -1,8 +1,11 @@
-"""Chains versions: every so many versions one is an anchor, of all bytes, and the others are changes.
+"""Arranges versions in chains: an anchor with all bytes, followed by versions of changes only.
 
-A restarted trainer has no version to compare with and begins with an anchor, so does the version after one
-that could not be published. A version is an anchor, too, if it is older than the newest, or its directory
-would replace one of the newest one's chain: a trainer that goes back reaches versions a second time.
+A chain has a maximum length. These versions also start a chain:
+
+- the first version of a trainer process
+- a version after one that could not be published
+- after a rewind, a version that is older than the newest version, or whose directory would replace one in the
+  newest version's chain
 """
 
 from collections.abc import Sequence
@@ -17,25 +20,25 @@ from trainer.weights.part_layout import PartReport
 
 
 class VersionChain:
-    """The anchor and the changes by which the newest version is read."""
+    """Anchor and deltas from which the newest version is read."""
 
     def __init__(self, anchor_every: int, *, apart: bool) -> None:
-        """Begin with an anchor.
+        """Start with an anchor.
 
         Args:
-            anchor_every: versions of a chain, at most.
-            apart: ranks write to files of their own in anchors, too.
+            anchor_every: maximum number of versions in a chain.
+            apart: whether ranks also write anchors to files of their own.
         """
         self._anchor_every, self._apart = anchor_every, apart
         self._newest: WeightManifest | None = None
-        """The version to compare the next one with; None: there is none, or the next one is being written."""
+        """Version to compare the next version with; None: no version, or a version is being written."""
         self._base: WeightManifest | None = None
-        """The version that the one in the making changes; None: that is an anchor."""
+        """Base of the version that is being written; None: the version is an anchor."""
 
     def begin(self, version: int, name: str) -> bool:
-        """Begin a version in the directory of this name; return whether it is written as changes.
+        """Begin a version in the directory `name`; return whether it is written as changes.
 
-        Unless it is `published`, the next one is an anchor.
+        Unless the version is `published`, the next version is an anchor.
         """
         base, self._newest = self._newest, None
         is_changes = (
@@ -48,15 +51,14 @@ class VersionChain:
         return is_changes
 
     def completed(self, manifest: WeightManifest, aside: Path, parts: Sequence[PartReport]) -> WeightManifest:
-        """Describe the changes in the version's directory; return its manifest with its chain.
+        """Write the index of changes into the version's directory; return the manifest with its chain.
 
         Args:
-            manifest: the version's.
-            aside: its directory.
-            parts: reports of the ranks that have written it.
+            aside: directory of the version.
+            parts: reports of the ranks that wrote the version.
 
         Raises:
-            OSError: the description cannot be written.
+            OSError: the index cannot be written.
         """
         base, nbytes = self._base, sum(manifest.buckets)
         if base is not None or self._apart:
@@ -74,5 +76,5 @@ class VersionChain:
         return replace(manifest, chain=(*links, WeightLink(name, manifest.digest, nbytes, apart)))
 
     def published(self, manifest: WeightManifest) -> None:
-        """Compare the next version with this one."""
+        """Use this version as the base of the next version."""
         self._newest = manifest

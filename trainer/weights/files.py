@@ -1,15 +1,15 @@
-"""Publishes versions as files: in shared memory, in a directory that hosts share, or below a URL.
+"""Publishes versions as files: in shared memory, in a directory shared by hosts, or below a URL.
 
     DIRECTORY/owner.pid                          of `shm`, see `protocol/host/owned_directory.py`
     DIRECTORY/v00000012-EPOCH/bucket_00000.bin   the version, at the manifest's `location`
     DIRECTORY/v00000012-EPOCH/manifest.json      the manifest, written last
 
-With `weights.delta` most directories have changes instead of buckets, see `deltas.py`. Where the trainer has
-several hosts all have such files, one of each rank; an anchor's have all bytes.
+With `weights.delta`, most directories contain changes instead of buckets, see `deltas.py`. If the trainer has
+several hosts, each rank has a file of its own in every version; the files of an anchor contain all bytes.
 
-Versions on disk outlive the run, so engines that join late and restarted trainers find them. Versions in
-shared memory end with the trainer. They are plain files rather than `multiprocessing.shared_memory`, because
-the resource tracker of a reader would unlink the latter when the reader exits.
+Versions on disk outlive the run, so late engines and restarted trainers find them. Versions in shared memory
+end with the trainer. They are plain files instead of `multiprocessing.shared_memory`, whose resource tracker
+would unlink the memory when a reader exits.
 """
 
 import errno
@@ -38,22 +38,20 @@ REMEDIES = {
     "http": "free some, or lower weights.keep",
     "shm": "enlarge it (docker: --shm-size), lower weights.keep, or set weights.directory",
 }
-"""Transport -> what to do where its directory is full."""
+"""Transport -> remedy for a full directory."""
 
 
 def disk_sender(
     config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None, *, apart: bool = False
 ) -> "FileSender":
-    """Make the directory, and take over the versions that an earlier trainer of the run published there.
+    """Create the directory, and adopt versions that an earlier trainer of the run published there.
 
     Args:
-        config: section `[weights]`.
-        run_dir: directory of the run.
-        blank: as for `FileSender`.
-        apart: as for `FileSender`.
+        blank: as in `FileSender`.
+        apart: as in `FileSender`.
 
     Raises:
-        WeightError: the directory cannot be made or read.
+        WeightError: the directory cannot be created or read.
     """
 
     def root(_: WeightConfig, directory: Path) -> VersionRoot:
@@ -65,13 +63,13 @@ def disk_sender(
 def http_sender(
     config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None, *, apart: bool = False
 ) -> "FileSender":
-    """As `disk_sender`, for engines that read the directory, or a copy of it, by URL.
+    """Return a sender as `disk_sender`, for engines that read the directory, or a copy of it, by URL.
 
     Raises:
-        SettingsError: fsspec does not know the kind of URL.
-        WeightError: the directory cannot be made, read or served.
+        SettingsError: fsspec does not support the URL.
+        WeightError: the directory cannot be created, read or served.
     """
-    from trainer.weights.version_roots import url_root  # imports a web server
+    from trainer.weights.version_roots import url_root  # the module imports a web server
 
     return _lasting("http", config, run_dir, blank, url_root, apart=apart)
 
@@ -99,10 +97,10 @@ def _lasting(
 
 
 def shm_sender(config: WeightConfig, run: str, blank: WeightManifest | None = None) -> "FileSender":
-    """Make the directory, and remove the directories of dead trainers of the same run.
+    """Create the directory, and remove directories of dead trainers of the same run.
 
     Raises:
-        WeightError: the directory cannot be made, or another live process owns it.
+        WeightError: the directory cannot be created, or another live process owns it.
     """
     try:
         directory, owner = claim(Path(config.directory)) if config.directory else claim_shared(run)
@@ -115,7 +113,7 @@ def shm_sender(config: WeightConfig, run: str, blank: WeightManifest | None = No
 
 
 def _release(config: WeightConfig, directory: Path, owner: int) -> None:
-    """Give up a directory of shared memory; one that the settings name stays."""
+    """Release a directory in shared memory, and delete it unless the settings name it."""
     if config.directory:
         (directory / OWNER).unlink(missing_ok=True)
     else:
@@ -124,7 +122,7 @@ def _release(config: WeightConfig, directory: Path, owner: int) -> None:
 
 
 class FileSender(WeightSender):
-    """Rank 0's sender: writes versions to directories, alone or together with the other ranks."""
+    """Sender of rank 0, which writes versions to directories, alone or together with the other ranks."""
 
     def __init__(
         self,
@@ -137,18 +135,17 @@ class FileSender(WeightSender):
         *,
         apart: bool = False,
     ) -> None:
-        """Take over the versions in a directory.
+        """Adopt the versions in a directory.
 
         Args:
             transport: "disk", "http" or "shm".
-            directory: an existing directory, which holds the versions.
-            config: section `[weights]`.
-            root: where engines find them.
-            blank: `blank_manifest` of versions that all ranks write, or of changes alone; None: rank 0
-                writes all bytes.
-            release: called by `close`, once all versions are removed. None: versions outlive the sender, and
-                each is synced to the disk.
-            apart: the ranks are on several hosts, so each writes to files of its own.
+            directory: existing directory of the versions.
+            root: location where engines read the versions.
+            blank: `blank_manifest`, if all ranks write or `weights.delta` is set; None: rank 0 writes all
+                bytes.
+            release: called by `close` after all versions are removed. None: versions outlive the sender, and
+                each is synced to disk.
+            apart: whether the ranks are on several hosts, so each rank writes to files of its own.
 
         Raises:
             OSError: the directory cannot be read.

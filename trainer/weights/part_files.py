@@ -1,4 +1,4 @@
-"""Writes one rank's pieces of each version to files: all bytes to the buckets, or what changed to its own."""
+"""Writes one rank's pieces of each version: all bytes into shared buckets, or into a file per rank."""
 
 import mmap
 import os
@@ -24,44 +24,43 @@ from trainer.weights.part_layout import PartReport, checked_pieces
 from trainer.weights.version_directories import bucket_path
 
 PAUSE_S = 0.1
-"""Interval at which a file is looked for."""
+"""Polling interval for a file to appear, seconds."""
 
 
 class PartOrder(msgspec.Struct, frozen=True):
-    """Order of rank 0 to the other ranks about a version."""
+    """Rank 0's order to the other ranks for a version."""
 
     directory: str
-    """Where they write it, in the versions' directory that each knows; empty: no version is published."""
+    """Directory of the version, in the versions' directory that each rank knows; empty: no version is
+    published."""
     own_files: bool = False
-    """Whether each rank writes to a file of its own; otherwise all write to the buckets."""
+    """Whether each rank writes to a file of its own; otherwise all ranks write to the buckets."""
     changes: bool = False
-    """Whether they write to these only what changed since the version before."""
+    """Whether these files contain only changes since the previous version."""
 
 
 class PartFiles:
     """One rank's pieces in the files of versions."""
 
     def __init__(self, blank: WeightManifest, rank: int, *, keeps: bool) -> None:
-        """Write pieces of versions with the layout of `blank_manifest`.
+        """Create the writer of versions with the layout of `blank_manifest`.
 
         Args:
-            blank: the layout.
-            rank: this process's.
-            keeps: hold the pieces of the newest version in host memory, to compare the next with them.
+            keeps: whether to keep the pieces of the newest version in host memory, for comparison with the
+                next version.
         """
         self.rows = PieceRows(blank)
-        """Places of the sums."""
+        """Positions of the sums."""
         self._blank, self._rank, self._keeps = blank, rank, keeps
         self._held: dict[int, torch.Tensor] = {}
-        """Number of a piece -> its elements in the version that was written last."""
+        """Index of a piece -> its elements in the last written version."""
 
     def write(self, tensors: Named, order: PartOrder, root: Path) -> PartReport:
-        """Write and digest the pieces of a version; buckets are there in their sizes.
+        """Write and digest the pieces of a version; buckets already exist with their sizes.
 
         Args:
-            tensors: the rank's pieces.
-            order: rank 0's; changes must be of the version that was written last.
-            root: directory of the versions, by this host's path.
+            order: order of rank 0; changes must refer to the last written version.
+            root: directory of the versions, as a path on this host.
 
         Returns:
             The sums and the changes, or why the part could not be written.
@@ -94,7 +93,7 @@ class PartFiles:
                 if file is not None:
                     nbytes = file.tell()
                     file.flush()
-                    os.fsync(file.fileno())  # rank 0 may be on another host, and syncs its own files only
+                    os.fsync(file.fileno())  # rank 0, possibly on another host, syncs only its own files
         except (WeightError, OSError) as error:
             drain(tensors)
             return PartReport("", f"rank {self._rank}: {error}", b"")
@@ -106,7 +105,7 @@ class PartFiles:
     def _written(
         self, file: BinaryIO, piece: WeightPiece, elements: torch.Tensor, old: torch.Tensor | None
     ) -> list[TensorChange]:
-        """Write what changed of a piece, or all of it without an `old` one; return where that is, if any."""
+        """Write the changes of a piece, or all of it if `old` is None; return their position, if any."""
         new = bits_of(elements).view(-1)
         found = Changes.all_of(new) if old is None else coded(bits_of(old).view(-1), new)
         if not found.elements:
@@ -120,15 +119,15 @@ class PartFiles:
         if number in self._held:
             self._held[number].copy_(elements)
         else:
-            self._held[number] = elements.clone()  # they may be the model's own
+            self._held[number] = elements.clone()  # the elements may be the model's memory
 
 
 def check_files(directory: Path, reports: Sequence[PartReport]) -> None:
-    """Check that rank 0's host sees what each rank has written to a file of its own.
+    """Check that rank 0's host sees the complete file of each rank.
 
     Raises:
-        OSError: there is no such file.
-        WeightError: it has another size.
+        OSError: a file is missing.
+        WeightError: a file has a different size.
     """
     for rank, report in enumerate(reports):
         name = changes_name(rank)
@@ -138,7 +137,7 @@ def check_files(directory: Path, reports: Sequence[PartReport]) -> None:
 
 
 def _opened(path: Path, mode: Literal["rb", "wb"]) -> BinaryIO:
-    """Open a file. On a network file system what another host has made may be seen late: wait for it."""
+    """Open a file; wait for it, because network file systems may show another host's file late."""
     end = time.monotonic() + SEE_S
     while True:
         try:
@@ -150,7 +149,7 @@ def _opened(path: Path, mode: Literal["rb", "wb"]) -> BinaryIO:
 
 
 def mapped(bucket: Path) -> torch.Tensor:
-    """Return a file as a uint8 tensor, which writes to it."""
+    """Return a file as a writable uint8 tensor."""
     with bucket.open("rb+") as file:
         size = file.seek(0, 2)
         memory = mmap.mmap(file.fileno(), size) if size else bytearray()
@@ -158,7 +157,7 @@ def mapped(bucket: Path) -> torch.Tensor:
 
 
 def _place(bucket: torch.Tensor, blank: WeightManifest, piece: WeightPiece) -> torch.Tensor:
-    """Return the place of a piece in its bucket."""
+    """Return a view of a piece in its bucket."""
     entry = blank.tensors[piece.tensor]
     raw = bucket[entry.offset : entry.offset + entry.nbytes]
     return raw.view(getattr(torch, entry.dtype)).view(entry.shape)[relative(piece.box, whole(entry.shape))]

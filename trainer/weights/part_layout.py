@@ -1,4 +1,4 @@
-"""Describes a version that the trainer's ranks publish in parts: its manifest without digests and places."""
+"""Describes a version that the trainer's ranks publish in parts: a manifest without digests and locations."""
 
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
@@ -20,13 +20,10 @@ from trainer.weights.bucket_writer import Named, published_dtype
 def blank_manifest(
     publication: Publication, dtype: str, bucket_bytes: int, transport: str = "nccl"
 ) -> WeightManifest:
-    """Return the manifest of no version yet; equal on every rank.
+    """Return a manifest without version, digests and locations; equal on every rank.
 
     Args:
-        publication: the model's.
-        dtype: in which its tensors are published.
-        bucket_bytes: size of a bucket.
-        transport: by which engines get it.
+        dtype: dtype of the published tensors.
     """
     layout = BucketLayout(bucket_bytes)
     entries = []
@@ -50,22 +47,22 @@ class PartReport(msgspec.Struct, frozen=True):
 
     location: str
     error: str
-    """Why the part could not be made; empty if it was."""
+    """Why the part failed; empty: success."""
     sums: bytes
-    """Sums of its pieces, one after the other, int64."""
+    """Sums of the rank's pieces, concatenated, int64."""
     changes: tuple[TensorChange, ...] = ()
-    """Where its changes are in its file, if it has written these."""
+    """Positions of the rank's changes in its file, if it wrote changes."""
     nbytes: int = 0
-    """Bytes of that file."""
+    """Size of the rank's file, bytes."""
 
 
 def checked_pieces(
     blank: WeightManifest, rank: int, tensors: Named
 ) -> Iterator[tuple[WeightPiece, torch.Tensor]]:
-    """Yield a rank's pieces with their elements, as its export gives them.
+    """Yield a rank's pieces with their elements from its export.
 
     Raises:
-        WeightError: the export has another tensor, or another shape of one; names it.
+        WeightError: the export has a different tensor or shape; the message names the tensor.
     """
     for piece, named in zip_longest(blank.parts[rank].pieces, tensors):
         name = blank.tensors[piece.tensor].name if piece is not None else None
@@ -80,16 +77,15 @@ def checked_pieces(
 def complete_manifest(
     blank: WeightManifest, digests: Sequence[int], locations: Sequence[str], *, base_model: str
 ) -> WeightManifest:
-    """Return the manifest of a version that every rank has its part of.
+    """Return the manifest of a version whose parts exist on every rank.
 
     Args:
-        blank: its epoch, version and layout.
-        digests: of its tensors.
-        locations: by rank, where its part is served.
+        blank: epoch, version and layout.
+        locations: by rank, where the part is served.
         base_model: architecture name from the model's config.json.
 
     Raises:
-        WeightError: it has no tensors.
+        WeightError: the version has no tensors.
     """
     if not blank.tensors:
         raise WeightError("a version without tensors cannot be published")

@@ -1,4 +1,4 @@
-"""Publishes a version of the model; on every rank, because ranks gather it, or publish a part each."""
+"""Publishes a version of the model; runs on every rank, because ranks gather or each publish a part."""
 
 from collections.abc import Iterator
 from itertools import chain
@@ -20,11 +20,9 @@ def publish(
     """Publish the weights from this rank; a collective. See `WeightSender.publish`.
 
     Args:
-        backend: this rank's part of the model, which may change when this function returns.
-        sender: publishes from this rank; None: rank 0 alone publishes, and this rank only helps to gather.
-        epoch: epoch of the trainer.
-        version: number of the version.
-        dtype: in which the weights are published.
+        backend: this rank's shard of the model, which may change after this function returns.
+        sender: sender of this rank; None: only rank 0 publishes, and this rank helps to gather.
+        dtype: dtype of the published weights.
 
     Returns:
         The manifest; None without a sender.
@@ -38,16 +36,19 @@ def publish(
 
 
 def published(backend: Backend, dtype: str, *, in_parts: bool = False) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield what engines get, adapters scaled, a draft head last: this rank's pieces, or all on rank 0."""
+    """Yield the published tensors: this rank's pieces, or on rank 0 whole tensors.
+
+    Adapters are scaled; the tensors of a draft head come last.
+    """
     tensors = backend.pieces() if in_parts else backend.export()
     scaled = as_published(tensors, backend.targets, backend.lora)
     return in_dtype(chain(scaled, backend.extra_tensors.items()), dtype)
 
 
 def published_digest(backend: Backend, dtype: str) -> int:
-    """Return the digest of the manifest under which the weights would be published; a collective.
+    """Return the manifest digest that the published weights would have; a collective.
 
-    Each tensor is digested where it lies and then released. Only rank 0's result counts.
+    Each tensor is digested in place and then released. Only rank 0's result is valid.
     """
     facts, digests = [], Digests()
     for name, tensor in published(backend, dtype):

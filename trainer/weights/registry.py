@@ -1,4 +1,4 @@
-"""Makes senders by the name of their transport, whose module is imported when it is chosen."""
+"""Creates senders by transport; a transport's module is imported when the transport is selected."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from protocol.messages import WeightManifest
 from trainer.config import WeightConfig
 from trainer.weights.base import WeightSender
 
-if TYPE_CHECKING:  # whoever reads settings imports this module for the names
+if TYPE_CHECKING:  # processes that read settings import this module for the names
     from trainer.backends.base import Backend
 
 log = logging.getLogger("tether.weights")
@@ -23,12 +23,12 @@ log = logging.getLogger("tether.weights")
 
 @dataclass(frozen=True, slots=True)
 class TransportEntry(Entry):
-    """Class of a transport's sender, or the function that makes it."""
+    """A transport: its sender's class, or the function that creates the sender."""
 
     listens: bool = False
     """Whether the sender listens for engines on `weights.host`."""
     files: bool = False
-    """Whether versions are files, which can be read repeatedly, by engines and by others."""
+    """Whether versions are files, which engines and other processes can read repeatedly."""
 
 
 TRANSPORTS = Registry(
@@ -53,30 +53,26 @@ def make_sender(
     rank: int = 0,
     curve_dir: str = "",
 ) -> WeightSender | None:
-    """Return a rank's sender; None for a rank other than 0 if rank 0 publishes all that the ranks gather.
+    """Return a rank's sender; None for a rank other than 0 if rank 0 publishes all gathered tensors.
 
-    With a trainer of several hosts the ranks gather for `ipc` and `shm`: engines map the memory of one host
-    only. With `disk` and `http` each rank writes to files of its own in the directory that the hosts share.
+    With several hosts, the ranks gather for `ipc` and `shm`, because engines map the memory of one host only.
+    With `disk` and `http`, each rank writes to files of its own in a directory shared by the hosts.
 
     Args:
-        config: section `[weights]`.
-        backend: this rank's part of the model.
-        dtype: in which the weights are published.
-        run: name of the run.
-        run_dir: directory of the run.
-        rank: this process's.
-        curve_dir: directory of the bus's keys, which transports with connections ask for; empty: none.
+        backend: this rank's shard of the model.
+        dtype: dtype of the published weights.
+        curve_dir: directory of the bus's keys, which transports with connections require; empty: no keys.
 
     Raises:
-        SettingsError: the transport is unknown or cannot be used here, a number is out of range, or a key
-            cannot be read.
+        SettingsError: the transport is unknown or unsupported here, a number is out of range, or a key cannot
+            be read.
         WeightError: the sender cannot be set up.
     """
     for name in ("bucket_mb", "keep", "timeout_s"):
         if getattr(config, name) <= 0:
             raise SettingsError(f"weights.{name} {getattr(config, name)}: must be positive")
     entry = TRANSPORTS.find(config.transport, "setting weights.transport:")
-    if config.transport == "shared" and backend.lora.rank:  # the base is shared, which no version brings
+    if config.transport == "shared" and backend.lora.rank:  # the base is shared; adapters go by shm
         config, entry = replace(config, transport="shm"), TRANSPORTS["shm"]
     sender: Any = load(entry.path)
     if config.transport == "shared" and sum(map(len, backend.replicas)) == 1:
@@ -112,7 +108,7 @@ def _shared_part(run_dir: Path, rank: int, blank: WeightManifest, backend: Backe
 
 
 def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> WeightManifest:
-    """Return the layout of versions, in the parts of the ranks or, where these gather, in one."""
+    """Return the layout of versions: in the parts of the ranks or, if the ranks gather, in one part."""
     from trainer.weights.part_layout import blank_manifest  # imports torch
 
     publication = backend.publication.with_tensors(backend.extra_tensors)
@@ -123,10 +119,10 @@ def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> Wei
 
 
 def _why_gathered(config: WeightConfig) -> str:
-    """Return why rank 0 has to publish what several ranks have; empty if each can publish its part."""
+    """Return why rank 0 must publish the tensors of several ranks; empty if each rank can publish."""
     return "" if config.transport in ("disk", "http", "nccl") or _on_one_host() else "several_hosts"
 
 
 def _on_one_host() -> bool:
-    """Return whether all ranks of the trainer are on this host, as torchrun says."""
+    """Return whether all ranks of the trainer are on this host, according to torchrun."""
     return os.environ.get("LOCAL_WORLD_SIZE") == os.environ.get("WORLD_SIZE")

@@ -1,8 +1,8 @@
-"""Publishes where the trainer's fp32 masters lie, without copying them; for one engine on the same device.
+"""Publishes the location of the trainer's fp32 masters without copying, for one engine on the same device.
 
-`location` is the file that describes their memory. The engine converts the masters into its live weights
-itself. So they must not be written to between `publish` and the moment in which the engine serves the
-version; `invalidate` announces that they will be.
+`location` is the file that describes the masters' memory. The engine converts the masters into its live
+weights. The masters must therefore not change between `publish` and the moment when the engine serves the
+version. `invalidate` announces the next change.
 """
 
 from collections.abc import Callable, Mapping
@@ -19,11 +19,11 @@ from trainer.weights.bucket_writer import BucketContents, EntryBuilder, Named, d
 
 NOT_HELD = -1
 UNLIMITED_BYTES = 1 << 62
-"""Size of the only bucket, which exists in the manifest alone."""
+"""Size of the only bucket, which exists only in the manifest."""
 
 
 class SharedSender(WeightSender):
-    """Moves the masters to memory that the engine can map, and publishes which version they hold."""
+    """Sender that moves the masters to memory that the engine can map, and publishes their version."""
 
     in_parts = False
 
@@ -33,16 +33,15 @@ class SharedSender(WeightSender):
         masters: Mapping[str, torch.Tensor],
         parts: Callable[[], Mapping[str, torch.Tensor]] | None = None,
     ) -> None:
-        """Move the masters.
+        """Move the masters to shareable memory.
 
         Args:
-            run_dir: directory of the run.
             masters: dense tensors; they stay the same objects.
-            parts: returns checkpoint name -> part of a master, see `matches_layout`; by default each master
-                is one tensor of the checkpoint.
+            parts: returns checkpoint name -> part of a master, see `matches_layout`; default: each master is
+                one tensor of the checkpoint.
 
         Raises:
-            WeightError: on a CPU, there is not enough memory for them; they stay where they are.
+            WeightError: on a CPU, the memory is insufficient; the masters stay where they are.
         """
         self._run_dir = run_dir
         held = torch.tensor(NOT_HELD)
@@ -58,9 +57,9 @@ class SharedSender(WeightSender):
         self._path: Path | None = None
 
     def publish(self, epoch: str, version: int, tensors: Named, *, base_model: str = "") -> WeightManifest:
-        """Publish the version that the masters hold.
+        """Publish the version in the masters.
 
-        `tensors` are the masters converted to the engine's dtype; they are digested, and not kept.
+        `tensors` are the masters converted to the engine's dtype; they are digested and not kept.
         """
         self.invalidate()
         path = description_file(self._run_dir, f"trainer.{epoch}")
@@ -77,11 +76,11 @@ class SharedSender(WeightSender):
         return manifest
 
     def invalidate(self) -> None:
-        """Withdraw the version, as the masters are about to be written to: no engine reads it any more."""
+        """Withdraw the version before the masters change; engines no longer read it."""
         self._held.fill_(NOT_HELD)
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Return at once: there is one version at a time."""
+        """Return at once: only one version exists at a time."""
 
     def close(self) -> None:
         """Withdraw the version and remove the description; the masters stay usable in this process."""
@@ -92,7 +91,7 @@ class SharedSender(WeightSender):
 
 
 def _digested(tensors: Named, parts: Mapping[str, torch.Tensor]) -> BucketContents:
-    """Return the entries of the tensors, in one bucket that exists in the manifest alone."""
+    """Return the entries of the tensors, in one bucket that exists only in the manifest."""
     builder = EntryBuilder(UNLIMITED_BYTES)
     for name, tensor in tensors:
         if name not in parts or not matches_layout(parts[name], tuple(tensor.shape)):

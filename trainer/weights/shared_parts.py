@@ -1,7 +1,7 @@
-"""Publishes where the fp32 masters of a trainer's tensor ranks lie, as `shared.py` does for one rank.
+"""Publishes the location of fp32 masters on several trainer ranks, as `shared.py` does for one rank.
 
-Each rank describes its masters in a file, and digests the pieces of the publication that it has. Rank 0 has
-the sums of all, which engine ranks read in its memory: each compares the masters of its own rank with them.
+Each rank describes its masters in a file, and digests its pieces. Rank 0 shares the sums of all ranks. Each
+engine rank compares the masters of the same trainer rank with these sums.
 """
 
 from collections.abc import Callable, Mapping
@@ -37,7 +37,7 @@ _decoder = msgspec.msgpack.Decoder(PartReport)
 
 
 class SharedPartSender(WeightSender):
-    """One rank's masters, in memory that the same rank of the engine can map; see `WeightSender`."""
+    """Sender of one rank's masters, in memory that the same rank of the engine can map."""
 
     in_parts = True
 
@@ -49,17 +49,14 @@ class SharedPartSender(WeightSender):
         masters: Mapping[str, torch.Tensor],
         parts: Callable[[], Mapping[str, torch.Tensor]],
     ) -> None:
-        """Move the masters.
+        """Move the masters to shareable memory.
 
         Args:
-            run_dir: directory of the run.
-            rank: this process's.
-            blank: `blank_manifest` of the model.
-            masters: parameter of this rank -> its master; they stay the same objects.
-            parts: returns checkpoint name -> the part of the tensor that a master of this rank has.
+            masters: parameter of this rank -> its master; the masters stay the same objects.
+            parts: returns checkpoint name -> part of the tensor in a master of this rank.
 
         Raises:
-            WeightError: on a CPU, there is not enough memory for them; they stay where they are.
+            WeightError: on a CPU, the memory is insufficient; the masters stay where they are.
         """
         self._run_dir, self._rank, self._blank = run_dir, rank, blank
         self._rows = PieceRows(blank)
@@ -71,10 +68,10 @@ class SharedPartSender(WeightSender):
             master.data = tensor
         self._parts = {name: part.detach() for name, part in parts().items()}
         self._files: list[Path] = []
-        """Descriptions of this epoch."""
+        """Description files of this epoch."""
 
     def publish(self, epoch: str, version: int, tensors: Named, *, base_model: str = "") -> WeightManifest:
-        """Publish the version that the masters hold; `tensors` are this rank's pieces of them."""
+        """Publish the version in the masters; `tensors` are this rank's pieces."""
         self.invalidate()
         blank = replace(self._blank, epoch=epoch, version=version, transport=TRANSPORT)
         report = self._report(epoch, tensors)
@@ -92,17 +89,17 @@ class SharedPartSender(WeightSender):
         return manifest
 
     def invalidate(self) -> None:
-        """Withdraw the version, as the masters are about to be written to: no engine reads it any more.
+        """Withdraw the version before the masters change; engines no longer read it.
 
-        Engine ranks read the number of rank 0, which commands the other ranks after that.
+        Engine ranks read the version from rank 0, which commands the other ranks afterwards.
         """
         self._held.fill_(NOT_HELD)
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Return at once: there is one version at a time."""
+        """Return at once: only one version exists at a time."""
 
     def close(self) -> None:
-        """Withdraw the version and remove the description; the masters stay usable in this process."""
+        """Withdraw the version and remove the descriptions; the masters stay usable in this process."""
         self.invalidate()
         for file in self._files:
             file.unlink(missing_ok=True)
@@ -111,7 +108,8 @@ class SharedPartSender(WeightSender):
     def _report(self, epoch: str, tensors: Named) -> PartReport:
         """Describe the masters, and digest this rank's pieces.
 
-        Version and sums have a file of their own: all engine ranks map it, and the masters' GPU is one's.
+        Version and sums have a separate file, because all engine ranks map it, while only one engine rank
+        uses the masters' GPU.
         """
         path = rank_file(description_file(self._run_dir, f"trainer.{epoch}"), self._rank)
         try:

@@ -1,4 +1,4 @@
-"""Names, writes and retires the directories of published versions, for the transports that keep files."""
+"""Names, writes and retires the directories of published versions, for file-based transports."""
 
 import re
 import shutil
@@ -17,16 +17,16 @@ from trainer.config import WeightConfig
 
 VERSION_NAME = re.compile(r"v(\d{8,})-([0-9a-zA-Z_-]+)")
 MANIFEST = "manifest.json"
-"""A version's manifest, in its directory."""
+"""File of a version's manifest, in its directory."""
 
 
 def versions_in(config: WeightConfig, run_dir: Path) -> Path:
-    """Return where disk and http write the versions of a run, by this host's path."""
+    """Return the directory of a run's versions for disk and http, as a path on this host."""
     return Path(config.directory) if config.directory else run_dir / "weights"
 
 
 def bucket_path(directory: Path, index: int) -> Path:
-    """Return the file of a version's bucket."""
+    """Return the path of a bucket of a version."""
     return directory / bucket_name(index)
 
 
@@ -37,7 +37,10 @@ def write_manifest(manifest: WeightManifest, directory: Path) -> None:
 
 
 def files_of(version: Path) -> Iterator[Path]:
-    """Yield the files that a version names: a listing may lack what another host wrote. Raises OSError."""
+    """Yield the files that a version's manifest and index name. Raises OSError.
+
+    A directory listing may lack files of other hosts.
+    """
     manifest = msgspec.json.decode((version / MANIFEST).read_bytes(), type=WeightManifest)
     names = [bucket_name(index) for index in range(len(manifest.buckets))]
     if manifest.chain and (manifest.chain[-1].apart or len(manifest.chain) > 1):
@@ -47,7 +50,7 @@ def files_of(version: Path) -> Iterator[Path]:
 
 
 def read_manifests(directory: Path) -> list[WeightManifest]:
-    """Return the manifests of the versions in a directory, the one that was written last at the end."""
+    """Return the manifests of the versions in a directory, in order of writing."""
     found = []
     for path in directory.glob("v*"):
         if not VERSION_NAME.fullmatch(path.name):
@@ -56,7 +59,7 @@ def read_manifests(directory: Path) -> list[WeightManifest]:
             data = (path / MANIFEST).read_bytes()
             time_ns = path.stat().st_mtime_ns
             manifest = msgspec.json.decode(data, type=WeightManifest)
-        except (OSError, msgspec.MsgspecError):  # being removed
+        except (OSError, msgspec.MsgspecError):  # the version is being removed
             continue
         manifest = msgspec.structs.replace(manifest, location=str(path))
         found.append((time_ns, manifest.version, manifest))
@@ -64,33 +67,32 @@ def read_manifests(directory: Path) -> list[WeightManifest]:
 
 
 class VersionRoot:
-    """Place at which engines find the versions of a directory: its own path, or a URL."""
+    """Location where engines read the versions of a directory: its path, or a URL."""
 
     def __init__(self, location: str) -> None:
-        """Take its path or URL."""
+        """Create a root at a path or URL."""
         self.location = location
 
     def add(self, version: Path) -> None:
-        """Let engines read a complete version. If they cannot, forgets it and raises WeightError."""
+        """Make a complete version readable for engines; on failure, forget it and raise WeightError."""
 
     def remove(self, names: Sequence[str]) -> None:
         """Forget versions that were removed from the directory."""
 
     def close(self) -> None:
-        """Let engines read no more. Idempotent."""
+        """Stop access by engines. Idempotent."""
 
 
 class VersionDirectories:
-    """The versions in one directory, `v00000012-EPOCH` each, in the order in which they were published."""
+    """Versions in one directory, each named `v00000012-EPOCH`, in order of publication."""
 
     def __init__(self, directory: Path, root: VersionRoot, keep: int, *, durable: bool) -> None:
         """Start without versions.
 
         Args:
-            directory: holds the versions.
-            root: where engines find them.
-            keep: how many of the newest versions `retire` keeps, at least 1.
-            durable: sync each version to the disk before it becomes visible.
+            root: location where engines read the versions.
+            keep: number of newest versions that `retire` keeps, at least 1.
+            durable: whether to sync each version to disk before it becomes visible.
         """
         self.directory = directory
         self._root = root
@@ -98,10 +100,10 @@ class VersionDirectories:
         self._durable = durable
         self._published: list[tuple[int, Path]] = []
         self._needs: dict[Path, tuple[Path, ...]] = {}
-        """Directory of a version -> others without which it cannot be read."""
+        """Directory of a version -> directories that reading the version requires."""
 
     def adopt(self) -> None:
-        """Take over the versions of an earlier process, oldest first, and remove unfinished ones."""
+        """Adopt the versions of an earlier process, oldest first, and remove unfinished versions."""
         found = []
         for path in self.directory.iterdir():
             if path.name.endswith(".tmp"):
@@ -113,22 +115,22 @@ class VersionDirectories:
             self.require(manifest)
 
     def require(self, manifest: WeightManifest) -> None:
-        """Keep the directories that a version's chain names for as long as the version."""
+        """Keep the directories in a version's chain as long as the version."""
         path = self.directory / Path(manifest.location).name
         self._needs[path] = tuple(self.directory / link.directory for link in manifest.chain)
 
     @contextmanager
     def written(self, epoch: str, version: int) -> Iterator[tuple[Path, Path]]:
-        """Write a version within the block; engines can read it when the block ends.
+        """Write a version within the block; engines can read the version after the block.
 
-        A version of the same name is replaced. If the block raises, what it wrote is removed.
+        A version of the same name is replaced. If the block raises, its files are removed.
 
         Yields:
-            (empty directory to write to, path that it will have).
+            (empty directory to write to, final path).
 
         Raises:
-            OSError: the directory cannot be made or renamed.
-            WeightError: it cannot be copied to where engines read it.
+            OSError: the directory cannot be created or renamed.
+            WeightError: the version cannot be copied to `root`.
         """
         final = self.directory / f"v{version:08d}-{epoch}"
         with directory_written_aside(final, durable=self._durable) as aside:
@@ -142,7 +144,7 @@ class VersionDirectories:
         self._published.append((version, final))
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Remove versions that are neither in use nor among the newest, nor needed by one that is."""
+        """Remove versions that are not in use, not among the newest, and not needed by such a version."""
         newest = self._published[-self._keep :]
         kept = {path for version, path in self._published if version in in_use or (version, path) in newest}
         kept |= {path for one in kept for path in self._needs.get(one, ())}
@@ -166,7 +168,7 @@ class VersionDirectories:
 
 
 def remove(path: Path) -> None:
-    """Remove a directory if it exists; a reader that has mapped a file of it keeps the bytes."""
+    """Remove a directory if it exists; a reader that has mapped one of its files keeps the bytes."""
     try:
         shutil.rmtree(path)
     except FileNotFoundError:

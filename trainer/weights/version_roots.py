@@ -1,4 +1,4 @@
-"""Lets engines read the versions of a directory by URL: from a server of the trainer, or an object store."""
+"""Makes the versions of a directory readable by URL: from a server in the trainer, or an object store."""
 
 import asyncio
 import logging
@@ -21,19 +21,19 @@ from trainer.weights.version_directories import MANIFEST, VersionRoot, files_of
 log = logging.getLogger("tether.weights")
 
 MAX_CONNECTIONS = 4096
-"""Connections open at once; an engine rank opens up to eight."""
+"""Maximum number of open connections; an engine rank opens up to eight."""
 HEADER_S = 30.0
-"""How long a connection may take to send the head of its first request."""
+"""Timeout for the head of a connection's first request, seconds."""
 FULL = b'{"error": "too many connections"}'
 START_S = 60.0
-"""Limit for starting and for closing the server, seconds."""
+"""Timeout for starting and for closing the server, seconds."""
 
 
 def url_root(config: WeightConfig, directory: Path) -> VersionRoot:
-    """Return where engines read versions by `http`.
+    """Return the location where engines read versions by `http`.
 
     Raises:
-        SettingsError: fsspec does not know the kind of `weights.url`, or a package for it is missing.
+        SettingsError: fsspec does not support `weights.url`, or lacks a package for it.
         WeightError: the trainer cannot serve the directory on `weights.host`.
     """
     if not config.url:
@@ -44,13 +44,13 @@ def url_root(config: WeightConfig, directory: Path) -> VersionRoot:
 
 
 class ServedRoot(VersionRoot):
-    """The directory, served by HTTP from a thread of this process, by ranges.
+    """HTTP server of the directory in a thread of this process, with range requests.
 
-    Its path is a secret: engines have it from the manifest, which the bus and the ledger protect.
+    The URL path is a secret: engines get it from the manifest, which the bus and the ledger protect.
     """
 
     def __init__(self, directory: Path, host: str) -> None:
-        """Listen on any free port. Raises WeightError."""
+        """Listen on a free port. Raises WeightError."""
         started: Future[str] = Future()
         self._thread = threading.Thread(
             target=lambda: asyncio.run(self._serve(directory, host, started)),
@@ -60,7 +60,7 @@ class ServedRoot(VersionRoot):
         self._thread.start()
         try:
             super().__init__(started.result(2 * START_S))
-        except Exception as error:  # any that the server raises
+        except Exception as error:  # the server may raise anything
             reason = str(error) or f"no server within {START_S:g} s"
             raise WeightError(f"weights.host {host}: {reason}") from error
 
@@ -100,17 +100,16 @@ class ServedRoot(VersionRoot):
 
 
 class CopiedRoot(VersionRoot):
-    """A directory or an object store that versions are copied to, by fsspec."""
+    """Directory or object store to which versions are copied, by fsspec."""
 
     def __init__(self, url: str, timeout_s: float) -> None:
-        """Open it, without a read or write.
+        """Create the file system, without reading or writing.
 
         Args:
-            url: the directory's.
-            timeout_s: limit for a copy with its removal if it fails, and for the removal of old versions.
+            timeout_s: timeout for a copy including cleanup after a failure, and for removing old versions.
 
         Raises:
-            SettingsError: fsspec does not know the kind of URL.
+            SettingsError: fsspec does not support the URL.
         """
         super().__init__(url.rstrip("/"))
         self._store = RemoteDirectory(self.location, "weights.url")
@@ -132,7 +131,7 @@ class CopiedRoot(VersionRoot):
             raise WeightError(str(error)) from error
 
     def remove(self, names: Sequence[str]) -> None:
-        """Remove versions, or log why they stay; the rest of a removal in progress is made later."""
+        """Remove versions, or log why they stay; a removal that times out continues in its thread."""
         try:
             self._within(lambda: self._try_to_remove(names), lambda: None)
         except RemoteError as error:
@@ -146,11 +145,10 @@ class CopiedRoot(VersionRoot):
                 log.warning("weights.not_removed version=%s error=%s", name, error)
 
     def _within(self, function: Callable[[], None], undo: Callable[[], None]) -> None:
-        """Call in a thread that is left behind if it does not end in time. Raises RemoteError.
+        """Call a function in a thread, which is abandoned after the timeout. Raises RemoteError.
 
         Args:
-            function: called in the thread.
-            undo: called in the thread, too, if the function has ended too late.
+            undo: called in the thread if the function ended after the timeout.
         """
         done: Future[None] = Future()
 
@@ -163,10 +161,10 @@ class CopiedRoot(VersionRoot):
                 return
             try:
                 done.set_result(None)
-            except InvalidStateError:  # given up meanwhile
+            except InvalidStateError:  # the caller has timed out
                 undo()
 
-        # a daemon: a file system that hangs must not keep the process
+        # daemon, so a hanging file system cannot block process exit
         threading.Thread(target=call, name="weights-url", daemon=True).start()
         try:
             done.result(self._timeout_s)

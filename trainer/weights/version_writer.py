@@ -1,4 +1,4 @@
-"""Writes the files of a version, from one process or from all ranks of one host at once."""
+"""Writes the files of a version, from one process or from all ranks at once."""
 
 import os
 from collections.abc import Callable
@@ -21,15 +21,15 @@ from trainer.weights.part_layout import PartReport
 from trainer.weights.version_directories import bucket_path, versions_in
 
 RequireSpace = Callable[[int], None]
-"""Takes a number of bytes; raises WeightError if there is no room for them."""
+"""Takes a number of bytes; raises WeightError if the free space is insufficient."""
 NO_VERSION = PartOrder("")
 
 
 class VersionWriter:
-    """Copies each tensor into a mapped file and digests it there, in one pass over the bytes."""
+    """Writer that copies each tensor into a mapped file and digests it there, in one pass."""
 
     def __init__(self, config: WeightConfig, require_space: RequireSpace) -> None:
-        """Write buckets of `config.bucket_mb`."""
+        """Create a writer of buckets of `config.bucket_mb`."""
         self._bucket_bytes = config.bucket_mb << 20
         self._require_space = require_space
         self._last_bytes = 0
@@ -38,14 +38,11 @@ class VersionWriter:
         """Write the bytes of a version into its directory.
 
         Args:
-            tensors: the version's.
-            version: its number.
-            aside: an empty directory to write to.
-            name: name that the directory will have.
+            aside: empty directory to write to.
 
         Raises:
-            OSError: they cannot be written.
-            WeightError: they cannot be published; names the tensor.
+            OSError: a file cannot be written.
+            WeightError: a tensor cannot be published; the message names the tensor.
         """
         self._require_space(self._last_bytes)
 
@@ -61,40 +58,38 @@ class VersionWriter:
         return contents
 
     def completed(self, manifest: WeightManifest, aside: Path) -> WeightManifest:
-        """Return the manifest of the version that was written, with what engines need to read it."""
+        """Return the manifest of the written version, with everything that engines need to read it."""
         return manifest
 
     def published(self, manifest: WeightManifest) -> None:
-        """Note that engines can read a version from now on."""
+        """Record that engines can read a version."""
         self._last_bytes = sum(manifest.buckets)
 
     def failed(self) -> None:
-        """Note that the version is not published, perhaps before `write` was called."""
+        """Record that the version is not published, possibly before `write` was called."""
 
     def _reserve(self, bucket: Path, offset: int, nbytes: int) -> None:
-        """Allocate pages before they are written: writing to one that cannot be allocated raises SIGBUS."""
+        """Allocate pages before writing, because writing to a page that cannot be allocated raises SIGBUS."""
         self._require_space(nbytes)
         with bucket.open("rb+") as file:
             os.posix_fallocate(file.fileno(), offset, nbytes)
 
 
 class PartWriter(VersionWriter):
-    """Rank 0's writer of versions to which each rank of the host writes its own pieces, or rank 0 all.
+    """Rank 0's writer of versions in which each rank writes its own pieces; a single rank writes all pieces.
 
-    Rank 0 makes the buckets and names their directory to the others. Each copies its pieces to their places
-    in the mapped files, or writes what changed to a file of its own, and sends rank 0 their sums.
+    Rank 0 creates the buckets and sends their directory to the other ranks. Each rank copies its pieces into
+    the mapped files, or writes changes to a file of its own, and sends their sums to rank 0.
     """
 
     def __init__(
         self, config: WeightConfig, require_space: RequireSpace, blank: WeightManifest, *, apart: bool
     ) -> None:
-        """Write versions.
+        """Create the writer.
 
         Args:
-            config: section `[weights]`.
-            require_space: refuses a number of bytes for which there is no room.
-            blank: `blank_manifest` of the versions.
-            apart: no file is written by two ranks.
+            require_space: raises WeightError if the free space is insufficient for a number of bytes.
+            apart: whether each rank writes to files of its own.
         """
         super().__init__(config, require_space)
         self._blank, self._apart = blank, apart
@@ -103,13 +98,13 @@ class PartWriter(VersionWriter):
         if config.delta or apart:
             self._chain = VersionChain(config.anchor_every if config.delta else 1, apart=apart)
         self._reports: list[PartReport] = []
-        """Reports of the ranks about the version that was written last."""
+        """Reports of the ranks about the last written version."""
         self._told = False
-        """Whether the other ranks know what becomes of the version."""
+        """Whether the other ranks have received an order for the version."""
 
     def write(self, tensors: Named, version: int, aside: Path, name: str) -> BucketContents:
         changes = self._chain is not None and self._chain.begin(version, name)
-        # another host may have another path to it; in shared memory only rank 0 knows the directory
+        # hosts may mount the directory under different paths; in shared memory only rank 0 knows it
         order = PartOrder(aside.name if self._apart else str(aside), changes or self._apart, changes)
         if not changes:
             self._require_space(sum(self._blank.buckets))
@@ -157,12 +152,12 @@ class PartWriter(VersionWriter):
 
 
 class PartFollower(WeightSender):
-    """Another rank's `WeightSender`: writes its pieces where rank 0 says."""
+    """Sender of a rank other than 0, which writes its pieces on rank 0's orders."""
 
     in_parts = True
 
     def __init__(self, config: WeightConfig, run_dir: Path, rank: int, blank: WeightManifest) -> None:
-        """Write this rank's pieces of versions with the layout of `blank_manifest`."""
+        """Create the writer of this rank's pieces, with the layout of `blank_manifest`."""
         self._blank, self._files = blank, PartFiles(blank, rank, keeps=config.delta)
         self._root = versions_in(config, run_dir)
 
@@ -178,7 +173,7 @@ class PartFollower(WeightSender):
         """Return at once: rank 0 removes versions."""
 
     def close(self) -> None:
-        """Return at once: versions are rank 0's."""
+        """Return at once: rank 0 owns the versions."""
 
 
 def _created(bucket: Path, size: int) -> Path:

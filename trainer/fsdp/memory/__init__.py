@@ -1,1 +1,1 @@
-"""Memory of a rank and of a host by arithmetic."""
+"""Predicts the memory of a rank and of a host."""

@@ -1,8 +1,7 @@
-"""Computes a rank's device memory at the peak of a step of sharded models. No torch here.
+"""Predicts a rank's peak device memory in a step of sharded models. Does not import torch.
 
-A model of transformers is known by the shapes of its checkpoint's tensors alone. Tensors with the same number
-in their names, such as `model.layers.3.`, are a layer, which a pass gathers at a time; the others stay
-gathered.
+The prediction uses only the shapes of the checkpoint's tensors. Tensors with the same number in their names,
+such as `model.layers.3.`, form a layer. A pass gathers one layer at a time; all other tensors stay gathered.
 """
 
 import dataclasses
@@ -26,43 +25,45 @@ from trainer.layers.limits import LOGITS_MOST_BYTES
 from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
 
 KEPT = 2.0
-"""Elements that a layer keeps of a token, of the inputs and outputs of its matrices: 1.2 to 1.9 were seen."""
+"""Activations that a layer keeps per token, relative to the inputs and outputs of its matrices. Measured: 1.2
+to 1.9."""
 KEPT_WITH_STATE = {(0, 0): (1.0, 2.5), (5, 19): (3.0, 0.0)}
-"""Release of transformers -> elements from it on of models with other layers than attention, in the dtype of
-passes and in float32. In all 1.7 to 2.8 were seen with 5.19, and 3.2 with 5.12, whose states are float32."""
+"""Minimum transformers version -> `KEPT` of models with layers other than attention, in the dtype of the
+passes and in float32. Measured in total: 1.7 to 2.8 with 5.19; 3.2 with 5.12, whose states are float32."""
 KEPT_COMPILED = 1.0
-"""Elements of compiled layers without experts; 0.75 to 0.9 were seen."""
+"""`KEPT` of compiled layers without experts. Measured: 0.75 to 0.9."""
 GATHERED = 3
-"""Layers whose parameters are on the device at a time: the computed one, and the next with its buffer."""
+"""Layers whose parameters are on the device at the same time: the current layer, and the next with its
+buffer."""
 STAYS_BYTES = 4 << 30
-"""Gathered parameters of at most so many bytes stay on one rank from a pass to the next."""
+"""Gathered parameters up to this size, bytes, stay on a single rank between passes."""
 FLOAT32 = 4
 LAYER = re.compile(r".*?\.\d+\.")
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Fields of a config.json with the number of a layer's experts."""
+"""Fields of config.json for the number of experts per layer."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSize:
-    """Numbers of a tensor-parallel rank's part of a model, in elements."""
+    """Sizes of a tensor-parallel rank's shard of a model, in elements."""
 
     whole: int
-    """Parameters of the model."""
+    """Parameters of the whole model."""
     parameters: int
     layer: int
-    """Parameters of its largest layer."""
+    """Parameters of the largest layer."""
     outside: int
-    """Parameters that belong to no layer."""
+    """Parameters outside the layers."""
     table: int
     """Parameters of the output layer."""
     kept: int
-    """Inputs and outputs of the matrices of all layers for a token."""
+    """Inputs and outputs of all layers' matrices, per token."""
     kept_of_layer: int
     layers: int
     hidden: int
     vocabulary: int
     has_state: bool
-    """Whether it has other layers than attention."""
+    """Whether the model has layers other than attention."""
     has_experts: bool = False
 
     @classmethod
@@ -73,13 +74,11 @@ class ModelSize:
         plan: Mapping[str, str] = MappingProxyType({}),
         ranks: int = 1,
     ) -> "ModelSize":
-        """Return the numbers of a model.
+        """Return the sizes of a model.
 
         Args:
-            shapes: of its checkpoint's tensors, by name.
-            config: config.json.
-            plan: of transformers, by which tensor-parallel ranks divide it.
-            ranks: how many these are.
+            shapes: name -> shape of the checkpoint's tensors.
+            plan: tensor-parallel plan of transformers.
         """
         config = config.get("text_config") or config
         experts = next((config[name] for name in EXPERTS if config.get(name)), 0)
@@ -113,7 +112,7 @@ class ModelSize:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedWorkload:
-    """Facts that the memory of a rank depends on."""
+    """Facts that determine the memory of a rank."""
 
     model: ModelSize
     parallel: ParallelConfig
@@ -121,22 +120,22 @@ class ShardedWorkload:
     optimizer: OptimizerConfig
     adapters: LoraConfig = NO_ADAPTERS
     others: tuple[int, ...] = ()
-    """Parameters of each model that is never trained, the reference model included."""
+    """Parameters of each frozen model, including the reference model."""
     critic: ModelSize | None = None
-    """Critic that is trained, too; its passes come after the policy's."""
+    """Critic trained on the same ranks; its passes follow the policy's."""
 
     @property
     def models(self) -> tuple[ModelSize, ...]:
-        """Models that are trained, the policy first."""
+        """Trained models, the policy first."""
         return (self.model,) if self.critic is None else (self.model, self.critic)
 
     @property
     def stepped(self) -> int:
-        """Trained parameters of all models, on all data-parallel ranks."""
+        """Trained parameters of all models, over all data-parallel ranks."""
         return _adapters(self.model, self.adapters) + (self.critic.parameters if self.critic else 0)
 
     def expected(self, tokens: int) -> ExpectedMemory:
-        """Return the memory of a step with passes of so many tokens."""
+        """Return the expected memory of a step with `tokens` tokens per pass."""
         models, trained = self.models, self.stepped
         item, ranks = ITEM_BYTES[self.trainer.dtype], self.parallel.data_parallel_size
         held = not self.trainer.offload_parameters
@@ -153,7 +152,7 @@ class ShardedWorkload:
         )
 
     def alternatives(self) -> Iterator[tuple[str, "ShardedWorkload"]]:
-        """Yield settings that take less memory and the run with them, the cheapest first."""
+        """Yield settings that need less memory, each with the resulting run, the cheapest first."""
         recomputes = ('trainer.recompute_granularity = "full"', {"recompute_granularity": "full"})
         steps: tuple[str, dict[str, Any]] = ("optimizer.cpu_offload = true", {})
         shards = ("trainer.offload_parameters = true", {"offload_parameters": True})
@@ -170,20 +169,20 @@ class ShardedWorkload:
                 yield " and ".join(name for name, _ in chosen), changed
 
     def _gathered(self, model: ModelSize) -> int:
-        """Return the elements of parameters that are gathered at a time."""
+        """Return the number of parameters that are gathered at the same time."""
         nbytes, ranks = model.parameters * ITEM_BYTES[self.trainer.dtype], self.parallel.data_parallel_size
         if stays_gathered(nbytes, ranks, self.trainer):
             return model.parameters
         return model.outside + GATHERED * model.layer
 
     def _kept(self, model: ModelSize, tokens: int) -> int:
-        """Return the elements that forward passes keep."""
+        """Return the number of elements that forward passes keep."""
         if self.trainer.recompute_granularity == "full":
             return tokens * model.hidden * model.layers
         return ceil(tokens * model.kept * self._factor(model))
 
     def _factor(self, model: ModelSize) -> float:
-        """Return how much more is kept than matrices have as input and output; dropout copies the inputs."""
+        """Return the activations relative to the matrices' inputs and outputs; dropout copies the inputs."""
         kept = KEPT
         if model.has_state:
             plain, float32 = KEPT_WITH_STATE[max(one for one in KEPT_WITH_STATE if one <= _transformers())]
@@ -193,41 +192,40 @@ class ShardedWorkload:
         return kept + (1.0 if self.adapters.dropout else 0.0)
 
     def _workspace(self, model: ModelSize, tokens: int, item: int) -> int:
-        """Return the bytes of a layer's backward pass: what it computes again, and gradients on their way."""
+        """Return the bytes of a layer's backward pass: recomputed activations and unreduced gradients."""
         again = self.trainer.recompute_granularity == "full"
         values = tokens * model.kept_of_layer * (self._factor(model) if again else 1)
         gradients = 0 if self.adapters.rank else model.layer + model.outside
-        # numbers are float32 before they are rounded to FP8
+        # values are float32 before rounding to FP8
         rounded = 0 if self.trainer.fp8 == "off" else FLOAT32 * (tokens * model.kept_of_layer + model.layer)
         return ceil(values * item) + gradients * (item + FLOAT32) + rounded
 
 
 @functools.cache
 def _transformers() -> tuple[int, ...]:
-    """Return the first two numbers of the installed release."""
+    """Return (major, minor) of the installed transformers."""
     return tuple(map(int, version("transformers").split(".")[:2]))
 
 
 def stays_gathered(nbytes: int, data_ranks: int, trainer: TrainerConfig) -> bool:
-    """Return whether passes keep a model's parameters gathered for each other.
+    """Return whether a model's parameters stay gathered between passes.
 
-    Each layer is gathered twice a pass otherwise: by a copy alone, where no other rank has a part of it.
+    Otherwise each layer is gathered twice per pass; with a single data-parallel rank, this is a copy.
 
     Args:
-        nbytes: of the parameters of one tensor-parallel rank, in the dtype of the passes.
-        data_ranks: that the model is sharded over.
-        trainer: settings of the backend.
+        nbytes: size of a tensor-parallel rank's parameters in the dtype of the passes.
+        data_ranks: number of ranks that shard the model.
     """
     return data_ranks == 1 and not trainer.offload_parameters and nbytes <= STAYS_BYTES
 
 
 def _parts(style: str, ranks: int) -> tuple[int, int]:
-    """Return into how many parts tensor-parallel ranks divide what they keep of outputs and inputs."""
+    """Return the numbers of parts into which tensor-parallel ranks divide kept outputs and inputs."""
     return ranks if style.endswith("colwise") else 1, ranks if style.endswith("rowwise") else 1
 
 
 def _kept(name: str, shape: tuple[int, ...], share: float, parts: tuple[int, int]) -> float:
-    """Return the elements of a token that a matrix has as input and output; `share` is the one of experts."""
+    """Return the inputs and outputs of a matrix per token; `share` is the active share of experts."""
     if len(shape) < 2:
         return 0.0
     both = shape[-2] / parts[0] + shape[-1] / parts[1]
@@ -237,12 +235,12 @@ def _kept(name: str, shape: tuple[int, ...], share: float, parts: tuple[int, int
 
 
 def _adapters(model: ModelSize, adapters: LoraConfig) -> int:
-    """Return the trained parameters of a policy; adapters of all matrices are counted."""
+    """Return the number of trained parameters of a policy, assuming adapters on all matrices."""
     return adapters.rank * model.kept if adapters.rank else model.parameters
 
 
 def _head(model: ModelSize, tokens: int, item: int, *, trained: bool) -> int:
-    """Return the bytes of logits and their gradients, where the model does not change the logits."""
+    """Return the bytes of logits and their gradients, for models that do not change the logits."""
     logits = min(tokens * model.vocabulary * item, LOGITS_MOST_BYTES)
     return logits + (model.table * item if trained else 0) + 2 * tokens * model.hidden * item
 
@@ -257,7 +255,7 @@ def read_workload(
     frozen: Sequence[FrozenSpec],
     critic_dir: Path | None,
 ) -> ShardedWorkload:
-    """Return the facts of a run whose models are in directories; arguments as in `make_backend`.
+    """Return the workload of a run from its model directories; arguments as in `make_backend`.
 
     Raises:
         SettingsError: a file cannot be read.
@@ -279,7 +277,7 @@ def read_workload(
 
 
 def read_size(model_dir: Path, ranks: int = 1) -> ModelSize:
-    """Return the numbers of a tensor-parallel rank's part of the model in a Hugging Face directory.
+    """Return the sizes of a tensor-parallel rank's shard of the model in a Hugging Face directory.
 
     Raises:
         SettingsError: a file cannot be read.

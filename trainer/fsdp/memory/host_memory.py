@@ -1,4 +1,4 @@
-"""Computes from the settings the host memory of `fsdp` ranks. No torch here."""
+"""Predicts the host memory of `fsdp` ranks from the settings. Does not import torch."""
 
 import dataclasses
 from collections.abc import Iterator
@@ -12,10 +12,10 @@ from trainer.memory.host import STATE_BYTES, ExpectedHostMemory, HostRun, transf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShardedHost(HostRun[ShardedWorkload]):
-    """Run of `fsdp` ranks, of which each host has as many."""
+    """Run of `fsdp` ranks, distributed equally over hosts."""
 
     def expected(self) -> ExpectedHostMemory:
-        """Return the memory of a host, of which all have as many ranks."""
+        """Return the expected memory of one host; all hosts have the same number of ranks."""
         work, ranks = self.work, self.work.parallel.data_parallel_size
         stepped = ceil(work.stepped / ranks)
         offloads, held = work.optimizer.cpu_offload, work.trainer.offload_parameters
@@ -30,7 +30,7 @@ class ShardedHost(HostRun[ShardedWorkload]):
         )
 
     def alternatives(self) -> Iterator[tuple[str, "ShardedHost"]]:
-        """Yield settings that may take less memory and the run with them, the cheapest first."""
+        """Yield settings that may need less memory, each with the resulting run, the cheapest first."""
         work = self.work
         if self.on_gpu:
             on_device = dataclasses.replace(
@@ -45,7 +45,7 @@ class ShardedHost(HostRun[ShardedWorkload]):
             yield settings, dataclasses.replace(self, work=on_device)
 
     def _device_bytes(self) -> int:
-        """Return the bytes of a rank that are on the host because it has no device, or not always."""
+        """Return the bytes of a rank's device state that are in host memory, permanently or temporarily."""
         found = self.work.expected(1)
         if not self.on_gpu:
             return found.parameters + found.gradients + found.optimizer

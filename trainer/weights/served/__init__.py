@@ -1,1 +1,1 @@
-"""Serves versions that stay on the trainer's ranks to engines over connections: `nccl` and `ipc`."""
+"""Serves versions from the trainer's ranks to engines over connections: transports `nccl` and `ipc`."""

@@ -1,6 +1,6 @@
-"""Plans one rank's part of a transfer to one engine rank, and adds up the sums of all that is not sent.
+"""Plans one rank's part of a transfer to one engine rank, and computes the sums of unsent elements.
 
-These sums h prove the rest of every tensor to the engine rank, see `protocol/weights/slices.py`.
+With these sums h, the engine rank verifies the rest of every tensor, see `protocol/weights/slices.py`.
 """
 
 from collections.abc import Sequence
@@ -18,24 +18,24 @@ from trainer.weights.served.version_server import ServedVersion
 
 
 class PartChannel:
-    """One rank's end of a connection to an engine rank; the transports add how bytes and sums are sent."""
+    """One rank's end of a connection to an engine rank; subclasses send the bytes and sums."""
 
     def __init__(self, device: torch.device, part: int, sizes: BucketSizes) -> None:
-        """Send what rank `part` has on this device, in buckets of these sizes."""
+        """Send the pieces of rank `part` from this device, in buckets of these sizes."""
         self.device = device
         self.part = part
         self.sizes = sizes
         self.forgotten: frozenset[str] = frozenset()
-        """Tensors that the receiver does not have any more at the next version."""
+        """Tensors that the receiver discards before the next version."""
         self._wanted: bytes | None = None
         self._plan: Transfer | None = None
         self._stream: torch.cuda.Stream | None = None
 
     def plan(self, connection: ReceiverConnection, manifest: WeightManifest) -> Transfer:
-        """Return the plan for what the receiver wants, which is the same for every version of a layout.
+        """Return the plan for the receiver's request, which is cached for all versions of a layout.
 
         Raises:
-            WeightError: it wants a slice that does not exist.
+            WeightError: the receiver requests a slice that does not exist.
         """
         if self._plan is None or connection.wanted != self._wanted:
             wanted, self.forgotten = decode_wanted(connection.wanted, manifest)
@@ -44,9 +44,9 @@ class PartChannel:
         return self._plan
 
     def on_stream(self) -> AbstractContextManager[object]:
-        """Return a context for work on the GPU, on a stream other than the trainer's.
+        """Return a context for GPU work on a stream other than the trainer's.
 
-        It is the same for all versions: torch keeps freed memory for the stream on which it was allocated.
+        All versions use the same stream, because torch keeps freed memory for the stream that allocated it.
         """
         if self.device.type != "cuda":
             return nullcontext()
@@ -56,12 +56,12 @@ class PartChannel:
     def sums(
         self, connection: ReceiverConnection, served: ServedVersion, plan: Transfer, end: float
     ) -> torch.Tensor:
-        """Return the sums of all that `plan` does not send, in its order; wait for what they are made of.
+        """Return the sums of all elements that `plan` does not send, in its order; wait for their inputs.
 
-        Sums of the unsent parts of partly sent pieces are computed from the published bytes.
+        The sums of unsent parts of partly sent pieces are computed from the published bytes.
 
         Returns:
-            int64 [rows of the plan], on the pieces' device if some were computed there.
+            int64 [rows of the plan], on the pieces' device if sums were computed there.
         """
         manifest, pieces = served.manifest, served.manifest.parts[self.part].pieces
         begins = list(accumulate((last - first for _, first, last in plan.spans), initial=0))
@@ -88,6 +88,6 @@ class PartChannel:
 
 
 def _rows_before(manifest: WeightManifest, part: int) -> Sequence[int]:
-    """Return how many sums a rank's pieces before each one have."""
+    """Return the number of sums before each piece of a rank."""
     spans = (sum_span(manifest.tensors[piece.tensor], piece.box) for piece in manifest.parts[part].pieces)
     return list(accumulate((last - first for first, last in spans), initial=0))

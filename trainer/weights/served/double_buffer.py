@@ -13,9 +13,10 @@ Memory = TypeVar("Memory")
 
 
 class BufferLease(Generic[Memory]):
-    """The memory of one version.
+    """Memory of one version.
 
-    The thread that took it writes it; engines read it until it is taken for another version.
+    The thread that called `take` writes the memory. Engines read the memory until it is taken for another
+    version.
     """
 
     def __init__(self, memory: Memory, changed: threading.Condition) -> None:
@@ -26,10 +27,10 @@ class BufferLease(Generic[Memory]):
 
     @contextmanager
     def reading(self) -> Iterator[None]:
-        """Keep the memory from being written within the block.
+        """Keep the memory from being overwritten within the block.
 
         Raises:
-            ValueError: it was taken for another version.
+            ValueError: the memory was taken for another version.
         """
         with self._changed:
             if self.is_replaced:
@@ -44,21 +45,21 @@ class BufferLease(Generic[Memory]):
 
 
 class DoubleBuffer(Generic[Memory]):
-    """Memory of the last two versions. None is written to while an engine reads it."""
+    """Memory of the last two versions, which is not overwritten while an engine reads it."""
 
     def __init__(self, make: Callable[[], Memory]) -> None:
-        """Keep versions in memory that `make` returns, once for each of the two."""
+        """Create the buffer; `make` allocates the memory of a version, and is called twice."""
         self._make = make
         self._leases: list[BufferLease[Memory] | None] = [None] * SETS
         self._next = 0
         self._changed = threading.Condition()
 
     def take(self, timeout_s: float) -> BufferLease[Memory]:
-        """Take the memory that was written least recently, once it has no reader.
+        """Take the memory of the older version once it has no readers.
 
         Raises:
-            WeightError: it is still read after `timeout_s`.
-            WeightError, OutOfMemoryError: there is no memory for it.
+            WeightError: the memory has readers after `timeout_s`.
+            WeightError, OutOfMemoryError: the memory cannot be allocated.
         """
         with self._changed:
             before = self._leases[self._next]
@@ -74,6 +75,6 @@ class DoubleBuffer(Generic[Memory]):
             return lease
 
     def published(self) -> None:
-        """Mark the memory taken last as in use; without this call, `take` returns the same again."""
+        """Mark the last taken memory as current; without this call, `take` returns the same memory again."""
         with self._changed:
             self._next = (self._next + 1) % SETS

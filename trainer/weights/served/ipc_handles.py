@@ -1,20 +1,18 @@
-"""Transport `ipc`: lets an engine rank of the host map a trainer rank's pieces of a version, and sends sums.
+"""Implements transport `ipc`: shares a trainer rank's pieces with engine ranks of its host, and sends sums.
 
-The dialogue, on the connection of `trainer/weights/served/version_server.py`, with the slices that the
-receiver wants in its request:
+Protocol on the connection of `trainer/weights/served/version_server.py`; the request contains the slices:
 
     sender -> receiver   {"gpu": UUID, "buckets": [{"memory": k, "handle": [...]}, ...], "sizes": [n, m],
                           "machine": [boot, name]}
-                             a handle where `k` is new on this connection. The buckets hold the rank's pieces,
-                             at their `protocol.weights.slices.piece_places`
-    receiver -> sender   {"sums": n}: it has queued its copies and wants n sums, if there are any
-    sender -> receiver   the sums of the rest of the pieces that are read in part, computed from the mapped
-                         memory; from rank 0 also the sums of pieces that no rank has read.
-                         int64, n of them, without a line
-    receiver -> sender   {"done": v}: the memory may be written again
+                             with "handle" if `k` is new on this connection. The buckets contain the rank's
+                             pieces at their `protocol.weights.slices.piece_places`
+    receiver -> sender   {"sums": n}: the copies are queued; requests n sums. Omitted if n is 0
+    sender -> receiver   n sums, raw int64: of the unread parts of partly read pieces, computed from the
+                         mapped memory; from rank 0 also of pieces that no rank has read
+    receiver -> sender   {"done": v}: the memory may be overwritten
 
-The trainer neither computes nor waits, and an engine that dies while it copies is merely a closed connection.
-Versions are double-buffered: none is written over one that an engine still copies.
+Training does not wait for transfers. An engine that dies while copying only closes its connection. Versions
+are double-buffered, so memory that an engine still copies is not overwritten.
 """
 
 import itertools
@@ -30,15 +28,16 @@ from trainer.weights.served.version_server import ServedVersion
 
 
 class HandleChannel(PartChannel):
-    """Sends handles of one rank's pieces, and sums, to one receiver."""
+    """Channel that sends handles of one rank's pieces, and sums, to one receiver."""
 
     def __init__(self, memory: SharedBuckets, part: int, sizes: BucketSizes) -> None:
-        """Send what rank `part` has in this memory, in buckets of these sizes."""
+        """Send the pieces of rank `part` from this memory, in buckets of these sizes."""
         super().__init__(memory.device, part, sizes)
         self._memory = memory
         self._numbers = itertools.count()
         self._sent: dict[int, tuple[int, torch.Tensor]] = {}
-        """Address -> (number on the wire, bucket). The reference keeps the address from being reused."""
+        """Address -> (number on the wire, bucket). The reference to the bucket prevents reuse of the address.
+        """
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         plan = self.plan(connection, served.manifest)

@@ -1,4 +1,4 @@
-"""Holds a rank's pieces of each version, the way its transport needs them."""
+"""Stores a rank's pieces of each version, in the form that the transport requires."""
 
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -20,18 +20,18 @@ from trainer.weights.served.version_server import SenderChannel, ServedVersion
 
 
 class PartMemory:
-    """Memory of one rank's pieces, and how engines get at them."""
+    """Memory of one rank's pieces, and access to it for engines."""
 
     can_draft: bool
-    """Whether a version may be received while it is made."""
+    """Whether engines may receive a version while it is being exported."""
     where: str
-    """Follows HOST:PORT in the location, for the receiver."""
+    """Suffix of HOST:PORT in the location, for the receiver."""
 
     def __init__(self, config: WeightConfig, part: int) -> None:
-        """Hold the pieces of rank `part`; in host memory where `config.backend` is gloo.
+        """Create the memory for the pieces of rank `part`, in host memory if `config.backend` is gloo.
 
         Raises:
-            SettingsError: `config.backend` is unknown, or cannot be used here.
+            SettingsError: `config.backend` is unknown, or unsupported here.
         """
         self.backend, self.device = backend_of(config)
         self.part = part
@@ -39,30 +39,30 @@ class PartMemory:
         self.sizes = BucketSizes(bucket_bytes, min(bucket_bytes, ALONE[self.backend]))
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
-        """Return a version without pieces, which `ServedVersion.streamed` gets.
+        """Return a version without pieces; the caller adds the pieces to `ServedVersion.streamed`.
 
         Raises:
-            WeightError, OutOfMemoryError: there is no memory for it.
+            WeightError, OutOfMemoryError: the memory cannot be allocated.
         """
         raise NotImplementedError
 
     def piece(self, served: ServedVersion, number: int) -> torch.Tensor:
-        """Return where a piece of it goes: dense memory, in the order of the part's pieces."""
+        """Return the destination of a piece: dense memory, in the order of the part's pieces."""
         raise NotImplementedError
 
     def channel(self) -> SenderChannel:
-        """Return what serves a connection."""
+        """Return the channel for a new connection."""
         raise NotImplementedError
 
     def published(self) -> None:
-        """Keep the version that was made last when the next one is."""
+        """Keep the last created version until the next version is published."""
 
     def close(self) -> None:
-        """Release what outlives its tensors; idempotent."""
+        """Release resources other than tensors; idempotent."""
 
 
 class SentPieces(PartMemory):
-    """Pieces that are sent through process groups; a version lives as long as it is current or being sent."""
+    """Pieces sent through process groups; a version lives while it is current or being sent."""
 
     can_draft = True
 
@@ -87,13 +87,13 @@ class PieceMemory(NamedTuple):
 
     buckets: tuple[torch.Tensor, ...]
     pieces: Sequence[torch.Tensor]
-    """Places of the pieces in these, in their shapes."""
+    """Views of the pieces in the buckets, in their shapes."""
 
 
 class MappedPieces(PartMemory):
-    """Pieces of the current version and the one before it, in buckets that engines map.
+    """Pieces of the current and the previous version, in buckets that engines map.
 
-    On a GPU these are mapped by CUDA IPC handles; without one they are anonymous files.
+    On a GPU, engines map the buckets by CUDA IPC handles; otherwise the buckets are anonymous files.
     """
 
     can_draft = False
@@ -111,7 +111,7 @@ class MappedPieces(PartMemory):
 
         self._versions = DoubleBuffer(allocate)
         self._pieces: Sequence[torch.Tensor] = ()
-        """Places of the pieces of the version that was made last."""
+        """Destinations of the pieces of the last created version."""
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
         lease = self._versions.take(self._timeout_s)
@@ -135,14 +135,14 @@ MEMORIES: dict[str, Callable[[WeightConfig, WeightManifest, int], PartMemory]] =
     "ipc": MappedPieces,
     "nccl": SentPieces,
 }
-"""Transport -> where a rank's pieces are."""
+"""Transport -> memory of a rank's pieces."""
 
 
 def backend_of(config: WeightConfig) -> tuple[str, torch.device]:
-    """Return the backend of the process groups, and where versions lie.
+    """Return the backend of the process groups, and the device of versions.
 
     Raises:
-        SettingsError: the backend is unknown, or cannot be used here.
+        SettingsError: the backend is unknown, or unsupported here.
     """
     backend = config.backend or ("nccl" if torch.cuda.is_available() else "gloo")
     if backend not in BACKENDS:

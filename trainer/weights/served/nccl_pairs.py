@@ -1,27 +1,24 @@
-"""Transport `nccl`: sends a rank's cuts of a version to engine ranks, by a process group of two with each.
+"""Implements transport `nccl`: sends a rank's cuts to each engine rank through a process group of two.
 
-The dialogue, on the connection of `trainer/weights/served/version_server.py`, with the slices that the
-receiver wants in its request:
+Protocol on the connection of `trainer/weights/served/version_server.py`; the request contains the slices:
 
-    sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is
-    receiver -> sender   {"joining": true}   kept for the next versions; they find each other by the lines of
-                                             `protocol/device/pair_group.py`
-                         {"ready": true}     later requests. Either answer also has {"sizes": [n, m]}, see
+    sender -> receiver   {"join": true}      first request: both create a group (sender: rank 0), which later
+    receiver -> sender   {"joining": true}   versions reuse, by the lines of `protocol/device/pair_group.py`
+    sender -> receiver   {"ready": true}     later requests. Both answers also contain {"sizes": [n, m]}, see
                                              `protocol.weights.slices.BucketSizes`
     both                 a byte, broadcast by rank 0 in a new group, which completes a GPU's communicator
     both                 the buckets of `protocol.weights.slices.transfer_of`, one broadcast each. With
-                         {"changes": true} in the answer, each is what changed since the version that the
-                         receiver confirmed last on this connection, and is announced:
-    sender -> receiver   {"bucket": [w, n]}  as in `protocol.device.changes.Changes`; nothing is
-                                             broadcast if n is 0
+                         {"changes": true} in the answer, a bucket contains the changes since the receiver's
+                         last confirmed version on this connection, and is announced:
+    sender -> receiver   {"bucket": [w, n]}  as in `protocol.device.changes.Changes`; no broadcast if n is 0
     both                 the sums of the unsent parts of cut pieces; from rank 0 also the sums of pieces
                          that no rank has sent. int64, in one broadcast
     receiver -> sender   {"done": v}
 
-With a group per receiver, one that hangs or dies delays no other, and the default process group is not
-touched. The version is kept in memory of its own on the trainer's device, so the next training step does not
-wait for transfers. With `weights.delta` so is the version before it; a receiver that has another one gets
-all bytes.
+Each receiver has a group of its own, so a receiver that hangs or dies does not delay others, and the default
+process group is not used. The version is copied to separate memory on the trainer's device, so the next
+training step does not wait for transfers. With `weights.delta`, the previous version is kept, too; a receiver
+with any other version gets all bytes.
 """
 
 import threading
@@ -45,22 +42,22 @@ from trainer.weights.served.streamed_buckets import StreamedBuckets
 from trainer.weights.served.version_server import CLOSE_S, ServedVersion
 
 POLL_S = 0.0005
-"""Interval at which a transfer on a GPU is polled: a wait in the driver would have no deadline."""
+"""Polling interval of a GPU transfer, seconds; a wait in the driver would have no deadline."""
 PACKED = 2
-"""Buckets that are packed and not sent yet: one is filled while the one before is sent."""
+"""Maximum number of packed, unsent buckets: one is filled while the previous one is sent."""
 
 CODING = threading.Lock()
-"""Held while a bucket's changes are coded, which takes several times its memory."""
+"""Lock held while a bucket's changes are encoded, which needs several times the bucket's memory."""
 
 
 class PairChannel(PartChannel):
-    """Sends cuts of one rank's pieces to one receiver, as rank 0 of a group of two."""
+    """Channel that sends cuts of one rank's pieces to one receiver, as rank 0 of a group of two."""
 
     def __init__(self, device: torch.device, part: int, sizes: BucketSizes) -> None:
         super().__init__(device, part, sizes)
         self._group: Any = None
         self._confirmed: weakref.ref[StreamedBuckets] | None = None
-        """The version that the receiver confirmed last."""
+        """Last version that the receiver confirmed."""
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
         base = self._base(connection, served)
@@ -70,7 +67,7 @@ class PairChannel(PartChannel):
             changes = {} if base is None else {"changes": True}
             connection.answer({"ready": True, "sizes": self.sizes, **changes}, end)
         self._confirmed = None
-        # Aborting the group ends what blocks in a library or on the GPU.
+        # Aborting the group unblocks calls in a library or on the GPU.
         watchdog = threading.Timer(remaining_s(end), abort, args=(self._group,))
         watchdog.daemon = True
         watchdog.start()
@@ -83,8 +80,7 @@ class PairChannel(PartChannel):
             raise
         finally:
             watchdog.cancel()
-            # If the timer's thread dropped the last reference to the group while the interpreter shuts down,
-            # the process would crash.
+            # The process would crash if the timer's thread dropped the group during interpreter shutdown.
             watchdog.join(CLOSE_S)
 
     def close(self) -> None:
@@ -94,13 +90,13 @@ class PairChannel(PartChannel):
 
     def _join(self, connection: ReceiverConnection, end: float) -> Any:
         connection.answer({"join": True, "sizes": self.sizes}, end)
-        # The group is not created before the receiver is there: if it never came, a thread would be stuck.
+        # Create the group only after the receiver has joined; otherwise a thread could be stuck.
         if connection.request(end) != {"joining": True}:
             raise ValueError("a receiver disconnected before it had joined the group")
         return join_pair(connection.line(end), SENDER, self.device, remaining_s(end))
 
     def _base(self, connection: ReceiverConnection, served: ServedVersion) -> ServedVersion | None:
-        """Return the version whose changes the receiver can be sent; None: it has to have all bytes."""
+        """Return the base version for sending changes to the receiver; None: send all bytes."""
         confirmed = self._confirmed() if self._confirmed is not None else None
         base = served.base if connection.keeps else None
         return base if base is not None and base.streamed is confirmed else None
@@ -112,10 +108,10 @@ class PairChannel(PartChannel):
         base: ServedVersion | None,
         end: float,
     ) -> None:
-        """Send all buckets, each while the next one is packed, and the sums.
+        """Send all buckets, each while the next bucket is packed, then the sums.
 
-        On a GPU all of it is queued, and the host waits at the end alone, for changes also before each
-        bucket: until it is sent, the receiver disconnects, or time is up.
+        On a GPU, everything is queued and the host waits only at the end; for changes, also before each
+        bucket. The wait ends when the data is sent, the receiver disconnects, or the deadline passes.
         """
         plan = self.plan(connection, served.manifest)
         sending: deque[tuple[Any, torch.Tensor]] = deque()
@@ -129,7 +125,7 @@ class PairChannel(PartChannel):
                     continue
                 sending.append(self._broadcast(memory, end))
                 if len(sending) == PACKED:
-                    sending.popleft()[0].wait()  # nccl: the stream waits, and then uses its memory again
+                    sending.popleft()[0].wait()  # nccl: the stream waits, then reuses the memory
             if plan.rows:
                 sums = self.sums(connection, served, plan, end).to(self.device)
                 sending.append(self._broadcast(sums.view(torch.uint8), end))
@@ -138,11 +134,11 @@ class PairChannel(PartChannel):
             self._await_stream(connection, end)
 
     def _await_stream(self, connection: ReceiverConnection, end: float) -> None:
-        """Wait until the work queued on the current stream of a GPU is done.
+        """Wait for the work queued on the current stream of a GPU.
 
         Raises:
-            ValueError: the receiver has disconnected, for which what is sent to it would wait.
-            TimeoutError: it is not done by `end`.
+            ValueError: the receiver has disconnected, so queued sends would wait for it.
+            TimeoutError: the work is not done by `end`.
         """
         queued = torch.cuda.current_stream().record_event() if self.device.type == "cuda" else None
         while queued is not None and not queued.query():
@@ -158,7 +154,7 @@ class PairChannel(PartChannel):
         end: float,
         make: Callable[..., torch.Tensor] = torch.empty,
     ) -> torch.Tensor:
-        """Return a bucket's bytes, uint8, once their pieces are full: in place where it is one dense cut."""
+        """Return a bucket's bytes, uint8, once its pieces are complete; a view if it is one dense cut."""
         manifest, pieces = served.manifest, served.manifest.parts[self.part].pieces
         cuts = [
             served.streamed.full(cut.piece, connection, end)[relative(cut.box, pieces[cut.piece].box)]
@@ -178,15 +174,15 @@ class PairChannel(PartChannel):
         base: ServedVersion,
         end: float,
     ) -> torch.Tensor:
-        """Return what changed in a bucket since the base, or all of it, and announce it to the receiver."""
+        """Return the changes of a bucket since the base, or all bytes, and announce them to the receiver."""
         manifest = served.manifest
-        # zeros between the cuts: what is there must not look like changes
+        # zeros between the cuts, so the gaps do not look like changes
         new = words_in(self._packed(bucket, connection, served, end, torch.zeros), bucket, manifest)
-        if manifest.tensors[bucket[0].tensor].name in self.forgotten:  # so are the bucket's others
+        if manifest.tensors[bucket[0].tensor].name in self.forgotten:  # and so are the bucket's others
             changes = Changes.all_of(new)
         else:
             old = words_in(self._packed(bucket, connection, base, end, torch.zeros), bucket, manifest)
-            self._await_stream(connection, end)  # `coded` waits in the driver, for itself alone then
+            self._await_stream(connection, end)  # `coded` waits in the driver, now only for its own work
             if not CODING.acquire(timeout=remaining_s(end)):
                 raise TimeoutError("other receivers' changes are being coded")
             try:
@@ -197,7 +193,7 @@ class PairChannel(PartChannel):
         return changes.data
 
     def _broadcast(self, memory: torch.Tensor, end: float) -> tuple[Any, torch.Tensor]:
-        """Begin to send uint8 [n]; return what to wait for, and the memory, which must live until then."""
+        """Begin to send uint8 [n]; return the pending work, and the memory, which must live until then."""
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
         options.timeout = timedelta(seconds=remaining_s(end))

@@ -1,4 +1,4 @@
-"""Reads requests from a receiver's connection and answers them, one line of JSON at a time."""
+"""Reads requests from a receiver's connection and sends replies, one line of JSON each."""
 
 import logging
 import socket
@@ -13,31 +13,31 @@ from protocol.weights.slices import MAX_WANTED_BYTES
 log = logging.getLogger("tether.weights")
 
 MAX_LINE = 4096
-"""Bytes of a request."""
+"""Maximum size of a request, bytes."""
 REFUSED = {"error": "this trainer sends weights to holders of a key of its run only (bus.curve_dir)"}
-"""Answer to a receiver without one."""
+"""Reply to a receiver without an authorized key."""
 
 
 class ReceiverConnection(LineConnection):
-    """A receiver's connection, whose waits end at a time of `time.monotonic`."""
+    """Connection to a receiver, with deadlines on the clock of `time.monotonic`."""
 
     def __init__(self, connection: socket.socket) -> None:
         super().__init__(connection, "a receiver", MAX_LINE)
         self.wanted = b""
-        """The slices that the receiver asked for last, see `protocol.weights.slices.encode_wanted`."""
+        """Last requested slices, as `protocol.weights.slices.encode_wanted`."""
         self.keeps = False
-        """Whether the receiver still has the version that it confirmed last, but for what it forgets."""
+        """Whether the receiver still has its last confirmed version, except for forgotten tensors."""
 
     def request(self, end: float, *, slices: bool = True) -> dict[str, Any] | None:
-        """Read the next line; None if the receiver disconnected before it began one.
+        """Read the next line; None if the receiver disconnected before the line began.
 
         Args:
-            end: time.monotonic() by which it has to be complete.
-            slices: read what follows a line that announces it, see `wanted`.
+            end: deadline for the complete line, on the clock of time.monotonic.
+            slices: whether to read announced slices after the line, into `wanted`.
 
         Raises:
-            TimeoutError: it is not complete by `end`.
-            OSError, ValueError: it is not a line of JSON.
+            TimeoutError: the line is incomplete at `end`.
+            OSError, ValueError: the line is not JSON.
         """
         remaining = partial(remaining_s, end)
         request = self.receive(remaining)
@@ -49,10 +49,10 @@ class ReceiverConnection(LineConnection):
         return request
 
     def admit(self, keys: SenderKeys, end: float) -> bool:
-        """Have the receiver prove that it has an authorized key; answer it no more than that if it has none.
+        """Verify that the receiver has an authorized key; otherwise reply only with `REFUSED`.
 
         Raises:
-            OSError, ValueError: it disconnected, sent no JSON, or was silent until `end`.
+            OSError, ValueError: the receiver disconnected, sent no JSON, or was silent until `end`.
         """
         try:
             challenge = keys.challenge(self.request(end, slices=False) or {})
@@ -70,14 +70,14 @@ class ReceiverConnection(LineConnection):
         self.send(answer, partial(remaining_s, end))
 
     def line(self, end: float) -> TimedLine:
-        """Return the connection until `end`."""
+        """Return the connection with the deadline `end`."""
         return TimedLine(self, partial(remaining_s, end))
 
     def wait_done(self, version: int, end: float) -> None:
         """Wait for the receiver's {"done": version}.
 
         Raises:
-            ValueError: it disconnected, or sent something else.
+            ValueError: the receiver disconnected, or sent something else.
         """
         if self.request(end) != {"done": version}:
             raise ValueError(f"a receiver disconnected in the middle of version {version}")

@@ -1,7 +1,7 @@
-"""Keeps one rank's part of the current version, and serves it to the engine ranks that want slices of it.
+"""Keeps one rank's part of the current version, and serves slices of it to engine ranks.
 
-A version is copied and digested where its pieces are, and rank 0 collects the sums of the pieces, a few bytes
-for each 64 KiB, and makes the manifest of them. A trainer of one rank publishes one part.
+A version is copied and digested on the device of its pieces. Rank 0 collects the sums of the pieces, a few
+bytes per 64 KiB, and creates the manifest. A trainer of one rank publishes one part.
 """
 
 import dataclasses
@@ -29,7 +29,7 @@ _decoder = msgspec.msgpack.Decoder(PartReport)
 
 
 class PartSender:
-    """One rank's part; see `WeightSender`."""
+    """Sender of one rank's part; see `WeightSender`."""
 
     def __init__(
         self, config: WeightConfig, rank: int, blank: WeightManifest, keys: SenderKeys | None = None
@@ -37,34 +37,32 @@ class PartSender:
         """Start to listen on a free port of `config.host`.
 
         Args:
-            config: section `[weights]`.
-            rank: this process's rank, below the number of parts.
-            blank: `blank_manifest` of the model.
-            keys: see `VersionServer`.
+            rank: rank of this process, below the number of parts.
+            keys: as in `VersionServer`.
 
         Raises:
-            SettingsError: `config.backend` is unknown, or cannot be used here.
-            WeightError: the address cannot be listened on.
+            SettingsError: `config.backend` is unknown, or unsupported here.
+            WeightError: the sender cannot listen on the address.
         """
         self.rank = rank
-        """This process's rank."""
+        """Rank of this process."""
         self.in_parts = len(blank.parts) > 1
         self._blank = blank
         self._sends_changes = config.delta
         self._rows = PieceRows(blank)
         self._memory = MEMORIES[config.transport](config, self._blank, rank)
         self._asked = self._blank
-        """Manifest of the version that `fill` was called for last, without digests."""
+        """Manifest of the last `fill`, without digests."""
         self._filled: ServedVersion | None = None
         self._server = VersionServer(config, self._memory.channel, keys)
 
     @property
     def location(self) -> str:
-        """HOST:PORT/WHERE of this rank: a backend of process groups, or the device of shared memory."""
+        """HOST:PORT/WHERE of this rank; WHERE is the process group's backend or the memory's device."""
         return f"{self._server.address}/{self._memory.where}"
 
     def provisional(self, epoch: str, version: int) -> WeightDraft | None:
-        """See `WeightSender`; when it returns, every rank accepts requests."""
+        """See `WeightSender`; afterwards every rank accepts requests."""
         draft = self.draft(epoch, version)
         self._wait_for_all()
         return draft
@@ -88,7 +86,7 @@ class PartSender:
         return manifest
 
     def draft(self, epoch: str, version: int) -> WeightDraft | None:
-        """Accept requests for this rank's part of a version that the next `fill` will make."""
+        """Accept requests for this rank's part of the version of the next `fill`."""
         before = self._server.current
         if not self._memory.can_draft or before is None or before.manifest.epoch != epoch:
             return None
@@ -97,9 +95,9 @@ class PartSender:
         return WeightDraft(epoch=epoch, version=version, like=before.manifest.version)
 
     def fill(self, epoch: str, version: int, tensors: Named) -> PartReport:
-        """Copy and digest this rank's pieces; they may be written to when it returns.
+        """Copy and digest this rank's pieces, which may be overwritten afterwards.
 
-        The version is served once `settle` says so, or before to those who know of its draft.
+        The version is served after `settle` accepts it; receivers that know its draft are served earlier.
         """
         self._asked = replace(self._blank, epoch=epoch, version=version)
         try:
@@ -108,16 +106,16 @@ class PartSender:
             except (WeightError, torch.OutOfMemoryError) as error:
                 drain(tensors)
                 return PartReport(self.location, f"rank {self.rank}: {error}", b"")
-        except BaseException:  # also of an export that fails while it is drained
+        except BaseException:  # an export may fail while it is drained
             self._cancel()
             raise
         return PartReport(self.location, "", sums)
 
     def collect(self, reports: Sequence[PartReport], *, base_model: str) -> WeightManifest:
-        """Make the manifest of the version that was filled; on rank 0.
+        """Create the manifest of the filled version, on rank 0.
 
         Raises:
-            WeightError: a rank could not make its part; names the first.
+            WeightError: a rank failed to create its part; the message names the first such rank.
         """
         if problem := next((report.error for report in reports if report.error), ""):
             raise WeightError(f"version {self._asked.version}: {problem}")
@@ -130,7 +128,7 @@ class PartSender:
         return manifest
 
     def settle(self, accepted: bool) -> None:
-        """Serve the version that was filled, or forget it: the one before it is still served then."""
+        """Serve the filled version if `accepted`; otherwise discard it and keep the previous version."""
         if not accepted:
             self._cancel()
             return
@@ -139,7 +137,7 @@ class PartSender:
         self._server.current, self._server.provisional, self._filled = self._filled, None, None
 
     def retire(self, in_use: frozenset[int]) -> None:
-        """Return at once: the memory of versions that are no longer needed is used again."""
+        """Return at once: memory of versions that are no longer needed is reused."""
 
     def close(self) -> None:
         """Stop listening and disconnect every receiver; idempotent."""
@@ -152,7 +150,7 @@ class PartSender:
             gather_bytes(b"")
 
     def _begun(self, epoch: str, version: int) -> ServedVersion:
-        """Return the version's draft if it has one, else a version without pieces."""
+        """Return the version's draft if it exists, else a version without pieces."""
         check_stuck()
         served = self._server.provisional
         if served is None or (served.manifest.epoch, served.manifest.version) != (epoch, version):
@@ -162,11 +160,11 @@ class PartSender:
         return served
 
     def _new(self, manifest: WeightManifest) -> ServedVersion:
-        """Return a version without pieces; with `weights.delta` it has the current one as its base."""
+        """Return a version without pieces; with `weights.delta`, the current version is its base."""
         current = self._server.current
         if not self._sends_changes or current is None:
             return self._memory.new(manifest)
-        # Releases the version before the current one: without changes there are as many at this time.
+        # Release the version before the current one, so as many versions exist as without deltas.
         current = self._server.current = dataclasses.replace(current, base=None)
         return dataclasses.replace(self._memory.new(manifest), base=current)
 
@@ -186,11 +184,11 @@ class PartSender:
                 copies = []
         sums.launch()
         served.streamed.add(copies)
-        served.streamed.fail()  # there are no more
+        served.streamed.fail()  # no pieces follow
         return sums.total.cpu().numpy().tobytes()
 
     def _cancel(self) -> None:
-        """Disconnect the receivers of a version that is not served yet, if there is one."""
+        """Disconnect the receivers of a version that is not served yet, if any."""
         for served in (self._server.provisional, self._filled):
             if served is not None:
                 served.streamed.fail()

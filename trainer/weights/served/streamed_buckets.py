@@ -1,4 +1,4 @@
-"""Hands over the pieces of a version that is still being exported; readers wait until each one is full."""
+"""Passes pieces of a version from its export to readers, which wait until each piece is complete."""
 
 import threading
 from collections.abc import Sequence
@@ -8,20 +8,20 @@ import torch
 from trainer.weights.served.receiver_connection import ReceiverConnection, remaining_s
 
 POLL_S = 0.05
-"""Interval at which the connection is checked while a receiver waits for a bucket."""
+"""Interval for checking the connection while a receiver waits for a bucket, seconds."""
 
 
 class StreamedBuckets:
-    """Buckets that one thread adds one after the other, and other threads read."""
+    """Buckets that one thread adds in order, and other threads read."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._buckets: list[tuple[torch.Tensor, torch.cuda.Event | None]] = []
-        """Full buckets; those on a GPU with the event after which they are full."""
+        """Complete buckets; a GPU bucket is complete after its event."""
         self._failed = False
 
     def add(self, buckets: Sequence[torch.Tensor]) -> None:
-        """Add the next buckets; on a GPU they are full once the work queued on the current stream is done."""
+        """Add the next buckets; GPU buckets are complete after the work queued on the current stream."""
         full = None
         if any(bucket.is_cuda for bucket in buckets):
             full = torch.cuda.Event()
@@ -31,16 +31,16 @@ class StreamedBuckets:
             self._changed.notify_all()
 
     def fail(self) -> None:
-        """Announce that no more buckets will be added; those that were can still be read."""
+        """Announce that no more buckets will be added; existing buckets stay readable."""
         with self._changed:
             self._failed = True
             self._changed.notify_all()
 
     def bucket(self, index: int, seconds: float) -> torch.Tensor | None:
-        """Return a bucket, for work on the current stream; None if it is not full within `seconds`.
+        """Return a bucket, for work on the current stream; None if it is incomplete after `seconds`.
 
         Raises:
-            ValueError: it will not be added.
+            ValueError: the bucket will not be added.
         """
         with self._changed:
             self._changed.wait_for(lambda: self._failed or index < len(self._buckets), seconds)
@@ -54,10 +54,10 @@ class StreamedBuckets:
         return bucket
 
     def full(self, index: int, connection: ReceiverConnection, end: float) -> torch.Tensor:
-        """Wait for a bucket, as `bucket` does, until it is full.
+        """Wait until a bucket is complete, and return it as `bucket` does.
 
         Raises:
-            ValueError: the receiver has disconnected, or the bucket will not come.
+            ValueError: the receiver has disconnected, or the bucket will not be added.
         """
         while (bucket := self.bucket(index, min(POLL_S, remaining_s(end)))) is None:
             if connection.disconnected():

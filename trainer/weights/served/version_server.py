@@ -1,14 +1,14 @@
-"""Serves the current version to engines that request it over TCP; shared by the transports nccl and ipc.
+"""Serves the current version to engines over TCP, for the transports nccl and ipc.
 
-    both                 with keys of the bus: proofs that both ends have one (`protocol/host/key_proof.py`)
-    receiver -> sender   {"version": v, "epoch": e, "layout": d}   one line of JSON; with "slices": n where
-                         parts of it are wanted, and n bytes behind it that say which, if they have changed;
-                         with "keeps": true if it still has the version that it confirmed last
+    both                 with keys of the bus: key proofs of both ends (`protocol/host/key_proof.py`)
+    receiver -> sender   {"version": v, "epoch": e, "layout": d}   one line of JSON. "slices": n announces n
+                         bytes that list the requested slices, if these have changed. "keeps": true: the
+                         receiver still has its last confirmed version
     sender -> receiver   {"error": text}, or the transport's answer
-    ...                  the transport moves the bytes
+    ...                  the transport transfers the bytes
     receiver -> sender   {"done": v}                               the connection is kept for the next version
 
-Each connection has a thread of its own, so that a receiver that hangs or dies delays no other.
+Each connection has a thread of its own, so a receiver that hangs or dies does not delay other receivers.
 """
 
 import logging
@@ -33,52 +33,52 @@ from trainer.weights.served.streamed_buckets import StreamedBuckets
 log = logging.getLogger("tether.weights")
 
 MAX_RECEIVERS = 8
-"""Receivers served at a time; others wait, within their own deadlines."""
+"""Maximum number of receivers served at the same time; other receivers wait, within their own deadlines."""
 MAX_CONNECTIONS = 1024
-"""Connections, one per engine rank; further ones are closed."""
+"""Maximum number of connections, one per engine rank; further connections are closed."""
 POLL_S = 1.0
-"""Interval at which an idle connection checks whether the server is closed."""
+"""Interval at which an idle connection checks whether the server is closed, seconds."""
 ACCEPT_RETRY_S = 0.05
-"""Pause after a failed accept, for instance without free file descriptors."""
+"""Pause after a failed accept, for example without free file descriptors, seconds."""
 SOCKET_OPTIONS = (
-    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),  # a host that vanished is noticed within a minute
+    (socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1),  # detects a lost host within a minute
     (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, 30),
     (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, 10),
     (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, 3),
     (socket.IPPROTO_TCP, socket.TCP_NODELAY, 1),
 )
 ADMIT_S = 10.0
-"""Time for a receiver to prove that it has a key."""
+"""Timeout for a receiver's key proof, seconds."""
 CLOSE_S = 5.0
-"""Time for the threads of all connections to end on `close`."""
+"""Timeout for the threads of all connections on `close`, seconds."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServedVersion:
-    """A version in memory. A channel that sends it references it, so it lives until it is sent."""
+    """A version in memory. A sending channel references the version, so it lives until it is sent."""
 
     manifest: WeightManifest
     buckets: tuple[torch.Tensor, ...] = ()
-    """Complete buckets, uint8, each of at least its size in the manifest; of a transport that shares
-    memory."""
+    """Complete buckets, uint8, each at least of its size in the manifest; only with shared memory."""
     reading: Callable[[], AbstractContextManager[None]] = nullcontext
-    """Entered while the version is sent; raises ValueError if it has been replaced."""
+    """Context entered while the version is sent; raises ValueError if the version has been replaced."""
     streamed: StreamedBuckets = field(default_factory=StreamedBuckets)
-    """This rank's pieces, while the version is made and after it."""
+    """This rank's pieces, during and after the export."""
     collected: StreamedBuckets = field(default_factory=StreamedBuckets)
-    """On rank 0: each part's sums, one piece after the other."""
+    """On rank 0: sums of each part, concatenated by piece."""
     base: "ServedVersion | None" = None
-    """The complete version before it, for receivers that are sent changes; it has no base itself."""
+    """Complete previous version, for sending changes; it has no base itself."""
 
 
 class SenderChannel(Protocol):
-    """Channel that transfers the bytes of versions over one connection, as long as the connection lives."""
+    """Channel that transfers the bytes of versions over one connection, for the connection's lifetime."""
 
     def send(self, connection: ReceiverConnection, served: ServedVersion, end: float) -> None:
-        """Answer the request, transfer the version, and return when the receiver has it.
+        """Answer the request, transfer the version, and return when the receiver has confirmed it.
 
         Raises:
-            OSError, RuntimeError, ValueError, WeightError: the receiver does not have it by `end`.
+            OSError, RuntimeError, ValueError, WeightError: the receiver has not confirmed the version by
+                `end`.
         """
 
     def close(self) -> None:
@@ -86,9 +86,9 @@ class SenderChannel(Protocol):
 
 
 class VersionServer:
-    """Listens on a free port of `config.host` and serves the current version.
+    """Server of the current version, on a free port of `config.host`.
 
-    It also serves the provisional version, which is still being exported, to receivers that know of it.
+    It also serves the provisional version, which is still being exported, to receivers that know it.
     """
 
     def __init__(
@@ -97,19 +97,18 @@ class VersionServer:
         """Start to listen.
 
         Args:
-            config: section `[weights]`.
             make_channel: called for each connection.
-            keys: of the bus; receivers without an authorized one are refused. None: all are served.
+            keys: keys of the bus; receivers without an authorized key are refused. None: serve all receivers.
 
         Raises:
-            WeightError: the address cannot be listened on.
+            WeightError: the server cannot listen on the address.
         """
         self._config = config
         self._keys = keys
         self._make_channel = make_channel
         self.current: ServedVersion | None = None
         self.provisional: ServedVersion | None = None
-        """A version that is being exported, with a provisional manifest."""
+        """Version that is being exported, with a provisional manifest."""
         self._closed = threading.Event()
         self._slots = threading.BoundedSemaphore(MAX_RECEIVERS)
         self._lock = threading.Lock()
@@ -137,7 +136,7 @@ class VersionServer:
             threads = list(self._connections.values())
             for connection in self._connections:
                 ReceiverConnection(connection).shut_down()
-        # A thread that returns from a library after the interpreter has shut down would crash the process.
+        # A thread that returns from a library after interpreter shutdown would crash the process.
         end = time.monotonic() + CLOSE_S
         for thread in [self._thread, *threads]:
             thread.join(timeout=max(0.0, end - time.monotonic()))
@@ -163,7 +162,7 @@ class VersionServer:
                 connection.close()
 
     def _serve(self, accepted: socket.socket) -> None:
-        """Serve one receiver until it disconnects; an error closes its connection and has no other effect."""
+        """Serve one receiver until it disconnects; an error only closes its connection."""
         connection, channel = ReceiverConnection(accepted), self._make_channel()
         for level, option, value in SOCKET_OPTIONS:
             accepted.setsockopt(level, option, value)
@@ -171,8 +170,7 @@ class VersionServer:
         try:
             if self._keys is not None and not connection.admit(self._keys, time.monotonic() + ADMIT_S):
                 return
-            # A receiver that has had a version may be silent until the next one; a new one must send a
-            # request.
+            # A receiver may be silent between versions, but a new receiver must send a request.
             first = time.monotonic() + self._config.timeout_s
             while not self._closed.is_set():
                 if not connection.readable(POLL_S):
@@ -187,7 +185,7 @@ class VersionServer:
                 served += self._answer(connection, channel, request, end)
         except (OSError, RuntimeError, ValueError, WeightError) as error:
             if not self._closed.is_set():
-                # As text: the traceback of a log record would keep the channel open as long as the record.
+                # As text, because the record's traceback would keep the channel alive.
                 log.warning("weights.send_failed error=%s", str(error))
         finally:
             channel.close()
@@ -196,14 +194,14 @@ class VersionServer:
             accepted.close()
 
     def _requested(self, request: dict[str, Any]) -> ServedVersion | str:
-        """Return the version of a request, or why it is not served."""
-        # In this order: a provisional version that has just become the current one is found as that.
+        """Return the requested version, or why it is not served."""
+        # Read in this order: a provisional version that has just become current is found as current.
         provisional, current = self.provisional, self.current
         wanted = (request.get("epoch"), request.get("version"))
         for found in (current, provisional):
             if found is not None and (found.manifest.epoch, found.manifest.version) == wanted:
                 layout = layout_digest(found.manifest)
-                # gloo ends the process of a receiver that gets more bytes than it has memory for
+                # gloo kills a receiver process that gets more bytes than its buffer holds
                 if request.get("layout", layout) != layout:
                     return f"version {found.manifest.version} has another layout than the request expects"
                 return found
@@ -214,7 +212,7 @@ class VersionServer:
     def _answer(
         self, connection: ReceiverConnection, channel: SenderChannel, request: dict[str, Any], end: float
     ) -> int:
-        """Serve one request; return how many versions were sent: 0 if the requested one is not served."""
+        """Serve one request; return the number of versions sent, 0 or 1."""
         served = self._requested(request)
         if isinstance(served, str):
             connection.answer({"error": served}, end)
@@ -226,7 +224,7 @@ class VersionServer:
                 try:
                     channel.send(connection, served, end)
                 except BaseException:
-                    # Before the memory may be written again, so that a receiver that still reads it notices.
+                    # Disconnect before the memory may be overwritten, so a reading receiver notices.
                     connection.shut_down()
                     raise
         finally:
