@@ -50,7 +50,7 @@ class Algorithm(Protocol):
         """Return the loss weight of each trained token of a sample, float32 [N].
 
         Args:
-                sampled_tokens: int64 [N]: tokens that the model sampled in each sample, trained or not.
+            sampled_tokens: int64 [N]: tokens that the model sampled in each sample, trained or not.
         """
 
     def token_loss(
@@ -59,8 +59,8 @@ class Algorithm(Protocol):
         """Return the loss of each trained token.
 
         Args:
-                tokens: the k tokens. The other trained tokens of their samples are on the ranks that
-                    `TrainedTokens.join` sums over.
-                logprobs: float32 [k], with gradient.
-                entropy: float32 [k], with gradient; None if the algorithm does not need entropy.
+            tokens: the k tokens. The other trained tokens of their samples are on the ranks that
+                `TrainedTokens.join` sums over.
+            logprobs: float32 [k], with gradient.
+            entropy: float32 [k], with gradient; None if the algorithm does not need entropy.
         """

@@ -65,8 +65,8 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
     """Return the algorithm that `config.name` refers to.
 
     Raises:
-            SettingsError: no algorithm has this name, a coefficient is out of range, or the constructor of a
-                user's algorithm fails.
+        SettingsError: no algorithm has this name, a coefficient is out of range, or the constructor of a
+            user's algorithm fails.
     """
     entry = ALGORITHMS.find(config.name, "setting algorithm.name:")
     if is_own(config.name):
@@ -80,11 +80,11 @@ def check_turn_scores(config: AlgorithmConfig, *, reward_model: str = "") -> Non
 
     Args:
         config: section `[algorithm]`.
-            reward_model: path of the trainer's reward model; empty without a reward model.
+        reward_model: path of the trainer's reward model; empty without a reward model.
 
     Raises:
-            SettingsError: the KL penalty in the reward, or the reward model's score, is per sample. The
-                message says which setting to change.
+        SettingsError: the KL penalty in the reward, or the reward model's score, is per sample. The message
+            says which setting to change.
     """
     if reward_model:
         raise SettingsError(

@@ -19,7 +19,7 @@ def group_normalised(rewards: FloatN, group_index: IntN, eps: float) -> FloatN:
 
     Args:
         rewards: float [N].
-            group_index: int64 [N]: group of each sample, starting at 0.
+        group_index: int64 [N]: group of each sample, starting at 0.
         eps: positive.
 
     Returns:
@@ -56,7 +56,7 @@ def overlong_punishment(lengths: IntN, limit: int, buffer: int) -> FloatN:
     2025 (arXiv 2503.14476), section 3.4, eq. 13, where `limit` is L_max and `buffer` L_cache.
 
     Args:
-            lengths: int64 [N]: |y|, the tokens of each response.
+        lengths: int64 [N]: |y|, the tokens of each response.
         limit: tokens.
         buffer: tokens, at least 1.
 
@@ -90,15 +90,15 @@ def generalized_advantages(
     token.
 
     Args:
-            rewards: [t]: reward after each sampled token.
-            values: [t]: value of the state in which each token was sampled.
-            sampled: bool [t].
-            sample: int64 [t]: index of each token's sample, ascending.
-            gamma: discount factor of later rewards.
-            gae_lambda: weight of later rewards; 0 uses the values, 1 only the rewards.
+        rewards: [t]: reward after each sampled token.
+        values: [t]: value of the state in which each token was sampled.
+        sampled: bool [t].
+        sample: int64 [t]: index of each token's sample, ascending.
+        gamma: discount factor of later rewards.
+        gae_lambda: weight of later rewards; 0 uses the values, 1 only the rewards.
 
     Returns:
-            float64 [t]; 0 for tokens that were not sampled.
+        float64 [t]; 0 for tokens that were not sampled.
     """
     result = torch.zeros(len(sampled), dtype=torch.float64)
     place = sampled.nonzero()[:, 0]
@@ -122,7 +122,7 @@ def terminal_rewards(rewards: torch.Tensor, sampled: torch.Tensor, sample: torch
     """Return the reward of each sample at its last sampled token, 0 elsewhere: float64 [t].
 
     Args:
-            rewards: [n]: reward of each sample.
+        rewards: [n]: reward of each sample.
         sampled: bool [t].
         sample: int64 [t]: index of each token's sample, ascending.
     """

@@ -63,8 +63,8 @@ def token_logprobs(logits: LogitsKV, tokens: IntK, temperature: float = 1.0) -> 
 
     Args:
         logits: [k, V]: row i predicts token i. Any floating dtype.
-            tokens: int64 [k].
-            temperature: sampling temperature; positive.
+        tokens: int64 [k].
+        temperature: sampling temperature; positive.
 
     Returns:
         (logprobs, entropy), both [k] in nats, float32 (float64 for float64 logits).

@@ -39,12 +39,12 @@ def clipped_surrogate(
     Schulman et al. 2017 (arXiv 1707.06347), eq. 7; separate edges as in DAPO (arXiv 2503.14476), eq. 8.
 
     Args:
-            ratio: [k], pi / pi_old, with gradient.
+        ratio: [k], pi / pi_old, with gradient.
         advantages: [k].
 
     Returns:
-            (loss, clipped), both [k]. `clipped` is 1 where the clipped branch is smaller and the advantage is
-            not 0: the clip zeroes the gradient.
+        (loss, clipped), both [k]. `clipped` is 1 where the clipped branch is smaller and the advantage is
+        not 0: the clip zeroes the gradient.
     """
     plain = ratio * advantages
     bounded = ratio.clamp(1.0 - clip_low, 1.0 + clip_high) * advantages
@@ -57,13 +57,13 @@ def cispo_loss(
 ) -> tuple[FloatK, FloatK]:
     """Return CISPO's loss, which clips the importance weight and keeps the gradient of every token.
 
-            loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi,  sg: stop gradient
+        loss = -sg(clip(r, 1 - clip_low, 1 + clip_high)) A log pi,  sg: stop gradient
 
     MiniMax-M1 (arXiv 2506.13585), section 3.1.
 
     Args:
         ratio: [k], pi / pi_old.
-            logprobs: [k], log pi, with gradient.
+        logprobs: [k], log pi, with gradient.
         advantages: [k].
 
     Returns:
@@ -111,14 +111,14 @@ def clipped_value_loss(
     Schulman et al. 2017 (arXiv 1707.06347), section 5, L^VF; clip as in OpenAI Baselines, ppo2.
 
     Args:
-            values: [k], with gradient.
-            old_values: [k], at the start of the step.
-            returns: [k].
-            clip: largest change of a value; 0 disables the clip.
+        values: [k], with gradient.
+        old_values: [k], at the start of the step.
+        returns: [k].
+        clip: largest change of a value; 0 disables the clip.
 
     Returns:
-            (loss, clipped), both [k]. `clipped` is 1 where the clipped branch is larger, which zeroes the
-            gradient.
+        (loss, clipped), both [k]. `clipped` is 1 where the clipped branch is larger, which zeroes the
+        gradient.
     """
     plain = (values - returns).square() / 2
     if not clip:
@@ -137,9 +137,9 @@ def level_ratio(log_ratio: FloatK, level: str, over_samples: OverSamples) -> Flo
 
     Args:
         log_ratio: log(pi / pi_behaviour) of each token.
-            level: `token`; `sequence`, the product over the sample's trained tokens; or `geometric`, the
-                geometric mean over these tokens. Exponents are clamped to +-`MAX_LOG_RATIO`.
-            over_samples: sums an array over the tokens of each sample.
+        level: `token`; `sequence`, the product over the sample's trained tokens; or `geometric`, the
+            geometric mean over these tokens. Exponents are clamped to +-`MAX_LOG_RATIO`.
+        over_samples: sums an array over the tokens of each sample.
     """
     log_ratio = log_ratio.detach()
     if level != "token":
@@ -169,9 +169,9 @@ def interpolated_logprobs(logprobs: FloatK, behaviour_logprobs: FloatK, lags: In
     interpolation.
 
     Args:
-            logprobs: under the policy in training.
-            behaviour_logprobs: under the policy that sampled each token.
-            lags: versions between sampling and the step.
+        logprobs: under the policy in training.
+        behaviour_logprobs: under the policy that sampled each token.
+        lags: versions between sampling and the step.
     """
     share = lags / (lags + 1)
     return behaviour_logprobs + share * (logprobs.detach() - behaviour_logprobs)
@@ -187,7 +187,7 @@ def log_ratio_limit(squares: FloatK, budget: float) -> float:
     infinite.
 
     Args:
-            squares: log(pi / pi_behaviour)^2 of the tokens that leave the trust region, from all ranks.
+        squares: log(pi / pi_behaviour)^2 of the tokens that leave the trust region, from all ranks.
         budget: positive.
     """
     moments = squares.double().sort().values

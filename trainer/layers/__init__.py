@@ -1,1 +1,1 @@
-"""Computations of layers: packed attention and the output layer, which both backends share, and FP8."""
+"""Computations of layers: packed attention, the output layer (both shared by all backends), and FP8."""

@@ -65,7 +65,7 @@ def plan_command(command: TrainCommand, algorithm: Algorithm) -> StepPlan:
     """Plan the step of a command.
 
     Raises:
-            ProtocolError: a record is not a scored rollout, or `plan_step` rejects the record.
+        ProtocolError: a record is not a scored rollout, or `plan_step` rejects the record.
         BoundViolation: a token over the bound would carry gradient.
     """
     return plan_step(

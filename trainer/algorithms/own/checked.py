@@ -86,8 +86,8 @@ def load_algorithm(config: AlgorithmConfig) -> CheckedAlgorithm:
     """Return the algorithm that `config.name`, a `MODULE:NAME`, refers to.
 
     Raises:
-            SettingsError: the module or class is missing, either raises, the options do not fit, or a method
-                is missing. The message names the file.
+        SettingsError: the module or class is missing, either raises, the options do not fit, or a method is
+            missing. The message names the file.
     """
     found, file = import_attribute(config.name, "setting algorithm.name")
     what = f"setting algorithm.name: {config.name} in {file}"
