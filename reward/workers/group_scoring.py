@@ -181,7 +181,7 @@ class GroupScoring:
         return late, problem
 
     def _score_of(self, target: int, verifier: int, sample: int, given: float | list[float]) -> float:
-        """Return a sample's score for verifier `target`: for scored turns, their sum; the scores are recorded.
+        """Return a sample's score for verifier `target`: for scored turns, the sum. Record turn scores.
 
         Raises:
             VerifierError: the score is not finite, or turns are scored and it is not one score per turn.
