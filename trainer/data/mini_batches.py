@@ -33,7 +33,7 @@ class ReplicaDivision:
     def of(
         cls, families: Sequence[RowFamily], samples: Sequence[int], costs: Costs, replicas: int
     ) -> "ReplicaDivision":
-        """Assign families to replicas, minimizing the cost of the most expensive replica.
+        """Assign families to replicas, keeping the highest cost of a replica low.
 
         Families stay whole unless splitting lowers the highest cost. Each part of a split family recomputes
         the shared tokens. The rows of a sample stay together.

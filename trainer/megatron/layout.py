@@ -24,7 +24,7 @@ class Grid:
     """Ranks over which a parameter is split. A rank's number in the grid is `tensor + tp * expert`."""
 
     tp: int = 1
-    """Number of ranks that share each matrix."""
+    """Number of ranks that each matrix is split over."""
     ep: int = 1
     """Number of ranks with different experts; 1 for other parameters."""
     setting: str = "tensor_model_parallel_size"

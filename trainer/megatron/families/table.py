@@ -74,7 +74,7 @@ class Family:
     `switch`, the same if `use_sliding_window` is set. Empty: none, and a config.json with a window is
     refused."""
     full_every: int = 0
-    """Without `layer_types`, every layer with this period has no window; 0: all layers have one."""
+    """n: without `layer_types`, every n-th layer has no window; 0: all layers have a window."""
     local_rope: bool = False
     """Whether layers with a window have their own rotary embedding."""
     partial_rotation: bool = False

@@ -318,7 +318,7 @@ def _keys_seen(work: Workload, tokens: int) -> int:
     """Return the bytes of keys and values that a context rank gathers or copies for its pieces.
 
     If one sequence fills a micro-batch, its last piece sees the whole sequence. The rank with the last of the
-    2 C pieces also has the first, which sees itself once more.
+    2 C pieces also has the first, whose keys count twice.
     """
     a, ranks = work.architecture, work.parallel.context_parallel_size
     if ranks == 1:
