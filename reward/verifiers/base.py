@@ -21,7 +21,7 @@ class Notes:
 
 
 class BaseVerifier:
-    """Base of the verifier interfaces."""
+    """Base class of verifiers, which score the responses of a group."""
 
     at_once: bool = False
     """Whether one call scores all samples of a group instead of one sample."""

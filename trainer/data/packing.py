@@ -77,7 +77,6 @@ def fill_groups(passes: Sequence[Sequence[int]], lengths: Sequence[int], size: i
 
     Returns:
         The micro-batches, fullest first.
-        The micro-batches, the fullest first.
     """
     queue = [(-sum(lengths[i] for i in samples), list(samples)) for samples in passes]
     heapq.heapify(queue)

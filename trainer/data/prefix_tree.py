@@ -1,7 +1,7 @@
 """Plans which prefixes of a group's rows are computed once.
 
-The rows of a group in lexicographic order are a family. In this order, a row's longest common prefix with any
-earlier row is the one with its predecessor. A tree of stretches stores each distinct token once, at any
+The rows of a group in lexicographic order are a family. In this order, no earlier row has a longer common
+prefix with a row than the row just before it. A tree of stretches stores each distinct token once, at any
 depth: a group's prompt, and the parts of an agent's history that its branches repeat.
 
 Shapes: n rows of a family. A row's tokens are its inputs: all tokens of the sample except the last.

@@ -106,7 +106,6 @@ def normalized(text: str) -> str:
 def items(text: str) -> list[str]:
     """Return the items of a normalized list or set in order; one item for other text.
 
-    A comma within brackets or in 1,234 is no separator. An item with one plus-minus sign is two items.
     A comma within brackets or in 1,234 does not separate items. An item with one plus-minus sign is two
     items.
     """
