@@ -252,10 +252,10 @@ def _group_frame(
 
 
 def check_names(config: RewardConfig) -> None:
-    """Check that verifiers have unique names, and that fallbacks have no cycle.
+    """Check that verifiers have unique names, and that fallbacks exist and have no cycle.
 
     Raises:
-        SettingsError: either is violated. The message says how to fix the settings.
+        SettingsError: a name is not unique, or a fallback is missing or cyclic.
     """
     names = [verifier.component for verifier in config.verifiers]
     if len({*names, *OWN}) != len(names) + len(OWN):

@@ -1,1 +1,1 @@
-"""Computations of layers: packed attention, the output layer (both shared by all backends), and FP8."""
+"""Computations of layers: packed attention and output layer, for `megatron` and `fsdp`, and FP8."""

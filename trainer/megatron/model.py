@@ -230,7 +230,7 @@ def build_model(
 def _change_output(
     model: PackedModel, architecture: Architecture, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Add a bias to the output layer, which megatron lacks, or replace it by a critic's value head."""
+    """Add the output bias that megatron's layer lacks, or replace the output layer by a value head."""
     if architecture.output_bias:
         bias = torch.empty(model.output_layer.output_size_per_partition, dtype=dtype, device=device)
         model.output_layer.bias = torch.nn.Parameter(bias)

@@ -31,7 +31,7 @@ UPDATE_TOKENS = 512
 """Token limit of an update with several samples, for which a step may have to wait; also the limit of
 positions in any update, whose logits need memory."""
 PASSES = 2
-"""Maximum number of updates per sample; few, because a step has few texts to fit."""
+"""Maximum number of updates per sample; low, to avoid overfitting to the few texts of one step."""
 LOGITS_WEIGHT = 0.1
 """Weight of the logits in the loss, as in the paper."""
 IDENTITY = {"backend": "draft_head"}

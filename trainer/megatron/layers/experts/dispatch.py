@@ -50,7 +50,7 @@ class ExpertOrder:
 
 
 class Exchange:
-    """All-to-all exchange of sorted rows with the ranks of their experts. Gradients take the same way.
+    """All-to-all exchange of sorted rows with the ranks of their experts. The backward pass exchanges gradients.
 
     Each of the Q ranks that share an expert receives all of its rows, and computes a summand of the result.
     """
