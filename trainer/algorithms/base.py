@@ -33,7 +33,7 @@ class TokenLoss:
 
 
 class Algorithm(Protocol):
-    """Training algorithm. A pure function of its arguments: no state, no collectives of its own."""
+    """Training algorithm. Pure: no state, no collectives."""
 
     @property
     def config(self) -> AlgorithmConfig: ...
