@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from protocol.errors import RewardError
 
 MOST = 1e30
-"""Largest absolute score of a sample or a turn, weighted or not: they are sent as float32."""
+"""Largest absolute score of a sample or a turn, weighted or not; scores are sent as float32."""
 
 
 class VerifierError(RewardError):
-    """A verifier raised, hung, crashed or returned no finite number."""
+    """A verifier raised, timed out, crashed or did not return finite numbers."""
 
     def __init__(self, verifier: str, error: str) -> None:
         super().__init__(f"{verifier}: {error}")
@@ -21,15 +21,15 @@ class VerifierError(RewardError):
 def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
     """Return the rewards: reward_i = sum over verifiers v of weight_v * score_v,i.
 
-    Neither a score nor its product with the weight may be over `MOST`.
+    The absolute value of each score and weighted score must be at most `MOST`.
 
     Args:
         components: verifier -> [n] scores.
         weights: verifier -> weight.
 
     Raises:
-        VerifierError: there is no verifier, a score is NaN, infinite or too large, or a verifier has no
-            weight or another number of scores; names the verifier.
+        VerifierError: there are no verifiers; a score is NaN, infinite or too large; or a verifier has no
+            weight or a wrong number of scores. The message names the verifier.
     """
     if not components:
         raise VerifierError("reward", "no verifier and no reward of the environment; set reward.verifiers")

@@ -1,4 +1,7 @@
-"""Gives a user's reward function the arguments that it names; `protocol/user_code.py` imports it."""
+"""Passes a user's reward function the arguments in its signature.
+
+`protocol/user_code.py` imports the function.
+"""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -10,42 +13,45 @@ from protocol.user_code import import_attribute, own_copy, taken_names
 from reward.group import ResponseGroup
 
 EACH = ("prompt", "response", "metadata", "token_count", "finish_reason")
-"""Parameters of a function that is called for one response."""
+"""Parameters of a function that scores one response."""
 WHOLE = ("prompt", "responses", "metadata", "token_counts", "finish_reasons")
-"""Parameters of a function that is called for all responses of a prompt."""
+"""Parameters of a function that scores all responses of a prompt."""
 TURNS = ("turns", "contexts")
-"""Parameters of either kind, if it scores turns. It does if it names the first one."""
+"""Additional parameters of a function that scores turns; `turns` is required for scoring turns."""
 
 
 @dataclass(frozen=True, slots=True)
 class UserCode:
-    """A function of the user, and the arguments that it takes."""
+    """User function and the names of its arguments."""
 
     path: str
     """`MODULE:FUNCTION`."""
     file: str
     function: Callable[..., Any]
     names: Sequence[str]
-    """The arguments that it takes."""
+    """Names of the function's arguments."""
 
     @property
     def whole(self) -> bool:
-        """Whether it takes all responses of a prompt."""
+        """Whether the function scores all responses of a prompt at once."""
         return "responses" in self.names
 
     @property
     def by_turn(self) -> bool:
-        """Whether it scores each turn of a sample."""
+        """Whether the function scores each turn of a sample."""
         return TURNS[0] in self.names
 
     @property
     def awaits(self) -> bool:
-        """Whether it is asynchronous."""
-        called = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an asynchronous one)
+        """Whether the function is asynchronous."""
+        called = getattr(self.function, "__call__", None)  # noqa: B004 (an object with an async __call__)
         return inspect.iscoroutinefunction(self.function) or inspect.iscoroutinefunction(called)
 
     def arguments(self, group: ResponseGroup, i: int) -> dict[str, Any]:
-        """Return its arguments for sample `i`; if it takes all responses, for all. It may change them."""
+        """Return the arguments for sample `i`, or for all samples if `whole`.
+
+        The function may change them.
+        """
         offered: dict[str, Any] = {"prompt": group.prompt}
         if "metadata" in self.names:
             offered["metadata"] = own_copy(group.metadata)
@@ -73,12 +79,12 @@ def load_user_code(path: str, what: str, *, may_score_turns: bool = False) -> Us
 
     Args:
         path: `MODULE:FUNCTION`.
-        what: the beginning of errors, such as "verifier function".
-        may_score_turns: whether it may take turns.
+        what: prefix of errors, such as "verifier function".
+        may_score_turns: whether the function may have turn parameters.
 
     Raises:
-        SettingsError: module or function is missing, the module raises, or the parameters do not fit; names
-            the file.
+        SettingsError: the module or function is missing, the module raises, or the parameters do not fit. The
+            message names the file.
     """
     function, file = import_attribute(path, what)
     names = _checked_parameters(f"{what}: {path} in {file}", function, TURNS if may_score_turns else ())
@@ -88,10 +94,10 @@ def load_user_code(path: str, what: str, *, may_score_turns: bool = False) -> Us
 def _checked_parameters(
     what: str, function: Callable[..., Any], turn_names: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """Return the names of the arguments to pass. `turn_names` are the ones for turns, if any.
+    """Return the names of the arguments to pass. `turn_names` are the allowed turn parameters.
 
     Raises:
-        SettingsError: the function cannot be called with the arguments that there are.
+        SettingsError: the function cannot be called with the available arguments.
     """
     parameters = inspect.signature(function).parameters
     whole, by_turn = "responses" in parameters, bool({*turn_names[:1]} & parameters.keys())

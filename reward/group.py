@@ -1,11 +1,11 @@
-"""Defines a verifier's input, the prompt group."""
+"""Defines the prompt group that verifiers score."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 Verdict = float | list[float] | None
-"""A verifier's verdict on a sample: a score, or one for each of its turns; None: it was too slow."""
+"""Score of a sample, or one score per turn; None: the verifier timed out."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -13,17 +13,17 @@ class ResponseGroup:
     """One prompt and its n responses."""
 
     prompt: str
-    """The prompt as text."""
+    """Text of the prompt."""
     responses: Sequence[str]
-    """[n] the samples as text."""
+    """[n] text of each sample."""
     metadata: Mapping[str, Any]
-    """The prompt source's data about the prompt: answer, tests ..."""
+    """Data about the prompt from the prompt source: answer, tests ..."""
     token_counts: Sequence[int]
     """[n] tokens of each sample, without the prompt; 0 for a response that no engine generated."""
     finish_reasons: Sequence[str]
     """[n] "stop", "length" or "environment"."""
     turns: Sequence[Sequence[str]] = ()
-    """[n][K_i] the turns of each sample as text."""
+    """[n][K_i] text of each turn."""
     contexts: Sequence[Sequence[str]] = ()
-    """[n][K_i] what was written to the model before each turn, since the turn before; of the first one
-    without the prompt that all samples share."""
+    """[n][K_i] text added to the model's context before each turn, since the previous turn. For the first
+    turn, without the prompt that all samples share."""

@@ -1,4 +1,4 @@
-"""Turns a rollout into its scored form, or into the message that it could not be scored."""
+"""Converts a rollout to a scored rollout, or to a failure message."""
 
 import time
 from collections.abc import Sequence
@@ -14,19 +14,19 @@ from reward.turns import GroupTurns
 from reward.workers.pool import ScorePool
 
 MAX_ERROR = 500
-"""Characters of an error that are sent."""
+"""Maximum number of characters of an error in a message."""
 MAX_REMARK = 2000
-"""Characters of a judge's text about one sample."""
+"""Maximum number of characters of a judge's text about one sample."""
 MAX_REMARKS = 64_000
-"""Characters of what judges said of a group."""
+"""Maximum number of characters of all judges' texts about a group."""
 
 
 async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> ScoredRollout | ScoreFailure:
-    """Score a group; an error while scoring becomes a `ScoreFailure`, never a reward.
+    """Score a group. A scoring error becomes a `ScoreFailure`, never a reward.
 
     Args:
-        rollout: the group.
-        pool: runs the verifiers.
+        rollout: group to score.
+        pool: pool that runs the verifiers.
         scorer: incarnation of this reward worker.
     """
     began = time.perf_counter()
@@ -71,12 +71,12 @@ async def score_rollout(rollout: Rollout, pool: ScorePool, scorer: str) -> Score
 
 
 def _flat(values: Sequence[Sequence[float]]) -> Array:
-    """Return [n][K_i] as float32 [K]."""
+    """Flatten [n][K_i] to float32 [K]."""
     return Array.of([value for by_sample in values for value in by_sample], "float32")
 
 
 def bounded(remarks: Sequence[Remark]) -> tuple[Remark, ...]:
-    """Return remarks in the order of samples, with texts short enough to be kept with the group."""
+    """Return remarks ordered by sample, with texts truncated for storage with the group."""
     most = min(MAX_REMARK, MAX_REMARKS // max(1, len(remarks)))
     ordered = sorted(remarks, key=lambda remark: (remark.sample, remark.verifier))
     return tuple(msgspec.structs.replace(remark, text=remark.text[:most]) for remark in ordered)

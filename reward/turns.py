@@ -14,21 +14,22 @@ from reward.combine import MOST, VerifierError
 
 @dataclass(frozen=True, slots=True)
 class GroupTurns:
-    """The turns of a group."""
+    """Turns of a group's samples."""
 
     counts: Sequence[int]
     """[n]: K_i, at least 1."""
     texts: Sequence[Sequence[str]] | None = None
-    """[n][K_i]; None: the rollout worker sent none."""
+    """[n][K_i]: text of each turn; None: the rollout worker sent no texts."""
     contexts: Sequence[Sequence[str]] | None = None
-    """[n][K_i]: what was written to the model before each turn."""
+    """[n][K_i]: text added to the model's context before each turn."""
 
     @classmethod
     def of(cls, rollout: Rollout) -> "GroupTurns":
         """Return the turns of a rollout.
 
         Raises:
-            ProtocolError: they contradict its other arrays; names group and field.
+            ProtocolError: the turns contradict other arrays of the rollout. The message names group and
+                field.
         """
         turns = turns_of(rollout)
         if turns is None:
@@ -40,7 +41,7 @@ class GroupTurns:
         return cls(counts, by_sample(rollout.turn_texts, turns), by_sample(rollout.turn_contexts, turns))
 
     def check_texts(self, verifier: str) -> None:
-        """Check that a verifier that scores turns can be given them.
+        """Check that turn texts are available for a verifier that scores turns.
 
         Raises:
             VerifierError: the rollout worker sent no texts of turns.
@@ -57,21 +58,22 @@ class TurnScores:
     """Scores of a group's turns, filled while the group is scored."""
 
     def __init__(self, counts: Sequence[int]) -> None:
-        """Begin without scores. `counts` are the turns of each sample, [n]."""
+        """Start without scores. `counts` [n] is the number of turns of each sample."""
         self._counts = counts
         self._components: dict[str, list[list[float]]] = {}
 
     def note(self, verifier: str, sample: int, scores: Sequence[float], *, by: str = "") -> float:
-        """Keep the scores of a sample's turns, and return their sum.
+        """Store the scores of a sample's turns, and return their sum.
 
         Args:
-            verifier: the one whose scores they are.
-            sample: its number.
-            scores: one for each turn.
-            by: the one that gave them, if it is another, for errors.
+            verifier: name of the verifier.
+            sample: index of the sample.
+            scores: one score per turn.
+            by: name of the fallback that computed the scores, for errors; empty: `verifier`.
 
         Raises:
-            VerifierError: there are more or fewer than turns, or one is not finite or too large.
+            VerifierError: the number of scores differs from the number of turns, or a score is not finite or
+                too large.
         """
         by = by or verifier
         if len(scores) != self._counts[sample]:
@@ -90,14 +92,14 @@ class TurnScores:
         return math.fsum(scores)
 
     def forget(self, verifier: str, sample: int) -> None:
-        """Drop the scores of a sample's turns, because a fallback scored the whole sample instead."""
+        """Drop a sample's turn scores, because a fallback scored the whole sample."""
         if verifier in self._components:
             self._components[verifier][sample] = []
 
     def filled(self, components: Mapping[str, Sequence[float]]) -> dict[str, list[list[float]]]:
-        """Return verifier that scored turns -> [n][K_i], its scores before weighting.
+        """Return the turn scores before weighting: name of each verifier that scored turns -> [n][K_i].
 
-        A score of a whole sample counts at its last turn: a fallback gave it, or `timeout_score`.
+        A score of a whole sample, from a fallback or `timeout_score`, counts at the last turn.
 
         Args:
             components: verifier -> [n] scores of samples; for turns, their sums.
@@ -118,15 +120,15 @@ def combine_turns(
 ) -> list[list[float]]:
     """Return the rewards of turns, [n][K_i]; empty if no verifier scored turns.
 
-    A turn's reward is the weighted sum of its scores. A score of a whole sample counts at its last turn.
+    A turn's reward is the weighted sum of its scores. A score of a whole sample counts at the last turn.
 
     Args:
         components: verifier -> [n] scores of samples; for turns, their sums.
-        turn_components: verifier that scored turns -> [n][K_i].
+        turn_components: verifiers that scored turns -> [n][K_i] scores.
         weights: verifier -> weight.
 
     Raises:
-        VerifierError: a weighted score is too large; names the verifier.
+        VerifierError: a weighted score is too large. The message names the verifier.
     """
     rewards = []
     whole = {name: scores for name, scores in components.items() if name not in turn_components}

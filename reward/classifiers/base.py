@@ -1,4 +1,4 @@
-"""Defines the options of the verifier `reward_model`, and what computes the logits of texts for it."""
+"""Defines the options of the verifier `reward_model`, and the interface of its classifiers."""
 
 import json
 import os
@@ -21,17 +21,18 @@ class Options:
     revision: str = ""
     """Branch, tag or commit on the hub. Empty: main. A commit is the same at every start."""
     device: str = "cpu"
-    """Where it computes: cpu, cuda or cuda:N."""
+    """Device of the model: cpu, cuda or cuda:N."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
-    """Data type of its parameters."""
+    """Data type of the parameters."""
     max_length: Annotated[int, Interval(ge=0)] = 0
-    """Tokens of prompt and response together; more are cut off at the end. 0: as many as the model has
-    positions."""
+    """Limit of prompt and response together, tokens. Longer texts are truncated at the end. 0: the model's
+    number of positions."""
     batch_size: Annotated[int, Interval(ge=1)] = 16
-    """Responses of a group in one pass, at most."""
+    """Maximum number of responses of a group in one pass."""
     text: Literal["auto", "chat", "plain"] = "auto"
-    """What it reads: the tokenizer's chat template with the prompt as the user's turn and the response as
-    the assistant's (chat), prompt and response as one text (plain), or chat if there is a template (auto)."""
+    """Format of the model's input. chat: the tokenizer's chat template, with the prompt as user turn and the
+    response as assistant turn. plain: prompt and response as one text. auto: chat if the tokenizer has a
+    template."""
     separator: str = ""
     """plain: text between prompt and response."""
     sigmoid: bool = False
@@ -39,27 +40,27 @@ class Options:
     threads: Annotated[int, Interval(ge=1)] = 1
     """Threads of a worker on the CPU."""
     engine: Literal["transformers", "vllm", "sglang"] = "transformers"
-    """Library that computes: in the worker process or, sglang, in its children."""
+    """Library that runs the model, in the worker process or, for sglang, in child processes."""
     memory_fraction: Annotated[float, Interval(gt=0, le=1)] = 0.3
-    """An engine on a GPU: share of its memory for weights and KV cache."""
+    """Engines on a GPU: share of the GPU's memory for weights and KV cache."""
     kv_cache_mb: Annotated[int, Interval(ge=1, le=10**9)] = 1024
-    """An engine on a CPU: KV cache, MiB."""
+    """Engines on a CPU: size of the KV cache, MiB."""
     tensor_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
-    """Devices that share the model in an engine, from `device` on, a process on each."""
+    """Number of devices that an engine shards the model over, from `device` on, with one process each."""
     python: str = ""
-    """sglang: interpreter that has SGLang. Empty: the reward worker's."""
+    """sglang: Python interpreter with SGLang installed. Empty: the reward worker's."""
     environment: dict[str, str] = field(default_factory=dict)
-    """sglang: variables of its processes."""
+    """sglang: environment variables of its processes."""
 
 
 class Classifier(Protocol):
     """A loaded sequence classifier with one label."""
 
     def logits(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Return the logit of each text, at least one, given as tokens, at least one.
+        """Return the logit of each text. Texts are token lists; neither the list nor a text is empty.
 
-        Each is the one of that text alone, read at its last token that is not the padding of the model's
-        configuration. May raise anything.
+        A logit does not depend on the other texts. It is read at the text's last token that is not the
+        padding token of the model's configuration. May raise any exception.
         """
 
 
@@ -70,11 +71,11 @@ def visible_gpu(device: str, number: str) -> str:
     """Return the name of a GPU for CUDA_VISIBLE_DEVICES.
 
     Args:
-        device: the option, for errors.
-        number: of the GPU, among the ones that this process sees.
+        device: option `device`, for errors.
+        number: index of the GPU among the GPUs visible to this process.
 
     Raises:
-        SettingsError: this process sees fewer.
+        SettingsError: this process sees fewer GPUs.
     """
     given = [item for item in os.environ.get(VISIBLE, "").split(",") if item]
     if given and int(number) >= len(given):
@@ -83,7 +84,7 @@ def visible_gpu(device: str, number: str) -> str:
 
 
 def without_padding(tokens: Sequence[int], pad: int | None) -> list[int]:
-    """Return a text without padding at its end, which the engine would otherwise read as its last token."""
+    """Return a text without trailing padding, which the engine would otherwise read as its last token."""
     end = len(tokens)
     while end > 1 and tokens[end - 1] == pad:
         end -= 1
@@ -91,14 +92,14 @@ def without_padding(tokens: Sequence[int], pad: int | None) -> list[int]:
 
 
 ARCHITECTURE = "ForSequenceClassification"
-"""End of the name of an architecture that is a classifier."""
+"""Suffix of the architecture names of classifiers."""
 
 
 def check_classifier(directory: Path, named: str) -> None:
-    """Check that a directory holds a classifier of one label; `named` begins errors.
+    """Check that a directory contains a classifier with one label. `named` is the prefix of errors.
 
     Raises:
-        SettingsError: it does not; names what it holds.
+        SettingsError: the model is missing or not such a classifier. The message names its architecture.
     """
     path = directory / "config.json"
     try:

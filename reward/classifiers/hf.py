@@ -1,4 +1,4 @@
-"""Computes the logits of a sequence classifier by transformers."""
+"""Computes the logits of a sequence classifier with transformers."""
 
 import itertools
 from collections.abc import Iterator, Sequence
@@ -10,10 +10,10 @@ from reward.classifiers.base import Options
 
 
 class HfClassifier:
-    """A classifier of Hugging Face; the oracle of every other one."""
+    """Hugging Face classifier; the oracle of the other implementations."""
 
     def __init__(self, options: Options) -> None:
-        """Load it. Raises the errors of transformers and torch."""
+        """Load the model. Raises the errors of transformers and torch."""
         self._device, self._batch_size = options.device, options.batch_size
         torch.set_num_threads(options.threads)
         model = AutoModelForSequenceClassification.from_pretrained(
@@ -46,9 +46,9 @@ class HfClassifier:
         yield from logits.float().tolist()
 
     def _padding(self, texts: Sequence[Sequence[int]]) -> int:
-        """Return the token that fills up shorter texts: the model's or, without one, one in no text.
+        """Return the padding token: the model's own or, without one, a token in none of the texts.
 
-        The classifier reads a text at its last token that is not the padding.
+        The classifier reads a text at its last token that is not padding.
         """
         own = self._model.config.pad_token_id
         taken = set(itertools.chain.from_iterable(texts))

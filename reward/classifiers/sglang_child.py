@@ -1,4 +1,4 @@
-"""Computes logits in SGLang's Python: a script of the standard library that `sglang_engine.py` starts.
+"""Computes logits with SGLang's Python: a standard-library script started by `sglang_engine.py`.
 
 Lines of JSON in both directions:
 
@@ -7,7 +7,7 @@ Lines of JSON in both directions:
     in   [[token, ...], ...]    texts
     out  {"logits": [...]}      or {"error": TEXT}
 
-The end of standard input, which the death of the parent is, ends this process and SGLang's at once.
+When standard input ends, for example because the parent dies, this process and SGLang's are killed.
 """
 
 import json
@@ -22,7 +22,7 @@ from typing import Any
 def main() -> None:
     """Serve until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # output of libraries goes to the log, not between the answers
+    os.dup2(2, 1)  # redirect library output to the log, away from the answers
     lines: queue.SimpleQueue[str] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(lines,), name="requests", daemon=True).start()
     arguments = json.loads(lines.get())
@@ -57,7 +57,7 @@ def _logits(engine: Any, texts: list[list[int]]) -> list[float]:
 def _read(lines: "queue.SimpleQueue[str]") -> None:
     for line in sys.stdin:
         lines.put(line)
-    os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent made a group of this process
+    os.killpg(os.getpgrp(), signal.SIGKILL)  # the parent started this process in its own group
 
 
 def _write(answers: Any, answer: dict[str, Any]) -> None:

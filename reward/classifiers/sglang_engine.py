@@ -1,7 +1,7 @@
-"""Computes the logits of a sequence classifier by SGLang, in a child process with SGLang's Python.
+"""Computes the logits of a sequence classifier with SGLang, in a child process with SGLang's Python.
 
-The engine packs texts of different lengths into one pass, and divides the model between devices. Its logits
-equal `hf.py`'s up to the rounding of its data type.
+The engine packs texts of different lengths into one pass, and shards the model over devices. Its logits equal
+`hf.py`'s up to rounding.
 """
 
 import json
@@ -23,24 +23,24 @@ from reward.classifiers import sglang_child
 from reward.classifiers.base import VISIBLE, Options, visible_gpu, without_padding
 
 BIAS = "score.bias"
-"""Bias of the head, which some of SGLang's classifiers have: without one in the checkpoint it would stay as
-torch drew it."""
+"""Bias of the head in some of SGLang's classifiers. If the checkpoint has no bias, SGLang would keep torch's
+random initialization."""
 BIAS_FILE = "tether_head_bias.safetensors"
 INDEX = "model.safetensors.index.json"
 RESERVED = 8
-"""Positions of a context that SGLang keeps free."""
+"""Context positions that SGLang reserves."""
 ENDED = 70
-"""Exit code of a worker process whose SGLang has ended."""
+"""Exit code of a worker process whose SGLang process exited."""
 
 
 class SglangClassifier:
-    """A classifier in an engine of SGLang, which ends with this process."""
+    """Classifier in an SGLang engine. The engine ends with this process."""
 
     def __init__(self, options: Options) -> None:
         """Start the engine.
 
         Raises:
-            SettingsError: it does not start; names the option if one is the cause.
+            SettingsError: the engine does not start. The message names the option if an option is the cause.
         """
         on_gpu = options.device != "cpu"
         if on_gpu and options.dtype == "float32":
@@ -64,7 +64,7 @@ class SglangClassifier:
                 raise SettingsError(f"option engine: sglang: {error}") from None
 
     def logits(self, texts: Sequence[Sequence[int]]) -> list[float]:
-        """Return the logit of each text. If SGLang has ended, this process ends, and is replaced."""
+        """Return the logit of each text. If SGLang has exited, exit this process; the pool replaces it."""
         try:
             answer = self._ask([without_padding(tokens, self._pad) for tokens in texts])
         except (EOFError, BrokenPipeError):
@@ -73,11 +73,11 @@ class SglangClassifier:
         return [float(logit) for logit in answer["logits"]]
 
     def _ask(self, question: Any) -> dict[str, Any]:
-        """Send the child a line, and return its answer.
+        """Send the child one line, and return its answer.
 
         Raises:
-            EOFError: it has ended.
-            RuntimeError: it says why it has none.
+            EOFError: the child has exited.
+            RuntimeError: the child answered with an error.
         """
         assert self._child.stdin is not None
         assert self._child.stdout is not None
@@ -92,17 +92,17 @@ class SglangClassifier:
         return answer
 
     def _end(self) -> int:
-        """Close the child's pipes, at which it ends; return its exit code."""
+        """Close the child's pipes, which ends the child; return its exit code."""
         with suppress(BrokenPipeError), self._child:
             pass
         return self._child.wait()
 
 
 def _start_child(options: Options, *, on_gpu: bool) -> "subprocess.Popen[str]":
-    """Start SGLang's Python on `sglang_child.py`, in a process group of its own.
+    """Start SGLang's Python with `sglang_child.py`, in a new process group.
 
     Raises:
-        SettingsError: there is no such Python.
+        SettingsError: the interpreter cannot be started.
     """
     python = options.python or sys.executable
     environment = {
@@ -131,12 +131,12 @@ def _start_child(options: Options, *, on_gpu: bool) -> "subprocess.Popen[str]":
 
 
 def _arguments(options: Options, facts: dict[str, Any], *, on_gpu: bool) -> dict[str, Any]:
-    """Return arguments of SGLang's engine, without the model's place.
+    """Return the arguments of SGLang's engine, except the model path.
 
     Args:
-        options: how it is loaded.
+        options: options of the verifier.
         facts: the model's config.json.
-        on_gpu: whether it computes on GPUs.
+        on_gpu: whether the engine runs on GPUs.
     """
     given: dict[str, Any] = {
         "is_embedding": True,
@@ -156,7 +156,7 @@ def _arguments(options: Options, facts: dict[str, Any], *, on_gpu: bool) -> dict
 
 
 def token_bytes(facts: dict[str, Any], dtype: str) -> int:
-    """Return the bytes of a token's keys and values, at least 1, given a model's config.json."""
+    """Return the KV cache bytes per token, at least 1, from a model's config.json."""
     heads = int(facts.get("num_attention_heads") or 1)
     kv_heads = int(facts.get("num_key_value_heads") or heads)
     head_dim = int(facts.get("head_dim") or int(facts.get("hidden_size") or 0) // heads)
@@ -165,7 +165,7 @@ def token_bytes(facts: dict[str, Any], dtype: str) -> int:
 
 
 def write_model(directory: Path, into: Path) -> None:
-    """Write links to a model's files, and a bias of zero for a head that has none.
+    """Write links to a model's files, and a zero bias for a head without bias.
 
     Raises:
         SettingsError: the weights are not safetensors.

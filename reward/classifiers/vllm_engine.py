@@ -1,8 +1,7 @@
-"""Computes the logits of a sequence classifier by vLLM: in this process or, on several devices, its children.
+"""Computes the logits of a sequence classifier with vLLM; with several devices, in child processes.
 
-The engine packs texts of different lengths into one pass, keeps the KV cache of the prompt that the responses
-of a group share, and has kernels that transformers lacks. Its logits equal `hf.py`'s up to the rounding of
-its data type.
+The engine packs texts of different lengths into one pass, caches the prompt shared by the responses of a
+group, and has kernels that transformers lacks. Its logits equal `hf.py`'s up to rounding.
 """
 
 import json
@@ -18,7 +17,7 @@ from reward.classifiers.base import VISIBLE, Options, visible_gpu, without_paddi
 
 
 class VllmClassifier:
-    """A classifier in vLLM's pooling runner. A process can have one."""
+    """Classifier in vLLM's pooling runner; at most one per process."""
 
     _is_taken = False
 
@@ -26,8 +25,8 @@ class VllmClassifier:
         """Start the engine.
 
         Raises:
-            SettingsError: another one runs in this process, or this vLLM computes elsewhere than the option
-                `device` says.
+            SettingsError: this process already has a vLLM classifier, or this vLLM is built for another kind
+                of device than the option `device`.
             Exception: any error of vLLM.
         """
         if VllmClassifier._is_taken:
@@ -71,10 +70,10 @@ class VllmClassifier:
 
 
 def _set_environment(options: Options) -> None:
-    """Set what vLLM reads from the environment, before it is imported.
+    """Set the environment variables that vLLM reads at import.
 
     Raises:
-        SettingsError: another GPU of the process is in use already.
+        SettingsError: the process already uses another GPU.
     """
     kind, _, number = options.device.partition(":")
     if kind == "cuda" and number:
@@ -98,5 +97,5 @@ def _set_environment(options: Options) -> None:
     ):
         os.environ.setdefault(name, value)
     if kind == "cpu":
-        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compiling takes longer than a small model's whole run
+        os.environ["TORCHDYNAMO_DISABLE"] = "1"  # compilation takes longer than a small model's whole run
         os.environ.pop("VLLM_CPU_KVCACHE_SPACE", None)

@@ -1,1 +1,1 @@
-"""Scores by asking a model at an OpenAI-style URL."""
+"""Scores with an LLM judge at an OpenAI-style URL."""

@@ -1,4 +1,4 @@
-"""Keeps what judges answered on disk, by request, so that the same question is asked once."""
+"""Caches judges' answers on disk by request, so each question is asked once."""
 
 import sqlite3
 import threading
@@ -12,23 +12,23 @@ CREATE TABLE IF NOT EXISTS answers (
 )
 """
 BUSY_S = 5.0
-"""Wait for another process that writes, seconds."""
+"""Timeout for a write lock held by another process, seconds."""
 TRIM_EVERY = 256
-"""Answers between two checks of the size."""
+"""Number of writes between two size checks."""
 
 
 class AnswerCache:
-    """SQLite database of answers, which processes of a host may share. Methods block: call in a thread."""
+    """SQLite cache of answers, shared by processes of a host. Methods block, so call them in a thread."""
 
     def __init__(self, path: str, most: int) -> None:
-        """Open or make the database.
+        """Open or create the database.
 
         Args:
-            path: of the file.
-            most: answers that are kept.
+            path: path of the database file.
+            most: maximum number of answers.
 
         Raises:
-            SettingsError: that is not possible; names the file.
+            SettingsError: the database cannot be opened. The message names the file.
         """
         self._most, self._written = most, 0
         self._lock = threading.Lock()
@@ -44,13 +44,13 @@ class AnswerCache:
             raise SettingsError(f"verifier judge: option cache: {path}: {error}") from None
 
     def get(self, request: bytes) -> str | None:
-        """Return the answer to a request, by its digest. Raises sqlite3.Error."""
+        """Return the cached answer to a request, given its digest. Raises sqlite3.Error."""
         with self._lock:
             row = self._database.execute("SELECT text FROM answers WHERE request = ?", (request,)).fetchone()
         return None if row is None else str(row[0])
 
     def put(self, request: bytes, text: str) -> None:
-        """Keep an answer, and now and then delete the oldest. Raises sqlite3.Error."""
+        """Store an answer, and periodically delete the oldest. Raises sqlite3.Error."""
         with self._lock:
             self._database.execute(
                 "INSERT OR REPLACE INTO answers (request, text) VALUES (?, ?)", (request, text)

@@ -1,4 +1,4 @@
-"""Asks an OpenAI-style server for chat completions, and again where that may help."""
+"""Requests chat completions from an OpenAI-style server, with retries of transient failures."""
 
 import asyncio
 import hashlib
@@ -22,18 +22,18 @@ from reward.verifiers.base import Notes
 
 T = TypeVar("T")
 AGAIN = {408, 409, 425, 429, *range(500, 600)}
-"""Statuses of an answer that may be another one later."""
+"""HTTP statuses that are retried."""
 MOST_BACKOFF_S = 60.0
-"""Longest wait before a retry, also where the server asks for more."""
+"""Maximum wait before a retry, even if the server asks for more."""
 CUT_OFF = ("length", "model_length", "content_filter", "abort", "error")
-"""Finish reasons of servers for an answer that ends before the model has finished: its last words are no
-verdict. Finish reasons of finished answers differ more, and may be missing."""
+"""Finish reasons of incomplete answers, whose last words are no verdict. The finish reasons of complete
+answers vary between servers, and may be missing."""
 MAX_BODY = 4 << 20
-"""Bytes of an answer that are read."""
+"""Maximum size of a response body, bytes."""
 MAX_TOKENS = 10**9
-"""Tokens of a request that are believed."""
+"""Largest plausible token count in a usage report."""
 MAX_SHOWN = 200
-"""Characters of an answer in an error."""
+"""Maximum number of characters of an answer in an error message."""
 
 
 class _Said(msgspec.Struct):
@@ -56,22 +56,22 @@ class _Completion(msgspec.Struct):
 
 
 class _Passing(Exception):
-    """A failure that the next request may not have."""
+    """Transient failure; a retry may succeed."""
 
     def __init__(self, text: str, wait_s: float = 0.0) -> None:
         super().__init__(text)
         self.wait_s = wait_s
-        """Wait that the server asks for, seconds."""
+        """Wait requested by the server, seconds."""
 
 
 class JudgeClient:
-    """Connections to one server. To be used in one event loop."""
+    """Connections to one server, for use in a single event loop."""
 
     def __init__(self, options: Options, key: str) -> None:
-        """Check the URL and open the cache, but no connection.
+        """Validate the URL and open the cache. Opens no connection.
 
         Raises:
-            SettingsError: that is not possible.
+            SettingsError: the URL is invalid or the cache cannot be opened.
         """
         self._options, self._key, self._url = options, key, checked_url(options)
         self._cache = AnswerCache(options.cache, options.cache_entries) if options.cache else None
@@ -80,16 +80,15 @@ class JudgeClient:
     async def ask(self, messages: Messages, read: Callable[[str], T], notes: Notes) -> T:
         """Return `read`'s result for the answer to some messages, from the cache or the server.
 
-        Cancelling it closes the request's connection.
+        Cancellation closes the request's connection.
 
         Args:
-            messages: the question.
-            read: extracts the result from the answer's text; it raises Unreadable to ask again.
-            notes: counts requests, retries and failures; gets the text.
+            messages: messages to send.
+            read: extracts the result from the answer's text; raises Unreadable to request another answer.
+            notes: receives counts of requests, retries and failures, and the answer's text.
 
         Raises:
-            RewardError: there is none, after all retries, or a failure that a retry does not cure; names the
-                URL.
+            RewardError: all retries failed, or a failure is permanent. The message names the URL.
         """
         body = self._body(messages)
         digest = hashlib.sha256(f"{self._url}\n".encode() + body).digest()
@@ -98,7 +97,7 @@ class JudgeClient:
             try:
                 scores = read(cached)
             except Unreadable:
-                pass  # kept when other answers could be read
+                pass  # cached under other parsing options
             else:
                 notes.counts["cache_hits"] += 1
                 notes.text = cached
@@ -139,7 +138,7 @@ class JudgeClient:
             raise RewardError(f"the messages are no JSON: {error}") from None
 
     async def _request(self, body: bytes, notes: Notes) -> str:
-        """Return the text of one answer."""
+        """Send one request and return the text of its answer."""
         if self._session is None:
             headers = {"Content-Type": "application/json"}
             if self._key:
@@ -221,7 +220,7 @@ class JudgeClient:
         notes.problem = f"cache {self._options.cache}: {error}"
 
     def _wait_s(self, attempt: int, asked_s: float) -> float:
-        """Return the wait after an attempt: exponential with jitter, so that retries do not come together."""
+        """Return the wait after an attempt: exponential backoff, with jitter against simultaneous retries."""
         longest = min(MOST_BACKOFF_S, self._options.backoff_s * 2 ** min(attempt, 16))
         return min(MOST_BACKOFF_S, max(asked_s, random.uniform(longest / 2, longest)))
 
@@ -230,7 +229,7 @@ class JudgeClient:
 
 
 NO_LIMIT = aiohttp.ClientTimeout(total=None)
-"""The limit of a request is set around it."""
+"""Disables aiohttp's timeout; `_request` applies its own."""
 
 
 async def _read(answer: aiohttp.ClientResponse) -> bytes:
@@ -243,7 +242,7 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
 
 
 def _seconds(retry_after: str) -> float:
-    """Return the wait that a header asks for: seconds or a date; 0 for anything else."""
+    """Return the wait of a Retry-After header, seconds: a number or a date; 0 for anything else."""
     try:
         return max(0.0, float(retry_after))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Defines the options of the verifier `judge`, and checks them."""
+"""Defines and validates the options of the verifier `judge`."""
 
 import os
 import re
@@ -14,7 +14,7 @@ from protocol.errors import SettingsError
 
 WHAT = "verifier judge"
 RESERVED = ("model", "messages", "temperature", "max_tokens", "stream", "n")
-"""Fields of a request that `extra` cannot set."""
+"""Request fields that `extra` must not set."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,62 +22,64 @@ class Options:
     """Options of `judge`."""
 
     url: str
-    """Base of an OpenAI-style server, such as `http://127.0.0.1:8000/v1`: `/chat/completions` is appended."""
+    """Base URL of an OpenAI-style server, such as `http://127.0.0.1:8000/v1`; `/chat/completions` is
+    appended."""
     model: str
-    """Name of the model at that server."""
+    """Name of the model on the server."""
     prompt: str = ""
-    """The question, with `{prompt}` and `{response}`, or `{responses}` for all of a prompt in one request,
-    and any field of the metadata, such as `{answer}`. `{{` stands for a brace."""
+    """Template of the question. Placeholders: `{prompt}`, `{response}` (or `{responses}` for all responses of
+    a prompt in one request), and metadata fields such as `{answer}`. `{{` escapes a brace."""
     system: str = ""
-    """System message before it, with the same fields. Empty: none."""
+    """System message, with the same placeholders. Empty: none."""
     messages: str = ""
-    """Instead of `prompt`: a function of your own, `MODULE:FUNCTION`, which returns the messages."""
+    """Function of your own, `MODULE:FUNCTION`, that returns the messages; replaces `prompt`."""
     pattern: str = r"-?\d+(?:\.\d+)?"
-    """Regular expression of the score in the answer: its last match, of that the first group if there is one.
-    Not used for all responses in one request, where the last list of numbers in brackets is read."""
+    """Regular expression of the score in the answer. The last match counts, or its first group if there is
+    one. With all responses in one request, the last bracketed list of numbers is parsed instead."""
     parse: str = ""
-    """Instead of `pattern`: a function of your own, which is given the answer's text and returns the score,
-    or a list of them."""
+    """Function of your own that receives the answer's text and returns the score, or a list of scores;
+    replaces `pattern`."""
     lowest: float = 0.0
-    """Number that is a score of 0. Numbers below it are refused."""
+    """Number that maps to score 0. Lower numbers are refused."""
     highest: float = 1.0
-    """Number that is a score of 1. Numbers above it are refused."""
+    """Number that maps to score 1. Higher numbers are refused."""
     temperature: Annotated[float, Interval(ge=0, le=2)] = 0.0
     max_tokens: Annotated[int, Interval(ge=1, le=1_000_000)] = 512
-    """Tokens of an answer, at most; one that is cut off by it is no score."""
+    """Maximum length of an answer, tokens. A truncated answer has no score."""
     extra: dict[str, Any] = field(default_factory=dict)
-    """Further fields of the request, such as `response_format`."""
+    """Additional fields of the request, such as `response_format`."""
     max_chars: Annotated[int, Interval(ge=1, le=10_000_000)] = 50_000
-    """Characters of a response that the judge is shown; of a longer one the middle is left out, and the
-    prompt says so. A function in `messages` is given all."""
+    """Maximum number of characters of a response shown to the judge. The middle of a longer response is cut,
+    and the prompt says so. A function in `messages` receives the whole response."""
     key_env: str = ""
-    """Environment variable with the key for the server. Empty: `key_file`, or no key."""
+    """Environment variable with the server's API key. Empty: `key_file`, or no key."""
     key_file: str = ""
-    """File with the key."""
+    """File with the API key."""
     request_timeout_s: Annotated[float, Interval(gt=0, le=1e5)] = 20.0
     """Limit for one request, seconds. `reward.timeout_s` limits all requests for one score."""
     retries: Annotated[int, Interval(ge=0, le=100)] = 4
-    """Further requests after one that failed in passing, or whose answer is cut off or has no score."""
+    """Number of retries after a transient failure, or an answer that is truncated or has no score."""
     backoff_s: Annotated[float, Interval(ge=0, le=60)] = 0.5
-    """Wait before the first retry, seconds; doubled for each one after it, up to 60, with a random part. A
-    server's `Retry-After` counts where it is longer."""
+    """Wait before the first retry, seconds; doubled for each further retry, up to 60, with jitter. A longer
+    `Retry-After` of the server takes precedence."""
     max_requests: Annotated[int, Interval(ge=1, le=10_000)] = 32
-    """Requests at once, of one reward service."""
+    """Maximum number of concurrent requests of one reward service."""
     cache: str = ""
-    """File that keeps answers, by request (SQLite). Empty: none."""
+    """SQLite file that caches answers by request. Empty: no cache."""
     cache_entries: Annotated[int, Interval(ge=1, le=10**9)] = 1_000_000
-    """Answers that it keeps, the newest."""
+    """Maximum number of cached answers; the oldest are deleted."""
     input_price: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
-    """Price of a million tokens of prompts, in any currency."""
+    """Price of a million prompt tokens, in any currency."""
     output_price: Annotated[float, Interval(ge=0, le=1e6)] = 0.0
-    """Price of a million tokens of answers."""
+    """Price of a million answer tokens."""
 
 
 def checked_url(options: Options) -> URL:
-    """Return where requests go to.
+    """Return the URL of chat completions.
 
     Raises:
-        SettingsError: it is no URL of HTTP, or holds a user, password or query, which may be secrets.
+        SettingsError: the option is not an HTTP URL, or contains a user, password or query, which may be
+            secrets.
     """
     try:
         base = URL(options.url)
@@ -96,10 +98,10 @@ def checked_url(options: Options) -> URL:
 
 
 def check_options(options: Options) -> None:
-    """Check options beyond their types and ranges.
+    """Validate options beyond their types and ranges.
 
     Raises:
-        SettingsError: names the option.
+        SettingsError: an option is invalid. The message names the option.
     """
     if not options.model:
         raise SettingsError(f"{WHAT}: option model is empty; name the model at {options.url}")
@@ -123,10 +125,11 @@ def check_options(options: Options) -> None:
 
 
 def read_key(options: Options) -> str:
-    """Return the key; empty if none is asked for.
+    """Return the API key; empty if none is configured.
 
     Raises:
-        SettingsError: the variable or file is not there, or holds no key; its content is not quoted.
+        SettingsError: the variable or file is missing, or contains no key. The message does not quote its
+            content.
     """
     if options.key_env and options.key_file:
         raise SettingsError(f"{WHAT}: give one of the options key_env and key_file")

@@ -1,4 +1,4 @@
-"""Makes the messages for a judge, from a template or by a function of the user."""
+"""Builds the messages for a judge, from a template or with a user's function."""
 
 import string
 from collections.abc import Mapping, Sequence
@@ -14,35 +14,36 @@ from reward.judge.config import WHAT, Options
 from reward.verifiers.registry import required
 
 OF_GROUP = {"prompt", "response", "responses"}
-"""Names in templates that are not fields of the metadata."""
+"""Template placeholders that are not metadata fields."""
 Messages = Sequence[Mapping[str, Any]]
 
 
 class Question(Protocol):
-    """Makes the messages for one sample, or for all of a group."""
+    """Builder of the messages for one sample, or for all samples of a group."""
 
     @property
     def whole(self) -> bool:
-        """Whether it asks for all samples of a group at once."""
+        """Whether one question covers all samples of a group."""
 
     @property
     def file(self) -> str:
-        """File of the user that it comes from, or empty."""
+        """User file with the function that builds the messages, or empty."""
 
     def messages(self, group: ResponseGroup, i: int) -> Messages:
-        """Return the messages for sample `i`, or for all. May raise anything."""
+        """Return the messages for sample `i`, or for all samples if `whole`. May raise any exception."""
 
 
 class TemplateQuestion:
-    """Fills in templates."""
+    """Question from templates."""
 
     file = ""
 
     def __init__(self, options: Options) -> None:
-        """Check the templates.
+        """Validate the templates.
 
         Raises:
-            SettingsError: a template is not well formed, or names no response; names the option.
+            SettingsError: a template is malformed or has no response placeholder. The message names the
+                option.
         """
         self._system, self._prompt, self._max_chars = options.system, options.prompt, options.max_chars
         self._fields = template_fields(options)
@@ -53,7 +54,7 @@ class TemplateQuestion:
             )
 
     def messages(self, group: ResponseGroup, i: int) -> Messages:
-        """Return the messages. Raises RewardError if the metadata lacks a field."""
+        """Return the filled-in messages. Raises RewardError if the metadata lacks a field."""
         texts: dict[str, str] = {"prompt": group.prompt}
         if self.whole:
             texts["responses"] = _numbered([self._cut(text) for text in group.responses])
@@ -72,13 +73,13 @@ class TemplateQuestion:
 
 
 class OwnQuestion:
-    """Calls a function of the user."""
+    """Question from a user's function."""
 
     def __init__(self, path: str) -> None:
         """Import the function.
 
         Raises:
-            SettingsError: it cannot be called.
+            SettingsError: the function cannot be imported, or is asynchronous.
         """
         self._code: UserCode = load_user_code(path, f"{WHAT}: option messages")
         if self._code.awaits:
@@ -86,7 +87,7 @@ class OwnQuestion:
         self.whole, self.file = self._code.whole, self._code.file
 
     def messages(self, group: ResponseGroup, i: int) -> Messages:
-        """Return the function's messages. Raises RewardError if its result is no list of messages."""
+        """Return the function's messages. Raises RewardError if the result is not a list of messages."""
         returned = self._code.function(**self._code.arguments(group, i))
         if isinstance(returned, str):
             return [{"role": "user", "content": returned}]
@@ -100,17 +101,17 @@ class OwnQuestion:
 
 
 def make_question(options: Options) -> Question:
-    """Return what makes the messages. Raises SettingsError if options are wrong."""
+    """Return the question that the options configure. Raises SettingsError for invalid options."""
     return OwnQuestion(options.messages) if options.messages else TemplateQuestion(options)
 
 
 def template_fields(options: Options) -> set[str]:
-    """Return the names in the templates. Raises SettingsError if one is not well formed."""
+    """Return the placeholders of the templates. Raises SettingsError for a malformed template."""
     return _fields(options.prompt, "prompt") | _fields(options.system, "system")
 
 
 def _fields(template: str, option: str) -> set[str]:
-    """Return the names in a template."""
+    """Return the placeholders of a template."""
     try:
         parts = [part for part in string.Formatter().parse(template) if part[1] is not None]
     except ValueError as error:
@@ -126,8 +127,8 @@ def _fields(template: str, option: str) -> set[str]:
 def _numbered(texts: Sequence[str]) -> str:
     """Return the responses, each below a heading that no response can contain.
 
-    The headings have a mark that depends on all responses: none can hold the mark that it leads to. Equal
-    responses make equal questions, as the cache of answers needs.
+    The headings contain a hash of all responses, so no response can contain its own hash. Equal responses
+    yield equal questions, as the answer cache requires.
     """
     mark = blake2b(repr(texts).encode(), digest_size=8).hexdigest()
     return "\n\n".join([

@@ -1,4 +1,4 @@
-"""Reads scores from a judge's answer."""
+"""Parses scores from a judge's answer."""
 
 import json
 import math
@@ -11,12 +11,12 @@ from protocol.user_code import import_attribute
 from reward.judge.config import WHAT, Options
 
 MOST_READ = 100_000
-"""Characters of an answer that are searched for a score, the last ones."""
+"""Number of characters at the end of an answer that are searched for a score."""
 _LISTS = re.compile(r"\[[-+0-9.eE,\s]*\]")
 
 
 class Unreadable(Exception):
-    """An answer without a score; the judge is asked again."""
+    """An answer without a score; the client retries."""
 
 
 Reader = Callable[[str, int], list[float]]
@@ -24,14 +24,14 @@ Reader = Callable[[str, int], list[float]]
 
 
 def make_reader(options: Options, whole: bool) -> tuple[Reader, str]:
-    """Return what reads an answer, and the file of the user that it comes from, or "".
+    """Return the function that parses an answer, and the user's file that defines it, or "".
 
     Args:
-        options: of the judge.
-        whole: whether an answer holds the scores of a whole group.
+        options: options of the judge.
+        whole: whether an answer contains the scores of a whole group.
 
     Raises:
-        SettingsError: the function of the user cannot be imported.
+        SettingsError: the user's function cannot be imported.
     """
     if options.parse:
         function, file = import_attribute(options.parse, f"{WHAT}: option parse")
@@ -78,7 +78,7 @@ def _list(options: Options, text: str, n: int) -> list[float]:
 
 
 def _scaled(options: Options, found: Any, text: str) -> float:
-    """Return a number of the judge as a score from 0 to 1."""
+    """Return the judge's number scaled to a score from 0 to 1."""
     try:
         number = float(found)
     except (TypeError, ValueError, OverflowError):

@@ -1,4 +1,4 @@
-"""Scores by the answers of a model at an OpenAI-style URL: one request for a response or a group."""
+"""Scores with a judge at an OpenAI-style URL, with one request per response or per group."""
 
 from collections.abc import Sequence
 
@@ -13,18 +13,18 @@ __all__ = ["Judge", "Options", "needed_fields"]
 
 
 def needed_fields(options: Options) -> list[str]:
-    """Return the fields of the metadata that the templates name."""
+    """Return the metadata fields that the templates require."""
     return sorted(template_fields(options) - OF_GROUP)
 
 
 class Judge(AwaitedVerifier):
-    """Verifier that asks a judge."""
+    """Verifier that scores with an LLM judge."""
 
     def __init__(self, options: Options) -> None:
-        """Check the options; no request is made.
+        """Validate the options. Sends no request.
 
         Raises:
-            SettingsError: one is wrong, or the key is not there.
+            SettingsError: an option is invalid, or the key is missing.
         """
         check_options(options)
         self._question = make_question(options)
@@ -35,11 +35,11 @@ class Judge(AwaitedVerifier):
         self.max_running = options.max_requests
 
     async def answer(self, group: ResponseGroup, samples: Sequence[int], notes: Notes) -> list[float]:
-        """Return the scores of these samples.
+        """Return the scores of `samples`.
 
         Raises:
-            RewardError: the judge gave none; names its URL.
-            Exception: any exception of a function of the user.
+            RewardError: the judge returned no score. The message names the judge's URL.
+            Exception: any exception of a user's function.
         """
         if self.at_once:
             scores = await self._ask(group, 0, len(group.responses), notes)

@@ -1,1 +1,1 @@
-"""Runs code of a model in a confined child process."""
+"""Runs code from a model in a confined child process."""

@@ -1,7 +1,8 @@
-"""Reads the tests of a prompt, and judges sandboxed code by them.
+"""Parses the tests of a prompt, and scores sandboxed code with them.
 
-Of calls and programs the sandbox returns plain values as JSON text, and they are compared here, in another
-process than the code ran in: no object of the code, and no change to its interpreter, takes part in that.
+For calls and programs, the sandbox returns plain values as JSON text. The values are compared in this
+process, not in the sandbox, so the code's objects and changes to its interpreter cannot affect the
+comparison.
 """
 
 import json
@@ -21,9 +22,9 @@ class CallCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A test that calls a function of the code."""
 
     call: str
-    """Expression that names the function, such as `f` or `Solution().f`."""
+    """Expression of the function, such as `f` or `Solution().f`."""
     returns: Any
-    """What it has to return, as JSON has it: lists instead of tuples, text as keys."""
+    """Expected return value in JSON form: lists instead of tuples, strings as keys."""
     args: list[Any] = []
     kwargs: dict[str, Any] = {}
 
@@ -32,7 +33,7 @@ class ProgramCase(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A test that runs the code as a program."""
 
     stdout: str
-    """What it has to print; white space at the end of lines, and empty lines at the end, do not matter."""
+    """Expected output. White space at line ends and trailing empty lines are ignored."""
     stdin: str = ""
 
 
@@ -40,10 +41,10 @@ Cases = list[str] | list[CallCase] | list[ProgramCase]
 
 
 def read_cases(tests: object, field: str) -> Cases:
-    """Return the tests that the metadata holds.
+    """Return the tests in the metadata.
 
     Raises:
-        RewardError: they are of none of the kinds, or of several; names `field`.
+        RewardError: the tests are of no known kind, or of several kinds. The message names `field`.
     """
     tests = [tests] if isinstance(tests, (str, Mapping)) else tests
     if not isinstance(tests, list) or not tests:
@@ -59,7 +60,7 @@ def read_cases(tests: object, field: str) -> Cases:
 
 
 def judge(code: str, cases: Cases, limits: Limits, tolerance: float) -> tuple[int, Verdict]:
-    """Run the code with the tests; return the number of passed tests, and the sandbox's report.
+    """Run the code with the tests; return the number of passed tests and the sandbox's report.
 
     Raises:
         RewardError: the sandbox cannot be set up.
@@ -82,11 +83,11 @@ def judge(code: str, cases: Cases, limits: Limits, tolerance: float) -> tuple[in
 
 
 class _Nothing:
-    """Stands for an output that there is not; equal to no plain value."""
+    """Marker for a missing output; equal to no plain value."""
 
 
 def _parsed(output: str | None) -> Any:
-    """Return the value of JSON text that the sandboxed code may have forged."""
+    """Return the value of JSON text. The sandboxed code may have forged the text."""
     if output is None:
         return _Nothing
     try:
@@ -96,7 +97,7 @@ def _parsed(output: str | None) -> Any:
 
 
 def _plain(value: Any) -> Any:
-    """Return what JSON makes of an expected value, which may have tuples and other keys."""
+    """Return an expected value in JSON form. The value may contain tuples and non-string keys."""
     try:
         return json.loads(json.dumps(value))
     except (TypeError, ValueError) as error:
@@ -104,7 +105,7 @@ def _plain(value: Any) -> Any:
 
 
 def _equal(expected: Any, value: Any, tolerance: float) -> bool:
-    """Compare plain values; two numbers may differ by `tolerance` if one is a float."""
+    """Compare plain values. Two numbers may differ by `tolerance` if at least one is a float."""
     if isinstance(expected, list):
         return (
             isinstance(value, list)
@@ -127,7 +128,7 @@ def _equal(expected: Any, value: Any, tolerance: float) -> bool:
 def _close(expected: float, value: float, tolerance: float) -> bool:
     try:
         return math.isclose(expected, value, rel_tol=tolerance, abs_tol=tolerance)
-    except OverflowError:  # an integer that no float can hold
+    except OverflowError:  # an integer too large for a float
         return False
 
 

@@ -1,15 +1,14 @@
-"""Confines itself, then runs the code of a model; `reward/sandbox/runner.py` starts it as a script.
+"""Confines itself, then runs code from a model. `reward/sandbox/runner.py` starts this script.
 
-Its kinds of runs (`RUNS`): tests in the code's own namespace; calls of its functions; the code as a program.
+Kinds of runs (`RUNS`): tests in the code's own namespace; calls of its functions; the code as a program.
 
-It stands alone on purpose, and imports only the standard library (not even `protocol.host`): it runs with
-`python -I`, where the project cannot be imported, and code of the project in its memory would be within reach
-of the model's code.
+The script imports only the standard library, not even `protocol.host`. It runs with `python -I`, where the
+project cannot be imported, and project code in memory would be accessible to the model's code.
 
-There are three processes: this one; its child, the first process of a new pid namespace, which waits; and a
-grandchild, which runs the code. When the first process of a namespace ends, the kernel kills all others in
-it. Without namespaces, this process adopts and kills remaining processes (as a subreaper). The report goes to
-standard output; every line of it begins with a secret word, because the code can write there, too.
+There are three processes: this process; its child, the first process of a new pid namespace, which waits; and
+a grandchild, which runs the code. When the first process of a namespace exits, the kernel kills all others in
+the namespace. Without namespaces, this process adopts remaining processes as a subreaper and kills them. The
+report goes to standard output. Every line begins with a secret word, because the code can also write there.
 """
 
 import builtins
@@ -37,10 +36,9 @@ LANDLOCK_CREATE, LANDLOCK_ADD, LANDLOCK_RESTRICT = 444, 445, 446
 LANDLOCK_VERSION, LANDLOCK_PATH_BENEATH = 1, 1
 READ = (1 << 2) | (1 << 3)
 WRITE = {1: 0x1FF2, 2: 0x3FF2, 3: 0x7FF2}
-"""Landlock ABI -> all rights that change files: write, remove, make, refer (from ABI 2), truncate (from
-3)."""
+"""Landlock ABI -> all rights that change files: write, remove, make, refer (ABI 2), truncate (ABI 3)."""
 ON_FILES = (1 << 1) | (1 << 2) | (1 << 14)
-"""The rights that a rule for a file, rather than a directory, may contain: write, read, truncate."""
+"""Rights that are valid in a rule for a file instead of a directory: write, read, truncate."""
 READABLE = (
     sys.prefix,
     sys.base_prefix,
@@ -52,9 +50,9 @@ READABLE = (
     "/dev/urandom",
     "/dev/zero",
 )
-"""Paths that the code may read, besides its working directory."""
+"""Paths that the code may read, in addition to its working directory."""
 REQUIRED = {"pid", "net", "tmpfs", "readonly", "landlock"}
-"""Kinds of isolation without which no code is run, if isolation is required."""
+"""Kinds of isolation that must be in force if isolation is required."""
 NOBODY = 65534
 PR_SET_SECCOMP, SECCOMP_FILTER = 22, 2
 
@@ -67,7 +65,7 @@ def main() -> None:
     libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     spec = json.load(sys.stdin.buffer)
     limits, directory = spec["limits"], spec["directory"]
-    limits["processes"] += spec["kind"] == "programs"  # this process, which then runs none of the code
+    limits["processes"] += spec["kind"] == "programs"  # for this process, which only starts the programs
     if os.getuid() == 0:
         os.chown(directory, NOBODY, NOBODY)
     isolation = namespaces(directory, limits["file_mb"])
@@ -89,7 +87,7 @@ def main() -> None:
 
 
 def fork(work: Callable[[], Any]) -> int:
-    """Run `work` in a child that is killed when this process ends; return its pid."""
+    """Run `work` in a child and return its pid. The child is killed when this process exits."""
     pid = os.fork()
     if pid:
         return pid
@@ -104,13 +102,13 @@ def fork(work: Callable[[], Any]) -> int:
 
 
 def wait_for(pid: int) -> None:
-    """Wait for a child; meanwhile reap orphans, as the first process of a namespace has to."""
+    """Wait for a child; reap orphans meanwhile, as the first process of a pid namespace must."""
     while os.waitpid(-1, 0)[0] != pid:
         pass
 
 
 def kill_orphans() -> None:
-    """Kill processes that outlived the code; with a pid namespace there are none."""
+    """Kill processes that outlived the code. With a pid namespace, none remain."""
     while True:
         with open(f"/proc/self/task/{os.getpid()}/children") as children:
             pids = [int(pid) for pid in children.read().split()]
@@ -122,7 +120,7 @@ def kill_orphans() -> None:
 
 
 def reporter(nonce: str) -> Callable[[str], None]:
-    """Return a function that writes lines to standard output, even after the code changed descriptor 1."""
+    """Return a function that writes lines to standard output, even after the code changes descriptor 1."""
     out = os.dup(1)
 
     def report(text: str) -> None:
@@ -134,7 +132,7 @@ def reporter(nonce: str) -> Callable[[str], None]:
 
 
 def namespaces(directory: str, size_mb: int) -> set[str]:
-    """Enter the namespaces that the kernel allows; return which."""
+    """Enter the namespaces that the kernel allows; return the isolation in force."""
     uid, gid = os.geteuid(), os.getegid()
     user = NEWUSER if uid else 0
     if libc.unshare(user | NEWPID | NEWNET | NEWIPC | NEWNS):
@@ -161,14 +159,14 @@ def namespaces(directory: str, size_mb: int) -> set[str]:
 
 
 def confine(limits: dict[str, Any], directory: str, isolation: set[str], filters: list[bytes]) -> None:
-    """Drop everything that the code does not need; add the kinds in force to `isolation`.
+    """Drop all privileges that the code does not need, and add the isolation in force to `isolation`.
 
-    The second of the seccomp `filters` allows to change modes and times, too. That is safe only if all mounts
-    but the working directory are read-only, and Landlock keeps the code from the mounts of other processes.
+    The second of the seccomp `filters` also allows changing modes and times. This is safe only if all mounts
+    except the working directory are read-only, and Landlock blocks the mounts of other processes.
     """
     os.chdir(directory)
     target = NOBODY if os.getuid() == 0 else os.getuid()
-    own = target == os.getuid()  # then this process is counted, too
+    own = target == os.getuid()  # then the count includes this process
     processes = tasks_of(target, within=own and "pid" in isolation) - own + limits["processes"]
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)
     if landlock(directory):
@@ -210,7 +208,7 @@ def readable() -> bool:
 
 
 def landlock(directory: str) -> bool:
-    """Allow to write in `directory` only, and to read there and in `READABLE`; False without Landlock."""
+    """Restrict writing to `directory`, and reading to `directory` and `READABLE`; False without Landlock."""
     abi = libc.syscall(LANDLOCK_CREATE, None, 0, LANDLOCK_VERSION)
     if abi < 1:
         return False
@@ -241,14 +239,14 @@ def allow(rules: int, path: str, rights: int) -> None:
 
 
 def seccomp(lines: bytes) -> bool:
-    """Load a seccomp filter, an array of struct sock_filter; False without it, and if it is empty."""
+    """Load a seccomp filter, an array of struct sock_filter; False if unsupported or empty."""
     code = ctypes.create_string_buffer(lines, len(lines))
     head = ctypes.create_string_buffer(struct.pack("@HP", len(lines) // 8, ctypes.addressof(code)))
     return bool(lines) and libc.prctl(PR_SET_SECCOMP, SECCOMP_FILTER, head, 0, 0) == 0
 
 
 def keep_capabilities(number: int | None) -> None:
-    """Drop all capabilities but this one, if any, which programs that are started have, too."""
+    """Drop all capabilities except `number`, if given, which started programs inherit."""
     mask = 0 if number is None else 1 << number
     header = struct.pack("=Ii", 0x20080522, 0)
     if libc.capset(header, struct.pack("=6I", mask, mask, mask, 0, 0, 0)):
@@ -258,9 +256,9 @@ def keep_capabilities(number: int | None) -> None:
 
 
 def tasks_of(uid: int, within: bool) -> int:
-    """Return how many threads the kernel counts for RLIMIT_NPROC: all of the user's on this machine.
+    """Return the number of threads counted for RLIMIT_NPROC: all of the user's on this machine.
 
-    `within` a user namespace of our own, kernels from 5.14 on count only those in it.
+    With `within`, in a user namespace of our own, kernels from 5.14 on count only threads in the namespace.
     """
     release = re.match(r"(\d+)\.(\d+)", os.uname().release)
     within = within and release is not None and (int(release[1]), int(release[2])) >= (5, 14)
@@ -277,8 +275,8 @@ def tasks_of(uid: int, within: bool) -> int:
 def run_tests(code: str, tests: list[str], report: Callable[[str], None]) -> None:
     """Run the code, then each test; report the tests that do not raise.
 
-    The tests were compiled before the code runs, and have the builtins of before; `exec`, too, is the one of
-    before. What else the code has changed in this interpreter, the tests meet.
+    The tests are compiled before the code runs, and use the original builtins and `exec`. All other changes
+    by the code to the interpreter affect the tests.
     """
     compiled = [compiled_or_none(test, f"test_{i}.py") for i, test in enumerate(tests)]
     namespace = run_code(code)
@@ -295,7 +293,7 @@ def run_tests(code: str, tests: list[str], report: Callable[[str], None]) -> Non
 
 
 def run_calls(code: str, calls: list[Any], report: Callable[[str], None]) -> None:
-    """Run the code, then call its functions; report what they return, as JSON."""
+    """Run the code, then call its functions; report the return values as JSON."""
     dumps = json.dumps
     namespace = run_code(code)
     if namespace is None:
@@ -309,7 +307,7 @@ def run_calls(code: str, calls: list[Any], report: Callable[[str], None]) -> Non
 
 
 def run_programs(code: str, inputs: list[str], report: Callable[[str], None]) -> None:
-    """Run the code as a program for each input; report what it prints, as JSON, if it exits with 0.
+    """Run the code as a program for each input; report the output as JSON if the exit code is 0.
 
     No code of the model runs in this process.
     """
@@ -329,14 +327,14 @@ def run_programs(code: str, inputs: list[str], report: Callable[[str], None]) ->
                 )
                 output.seek(0)
                 printed = output.read(most).decode(errors="replace")
-        except (OSError, MemoryError, ValueError):  # such as no space left, taken by an earlier run
+        except (OSError, MemoryError, ValueError):  # for example, an earlier run filled the disk
             continue
         if ended.returncode == 0:
             report(f"{i} {json.dumps(printed)}")
 
 
 def run_code(code: str) -> dict[str, Any] | None:
-    """Run the code and return its namespace, with the builtins as they were before; None if it raised."""
+    """Run the code and return its namespace with the original builtins; None if the code raised."""
     null = os.open("/dev/null", os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(null, descriptor)
@@ -356,7 +354,7 @@ def run_code(code: str) -> dict[str, Any] | None:
 
 
 def compiled_or_none(test: str, name: str) -> Any:
-    """Return a test as code; None if it is none."""
+    """Return a test as a code object; None if the test does not compile."""
     try:
         return compile(test, name, "exec")
     except (SyntaxError, ValueError, RecursionError, MemoryError):
@@ -368,7 +366,7 @@ RUNS: dict[str, Callable[[str, Any, Callable[[str], None]], None]] = {
     "calls": run_calls,
     "programs": run_programs,
 }
-"""Kind of cases -> what runs them."""
+"""Kind of cases -> function that runs them."""
 
 
 if __name__ == "__main__":

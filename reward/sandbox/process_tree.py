@@ -1,4 +1,4 @@
-"""Kills a process together with everything that it started."""
+"""Kills a process and all of its descendants."""
 
 import contextlib
 import os
@@ -7,14 +7,14 @@ import signal
 import psutil  # type: ignore[import-untyped]
 
 ROUNDS = 20
-"""How often to search for new descendants; a tree that forks faster is bounded by its limit on processes."""
+"""Maximum number of searches for new descendants. Process limits bound trees that fork faster."""
 
 
 def kill_process_tree(pid: int) -> None:
-    """Kill a child that leads a process group, its descendants, and the group; does not wait for their exit.
+    """Kill a child that leads a process group, its descendants, and the group; do not wait for their exit.
 
     Descendants that left the group can only be found through their parents, so descendants are killed first,
-    again and again until none is left.
+    repeatedly until none is left.
     """
     with contextlib.suppress(psutil.Error):
         root = psutil.Process(pid)

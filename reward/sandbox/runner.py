@@ -1,18 +1,18 @@
-"""Runs code of a model in a process of its own with limits: with tests, with calls, or as a program.
+"""Runs code from a model in a separate process with limits: with tests, with calls, or as a program.
 
 `run_tests` runs tests in the interpreter of the code. `run_calls` and `run_programs` return plain values
-(JSON) that code of ours compares outside; expected results never enter the sandbox.
+(JSON), which trusted code compares outside; expected results never enter the sandbox.
 
-Always: a session of its own, a minimal environment, a temporary working directory, limits on CPU time,
-memory, file size, open files and processes, no core dumps; it is killed together with everything that it
-started. If the kernel allows it (`IsolationLevel`), also: no network, no visibility of other processes, a
-memory file system of limited size as working directory, all other mounts read-only, files outside it
-read-only and mostly unreadable (Landlock), the system calls of a list only (seccomp, x86-64); as root, the
-code runs as `nobody`. `reward/sandbox/child.py` does this inside the new process.
+Always in force: a new session; a minimal environment; a temporary working directory; limits on CPU time,
+memory, file size, open files and processes; no core dumps. The process is killed with all of its descendants.
+If the kernel allows it (`IsolationLevel`), also: no network; no visibility of other processes; a size-limited
+memory file system as working directory; all other mounts read-only; files outside read-only and mostly
+unreadable (Landlock); an allow-list of system calls (seccomp, x86-64); as root, the code runs as `nobody`.
+`reward/sandbox/child.py` applies this inside the new process.
 
-Limits of the sandbox: the tests of `run_tests` run in the same interpreter as the code, so code written
-against this very sandbox can fake their results; and it is not a virtual machine. Run reward workers of
-untrusted models in a container or virtual machine of their own.
+Weaknesses: the tests of `run_tests` run in the code's interpreter, so code written against this sandbox can
+fake their results. The sandbox is not a virtual machine. Run reward workers of untrusted models in their own
+container or virtual machine.
 """
 
 import contextlib
@@ -39,19 +39,19 @@ from reward.sandbox.system_calls import seccomp_filter
 
 CHILD = Path(__file__).with_name("child.py")
 SETUP_S = 60.0
-"""Time limit for the process to start and confine itself; the code's own time begins after that."""
+"""Time limit for the process to start and confine itself. The code's time limit starts afterwards."""
 MAX_REPORT = 1 << 16
-"""Bytes read from the process besides outputs, more than any honest report has."""
+"""Maximum size of the report without outputs, bytes; larger than any honest report."""
 KINDS = frozenset({"pid", "net", "tmpfs", "readonly", "landlock", "seccomp", "nobody"})
-"""Kinds of isolation; `nobody` only as root."""
+"""Kinds of isolation; `nobody` applies only as root."""
 NEEDED = KINDS - {"nobody"}
-"""Kinds that make up full isolation."""
+"""Kinds of isolation that together are full isolation."""
 
 
 class IsolationLevel(StrEnum):
-    """Choice for kernels without all kinds of isolation."""
+    """Behaviour on kernels that lack kinds of isolation."""
 
-    BEST = "best"  # use those that it offers
+    BEST = "best"  # use the available kinds
     REQUIRED = "required"  # refuse to run code
 
 
@@ -68,11 +68,12 @@ class Limits:
     file_mb: Annotated[int, Interval(gt=0)] = 16
     """Size of each file, and of the working directory if it is a memory file system, MiB."""
     output_kb: Annotated[int, Interval(gt=0)] = 1024
-    """What all calls return, or all programs print, as JSON text, KiB. What exceeds it has no output."""
+    """Total size of the return values of all calls, or the output of all programs, as JSON text, KiB. Outputs
+    beyond the limit are lost."""
     processes: Annotated[int, Interval(gt=0)] = 8
-    """Processes and threads of the code."""
+    """Number of processes and threads of the code."""
     isolation: IsolationLevel = IsolationLevel.BEST
-    """Choice for kernels without all kinds of isolation."""
+    """Behaviour on kernels that lack kinds of isolation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,18 +81,18 @@ class Verdict:
     """Result of a run."""
 
     passed: frozenset[int]
-    """Numbers of the tests that did not raise, calls that returned, or programs that exited with 0."""
+    """Indices of the tests that did not raise, calls that returned, or programs that exited with 0."""
     outputs: Mapping[int, str]
-    """Number of a call or program -> what it returned or printed, as JSON text; the code may have forged it.
-    """
+    """Index of a call or program -> its return value or output, as JSON text; the code may have forged the
+    text."""
     timed_out: bool
     """Whether `wall_s` was exceeded."""
     isolation: frozenset[str]
-    """The `KINDS` that were in force."""
+    """`KINDS` in force during the run."""
 
 
 def run_tests(code: str, tests: Sequence[str], limits: Limits) -> Verdict:
-    """Run `code`, then each test, compiled before, in its namespace; leaves no process and no file behind.
+    """Run `code`, then each precompiled test in its namespace; leave no processes or files behind.
 
     Raises:
         RewardError: the sandbox cannot be set up. The code itself cannot cause an exception.
@@ -102,12 +103,12 @@ def run_tests(code: str, tests: Sequence[str], limits: Limits) -> Verdict:
 def run_calls(
     code: str, calls: Sequence[tuple[str, Sequence[Any], Mapping[str, Any]]], limits: Limits
 ) -> Verdict:
-    """Run `code`, then call functions of it with arguments, and return their results as JSON.
+    """Run `code`, then call its functions with arguments, and return their results as JSON.
 
     Args:
-        code: defines the functions.
-        calls: expression that names a function, positional and keyword arguments (JSON types).
-        limits: of all calls together.
+        code: code that defines the functions.
+        calls: expression of a function, positional and keyword arguments (JSON types).
+        limits: limits of all calls together.
 
     Raises:
         RewardError: the sandbox cannot be set up.
@@ -116,16 +117,16 @@ def run_calls(
 
 
 def run_programs(code: str, inputs: Sequence[str], limits: Limits, stop: int | None = None) -> Verdict:
-    """Run `code` as a program of its own for each input, and return what it prints.
+    """Run `code` as a separate program for each input, and return the outputs.
 
     Args:
-        code: the program.
-        inputs: what it reads from standard input.
-        limits: of all runs together.
-        stop: a file descriptor; when it can be read, the code is killed as if its time were over.
+        code: source of the program.
+        inputs: standard input of each run.
+        limits: limits of all runs together.
+        stop: file descriptor; once readable, the code is killed as after a timeout.
 
     Raises:
-        RewardError: the sandbox cannot be set up, or was stopped before the code began.
+        RewardError: the sandbox cannot be set up, or was stopped before the code started.
     """
     return _run("programs", code, inputs, limits, stop)
 
@@ -157,7 +158,7 @@ def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits, stop: int |
                 "HOME": directory,
                 "TMPDIR": directory,
                 "PYTHONHASHSEED": "0",
-                "GIT_CONFIG_NOSYSTEM": "1",  # /etc/gitconfig cannot be read, upon which git ends
+                "GIT_CONFIG_NOSYSTEM": "1",  # git fails if it cannot read /etc/gitconfig
             },
         )
         with process:
@@ -186,17 +187,17 @@ def _watch(
     most: int,
     stop: int | None = None,
 ) -> tuple[bytes, bool]:
-    """Return the report, and whether time ran out before it was complete."""
+    """Return the report, and whether the time limit expired before the report was complete."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
         process.stdin.write(spec)
         process.stdin.close()
     except BrokenPipeError:
-        pass  # it failed to start; stderr says why
+        pass  # the process failed to start; stderr has the reason
     deadline, running = time.monotonic() + SETUP_S, False
     report, begun, done = b"", f"{nonce} isolation".encode(), f"{nonce} done\n".encode()
-    watched = select.poll()  # `select.select` takes no descriptor over 1023, and a worker may have thousands
+    watched = select.poll()  # `select.select` supports no descriptors over 1023; a worker may have thousands
     for descriptor in (process.stdout.fileno(), *([] if stop is None else [stop])):
         watched.register(descriptor, select.POLLIN)
     while len(report) < most and not report.endswith(done):
@@ -213,11 +214,11 @@ def _watch(
 
 
 def parse_report(report: bytes, nonce: str, cases: int) -> tuple[dict[int, str], frozenset[str]] | None:
-    """Return the cases that passed, with their outputs, and the isolation in force; None if no code was run.
+    """Return the outputs of the passed cases, and the isolation in force; None if no code ran.
 
     Args:
         report: output of the process.
-        nonce: the secret word that begins every line of ours.
+        nonce: secret word at the beginning of every trusted line.
         cases: number of tests, calls or programs.
     """
     lines = [line.partition(" ") for line in report.decode(errors="replace").split("\n")]
@@ -234,16 +235,16 @@ def parse_report(report: bytes, nonce: str, cases: int) -> tuple[dict[int, str],
 
 
 def _remove(directory: str) -> None:
-    """Remove a directory in which the code may have closed folders, and left links to anywhere."""
+    """Remove a directory in which the code may have restricted folders and created links."""
     _open(directory)
     for _, folders, _, opened in os.fwalk(directory):
         for folder in folders:
             _open(folder, opened)
-    shutil.rmtree(directory, ignore_errors=True)  # what still runs without a pid namespace may add files
+    shutil.rmtree(directory, ignore_errors=True)  # without a pid namespace, running processes may add files
 
 
 def _open(folder: str, parent: int | None = None) -> None:
-    """Give this user all rights to a folder; links are not followed."""
+    """Grant this user all rights to a folder, without following links."""
     with contextlib.suppress(OSError):
         descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=parent)
         try:

@@ -1,6 +1,6 @@
-"""Decides which system calls the code of a model may make, and writes that down as a seccomp filter (x86-64).
+"""Defines the system calls allowed for model code, and compiles them to a seccomp filter (x86-64).
 
-A call that no table below lists is refused. `reward/sandbox/runner.py` hands the finished filters to
+System calls in no table below are refused. `reward/sandbox/runner.py` passes the finished filters to
 `reward/sandbox/child.py`, which cannot import the project.
 
 Source of the numbers: arch/x86/entry/syscalls/syscall_64.tbl of Linux.
@@ -31,7 +31,7 @@ ALLOWED = {
     "epoll_ctl": 233, "pselect6": 270, "ppoll": 271, "epoll_pwait": 281, "signalfd": 282,
     "timerfd_create": 283, "eventfd": 284, "timerfd_settime": 286, "timerfd_gettime": 287, "signalfd4": 289,
     "eventfd2": 290, "epoll_create1": 291, "epoll_pwait2": 441,
-    # sockets that are connected
+    # connected sockets
     "sendto": 44, "recvfrom": 45, "sendmsg": 46, "recvmsg": 47, "shutdown": 48, "getsockname": 51,
     "getpeername": 52, "getsockopt": 55, "recvmmsg": 299, "sendmmsg": 307,
     # processes and threads
@@ -42,7 +42,7 @@ ALLOWED = {
     "rt_sigaction": 13, "rt_sigprocmask": 14, "rt_sigreturn": 15, "kill": 62, "rt_sigpending": 127,
     "rt_sigtimedwait": 128, "rt_sigqueueinfo": 129, "rt_sigsuspend": 130, "sigaltstack": 131, "tkill": 200,
     "tgkill": 234, "rt_tgsigqueueinfo": 297, "pidfd_send_signal": 424,
-    # identity; without capabilities a process can only take an identity that it has
+    # identity; without capabilities a process can only switch between its own identities
     "getpid": 39, "uname": 63, "getuid": 102, "getgid": 104, "setuid": 105, "setgid": 106, "geteuid": 107,
     "getegid": 108, "setpgid": 109, "getppid": 110, "getpgrp": 111, "setsid": 112, "setreuid": 113,
     "setregid": 114, "getgroups": 115, "setresuid": 117, "getresuid": 118, "setresgid": 119,
@@ -51,24 +51,24 @@ ALLOWED = {
     "nanosleep": 35, "getitimer": 36, "alarm": 37, "setitimer": 38, "gettimeofday": 96, "times": 100,
     "time": 201, "timer_create": 222, "timer_settime": 223, "timer_gettime": 224, "timer_getoverrun": 225,
     "timer_delete": 226, "clock_gettime": 228, "clock_getres": 229, "clock_nanosleep": 230,
-    # limits, scheduling, chance
+    # limits, scheduling, randomness
     "getrlimit": 97, "getrusage": 98, "sysinfo": 99, "getpriority": 140, "sched_getparam": 143,
     "sched_getscheduler": 145, "sched_get_priority_max": 146, "sched_get_priority_min": 147,
     "sched_rr_get_interval": 148, "setrlimit": 160, "sched_setaffinity": 203, "sched_getaffinity": 204,
     "getcpu": 309, "getrandom": 318,
 }  # fmt: skip
-"""System calls that are allowed with any argument, and their numbers."""
+"""System calls that are allowed with any arguments, and their numbers."""
 OWN_FILES = {
     "truncate": 76, "chmod": 90, "fchmod": 91, "utime": 132, "utimes": 235, "futimesat": 261,
     "fchmodat": 268, "utimensat": 280, "fchmodat2": 452,
 }  # fmt: skip
-"""System calls that change a file named by its path, without opening it to be written.
+"""System calls that modify a file by path, without opening the file for writing.
 
-Landlock does not control them (truncate: from ABI 3 on). They are allowed only where everything but the
-working directory is mounted read-only, so that they reach the code's own files alone."""
+Landlock does not control them (truncate: from ABI 3 on). They are allowed only if everything except the
+working directory is mounted read-only, so they can only change the code's own files."""
 
 _ALL = 0xFFFFFFFF
-_ACCESS, _CUT = 0o3, 0o1000  # O_ACCMODE; O_TRUNC: a file opened to be read is not cut
+_ACCESS, _CUT = 0o3, 0o1000  # O_ACCMODE; O_TRUNC, which is refused for read-only files
 _OPENED = (0, 1, 2, 1 | _CUT, 2 | _CUT)
 _NEW_NAMESPACES = 0x7E020000
 _STREAM, _UNIX = 1, 1
@@ -77,9 +77,9 @@ CHECKED: dict[int, tuple[tuple[int, int, tuple[int, ...]], ...]] = {
     257: ((2, _ACCESS | _CUT, _OPENED),),  # openat
     # ioctl: of terminals TCGETS, TIOCGPGRP, TIOCGWINSZ; FIONBIO, FIONREAD, FIONCLEX, FIOCLEX; FICLONE
     16: ((1, _ALL, (0x5401, 0x540F, 0x5413, 0x5421, 0x541B, 0x5450, 0x5451, 0x40049409)),),
-    # fcntl: copies, flags and locks, F_DUPFD_CLOEXEC, F_GETPIPE_SZ; no leases, no notices, no larger pipes
+    # fcntl: copies, flags and locks, F_DUPFD_CLOEXEC, F_GETPIPE_SZ; no leases, notifications or larger pipes
     72: ((1, _ALL, (*range(8), 36, 37, 38, 1030, 1032)),),
-    # socketpair: of streams only; a pair of datagram sockets could send to every socket with a path
+    # socketpair: streams only; a datagram socket pair could send to every socket with a path
     53: ((0, _ALL, (_UNIX,)), (1, 0xF, (_STREAM,))),
     56: ((0, _NEW_NAMESPACES, (0,)),),  # clone
     # prctl: PR_GET_DUMPABLE, PR_SET_NAME, PR_GET_NAME, PR_GET_SECCOMP, PR_CAPBSET_READ, PR_GET_NO_NEW_PRIVS,
@@ -90,11 +90,11 @@ CHECKED: dict[int, tuple[tuple[int, int, tuple[int, ...]], ...]] = {
 }
 """Number -> (argument, mask, values): allowed if each of these arguments, masked, has one of its values.
 
-Only the lower half of an argument is compared: the kernel takes each of these arguments as 32 bits."""
+Only the lower 32 bits are compared, because the kernel reads each of these arguments as 32 bits."""
 ATTRIBUTES = range(188, 200)
 """setxattr to fremovexattr: EOPNOTSUPP, as from a file system without attributes."""
 NEWER = 424
-"""From this number on (Linux 5.1) the answer is ENOSYS: programs take the kernel for an older one."""
+"""System calls from this number on (Linux 5.1) fail with ENOSYS, so programs assume an older kernel."""
 
 _AUDIT_X86_64, _X32 = 0xC000003E, 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _AND, _RETURN = 0x20, 0x15, 0x35, 0x54, 0x06

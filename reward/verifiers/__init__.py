@@ -1,4 +1,4 @@
 """Scores responses; one module per verifier.
 
-Each has a dataclass `Options` and a pure function `score(prompt_text, response, metadata, options)`.
+Each module has a dataclass `Options` and a pure function `score(prompt_text, response, metadata, options)`.
 """

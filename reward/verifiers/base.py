@@ -1,4 +1,4 @@
-"""Defines verifiers: loaded ones compute call by call, awaited ones wait in many calls at once."""
+"""Defines verifier interfaces: loaded verifiers run one call at a time, awaited ones run concurrent calls."""
 
 from abc import ABC, abstractmethod
 from collections import defaultdict
@@ -10,59 +10,58 @@ from reward.group import ResponseGroup, Verdict
 
 @dataclass(slots=True)
 class Notes:
-    """Filled by the verifier while it scores, so that they are there even if it fails or is too slow."""
+    """Notes of a verifier during a call. They remain available if the call fails or times out."""
 
     counts: dict[str, float] = field(default_factory=lambda: defaultdict(float))
-    """What happened -> how often, or how much: `requests`, `retries`, `prompt_tokens`, `cost` ..."""
+    """Event or quantity -> count or amount: `requests`, `retries`, `prompt_tokens`, `cost` ..."""
     text: str = ""
-    """A judge's answer."""
+    """Answer of a judge."""
     problem: str = ""
-    """What went wrong last."""
+    """Most recent problem."""
 
 
 class BaseVerifier:
-    """Scores the responses of a group."""
+    """Base class of verifiers, which score the responses of a group."""
 
     at_once: bool = False
-    """Whether one call takes all samples of a group, instead of one sample."""
+    """Whether one call scores all samples of a group instead of one sample."""
     by_turn: bool = False
-    """Whether it scores each turn of a sample."""
+    """Whether the verifier scores each turn of a sample."""
     file: str = ""
-    """File of the user that it comes from; empty for a verifier of tether."""
+    """User file that defines the verifier; empty for built-in verifiers."""
 
 
 class LoadedVerifier(BaseVerifier, ABC):
-    """Verifier whose calls follow each other in a worker process."""
+    """Verifier with sequential calls in a worker process."""
 
     maps_device_memory: bool = False
-    """Whether its library maps more address space than any limit allows."""
+    """Whether the library maps more address space than any limit allows."""
 
     def load(self) -> None:
-        """Load what scoring needs; a worker process does so once, before its first score.
+        """Load models and libraries. Called once per worker process, before the first score.
 
         Raises:
-            SettingsError: it cannot be loaded.
+            SettingsError: loading failed.
         """
 
     @abstractmethod
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> Sequence[Verdict]:
-        """Return the scores of these samples. May raise anything."""
+        """Return the scores of `samples`. May raise any exception."""
 
 
 class AwaitedVerifier(BaseVerifier, ABC):
-    """Verifier whose calls run at the same time, in the event loop of one process of the reward service."""
+    """Verifier with concurrent calls, in the event loop of one process of the reward service."""
 
     max_running: int
-    """Calls that run at once. Those beyond wait, which their time limit does not count."""
+    """Maximum number of concurrent calls. Further calls wait; waiting does not count towards their
+    timeout."""
 
     @abstractmethod
     async def answer(self, group: ResponseGroup, samples: Sequence[int], notes: Notes) -> Sequence[Verdict]:
-        """Return the scores of these samples. Cancelled when the time limit is exceeded.
+        """Return the scores of `samples`. Cancelled on timeout. May raise any exception.
 
         Args:
             group: prompt and responses.
-            samples: numbers of the samples: one, or any number for a verifier that is `at_once`.
-            notes: the verifier's notes of the call, for any outcome.
-
-        May raise anything.
+            samples: indices of the samples: one index, or any number for a verifier that is `at_once`.
+            notes: notes of the call, kept for any outcome.
         """

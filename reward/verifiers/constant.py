@@ -1,4 +1,4 @@
-"""Scores every response the same, for algorithms that need no reward."""
+"""Scores every response with the same value, for algorithms without rewards."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass

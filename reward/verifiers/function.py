@@ -1,10 +1,10 @@
-"""Scores by a function of the user, `MODULE:FUNCTION`, which is given the parameters that it names.
+"""Scores with a user's function, `MODULE:FUNCTION`, which receives the arguments in its signature.
 
     def score(*, response: str, metadata: dict) -> float                     one response
     def score(*, responses: list[str], metadata: dict) -> list[float]        all responses of a prompt
     def score(*, turns: list[str], metadata: dict) -> list[float]            each turn of a sample
 
-Any may be `async def`; the responses of all prompts are then scored at the same time, in one event loop.
+Each may be `async def`. Responses of all prompts are then scored concurrently, in one event loop.
 docs/rewards.md describes the parameters.
 """
 
@@ -19,7 +19,8 @@ from reward.group import ResponseGroup, Verdict
 from reward.verifiers.base import AwaitedVerifier, LoadedVerifier, Notes
 
 MOST_RUNNING = 10_000
-"""Calls of an asynchronous function at once; the groups that a reward worker holds bound them before."""
+"""Limit of concurrent calls of an asynchronous function. In practice, the number of held groups is the
+limit."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,32 +28,32 @@ class Options:
     """Options of `function`."""
 
     path: str
-    """The function, as `MODULE:FUNCTION`; the module is found in `run.modules` and `PYTHONPATH`."""
+    """Function as `MODULE:FUNCTION`; the module is imported from `run.modules` and `PYTHONPATH`."""
 
 
 def load_function(options: Options) -> "UserFunction | AsyncUserFunction":
     """Import the function and check its parameters.
 
     Raises:
-        SettingsError: module or function is missing, the module raises, or the parameters do not fit; names
-            the file.
+        SettingsError: the module or function is missing, the module raises, or the parameters do not fit. The
+            message names the file.
     """
     code = load_user_code(options.path, "verifier function", may_score_turns=True)
     return AsyncUserFunction(code) if code.awaits else UserFunction(code)
 
 
 class UserFunction(LoadedVerifier):
-    """Verifier that calls a function of the user."""
+    """Verifier that calls a user's function."""
 
     def __init__(self, code: UserCode) -> None:
         self.file, self.at_once, self.by_turn, self._code = code.file, code.whole, code.by_turn, code
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[Verdict]:
-        """Return the scores of these samples.
+        """Return the scores of `samples`.
 
         Raises:
-            RewardError: the function returned something else than scores.
-            Exception: whatever the function raises.
+            RewardError: the function did not return scores.
+            Exception: any exception of the function.
         """
         function, arguments = self._code.function, self._code.arguments
         if self._code.whole:
@@ -61,7 +62,7 @@ class UserFunction(LoadedVerifier):
 
 
 class AsyncUserFunction(AwaitedVerifier):
-    """Verifier that awaits a function of the user."""
+    """Verifier that awaits a user's function."""
 
     max_running = MOST_RUNNING
 
@@ -69,11 +70,11 @@ class AsyncUserFunction(AwaitedVerifier):
         self.file, self.at_once, self.by_turn, self._code = code.file, code.whole, code.by_turn, code
 
     async def answer(self, group: ResponseGroup, samples: Sequence[int], notes: Notes) -> list[Verdict]:
-        """Return the scores of these samples.
+        """Return the scores of `samples`.
 
         Raises:
-            RewardError: the function returned something else than scores.
-            Exception: whatever the function raises.
+            RewardError: the function did not return scores.
+            Exception: any exception of the function.
         """
         if self._code.whole:
             values = await self._code.function(**self._code.arguments(group, 0))
@@ -87,20 +88,20 @@ class AsyncUserFunction(AwaitedVerifier):
 def checked_scores(
     code: UserCode, values: Any, group: ResponseGroup, samples: Sequence[int]
 ) -> list[Verdict]:
-    """Return the scores of some samples from those that a function returned for all.
+    """Return the scores of `samples` from a function's scores of all samples.
 
     Raises:
-        RewardError: they are not a list of scores, one for each response.
+        RewardError: `values` is not a list with one score per response.
     """
     listed = _listed(code, values, len(group.responses), "responses")
     return [checked_verdict(code, listed[i], group, i) for i in samples]
 
 
 def checked_verdict(code: UserCode, value: Any, group: ResponseGroup, sample: int) -> Verdict:
-    """Return a function's verdict on a sample: a score, or one for each of its turns.
+    """Return a function's score of a sample, or one score per turn.
 
     Raises:
-        RewardError: it is something else.
+        RewardError: the value is neither.
     """
     if not code.by_turn:
         return checked_score(code, value)
@@ -109,7 +110,7 @@ def checked_verdict(code: UserCode, value: Any, group: ResponseGroup, sample: in
 
 
 def _listed(code: UserCode, values: Any, count: int, of: str) -> Sequence[Any]:
-    """Return a list or tuple of `count` values. Raises RewardError if it is none."""
+    """Return a list or tuple of `count` values. Raises RewardError for any other value."""
     if isinstance(values, (list, tuple)) and len(values) == count:
         return values
     what = f"{len(values)} scores" if isinstance(values, (list, tuple)) else type(values).__name__

@@ -1,4 +1,4 @@
-"""Scores 1 if the response is JSON that is valid under a schema, else 0."""
+"""Scores 1 if the response is JSON that a schema validates, else 0."""
 
 import re
 from collections.abc import Mapping
@@ -14,7 +14,7 @@ from protocol.errors import RewardError
 from reward.verifiers.registry import required
 
 DEEP = 64
-"""Levels of a response beyond which it is to blame, and not the schema, if there are too many to check."""
+"""Nesting depth beyond which a recursion error is attributed to the response instead of the schema."""
 FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
@@ -25,18 +25,18 @@ class Options:
     key: str = "schema"
     """Field of the metadata with the schema, as an object or as JSON text."""
     schema: dict[str, Any] = field(default_factory=dict)
-    """One schema for all prompts, instead of one in the metadata."""
+    """One schema for all prompts, instead of a schema in the metadata."""
     fenced: bool = True
-    """Read the last ``` block of the response, if it has one."""
+    """Parse the last ``` block of the response, if there is one."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
     """Return 1 if the response is valid, else 0; references to other documents are not resolved.
 
-    So it does if the response cannot be checked: it is nested too deeply, or a number in it is too large.
+    A response that cannot be checked, because of deep nesting or a huge number, scores 0.
 
     Raises:
-        RewardError: there is no schema, or it is invalid itself.
+        RewardError: the schema is missing or invalid.
     """
     schema = options.schema or required(metadata, options.key)
     try:
@@ -52,7 +52,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
         return 0.0
     try:
         return float(kind(schema, registry=referencing.Registry()).is_valid(value))
-    except OverflowError:  # a whole number of hundreds of digits, where the schema has a decimal
+    except OverflowError:  # an integer with hundreds of digits where the schema has a decimal
         return 0.0
     except RecursionError:
         if _is_deep(value):

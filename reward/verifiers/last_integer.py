@@ -9,17 +9,17 @@ from protocol.errors import RewardError
 from reward.verifiers.registry import required_text
 
 SEPARATOR = re.compile(r"(?<=\d),(?=\d{3}(?!\d))", re.ASCII)
-"""The comma in 12,345."""
+"""Comma in 12,345."""
 CURRENCY = re.compile(r"\\?[$\u20ac\u00a3\u00a5](?=-?\d)", re.ASCII)
-"""The sign in $72 and -$5."""
+"""Currency sign in $72 and -$5."""
 MINUS = re.compile(r"\u2212|(?<!\d)\u2013(?=\d)", re.ASCII)
-"""Unicode's minus, and an en dash that stands for one; between digits the dash means a range."""
+"""Unicode's minus, and an en dash used as minus. Between digits, a dash means a range."""
 NUMBER = re.compile(r"(?:(?<!\d)-)?\d(?:[\d.,/]|\u2013(?=\d))*(?:[eE][-+]?\d+)?", re.ASCII)
-"""A number with everything that belongs to it, such as 3.5, 1/2, 1,5 or 1e6; 5-3 is two, without a sign."""
+"""Number with all attached characters, such as 3.5, 1/2, 1,5 or 1e6. 5-3 is two unsigned numbers."""
 WHOLE = re.compile(r"(-?\d+)(?:\.0*)?(?:[eE]\+?(\d{1,3}))?[.,/]*", re.ASCII)
-"""A whole number, also written as 72.00 or 1e6."""
+"""Whole number, also in the forms 72.00 and 1e6."""
 MARK = "####"
-"""What precedes the answer in GSM8K's solutions."""
+"""Mark before the answer in GSM8K's solutions."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +34,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     """Return 1 if the numbers are equal, ignoring leading zeros, else 0.
 
     The answer may have the forms of GSM8K: 1,234, $72, 72.00, 72., or a solution that ends with #### 72.
-    Numbers that are not whole (3.5, 1/2, 1,5, a range) are passed over and never read in part.
+    Numbers that are not whole (3.5, 1/2, 1,5, a range) are skipped and never parsed in part.
 
     Raises:
         RewardError: the answer is missing or not a whole number.
@@ -48,11 +48,11 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
 
 
 def _bare(text: str) -> str:
-    """Return the text with plain minus signs, without separators of thousands and signs of currencies."""
+    """Return the text with plain minus signs, without thousands separators and currency signs."""
     return SEPARATOR.sub("", CURRENCY.sub("", MINUS.sub("-", text)))
 
 
 def _normal(whole: re.Match[str]) -> str:
-    """Return the digits as text, since `int` refuses thousands of them."""
+    """Return the digits as text, because `int` refuses thousands of digits."""
     digits = whole[1].lstrip("-").lstrip("0") + "0" * int(whole[2] or 0)
     return f"-{digits}" if whole[1].startswith("-") and digits.strip("0") else digits.lstrip("0") or "0"

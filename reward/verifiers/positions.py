@@ -1,4 +1,4 @@
-"""Scores the fraction of characters that are at the right position."""
+"""Scores the fraction of characters at the right position."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -18,7 +18,7 @@ class Options:
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Return matching positions / longer length, 0 to 1, so that a longer response scores less.
+    """Return matching positions / longer length, 0 to 1. A longer response scores less.
 
     Raises:
         RewardError: the metadata has no answer.

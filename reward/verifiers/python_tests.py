@@ -23,25 +23,26 @@ class Options:
     key: str = "tests"
     """Field of the metadata with the tests, of one of three kinds.
 
-    A list of `{call = "f", args = [2], kwargs = {}, returns = 4}`: a function of the code is called, and what
-    it returns is compared outside of the sandbox. A list of `{stdin = "2\\n", stdout = "4\\n"}`: the code is
-    run as a program for each, and what it prints is compared outside. Python text, or a list of such: it runs
-    in the interpreter of the code, and passes if it does not raise; code that aims at this can forge it.
+    A list of `{call = "f", args = [2], kwargs = {}, returns = 4}`: a function of the code is called, and the
+    return value is compared outside the sandbox. A list of `{stdin = "2\\n", stdout = "4\\n"}`: the code runs
+    as a program for each input, and the output is compared outside. Python text, or a list of such texts: the
+    text runs in the interpreter of the code, and passes if it does not raise. Malicious code can forge this
+    last kind.
     """
     prelude: str = ""
-    """Field of the metadata with code to run before the response's; empty: none."""
+    """Field of the metadata with code to run before the response's code; empty: none."""
     partial: bool = False
-    """Score the fraction of tests that pass, instead of 1 if all do and 0 otherwise."""
+    """Score the fraction of passed tests, instead of 1 if all pass and 0 otherwise."""
     tolerance: Annotated[float, Interval(ge=0, le=1)] = 1e-9
-    """Absolute and relative difference that a returned number may have if one of the two is a float."""
+    """Absolute and relative tolerance for a returned number if one of the two numbers is a float."""
     limits: Limits = field(default_factory=Limits)
     """Limits of the sandbox."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Run the last ``` block of the response, or all of it if there is none, with the tests.
+    """Run the last ``` block of the response, or the whole response without a block, with the tests.
 
-    Tests that were not run because the code failed, hung or exceeded a limit have not passed.
+    Tests that do not run because the code failed, hung or exceeded a limit count as failed.
 
     Returns:
         The score, 0 to 1.
@@ -61,7 +62,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
 
 @functools.cache
 def _warn(isolation: frozenset[str]) -> None:
-    """Print, once per worker, which kinds of isolation this machine does not offer."""
+    """Print, once per worker, the kinds of isolation that this machine lacks."""
     missing = sorted(NEEDED - isolation)
     if missing:
         print(f"sandbox.weak missing={','.join(missing)} (see docs/security.md)", file=sys.stderr, flush=True)

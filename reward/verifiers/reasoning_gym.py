@@ -1,4 +1,4 @@
-"""Scores by the scorer of a reasoning-gym family, which may give partial credit."""
+"""Scores with the scorer of a reasoning-gym family, which may give partial credit."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,25 +17,25 @@ class Options:
     """Options of `reasoning_gym`."""
 
     tag: str = ""
-    """The answer is in the last <tag>...</tag>; a response without one scores 0. Empty: the whole
-    response."""
+    """Tag around the answer: the last <tag>...</tag> counts, and a response without the tag scores 0. Empty:
+    the whole response is the answer."""
     strip: bool = True
     """Ignore white space around the answer."""
     strict: bool = False
-    """Raise on responses that the family's scorer cannot read, instead of scoring them 0."""
+    """Raise on responses that the family's scorer cannot parse, instead of scoring 0."""
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
     """Return the score of the family's own scorer.
 
-    Some scorers raise on malformed answers; these score 0 if the scorer can read the right answer.
+    Some scorers raise on malformed answers. Such answers score 0 if the scorer accepts the right answer.
 
     Raises:
-        RewardError: the metadata is not from the prompt source `reasoning_gym`, or the scorer does not
-            work on this prompt.
+        RewardError: the metadata is not from the prompt source `reasoning_gym`, or the scorer fails on this
+            prompt.
     """
     family, params = str(required(metadata, "family")), metadata.get("params") or {}
-    # Some families have no answer, only a rule.
+    # Some families have only a rule, without an answer.
     entry = {
         "question": prompt_text,
         "answer": untagged(metadata.get("answer")),
@@ -77,7 +77,7 @@ def _extract(response: str, options: Options) -> str | None:
 
 
 def _last_inside(text: str, opening: str, closing: str) -> str | None:
-    """Return the text between the last pair of tags; a regular expression would take quadratic time."""
+    """Return the text between the last pair of tags. A regular expression would need quadratic time."""
     inside, place = None, 0
     while (start := text.find(opening, place)) >= 0:
         end = text.find(closing, start)

@@ -1,4 +1,4 @@
-"""Makes verifiers by name."""
+"""Creates verifiers by name."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -14,10 +14,14 @@ from reward.verifiers.base import AwaitedVerifier, LoadedVerifier
 
 @dataclass(frozen=True, slots=True)
 class VerifierEntry(Entry):
-    """Module of a verifier with a dataclass `Options`; only worker processes that run it import it."""
+    """Module of a verifier with a dataclass `Options`.
+
+    Only the worker processes that run the verifier import it.
+    """
 
     factory: str = ""
-    """Function of the module that makes the verifier of its options; empty: the module has `score`."""
+    """Function of the module that creates the verifier from its options; empty: the module defines
+    `score`."""
 
 
 VERIFIERS = Registry(
@@ -47,15 +51,15 @@ class EachResponse(LoadedVerifier):
         self._function, self.file = function, file
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> Sequence[Verdict]:
-        """Return the scores of these samples."""
+        """Return the scores of `samples`."""
         return [self._function(group.prompt, group.responses[i], group.metadata) for i in samples]
 
 
 def find_verifier(name: str) -> VerifierEntry:
-    """Return the entry of a verifier; a name with a dot is a module of the user.
+    """Return the entry of a verifier. A name with a dot is a user's module.
 
     Raises:
-        SettingsError: the name has no dot and is unknown; suggests the nearest one. Or it is MODULE:NAME.
+        SettingsError: the name is unknown (the message suggests the nearest name), or is MODULE:NAME.
     """
     if ":" in name:
         raise SettingsError(
@@ -68,22 +72,22 @@ def find_verifier(name: str) -> VerifierEntry:
 
 
 def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | AwaitedVerifier:
-    """Return a verifier with its options.
+    """Create a verifier with its options.
 
     Args:
-        name: of a verifier of tether, or a module of the user.
-        options: as in the settings.
+        name: name of a built-in verifier, or a user's module.
+        options: options from the settings.
 
     Raises:
-        SettingsError: the name or an option is unknown (suggests the nearest one), or the module or function
-            cannot be imported.
+        SettingsError: the name or an option is unknown (the message suggests the nearest), or the import of
+            the module or function fails.
     """
     entry = find_verifier(name)
     try:
         module = load(entry.path)
     except ImportError as error:
         raise SettingsError(f"verifier {name} cannot be imported: {error}") from None
-    except (Exception, SystemExit) as error:  # a module of the user may raise anything, or be a script
+    except (Exception, SystemExit) as error:  # a user's module may raise anything, or be a script
         raise SettingsError(f"verifier {name} cannot be imported: {located(error)}") from None
     for part in ("Options", entry.factory or "score"):
         if not hasattr(module, part):
@@ -110,10 +114,10 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | Awa
 
 
 def required(metadata: Mapping[str, Any], field: str) -> Any:
-    """Return a field of the metadata that a verifier needs.
+    """Return a required metadata field.
 
     Raises:
-        RewardError: it is missing; names the fields that exist.
+        RewardError: the field is missing. The message names the existing fields.
     """
     if metadata.get(field) is None:
         found = sorted(str(name) for name, value in metadata.items() if value is not None)
@@ -122,10 +126,10 @@ def required(metadata: Mapping[str, Any], field: str) -> Any:
 
 
 def required_text(metadata: Mapping[str, Any], field: str) -> str:
-    """Return a field of the metadata that a verifier compares with, as text.
+    """Return a required metadata field as text.
 
     Raises:
-        RewardError: it is missing, or neither text nor a number.
+        RewardError: the field is missing, or neither text nor a number.
     """
     value = required(metadata, field)
     if not isinstance(value, str | int | float):

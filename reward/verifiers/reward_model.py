@@ -1,6 +1,6 @@
-"""Scores by a reward model: a sequence classifier of Hugging Face with one label, loaded once by each worker.
+"""Scores with a reward model: a Hugging Face sequence classifier with one label, loaded once per worker.
 
-torch, transformers and vLLM are imported when the model is loaded, not when the settings are checked.
+torch, transformers and vLLM are imported when the model is loaded, not when the settings are validated.
 """
 
 import math
@@ -25,19 +25,19 @@ CLASSIFIERS = {
     "vllm": "reward.classifiers.vllm_engine:VllmClassifier",
     "sglang": "reward.classifiers.sglang_engine:SglangClassifier",
 }
-"""Option `engine` -> class that computes with it, imported when the model is loaded."""
+"""Option `engine` -> classifier class, imported when the model is loaded."""
 
 
 class RewardModel(LoadedVerifier):
-    """Verifier that is a model."""
+    """Verifier that scores with a reward model."""
 
     at_once = True
 
     def __init__(self, options: Options) -> None:
-        """Check the options; the model is loaded by `load`.
+        """Validate the options. `load` loads the model.
 
         Raises:
-            SettingsError: an option is wrong, or the directory holds no classifier of one label.
+            SettingsError: an option is invalid, or the directory contains no classifier with one label.
         """
         _check_devices(options)
         _check_python(options)
@@ -53,7 +53,7 @@ class RewardModel(LoadedVerifier):
         """Load model and tokenizer.
 
         Raises:
-            SettingsError: they cannot be loaded; names the path.
+            SettingsError: loading failed. The message names the path.
         """
         from transformers import AutoConfig, AutoTokenizer
 
@@ -92,7 +92,7 @@ class RewardModel(LoadedVerifier):
             )
 
     def score(self, group: ResponseGroup, samples: Sequence[int]) -> list[Verdict]:
-        """Return the scores of these samples, each as the model gives it to that text alone."""
+        """Return the scores of `samples`. A score does not depend on the other samples."""
         if self._classifier is None:
             self.load()
         assert self._classifier is not None
@@ -113,7 +113,7 @@ class RewardModel(LoadedVerifier):
 
 
 def _check_devices(options: Options) -> None:
-    """Check the options that say where it computes. Raises SettingsError."""
+    """Validate the options of devices. Raises SettingsError."""
     if options.device.partition(":")[0] not in ("cpu", "cuda"):
         raise SettingsError(
             f"verifier reward_model: option device: {options.device!r}; use cpu, cuda or cuda:N"
@@ -132,7 +132,7 @@ def _check_devices(options: Options) -> None:
 
 
 def _check_python(options: Options) -> None:
-    """Check the options of an engine with a Python of its own. Raises SettingsError."""
+    """Validate the options of an engine with its own Python. Raises SettingsError."""
     for name in ("python", "environment"):
         if getattr(options, name) and options.engine != "sglang":
             raise SettingsError(

@@ -17,30 +17,30 @@ from reward.sandbox.process_tree import kill_process_tree
 from reward.workers.frames import LENGTH, MAX_FRAME, CallOutcome, GroupFrame, VerifierTraits
 
 EXIT_S = 2.0
-"""Time after the exit of a process in which a program that it left may keep its pipe open, seconds."""
+"""Time after the exit of a process in which its child processes may keep the pipe open, seconds."""
 SILENCE_S = 5.0
-"""How much longer than `timeout_s` the event loop of a concurrent process may stand still, seconds."""
+"""Time beyond `timeout_s` after which a silent concurrent process is killed, seconds."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 log = logging.getLogger("tether.reward")
 
 
 class WorkerEnded(Exception):
-    """The process ended before it answered a call; another call may have ended it."""
+    """The process ended before it answered a call. Another call may be the cause."""
 
     def __init__(self, text: str, stuck: bool, alone: bool) -> None:
         super().__init__(text)
         self.stuck = stuck
-        """Whether it was killed because it stood still for longer than a call may take."""
+        """Whether the process was killed because it hung for longer than a call may take."""
         self.alone = alone
-        """Whether there was no other call in it."""
+        """Whether the process had no other call."""
 
     def outcome(self, samples: Sequence[int]) -> CallOutcome:
-        """Return the outcome of the call that ended its process: late if the process stood still."""
+        """Return the outcome of the call that ended its process: a timeout if the process hung."""
         return CallOutcome([None] * len(samples)) if self.stuck else CallOutcome([], error=str(self))
 
 
 class WorkerClient(asyncio.SubprocessProtocol):
-    """A worker process, which answers one call at a time, or, if it is concurrent, any number at once.
+    """Client of a worker process, which runs one call at a time or, if concurrent, any number of calls.
 
     If `healthy` is False the process must be replaced.
     """
@@ -58,12 +58,12 @@ class WorkerClient(asyncio.SubprocessProtocol):
         self._heard_s = self._loop.time()
         self._stuck = False
         self._abandoned: set[int] = set()
-        """Cancelled calls that the process still has: each may be what it stands still for, or ends by."""
+        """Cancelled calls that the process still runs. Each may be why the process hangs or ends."""
         self._is_blamed = False
-        """Whether the process said which call it ends for."""
+        """Whether the process reported the call that ends it."""
         self.healthy = True
         self.traits: Sequence[VerifierTraits | None] = ()
-        """For each verifier; None if this process does not run it."""
+        """Traits of each verifier; None if this process does not run the verifier."""
 
     @classmethod
     async def start(
@@ -75,19 +75,19 @@ class WorkerClient(asyncio.SubprocessProtocol):
         is_concurrent: bool,
         withheld: Collection[str] = (),
     ) -> "WorkerClient":
-        """Start a process and wait until it has imported its verifiers; cancelling the call ends it.
+        """Start a process and wait until its verifiers are imported. Cancellation ends the process.
 
         Args:
-            config: the section.
-            modules: directories with modules of the user, which are searched last.
-            verifiers: the section's, None for each that this process does not import.
-            is_concurrent: whether many calls wait in it at once; only verifiers that wait can be called then,
-                otherwise only the others.
-            withheld: variables that it does not inherit.
+            config: section `[reward]`.
+            modules: directories of user modules, searched last.
+            verifiers: verifiers of the section; None for each that this process does not import.
+            is_concurrent: whether the process runs concurrent calls. A concurrent process supports only
+                awaited verifiers, any other process only loaded verifiers.
+            withheld: environment variables that the process does not inherit.
 
         Raises:
-            SettingsError: a verifier's name or options are wrong.
-            RewardError: it was not ready within `start_timeout_s`, or ended.
+            SettingsError: a verifier's name or options are invalid.
+            RewardError: the process ended, or was not ready within `start_timeout_s`.
         """
         program = [sys.executable, "-P", "-m", "reward.workers.worker"]
         _, worker = await asyncio.get_running_loop().subprocess_exec(
@@ -120,15 +120,16 @@ class WorkerClient(asyncio.SubprocessProtocol):
     async def call(self, group: GroupFrame, verifier: int, samples: Sequence[int]) -> CallOutcome:
         """Return the outcome of one verifier on samples of a group.
 
-        Cancelling it ends the call; if the process is not concurrent, it ends the process.
+        Cancellation cancels the call in a concurrent process, and ends any other process.
 
         Args:
-            group: sent once, until it is forgotten; a process that is not concurrent keeps one group.
-            verifier: number of the verifier in the settings.
-            samples: numbers of the samples.
+            group: group of the samples, sent once until `forget`. A process that is not concurrent keeps one
+                group.
+            verifier: index of the verifier in the settings.
+            samples: indices of the samples.
 
         Raises:
-            WorkerEnded: the process ended, or stood still for too long and was killed.
+            WorkerEnded: the process ended, or hung and was killed.
         """
         number, answer = next(self._numbers), self._loop.create_future()
         self._calls[number] = answer
@@ -158,28 +159,28 @@ class WorkerClient(asyncio.SubprocessProtocol):
                     await self.end()
 
     def forget(self, group: GroupFrame) -> None:
-        """Let the process forget a group that is scored."""
+        """Let the process forget a scored group."""
         self._close_group(group.number)
 
     def kill(self) -> None:
-        """Kill the process and everything that it started."""
+        """Kill the process and all of its descendants."""
         self.healthy = False
         if self._transport is not None and not self._exited.done():
             kill_process_tree(self._transport.get_pid())
 
     async def end(self) -> None:
-        """Kill the process and wait for its end. Idempotent."""
+        """Kill the process and wait for its exit. Idempotent."""
         self.kill()
         await asyncio.wait({self._exited})
         if self._transport is not None:
             self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the transport (called by asyncio)."""
-        self._transport = cast(asyncio.SubprocessTransport, transport)  # uvloop's has no base class
+        """Store the transport (called by asyncio)."""
+        self._transport = cast(asyncio.SubprocessTransport, transport)  # uvloop's has no such base class
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
-        """Take the output of the process (called by asyncio)."""
+        """Parse the output of the process (called by asyncio)."""
         self._buffer += data
         self._heard_s = self._loop.time()
         while len(self._buffer) >= LENGTH.size:
@@ -193,17 +194,21 @@ class WorkerClient(asyncio.SubprocessProtocol):
             del self._buffer[: LENGTH.size + length]
             try:
                 self._take(*msgspec.msgpack.decode(frame, type=list[Any]))
-            except (TypeError, ValueError, msgspec.MsgspecError):  # only a verifier can have written it
+            except (
+                TypeError,
+                ValueError,
+                msgspec.MsgspecError,
+            ):  # only a verifier can have written this frame
                 self.kill()
                 return
 
     def process_exited(self) -> None:
-        """Fail the calls without an answer, once everything written is read (called by asyncio)."""
+        """Fail the unanswered calls, after the remaining output is read (called by asyncio)."""
         self.healthy = False
         self._loop.call_later(EXIT_S, self.connection_lost, None)
 
     def connection_lost(self, error: Exception | None) -> None:
-        """Fail the calls without an answer (called by asyncio)."""
+        """Fail the unanswered calls (called by asyncio)."""
         if not self._exited.done():
             self._exited.set_result(None)
         code = None if self._transport is None else self._transport.get_returncode()
@@ -219,7 +224,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
             )
 
     def _deadline_s(self, began_s: float) -> float:
-        """Return when the process stands still too long: it is silent, or its only call is late."""
+        """Return the time at which the process counts as hung: no output, or its only call timed out."""
         if self._is_concurrent:
             return max(began_s, self._heard_s) + self._config.timeout_s + SILENCE_S
         return began_s + self._config.timeout_s

@@ -1,4 +1,4 @@
-"""Defines the parts of frames between the pool and its worker processes; `worker.py` lists the frames."""
+"""Defines the contents of frames between the pool and its worker processes; `worker.py` lists the frames."""
 
 import struct
 from collections.abc import Mapping, Sequence
@@ -9,9 +9,10 @@ import msgspec
 from reward.group import Verdict
 
 LENGTH = struct.Struct("<I")
-"""Length of a frame, in bytes, before it."""
+"""Format of the length prefix of a frame, bytes."""
 MAX_FRAME = 1 << 22
-"""Limit on a frame from a worker, bytes. The largest one holds one number per turn, or a short text."""
+"""Maximum size of a frame from a worker, bytes. The largest frame has one number per turn, or a short
+text."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +20,7 @@ class GroupFrame:
     """A group, encoded for worker processes."""
 
     number: int
-    """Different for each group of a pool."""
+    """Unique number within a pool."""
     data: bytes
 
 
@@ -27,23 +28,23 @@ class VerifierTraits(msgspec.Struct, array_like=True, frozen=True):
     """Properties of a verifier, known once a worker has imported it."""
 
     at_once: bool
-    """Whether one call takes all samples of a group, instead of one sample."""
+    """Whether one call scores all samples of a group instead of one sample."""
     awaits: bool
-    """Whether its calls wait for something, many at a time, so that cancelling one costs no process."""
+    """Whether calls run concurrently, so cancelling a call does not end the process."""
     by_turn: bool
-    """Whether it scores each turn of a sample."""
+    """Whether the verifier scores each turn of a sample."""
 
 
 class CallOutcome(msgspec.Struct, array_like=True, frozen=True):
-    """The outcome of a call in a worker process."""
+    """Outcome of a call in a worker process."""
 
     scores: Sequence[Verdict]
-    """One for each sample of the call. Empty if there is an error."""
+    """One entry per sample of the call; empty after an error."""
     error: str = ""
-    """The error that the verifier raised, or how its process ended."""
+    """Exception of the verifier, or how its process ended."""
     counts: Mapping[str, float] = {}
-    """What happened, see `Notes`."""
+    """Counts of events, see `Notes`."""
     text: str = ""
-    """Text of a judge."""
+    """Answer of a judge."""
     problem: str = ""
-    """What went wrong last, where there is no error."""
+    """Most recent problem of a call without an error."""

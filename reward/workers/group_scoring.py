@@ -1,4 +1,4 @@
-"""Scores one group: its calls to verifiers run at once, and are tried again or handed to a fallback."""
+"""Scores one group: runs its verifier calls concurrently, with retries and fallbacks."""
 
 import asyncio
 import logging
@@ -15,20 +15,21 @@ from reward.turns import GroupTurns, TurnScores
 from reward.workers.frames import CallOutcome, VerifierTraits
 
 TIMED_OUT = "timed_out"
-"""Name of the component that counts, for each sample, the verifiers of which it got `timeout_score`. It is
-there only if there are such samples. Its weight is 0."""
+"""Component that counts, per sample, the verifiers with `timeout_score`; missing if all counts are 0. Its
+weight is 0."""
 FELL_BACK = "fell_back"
-"""Likewise, of the verifiers whose score another one gave."""
+"""Component that counts, per sample, the verifiers whose score is from a fallback; missing if all counts are
+0. Its weight is 0."""
 log = logging.getLogger("tether.reward")
 
 
 class CallVerifier(Protocol):
-    """Calls a verifier on samples of the group, in a worker process."""
+    """Function that calls a verifier on samples of the group, in a worker process."""
 
     async def __call__(
         self, verifier: int, samples: Sequence[int], is_over: Callable[[], bool]
     ) -> CallOutcome | None:
-        """Return the outcome; None if `is_over` said so before the call began."""
+        """Return the outcome; None if `is_over` returned True before the call began."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,15 +37,15 @@ class VerifierScores:
     """Scores of a group by its verifiers. Shapes: n samples; K_i turns of sample i."""
 
     components: dict[str, list[float]]
-    """Verifier -> [n] scores, for turns their sums; also `TIMED_OUT` and `FELL_BACK`."""
+    """Verifier -> [n] scores, for turns their sums; includes `TIMED_OUT` and `FELL_BACK`."""
     turns: dict[str, list[list[float]]]
-    """Verifier that scored turns -> [n][K_i]."""
+    """Verifiers that scored turns -> [n][K_i] scores."""
     remarks: Sequence[Remark]
-    """What judges said."""
+    """Answers of judges."""
 
 
 class GroupScoring:
-    """The calls for one group."""
+    """Verifier calls for one group."""
 
     def __init__(
         self,
@@ -54,14 +55,14 @@ class GroupScoring:
         call: CallVerifier,
         count: Callable[[int, str, float], None],
     ) -> None:
-        """Wait for the group.
+        """Prepare the calls. `run` starts them.
 
         Args:
-            config: the section.
-            traits: how each verifier is called.
-            turns: the group's.
+            config: section `[reward]`.
+            traits: traits of each verifier.
+            turns: turns of the group.
             call: calls a verifier.
-            count: counts how often something happened to a verifier.
+            count: counts an event of a verifier.
         """
         n = len(turns.counts)
         self._config, self._traits, self._turns, self._n = config, traits, turns, n
@@ -71,20 +72,20 @@ class GroupScoring:
         self._turn_scores = TurnScores(turns.counts)
         self._given_up, self._fell_back = [0.0] * n, [0.0] * n
         self._fallback_errors: dict[int, VerifierError] = {}
-        """Verifier -> its first error for which another one was asked."""
+        """Verifier -> its first error that led to a fallback."""
         self._waiting: list[asyncio.Task[None]] = []
         self._failures: list[tuple[int, int, TetherError]] = []
         self._remarks: list[Remark] = []
 
     async def run(self) -> VerifierScores:
-        """Return the scores, and what judges said of them.
+        """Return the scores and the judges' remarks.
 
-        Calls run in any order and at once. After a failure none is begun; those that wait are cancelled, and
-        others end by themselves, since cancelling one would cost its process.
+        Calls run concurrently. After a failure, no further calls start and awaited calls are cancelled. Other
+        calls run to their end, because cancelling a call would end its process.
 
         Raises:
-            VerifierError: a verifier failed, or was late and there is no `timeout_score`, and it has no
-                fallback; of several failures the one of the first verifier and sample.
+            VerifierError: a verifier without fallback failed, or timed out without `timeout_score`. Of
+                several failures, the error is from the first verifier and sample.
         """
         async with asyncio.TaskGroup() as tasks:
             for target in self._scores:
@@ -106,7 +107,7 @@ class GroupScoring:
         return VerifierScores(components, turns, self._remarks)
 
     def _parts(self, verifier: int, samples: Sequence[int]) -> list[list[int]]:
-        """Return the samples of each call that a verifier needs."""
+        """Return the samples of each call that a verifier requires."""
         return [list(samples)] if self._traits[verifier].at_once else [[i] for i in samples]
 
     async def _score_or_fail(self, target: int, samples: Sequence[int]) -> None:
@@ -119,10 +120,10 @@ class GroupScoring:
                     task.cancel()
 
     async def _score(self, target: int, verifier: int, samples: Sequence[int]) -> None:
-        """Note scores of samples under verifier `target`, given by it or by a fallback.
+        """Record the scores of samples for verifier `target`, from `verifier` or its fallbacks.
 
         Raises:
-            TetherError: there is none.
+            TetherError: there is no score.
         """
         try:
             late, problem = await self._tried(target, verifier, samples)
@@ -153,9 +154,9 @@ class GroupScoring:
             raise error
 
     async def _tried(self, target: int, verifier: int, samples: Sequence[int]) -> tuple[Sequence[int], str]:
-        """Note the scores that a verifier gives; return the samples that are late, and what went wrong.
+        """Record the scores of a verifier; return the samples that timed out, and the last problem.
 
-        With `timeout_score`, late ones are tried once more, in another process or at another time.
+        With `timeout_score`, samples that time out are retried once, in another process or at another time.
 
         Raises:
             TetherError: the verifier failed.
@@ -180,10 +181,10 @@ class GroupScoring:
         return late, problem
 
     def _score_of(self, target: int, verifier: int, sample: int, given: float | list[float]) -> float:
-        """Return a sample's score under verifier `target`: the sum over its turns, whose scores are kept.
+        """Return a sample's score for verifier `target`: for scored turns, the sum. Record turn scores.
 
         Raises:
-            VerifierError: it is not finite, or not one score for each turn where turns are scored.
+            VerifierError: the score is not finite, or turns are scored and it is not one score per turn.
         """
         name = self._names[verifier]
         if isinstance(given, list) != self._traits[verifier].by_turn:
@@ -212,13 +213,13 @@ class GroupScoring:
 
 
 def primaries(config: RewardConfig) -> list[int]:
-    """Return the numbers of the verifiers that score every sample: all but fallbacks."""
+    """Return the indices of the verifiers that score every sample, i.e. all except fallbacks."""
     fallbacks = {verifier.fallback for verifier in config.verifiers}
     return [i for i, item in enumerate(config.verifiers) if item.component not in fallbacks]
 
 
 def check_fallbacks(verifiers: Mapping[str, str]) -> str:
-    """Return the problem with fallbacks, verifier -> its fallback or ""; empty if there is none."""
+    """Return the problem with fallbacks (verifier -> fallback or ""), or an empty string."""
     for name, fallback in verifiers.items():
         if fallback and fallback not in verifiers:
             return f"{name}: there is no verifier {fallback!r} to fall back to"

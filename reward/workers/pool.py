@@ -1,4 +1,4 @@
-"""Runs verifiers in a pool of worker processes: one that hangs or crashes costs one process and one score."""
+"""Runs verifiers in a pool of worker processes. A hang or crash costs one process and one score."""
 
 import asyncio
 import contextlib
@@ -31,9 +31,9 @@ from reward.workers.group_scoring import (
 from reward.workers.slots import SharedSlots, WorkerSlot
 
 ENVIRONMENT = "environment"
-"""Name of the component with the environment's reward."""
+"""Component with the environment's reward."""
 OWN = (ENVIRONMENT, TIMED_OUT, FELL_BACK)
-"""Names of components that are not of a verifier."""
+"""Components that are not from a verifier."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,13 +47,13 @@ class GroupScores:
     turn_rewards: Sequence[Sequence[float]]
     """[n][K_i] combined rewards; empty if no verifier scored turns."""
     turn_components: Mapping[str, Sequence[Sequence[float]]]
-    """Verifier that scored turns -> [n][K_i], its scores before weighting."""
+    """Verifiers that scored turns -> [n][K_i] scores before weighting."""
     remarks: Sequence[Remark]
-    """What judges said."""
+    """Answers of judges."""
 
 
 class ScorePool:
-    """Pool of `config.workers` processes that score one sample each at a time, and one in which calls wait.
+    """Pool of `config.workers` processes with one call at a time, and one process with concurrent calls.
 
     An async context manager.
     """
@@ -61,15 +61,15 @@ class ScorePool:
     def __init__(
         self, config: RewardConfig, modules: Sequence[str] = (), withheld: Collection[str] = ()
     ) -> None:
-        """Check the section.
+        """Validate the settings.
 
         Args:
-            config: the section.
-            modules: directories with modules of the user, for the workers.
-            withheld: variables that the workers do not inherit.
+            config: section `[reward]`.
+            modules: directories of user modules, for the workers.
+            withheld: environment variables that the workers do not inherit.
 
         Raises:
-            SettingsError: a verifier is unknown, two have one name, or a number is out of range.
+            SettingsError: a verifier is unknown, or two verifiers have the same name.
         """
         for verifier in config.verifiers:
             find_verifier(verifier.name)
@@ -81,7 +81,7 @@ class ScorePool:
             FELL_BACK: 0.0,
         }
         self.counts: dict[tuple[str, str], float] = defaultdict(float)
-        """(verifier, what happened) -> how often, or how much."""
+        """(verifier, event) -> count or amount."""
         self._traits: Sequence[VerifierTraits] = ()
         self._numbers = itertools.count()
         slots = [
@@ -89,18 +89,18 @@ class ScorePool:
             for _ in range(config.workers)
         ]
         self._free: asyncio.Queue[WorkerSlot] = asyncio.Queue()
-        """Slots without a call. Every taker puts its slot back."""
+        """Slots without a call. Every user of a slot must put it back."""
         for slot in slots:
             self._free.put_nowait(slot)
         self._shared: SharedSlots | None = None
-        """For the verifiers that wait, once they are known."""
+        """Slots of awaited verifiers, created once the verifiers' traits are known."""
         self._slots: list[WorkerSlot | SharedSlots] = [*slots]
 
     async def __aenter__(self) -> "ScorePool":
-        """Start one worker, which checks options and imports; the others start on demand.
+        """Start one worker, which validates options and imports; the other workers start on demand.
 
         Raises:
-            SettingsError, RewardError: it does not start.
+            SettingsError, RewardError: the worker does not start.
         """
         if self._config.verifiers:
             await self._learn()
@@ -121,21 +121,21 @@ class ScorePool:
         finish_reasons: Sequence[str] | None = None,
         turns: GroupTurns | None = None,
     ) -> GroupScores:
-        """Return the scores of a group; its samples wait for free workers behind samples of earlier groups.
+        """Return the scores of a group. Its samples queue for free workers, after samples of earlier groups.
 
-        Cancelling it replaces workers that score its samples.
+        Cancellation replaces the workers that score its samples.
 
         Args:
-            prompt_text: the prompt as text.
-            responses: [n] the samples as text.
-            metadata: a MessagePack map, or a mapping to encode as one.
-            environment: [n] rewards of the environment, which are one more component.
-            token_counts: [n] tokens of the samples; by default 0.
-            finish_reasons: [n] why they ended; by default "stop".
-            turns: the turns of the samples; by default each sample is one.
+            prompt_text: text of the prompt.
+            responses: [n] text of each sample.
+            metadata: a MessagePack map, or a mapping to encode.
+            environment: [n] rewards of the environment, added as a component.
+            token_counts: [n] tokens of each sample; by default 0.
+            finish_reasons: [n] finish reason of each sample; by default "stop".
+            turns: turns of the samples; by default one turn per sample.
 
         Raises:
-            RewardError: a score could not be computed; a `VerifierError` names the verifier.
+            RewardError: a score could not be computed. A `VerifierError` names the verifier.
         """
         n = len(responses)
         turns = turns or GroupTurns([1] * n, [[text] for text in responses], [[""]] * n)
@@ -167,13 +167,13 @@ class ScorePool:
 
     @property
     def scores_turns(self) -> bool:
-        """Whether a verifier scores turns; known once the pool was entered."""
+        """Whether a verifier scores turns; known after entering the pool."""
         return any(traits.by_turn for traits in self._traits)
 
     async def _call(
         self, group: GroupFrame, verifier: int, samples: Sequence[int], is_over: Callable[[], bool]
     ) -> CallOutcome | None:
-        """Return the outcome of a call; None if `is_over` said so before it began.
+        """Return the outcome of a call; None if `is_over` returned True before the call began.
 
         Raises:
             RewardError: the pool is closed, or a process does not start.
@@ -200,11 +200,11 @@ class ScorePool:
         return answer
 
     def _count(self, verifier: int, what: str, amount: float = 1.0) -> None:
-        """Count what happened to a verifier."""
+        """Count an event of a verifier."""
         self.counts[self._config.verifiers[verifier].component, what] += amount
 
     async def _learn(self) -> None:
-        """Learn from a worker, which has imported the verifiers, how each is to be called."""
+        """Read the verifiers' traits from a worker that has imported them."""
         if not self._traits:
             async with self._worker() as worker:
                 if self._traits:
@@ -218,14 +218,14 @@ class ScorePool:
             self._slots.append(self._shared)
 
     async def close(self) -> None:
-        """End all workers; groups that are being scored fail. Idempotent."""
+        """End all workers; groups in progress fail. Idempotent."""
         async with asyncio.TaskGroup() as tasks:
             for slot in self._slots:
                 tasks.create_task(slot.close(), name="close-worker")
 
     @contextlib.asynccontextmanager
     async def _worker(self) -> AsyncIterator[WorkerClient]:
-        """Take a free slot for one call, and yield its process.
+        """Acquire a free slot for one call, and yield its process.
 
         Raises:
             SettingsError, RewardError: the process does not start, or the pool is closed.
@@ -243,7 +243,7 @@ def _group_frame(
     metadata: bytes | msgspec.Raw | Mapping[str, Any],
     *rest: Sequence[Any],
 ) -> bytes:
-    """Return the frame that describes a group to a worker. Raises RewardError if a text is none."""
+    """Return the frame of a group for a worker. Raises RewardError if a text is not valid Unicode."""
     try:
         packed = msgspec.msgpack.encode(dict(metadata)) if isinstance(metadata, Mapping) else bytes(metadata)
         return msgspec.msgpack.encode([prompt_text, responses, packed, *rest])
@@ -252,10 +252,10 @@ def _group_frame(
 
 
 def check_names(config: RewardConfig) -> None:
-    """Check that verifiers have names of their own, and fall back to each other without a circle.
+    """Check that verifiers have unique names, and that fallbacks exist and have no cycle.
 
     Raises:
-        SettingsError: they do not; says what to do.
+        SettingsError: a name is not unique, or a fallback is missing or cyclic.
     """
     names = [verifier.component for verifier in config.verifiers]
     if len({*names, *OWN}) != len(names) + len(OWN):

@@ -1,4 +1,4 @@
-"""Keeps worker processes: starts one when it is needed, and replaces one that is not healthy."""
+"""Manages worker processes: starts a process on demand, and replaces unhealthy processes."""
 
 import asyncio
 from collections.abc import Collection, Sequence
@@ -12,7 +12,7 @@ CLOSED = "the score pool is closed"
 
 
 class WorkerSlot:
-    """Place of one worker process."""
+    """Slot for one worker process."""
 
     def __init__(
         self,
@@ -23,20 +23,20 @@ class WorkerSlot:
         is_concurrent: bool,
         withheld: Collection[str] = (),
     ) -> None:
-        """Prepare the slot without a process. The arguments are as for `WorkerClient.start`."""
+        """Prepare the slot without a process. Arguments as in `WorkerClient.start`."""
         self._config, self._modules, self._verifiers = config, modules, verifiers
         self._is_concurrent, self._withheld = is_concurrent, withheld
         self._worker: WorkerClient | None = None
         self._starting = asyncio.Lock()
         self._start: asyncio.Timeout | None = None
-        """Time limit of the start that is under way; `close` makes it expire."""
+        """Timeout of the start in progress; `close` makes it expire."""
         self._closed = False
 
     async def worker(self) -> WorkerClient:
-        """Return the process, which is healthy: the last one or a new one.
+        """Return a healthy process: the current process or a new one.
 
         Raises:
-            SettingsError, RewardError: it does not start, or the slot is closed.
+            SettingsError, RewardError: the process does not start, or the slot is closed.
         """
         async with self._starting:
             if self._worker is not None and not self._worker.healthy:
@@ -65,12 +65,12 @@ class WorkerSlot:
             self._start = None
 
     def forget(self, group: GroupFrame) -> None:
-        """Let the process forget a group that is scored."""
+        """Let the process forget a scored group."""
         if self._worker is not None:
             self._worker.forget(group)
 
     async def close(self) -> None:
-        """End the process, also one that is still starting; calls in it have errors. Idempotent."""
+        """End the process, even while starting; its calls fail. Idempotent."""
         self._closed = True
         if self._start is not None:
             start, self._start = self._start, None
@@ -81,10 +81,10 @@ class WorkerSlot:
 
 
 class SharedSlots:
-    """One process for the calls of all groups, and one for calls that are repeated alone.
+    """One process for the calls of all groups, and one for repeating calls in isolation.
 
-    When a process ends, or its event loop stands still, any of the calls in it may be to blame. Each is
-    repeated, one after the other, in the second process: there only the guilty one fails.
+    When a process ends or its event loop hangs, any of its calls may be the cause. Each call is repeated
+    alone in the second process, where only the faulty call fails.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class SharedSlots:
         verifiers: Sequence[VerifierConfig | None],
         withheld: Collection[str] = (),
     ) -> None:
-        """Make two slots without processes. `verifiers` are the ones that wait, None for each other one."""
+        """Create two slots without processes. `verifiers` has None for each verifier that is not awaited."""
         self._shared, self._single = (
             WorkerSlot(config, modules, verifiers, is_concurrent=True, withheld=withheld) for _ in range(2)
         )
@@ -120,11 +120,11 @@ class SharedSlots:
                 return ended.outcome(samples)
 
     def forget(self, group: GroupFrame) -> None:
-        """Let the processes forget a group that is scored."""
+        """Let the processes forget a scored group."""
         self._shared.forget(group)
         self._single.forget(group)
 
     async def close(self) -> None:
-        """End the processes; calls in them have errors. Idempotent."""
+        """End the processes; their calls fail. Idempotent."""
         await self._shared.close()
         await self._single.close()

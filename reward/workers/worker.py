@@ -8,15 +8,15 @@ Frames in both directions: 4 bytes of length, little-endian, and a MessagePack a
                                       token_counts, finish_reasons, turns, contexts
     in   ["close", group]             the group is scored
     in   ["call", call, verifier, group, [sample, ...]]
-    in   ["cancel", call]             its answer, which still comes, has no scores
+    in   ["cancel", call]             the call is still answered, without scores
     out  ["answer", call, outcome]    a `CallOutcome`
 
-A process that is not concurrent runs verifiers that compute: one call after the other, without an event loop,
-for a function of the user may run its own. Its client bounds the time of a call. A concurrent process runs
-verifiers that wait (`AwaitedVerifier`), bounds their time itself, and also writes
+A process that is not concurrent runs loaded verifiers: one call at a time, without an event loop, because a
+user's function may run its own. The client limits the time of a call. A concurrent process runs awaited
+verifiers (`AwaitedVerifier`), limits their time itself, and also writes
 
     out  ["alive"]                    every `ALIVE_S`: the event loop runs
-    out  ["ending"]                   the process ends after its next answer, which is of the call to blame
+    out  ["ending"]                   the process ends after its next answer, which is for the faulty call
 """
 
 import asyncio
@@ -42,27 +42,27 @@ from reward.workers.frames import LENGTH, CallOutcome, VerifierTraits
 
 ALIVE_S = 0.5
 GRACE_S = 1.0
-"""Time for a call to end after it was cancelled; one that does not ends the process."""
+"""Time for a cancelled call to end, seconds; afterwards the process exits."""
 MAX_ERROR = 500
-"""Characters of an error that are sent."""
+"""Maximum number of characters of an error in a frame."""
 MAX_TEXT = 2000
-"""Characters of a judge's remark that are sent."""
+"""Maximum number of characters of a judge's answer in a frame."""
 MAX_PROBLEM = 300
 MOST_TRACES = 100
-"""Different exceptions whose traceback is printed."""
+"""Maximum number of distinct exceptions with a printed traceback."""
 STUBBORN = 77
-"""Exit code of a process with a call that does not end when it is cancelled."""
+"""Exit code of a process with a call that does not end after cancellation."""
 Verifiers = Sequence[LoadedVerifier | AwaitedVerifier | None]
 
 
 def main() -> None:
     """Serve until standard input ends or the parent dies."""
     die_with_parent(signal.SIGKILL)
-    keep_private()  # its variables may have a judge's key
+    keep_private()  # environment variables may contain a judge's key
     source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
+    os.dup2(2, 1)  # redirect output of verifiers to the log, away from the frames
     is_concurrent, memory_mb, timeout_s, modules, configured = _read_frame(source)
-    sys.path.extend(modules)  # last, so that none replaces a module of ours
+    sys.path.extend(modules)  # last, so user modules shadow none of tether's
     try:
         verifiers = [make_verifier(*item) if item else None for item in configured]
         loaded = _load(verifiers, memory_mb)
@@ -81,10 +81,10 @@ def main() -> None:
 
 
 def _load(verifiers: Verifiers, memory_mb: int) -> int:
-    """Load what verifiers need; return the bytes of address space that it takes, beside the limit.
+    """Load the verifiers; return the address space that they occupy, in bytes, to be added to the limit.
 
     Raises:
-        SettingsError: something cannot be loaded, or not under a limit.
+        SettingsError: loading failed, or a verifier cannot run under a memory limit.
     """
     loading = [item for item in verifiers if item is not None and not isinstance(item, AwaitedVerifier)]
     if memory_mb and any(verifier.maps_device_memory for verifier in loading):
@@ -99,7 +99,7 @@ def _load(verifiers: Verifiers, memory_mb: int) -> int:
 
 
 def _mapped() -> int:
-    """Return the bytes of this process's address space that are in use."""
+    """Return the size of this process's address space, bytes."""
     with open("/proc/self/statm") as file:
         return int(file.read().split()[0]) * resource.getpagesize()
 
@@ -111,12 +111,12 @@ def _traits(verifier: LoadedVerifier | AwaitedVerifier | None) -> VerifierTraits
 
 
 class _Server:
-    """Answers the calls of one client."""
+    """Server for the calls of one client."""
 
     def __init__(self, verifiers: Verifiers, timeout_s: float, sink: BinaryIO) -> None:
         self._verifiers, self._timeout_s, self._sink = verifiers, timeout_s, sink
         self._groups: dict[int, ResponseGroup | str] = {}
-        """Number -> group, or the error in its metadata."""
+        """Number of a group -> group, or the error in its metadata."""
         self._slots = {
             i: asyncio.Semaphore(item.max_running)
             for i, item in enumerate(verifiers)
@@ -126,7 +126,7 @@ class _Server:
         self._printed: set[str] = set()
 
     def serve(self, source: BinaryIO) -> None:
-        """Answer one call after the other until the stream ends."""
+        """Answer one call at a time until the stream ends."""
         while (frame := _read_frame(source)) is not None:
             kind, number, *rest = frame
             if kind == "call":
@@ -135,7 +135,7 @@ class _Server:
                 self._keep(kind, number, *rest)
 
     async def serve_concurrently(self) -> None:
-        """Answer calls, each when it is done, until standard input ends; the process ends with it."""
+        """Run calls concurrently until standard input ends, then exit the process."""
         stream = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), sys.stdin
@@ -154,7 +154,7 @@ class _Server:
                     self._keep(kind, number, *rest)
 
     def _keep(self, kind: str, number: int, *rest: Any) -> None:
-        """Keep or forget a group, or cancel a call."""
+        """Store or drop a group, or cancel a call."""
         if kind == "open":
             self._groups[number] = _decode_group(*msgspec.msgpack.decode(rest[0]))
         elif kind == "close":
@@ -163,7 +163,7 @@ class _Server:
             task.cancel()
 
     def _compute(self, number: int, group: int, samples: Sequence[int]) -> tuple[Sequence[Any], str]:
-        """Return the scores of a verifier that computes, or what it raised."""
+        """Return the scores of a loaded verifier, or its exception as text."""
         verifier, known = self._verifiers[number], self._groups[group]
         assert verifier is not None
         assert not isinstance(verifier, AwaitedVerifier)
@@ -190,7 +190,7 @@ class _Server:
 
     def _forget_call(self, call: int, task: asyncio.Task[None]) -> None:
         del self._calls[call]
-        if task.cancelled():  # before it had a slot
+        if task.cancelled():  # while it waited for a slot
             self._answer(call, [], "", Notes())
 
     async def _bounded(
@@ -201,11 +201,11 @@ class _Server:
         group: ResponseGroup | str,
         samples: Sequence[int],
     ) -> None:
-        """Answer one call, at the latest `timeout_s` and `GRACE_S` after it has a slot."""
+        """Answer one call, at most `timeout_s` and `GRACE_S` after it acquires a slot."""
         notes = Notes()
         async with self._slots[number]:
             running = tasks.create_task(self._wait(number, group, samples, notes), name=f"run-{call}")
-            with suppress(asyncio.CancelledError):  # no answer is wanted; the call has to end all the same
+            with suppress(asyncio.CancelledError):  # the answer is unwanted, but the call must still end
                 await asyncio.wait({running}, timeout=self._timeout_s)
             is_late = not running.done()
             running.cancel()
@@ -225,7 +225,7 @@ class _Server:
     async def _wait(
         self, number: int, group: ResponseGroup | str, samples: Sequence[int], notes: Notes
     ) -> tuple[Sequence[Any], str]:
-        """Return the scores of a verifier that waits, or what it raised."""
+        """Return the scores of an awaited verifier, or its exception as text."""
         verifier = self._verifiers[number]
         assert isinstance(verifier, AwaitedVerifier)
         if isinstance(group, str):
@@ -240,17 +240,17 @@ class _Server:
 
     def _answer(self, call: int, scores: Sequence[Any], error: str, notes: Notes) -> None:
         texts = [error, notes.text[:MAX_TEXT], notes.problem[:MAX_PROBLEM]]
-        # half of a surrogate pair fits no frame
+        # a lone surrogate cannot be encoded
         error, text, problem = (item.encode(errors="replace").decode() for item in texts)
         outcome = CallOutcome(scores, error, dict(notes.counts), text, problem)
         _write_frame(self._sink, ["answer", call, outcome])
 
     def _describe(self, error: BaseException, file: str) -> str:
-        """Return an exception of a verifier as text; print the traceback of a new one from the user's code.
+        """Return a verifier's exception as text; print the traceback of each new one from the user's code.
 
         Args:
-            error: the exception of the verifier.
-            file: of the user, that the verifier comes from, or "".
+            error: exception of the verifier.
+            file: user file of the verifier, or "".
         """
         text = f"{type(error).__name__}: {error}"
         if file and not isinstance(error, RewardError):
@@ -275,7 +275,7 @@ def _decode_group(
     try:
         check_shape(packed, most_depth=METADATA_DEPTH)
         metadata = msgspec.msgpack.decode(packed, type=dict[str, Any])
-    except Exception as error:  # the decoder raises of every kind
+    except Exception as error:  # the decoder may raise any exception
         return f"{type(error).__name__}: {error}"[:MAX_ERROR]
     return ResponseGroup(prompt_text, responses, metadata, token_counts, finish_reasons, turns, contexts)
 

@@ -1,4 +1,4 @@
-"""Holds the algorithms, one a file; `make_algorithm` finds them by name."""
+"""Holds the algorithms, one per file. `make_algorithm` finds an algorithm by name."""
 
 from trainer.algorithms.base import Algorithm, TokenLoss
 from trainer.algorithms.registry import make_algorithm

@@ -1,7 +1,7 @@
 """Implements DAPO's loss (Yu et al. 2025, arXiv 2503.14476, eq. 8) with the token loss of `surrogate.py`.
 
-Its wider upper clip is `clip_high`, 0.28 in the paper. Its dynamic sampling and its shaping of overlong
-samples are not part of the loss.
+The paper's wider upper clip is `clip_high`, 0.28 there. Dynamic sampling and overlong reward shaping are not
+part of the loss.
 """
 
 import torch
@@ -11,7 +11,7 @@ from trainer.functional.weights import token_mean
 
 
 class Dapo(Grpo):
-    """GRPO's advantages; the mean over all tokens of the batch."""
+    """GRPO's advantages with the mean over all tokens of the batch."""
 
     def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
         """Return 1 / sum_i |o_i| for every trained token, float32 [N]."""

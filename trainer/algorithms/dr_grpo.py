@@ -11,7 +11,7 @@ from trainer.functional.weights import constant
 
 
 class DrGrpo(Surrogate):
-    """Centred advantages; every token weighs the same, independent of its sample's length."""
+    """Centred advantages. Every token of the batch weighs the same, independent of its sample's length."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return r - mean within the group, float32 [N]."""
@@ -20,8 +20,8 @@ class DrGrpo(Surrogate):
     def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
         """Return 1 / (N M) for every trained token, float32 [N].
 
-        M is `length_normalizer`, a constant such as the generation limit (the paper's MAX_TOKENS). If that is
-        0, M is the number of sampled tokens of the batch's longest sample: constant within a step, but not
-        from step to step.
+        M is `length_normalizer`, a constant such as the generation limit (the paper's MAX_TOKENS). With
+        `length_normalizer` 0, M is the number of sampled tokens of the batch's longest sample. M is then
+        constant only within a step.
         """
         return constant(sampled_tokens, self.config.length_normalizer)

@@ -17,7 +17,7 @@ class Grpo(Surrogate):
     def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
         """Return 1 / (N |o_i|) for the trained tokens of sample i, float32 [N].
 
-        This is the 1/G sum_i 1/|o_i| sum_t of eq. 3 over all groups of the batch. N counts all samples, so
-        groups of unequal size weigh by their size.
+        The weight implements 1/G sum_i 1/|o_i| sum_t of eq. 3 over all groups of the batch. N counts all
+        samples, so larger groups weigh more.
         """
         return sample_mean(sampled_tokens)

@@ -1,4 +1,4 @@
-"""Makes an algorithm by name, or one of the user by `MODULE:NAME`.
+"""Creates an algorithm by name, or a user's algorithm by `MODULE:NAME`.
 
     class Mine:                                                     or inherit from a built-in one
         def __init__(self, config: AlgorithmConfig, *, tau: float = 1.0): ...
@@ -6,8 +6,8 @@
         def sample_weights(self, sampled_tokens): ...                   [N] -> [N]
         def token_loss(self, tokens, logprobs, entropy=None): ...       k tokens, [k], [k] -> TokenLoss
 
-`[algorithm] options` are the keyword arguments. docs/own_code.md describes them. The module of an
-algorithm, and with it torch, is imported when it is chosen.
+`[algorithm] options` are the keyword arguments. docs/own_code.md describes the methods. The module of an
+algorithm, and with it torch, is imported only when the algorithm is chosen.
 """
 
 from dataclasses import dataclass
@@ -20,16 +20,16 @@ from trainer.config import AlgorithmConfig
 
 @dataclass(frozen=True, slots=True)
 class AlgorithmEntry(Entry):
-    """Class of an algorithm, which takes an `AlgorithmConfig`, and its traits."""
+    """Import path of an algorithm's class, and traits of the algorithm. The class takes `AlgorithmConfig`."""
 
     group_relative: bool = False
-    """Whether its advantages compare the samples of a group with each other."""
+    """Whether advantages compare the samples of a group with each other."""
     has_critic: bool = False
-    """Whether its advantages come from a critic, which is trained together with the policy."""
+    """Whether advantages come from a critic, which is trained together with the policy."""
     on_data: bool = False
-    """Whether it trains on tokens that no policy sampled, so that there is no policy to compare with."""
+    """Whether it trains on tokens of the data set. No policy sampled the tokens, so there are no ratios."""
     whitened: bool = False
-    """Whether its advantages are whitened over the trained tokens of a batch."""
+    """Whether advantages are whitened over the trained tokens of a batch."""
 
 
 ALGORITHMS = Registry(
@@ -58,15 +58,15 @@ ALGORITHMS = Registry(
     own=AlgorithmEntry,
 )
 DISTILLATION = "on_policy_distillation"
-"""The algorithm with a teacher."""
+"""Name of the algorithm with a teacher."""
 
 
 def make_algorithm(config: AlgorithmConfig) -> Algorithm:
-    """Return the algorithm that `config` names.
+    """Return the algorithm that `config.name` refers to.
 
     Raises:
-        SettingsError: no algorithm has that name, a coefficient is out of its range, or an algorithm of the
-            user cannot be made.
+        SettingsError: no algorithm has this name, a coefficient is out of range, or the constructor of a
+            user's algorithm fails.
     """
     entry = ALGORITHMS.find(config.name, "setting algorithm.name:")
     if is_own(config.name):
@@ -76,15 +76,15 @@ def make_algorithm(config: AlgorithmConfig) -> Algorithm:
 
 
 def check_turn_scores(config: AlgorithmConfig, *, reward_model: str = "") -> None:
-    """Check that scores of turns can be trained on; called where a verifier gives them.
+    """Check that the algorithm can train on scores of turns. Called if the verifier scores turns.
 
     Args:
         config: section `[algorithm]`.
-        reward_model: path of the trainer's reward model, if there is one.
+        reward_model: path of the trainer's reward model; empty without a reward model.
 
     Raises:
-        SettingsError: the KL penalty in the reward, or a reward model's score, is per sample; says what to
-            change.
+        SettingsError: the KL penalty in the reward, or the reward model's score, is per sample. The message
+            says which setting to change.
     """
     if reward_model:
         raise SettingsError(

@@ -1,7 +1,7 @@
 """Implements REINFORCE++ and its variant with a baseline (Hu et al. 2025, arXiv 2501.03262).
 
-Rewards are whitened over the tokens of the batch (`trainer/roles/advantages.py`), where a penalty in the
-reward covers each token and the later ones. The token loss is `surrogate.py`'s.
+Rewards are whitened over the tokens of the batch (`trainer/roles/advantages.py`). A KL penalty in the reward
+affects each token and the tokens before it. The token loss is in `surrogate.py`.
 """
 
 import torch
@@ -11,7 +11,7 @@ from trainer.functional.advantages import group_centred
 
 
 class ReinforcePlusPlus(Surrogate):
-    """Rewards, whitened over all tokens of the batch; the mean over all tokens. A group may be one sample."""
+    """Rewards whitened over all tokens of the batch; the mean over all tokens. Groups may have one sample."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return the rewards, float32 [N], before whitening."""
@@ -19,7 +19,7 @@ class ReinforcePlusPlus(Surrogate):
 
 
 class ReinforcePlusPlusBaseline(ReinforcePlusPlus):
-    """Subtracts the mean of the group from rewards before."""
+    """REINFORCE++ on rewards minus the mean of the group."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return the group-centred rewards, float32 [N], before whitening."""

@@ -1,7 +1,7 @@
 """Implements RLOO (Ahmadian et al. 2024, arXiv 2402.14740) with the token loss of `surrogate.py`.
 
-On policy its gradient is REINFORCE's with the other samples' mean as the baseline; off policy the clipped
-surrogate bounds it.
+On-policy, the gradient equals REINFORCE with the mean of the other samples as baseline. Off-policy, the
+clipped surrogate bounds the gradient.
 """
 
 import torch
@@ -12,10 +12,10 @@ from trainer.functional.weights import sample_sum
 
 
 class Rloo(Surrogate):
-    """Advantages against the other samples of the group; the sum over the tokens of a sample."""
+    """Leave-one-out advantages within the group; the sum over the tokens of a sample."""
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
-        """Return r_i - mean of the other samples of its group, float32 [N]."""
+        """Return r_i - mean of the other samples of the group, float32 [N]."""
         return leave_one_out(rewards, group_index)
 
     def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Implements supervised fine-tuning on completions that come with the data: their negative log-likelihood."""
+"""Implements supervised fine-tuning: the negative log-likelihood of completions from the data set."""
 
 from dataclasses import dataclass
 
@@ -12,7 +12,7 @@ from trainer.functional.weights import token_mean
 
 @dataclass(frozen=True, slots=True)
 class Sft:
-    """-log pi of every token, the mean over all tokens. No advantage, no ratio, no correction."""
+    """-log pi of every token, with the mean over all tokens. No advantage, ratio or correction."""
 
     config: AlgorithmConfig
 
@@ -27,7 +27,7 @@ class Sft:
     def token_loss(
         self, tokens: TrainedTokens, logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> TokenLoss:
-        """Return -log pi of each token, [k], not reduced."""
+        """Return -log pi of each token, unreduced, [k]."""
         none = torch.zeros_like(logprobs)
         return TokenLoss(
             loss=-logprobs, ratio=torch.ones_like(logprobs), clipped=none, behaviour_clipped=none

@@ -1,6 +1,6 @@
-"""Implements the token loss that GRPO and its relatives share.
+"""Implements the token loss that GRPO and related algorithms share.
 
-Clipped surrogate, corrections for tokens of another policy, entropy bonus, KL.
+The loss has a clipped surrogate, off-policy corrections, an entropy bonus and a KL penalty.
 """
 
 from dataclasses import dataclass
@@ -22,12 +22,12 @@ from trainer.functional.losses import (
 from trainer.functional.weights import token_mean
 
 KL = {"k1": k1_kl, "k2": k2_kl, "k3": k3_kl}
-"""`algorithm.kl_estimator` -> the estimator."""
+"""`algorithm.kl_estimator` -> function that computes the estimate."""
 
 
 @dataclass(frozen=True, slots=True)
 class Surrogate:
-    """Base of the algorithms with this token loss, which add advantages, and some other token weights."""
+    """Base class of algorithms with this token loss. Subclasses add advantages and may override weights."""
 
     config: AlgorithmConfig
 
@@ -38,20 +38,20 @@ class Surrogate:
     def token_loss(
         self, tokens: TrainedTokens, logprobs: torch.Tensor, entropy: torch.Tensor | None = None
     ) -> TokenLoss:
-        """Return the loss of each token, all arrays float32 [k], not reduced.
+        """Return the unreduced loss of each token; all arrays are float32 [k].
 
-            old  = pi_proximal if there is one, else pi_behaviour
+            old  = pi_proximal if the objective is decoupled, else pi_behaviour
             w    = min(pi_proximal / pi_behaviour, importance_cap)
-                   if there is a pi_proximal and importance_cap > 0, else 1
+                   if the objective is decoupled and importance_cap > 0, else 1
             m    = 1 where pi_start / pi_behaviour is between rejection_low and rejection_high, else 0
-                   if there is a rejection_level, else 1
+                   if rejection_level is set, else 1
             loss = w m policy_loss(pi / old, A) - entropy_coef * entropy + kl_coef * KL(pi, pi_ref)
 
-        With use_kl_in_reward the last term is in the rewards, and so in A.
+        With use_kl_in_reward, the KL term is part of the rewards, and so of A, instead of the loss.
 
-        pi_start is the policy at the start of the step, which is pi in its first update. With a pi_proximal
-        this is the decoupled objective of Hilton et al. 2021 (arXiv 2110.00641). Terms whose coefficient is
-        0, or whose array is missing, are left out.
+        pi_start is the policy at the start of the step, equal to pi in the first update. The decoupled
+        objective is from Hilton et al. 2021 (arXiv 2110.00641). Terms whose coefficient is 0, or whose
+        array is missing, are omitted.
         """
         config, proximal, behaviour = self.config, tokens.proximal_logprobs, tokens.behaviour_logprobs
         ratio = self.ratio(tokens, logprobs, behaviour if proximal is None else proximal)
@@ -86,5 +86,5 @@ class Surrogate:
     def policy_loss(
         self, tokens: TrainedTokens, ratio: torch.Tensor, logprobs: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return (loss, clipped) of each token, both [k]: PPO's clipped surrogate."""
+        """Return PPO's clipped surrogate as (loss, clipped) of each token, both [k]."""
         return clipped_surrogate(ratio, tokens.advantages, self.config.clip_low, self.config.clip_high)

@@ -1,4 +1,4 @@
-"""Counts the tokens of a step, and averages its scores, a sample after the other."""
+"""Counts the tokens of a step and averages its scores, one sample at a time."""
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -18,11 +18,11 @@ from trainer.batch import StepTotals
 from trainer.data.samples import EQUAL_REWARDS, NO_VERSION, BatchSample
 
 SOURCE = "source"
-"""Field of a prompt's metadata that names its source; every prompt of a mixture has it."""
+"""Metadata field with the name of a prompt's source. Every prompt of a mixture has the field."""
 MAX_NAMES = 32
-"""Names of each kind that are averaged; groups of further ones count in no average."""
+"""Largest number of names, per kind, with an average. Groups with further names are not averaged."""
 TrainedCounts = dict[int, dict[int, int]]
-"""Group -> version -> tokens that carry gradient."""
+"""Group -> version -> number of trained tokens."""
 
 
 def rewards_of(samples: Sequence[BatchSample]) -> torch.Tensor:
@@ -43,21 +43,21 @@ def _share_without_signal(samples: Sequence[BatchSample]) -> float | None:
 
 
 class StepTally:
-    """Counts of the groups and samples that were added so far."""
+    """Running counts over the groups and samples added so far."""
 
     def __init__(self, step: int, max_tokens: int = 0) -> None:
-        """Begin with no sample of a step; `max_tokens` is the limit of one generation, 0 if not known."""
+        """Start empty. `max_tokens` is the token limit of one generation, 0 if unknown."""
         self._cuts_all = max_tokens == 1
         self.sample_of_row: list[int] = []
-        """[R]: index of the sample of each row that was added."""
+        """[R]: index of the sample of each row."""
         self.sampled_tokens: list[int] = []
-        """[N]: of each sample, in all of its rows."""
+        """[N]: sampled tokens of each sample, over all of its rows."""
         self.trained_tokens: list[int] = []
         """[N]: tokens under the loss mask."""
         self.fresh: list[bool] = []
         """[N]: whether there are trained tokens of lag 0."""
         self.response_tokens: list[int] = []
-        """[N]: of each sample, inserted ones included, but for the prompt."""
+        """[N]: response tokens of each sample, including inserted tokens."""
         self.step = step
         self._counts: TrainedCounts = {}
         self._newest: dict[int, int] = {}
@@ -65,20 +65,20 @@ class StepTally:
         self._generate_s: list[float] = []
         self._score_s: list[float] = []
         self._rewards_of: dict[str, list[float]] = {}
-        """Source of prompts -> sum of the rewards of its samples, and their number."""
+        """Source -> sum and number of the rewards of its samples."""
         self._scores_of: dict[str, list[float]] = {}
-        """Verifier -> sum of its scores, before weighting, and their number."""
+        """Verifier -> sum and number of its scores, before weighting."""
         self._tokens = self._truncated_tokens = self._read_tokens = self._cached_tokens = 0
         self._cancelled: list[int] = []
-        """Tokens that each cancelled sample had."""
+        """Number of tokens of each cancelled sample."""
         self._last: tuple[int, int] | None = None
-        """Group and sample of the row that was added last."""
+        """Group and sample of the last row."""
 
     def open_group(self, scored: ScoredRollout) -> None:
-        """Begin a group, and count what it says of itself as a whole.
+        """Begin a group and count its group-level fields.
 
         Raises:
-            ProtocolError: there is that group already.
+            ProtocolError: the group was already added.
         """
         rollout, group = scored.rollout, scored.rollout.group
         if group in self._counts:
@@ -97,9 +97,9 @@ class StepTally:
         self._cancelled += cancelled_lengths(rollout)
 
     def add(self, sample: BatchSample, arrays: Mapping[str, NDArray[Any]]) -> None:
-        """Count a row of a group that was begun; `arrays` are its `token_arrays`.
+        """Count a row of an open group. `arrays` are the row's `token_arrays`.
 
-        The rows of a sample come one after the other.
+        The rows of a sample must be consecutive.
         """
         if (sample.group, sample.sample) != self._last:
             self._last = sample.group, sample.sample
@@ -121,13 +121,13 @@ class StepTally:
         self.response_tokens[-1] += len(sample.tokens) - sample.own_prompt
 
     def first_rows(self, rows: Sequence[BatchSample]) -> list[BatchSample]:
-        """Return the first row of each sample, of all rows in the order in which they were added."""
+        """Return the first row of each sample. `rows` are all rows, in the order of `add`."""
         return [
             row for i, row in enumerate(rows) if self.sample_of_row[i] != self.sample_of_row[i - 1] or i == 0
         ]
 
     def trained_counts(self) -> TrainedCounts:
-        """Return what `Ledger.commit` expects: every group has an entry, possibly an empty one."""
+        """Return the argument of `Ledger.commit`: an entry for every group, possibly empty."""
         return {group: dict(sorted(counts.items())) for group, counts in self._counts.items()}
 
     def totals(self) -> StepTotals:
@@ -141,12 +141,12 @@ class StepTally:
         )
 
     def stats(self, samples: Sequence[BatchSample], truncated: str, shaped: torch.Tensor) -> StepReport:
-        """Return the report of the step, with the statistics of its samples before they are trained.
+        """Return the report of the step, with the statistics known before training.
 
         Args:
-            samples: the first row of each.
+            samples: first row of each sample.
             truncated: `algorithm.truncated`.
-            shaped: float32 [N]: the rewards that advantages are made of.
+            shaped: float32 [N]: rewards from which advantages are computed.
         """
         histogram, values = self._lag_histogram(), rewards_of(samples).double()
         trained = histogram.total()
@@ -190,9 +190,9 @@ class StepTally:
         return histogram
 
     def _lag_in_queue(self) -> int:
-        """Return the versions from a group's last sampled token to the step, summed over trained tokens.
+        """Return the lag between a group's completion and the step, summed over trained tokens.
 
-        The newest version in a group is the one that its engine served when the group was complete.
+        The newest version in a group is the version that its engine served at completion.
         """
         return sum(
             (self.step - self._newest[group]) * sum(counts.values()) for group, counts in self._counts.items()
@@ -200,7 +200,7 @@ class StepTally:
 
 
 def _count(sums: dict[str, list[float]], name: str, array: Array) -> None:
-    """Add a group's values to the sum and number of a name; further names than `MAX_NAMES` are left out."""
+    """Add a group's values to the sum and count of `name`; names beyond `MAX_NAMES` are ignored."""
     if name in sums or len(sums) < MAX_NAMES:
         values, found = array.numpy(), sums.setdefault(name, [0.0, 0.0])
         found[0] += float(values.sum(dtype=np.float64))
@@ -212,7 +212,7 @@ def _means(sums: Mapping[str, list[float]]) -> dict[str, float]:
 
 
 def _source(metadata: bytes) -> str:
-    """Return the name of a prompt's source; empty if it has none, or one that is no text."""
+    """Return the name of a prompt's source; empty if missing or not a string."""
     try:
         found = msgspec.msgpack.decode(metadata)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):

@@ -1,4 +1,4 @@
-"""Divides the tokens of a micro-batch between context-parallel ranks.
+"""Splits the tokens of a micro-batch over context-parallel ranks.
 
 Shapes: S sequences of a micro-batch, C context ranks.
 """
@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 LARGE_SHARE = 8
-"""A sequence is cut over all ranks if it has more than one part in so many of a rank's tokens."""
+"""A sequence is cut over all ranks if it is longer than 1 / `LARGE_SHARE` of a rank's tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class SequencePiece:
-    """Tokens of a sequence, from `start` until before `stop`, that are neighbours on a rank."""
+    """Tokens `start` to `stop` (exclusive) of a sequence, contiguous on a rank."""
 
     sequence: int
     start: int
@@ -26,29 +26,30 @@ class SequencePiece:
 
 @dataclass(frozen=True, slots=True)
 class Division:
-    """Division of a micro-batch's tokens among the context ranks."""
+    """Split of a micro-batch's tokens over the context ranks."""
 
     pieces: tuple[tuple[SequencePiece, ...], ...]
-    """For each rank, in the order in which it has them; none is empty."""
+    """Pieces of each rank, in the rank's token order. No piece is empty."""
     size: int
-    """Tokens of each rank; those behind its pieces are padding."""
+    """Tokens per rank; tokens after the last piece are padding."""
 
     @classmethod
     def of(cls, lengths: Sequence[int], ranks: int, multiple: int = 1) -> "Division":
-        """Divide sequences so that ranks have as many tokens each, and attention costs them about the same.
+        """Split sequences into equal token counts per rank, with about equal attention cost.
 
-        A causal token costs as much as it has tokens before it, so the end of a sequence is expensive. A
-        sequence that is large for a rank's share is cut into 2 C pieces; rank r has the pieces r and 2 C - 1
-        - r: their costs add up to the same for every r. The others are dealt out whole, by length, to and
-        fro; where shares of equal size end, one of them is cut, C - 1 at most. Lengths need not be equal for
-        that, so the padding is less than C times `multiple` tokens, for any number of samples. Padding each
-        sequence to a multiple of 2 C, as is usual, would take C of padding a sample; cutting only the packed
-        stream to and fro would take none, but give the end of a long sequence to one rank.
+        The attention cost of a token is proportional to the number of tokens before it, so the end of a
+        sequence is expensive. A sequence that is long compared with a rank's share is cut into 2 C pieces;
+        rank r gets pieces r and 2 C - 1 - r, whose total cost is the same for every r. The other sequences
+        are assigned whole, by length, in zigzag order. At most C - 1 of them are cut, at the ends of ranks'
+        shares. The padding is therefore less than C times `multiple` tokens, for any number of samples. The
+        usual padding of each sequence to a multiple of 2 C would add C tokens per sample. Cutting only the
+        packed stream in zigzag order would need no padding, but would assign the end of a long sequence to
+        one rank.
 
         Args:
-            lengths: tokens of each of the S sequences; 0 is one without tokens.
-            ranks: C. With one rank it has the sequences as they are.
-            multiple: divides `size`, which is at least as large.
+            lengths: tokens of each of the S sequences; may be 0.
+            ranks: C. With one rank, sequences stay whole and in order.
+            multiple: `size` is a positive multiple of this number.
         """
         least = -(-sum(lengths) // ranks)
         size = max(-(-least // multiple), 1) * multiple
@@ -64,14 +65,14 @@ class Division:
 
     @property
     def padding(self) -> int:
-        """Tokens that are no sequence's, on all ranks."""
+        """Padding tokens on all ranks."""
         return self.size * len(self.pieces) - sum(piece.tokens for own in self.pieces for piece in own)
 
 
 def _cut_over_all(large: Iterable[int], lengths: Sequence[int], ranks: int) -> list[list[SequencePiece]]:
-    """Return two pieces of each sequence for every rank: all first ones, then all second ones.
+    """Return two pieces of each sequence for every rank: all first pieces, then all second pieces.
 
-    The remainder of a length goes to ranks in turn, so their tokens differ by one at most.
+    Remainders are assigned to ranks round-robin, so the ranks' token counts differ by at most one.
     """
     first: list[list[SequencePiece]] = [[] for _ in range(ranks)]
     second: list[list[SequencePiece]] = [[] for _ in range(ranks)]
@@ -90,7 +91,7 @@ def _cut_over_all(large: Iterable[int], lengths: Sequence[int], ranks: int) -> l
 
 
 def _deal(sequences: Iterable[int], ranks: int) -> Iterator[int]:
-    """Deal out sequences, longest first, to and fro; yield rank 0's, then rank 1's, ..."""
+    """Assign sequences, longest first, in zigzag order; yield rank 0's sequences, then rank 1's, ..."""
     hands: list[list[int]] = [[] for _ in range(ranks)]
     for number, sequence in enumerate(sequences):
         place = number % (2 * ranks)
@@ -100,7 +101,7 @@ def _deal(sequences: Iterable[int], ranks: int) -> Iterator[int]:
 
 
 def _fill(pieces: list[list[SequencePiece]], sequences: Iterable[SequencePiece], size: int) -> None:
-    """Give whole sequences to ranks in their order, and cut one where a rank has `size` tokens."""
+    """Append sequences to ranks in rank order, cutting a sequence where a rank reaches `size` tokens."""
     rank, used = 0, [sum(piece.tokens for piece in own) for own in pieces]
     for sequence in sequences:
         start = 0

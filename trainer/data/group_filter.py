@@ -1,8 +1,8 @@
-"""Decides which scored groups are trained: by their rewards, or by a function of the user.
+"""Selects the scored groups to train: by rewards, or by a user's function.
 
     def keep(*, rewards: list[float], metadata: dict) -> bool
 
-It is given the arguments that it names, `ARGUMENTS`. docs/own_code.md describes them.
+The function receives the `ARGUMENTS` that its signature names. docs/own_code.md describes them.
 """
 
 from collections.abc import Callable
@@ -27,16 +27,17 @@ ARGUMENTS = (
     "finish_reasons",
     "versions",
 )
-"""Arguments of a filter of the user, all of one group of n samples."""
+"""Arguments available to a user's filter, all from one group of n samples."""
 
 Keeps = Callable[[ScoredRollout], bool]
 
 
 def group_filter(config: AlgorithmConfig) -> Keeps:
-    """Return the function that says whether a group is trained.
+    """Return the function that decides whether a group is trained.
 
     Raises:
-        SettingsError: the function of the user cannot be loaded, or has other parameters; names the file.
+        SettingsError: the user's function cannot be loaded, or has other parameters. The message names the
+            file.
     """
     if not config.filter_groups:
         return lambda scored: True
@@ -50,7 +51,7 @@ def _own_filter(path: str) -> Keeps:
     names = taken_names(what, function, ARGUMENTS)
 
     def keeps(scored: ScoredRollout) -> bool:
-        """Ask the user's function. Raises SettingsError if it raises or does not return a bool."""
+        """Call the user's function. Raises SettingsError if the call raises or does not return a bool."""
         known = _arguments(scored)
         try:
             found = function(**{name: known[name] for name in names})
@@ -65,7 +66,7 @@ def _own_filter(path: str) -> Keeps:
 
 
 def _arguments(scored: ScoredRollout) -> dict[str, Any]:
-    """Return the arguments of a filter of the user; lists have an entry for each sample."""
+    """Return the arguments of a user's filter; lists have one entry per sample."""
     rollout = scored.rollout
     rows = rollout.lengths.numpy()
     sample_of_row = np.arange(len(rows)) if rollout.branches is None else rollout.branches.numpy()[:, 0]

@@ -1,4 +1,4 @@
-"""Divides the samples of a step into mini-batches, and each of them between the replicas.
+"""Splits the samples of a step into mini-batches, and each mini-batch over the replicas.
 
 Shapes: N samples of the step, M mini-batches.
 """
@@ -17,32 +17,32 @@ from trainer.data.packing import balance
 from trainer.data.prefix_tree import RowFamily
 
 Costs = Callable[[torch.Tensor], torch.Tensor]
-"""Returns what sequences of so many tokens (int64 [n]) cost, float64 [n], in any unit."""
+"""Sequence lengths in tokens (int64 [n]) -> cost of each sequence (float64 [n]), in any unit."""
 
 
 @dataclass(frozen=True, slots=True)
 class ReplicaDivision:
-    """Rows of each replica."""
+    """Assignment of rows to replicas."""
 
     pieces: tuple[tuple[int, ...], ...]
-    """Their indices."""
+    """Row indices of each replica."""
     costs: tuple[float, ...]
-    """What each replica's part costs."""
+    """Cost of each replica's rows."""
 
     @classmethod
     def of(
         cls, families: Sequence[RowFamily], samples: Sequence[int], costs: Costs, replicas: int
     ) -> "ReplicaDivision":
-        """Divide families so that the dearest replica has little to do.
+        """Assign families to replicas, keeping the highest cost of a replica low.
 
-        Families stay whole, unless the dearest replica has less to do with parts of them, each of which
-        computes shared tokens again. The rows of a sample stay together.
+        Families stay whole unless splitting lowers the highest cost. Each part of a split family recomputes
+        the shared tokens. The rows of a sample stay together.
 
         Args:
-            families: of whole samples.
-            samples: the sample of each row of the step.
-            costs: of a sequence.
-            replicas: how many there are.
+            families: families of whole samples.
+            samples: sample of each row of the step.
+            costs: cost function of sequences.
+            replicas: number of replicas.
         """
         most = max((len(family.rows) for family in families), default=1) if replicas > 1 else 1
         divided = (
@@ -55,7 +55,10 @@ class ReplicaDivision:
 
 
 def _balanced(units: Sequence[RowFamily], costs: Costs, replicas: int) -> ReplicaDivision:
-    """Divide families that stay whole. A token behind others costs what it adds to their sequence."""
+    """Assign whole families.
+
+    The cost of tokens after a shared prefix is the increase of the sequence's cost.
+    """
     whole, shared = (
         costs(torch.tensor([tokens for unit in units for tokens in getattr(unit, name)], dtype=torch.int64))
         for name in ("lengths", "shared")
@@ -69,7 +72,7 @@ def _balanced(units: Sequence[RowFamily], costs: Costs, replicas: int) -> Replic
 
 
 def _parts(family: RowFamily, samples: Sequence[int], most: int) -> list[RowFamily]:
-    """Cut a family into `most` parts of about as many samples each, or as many as it has samples."""
+    """Cut a family into at most `most` parts with about equal numbers of samples."""
     order: dict[int, int] = {}
     for row in family.rows:
         order.setdefault(samples[row], len(order))
@@ -82,23 +85,23 @@ def _parts(family: RowFamily, samples: Sequence[int], most: int) -> list[RowFami
 
 @dataclass(frozen=True, slots=True)
 class MiniBatches:
-    """The mini-batches of a step: whole samples, drawn without regard to their groups.
+    """Mini-batches of a step: whole samples, drawn regardless of their groups.
 
-    Their sizes differ by one sample at most. Seed and number of the step alone decide.
+    Sizes differ by at most one sample. The draw depends only on the seed and the number of the step.
     """
 
     of_sample: torch.Tensor
-    """int64 [N]: the mini-batch of each sample."""
+    """int64 [N]: mini-batch of each sample."""
     totals: tuple[StepTotals, ...]
-    """[M]: totals of each."""
+    """[M]: totals of each mini-batch."""
     draw: tuple[int, int]
     """Seed and number of the step."""
     rows: torch.Tensor
-    """int64 [R]: the sample of each row; a sample with branches has several."""
+    """int64 [R]: sample of each row; a sample with branches has several rows."""
 
     @classmethod
     def of(cls, tally: StepTally, count: int, seed: int) -> "MiniBatches":
-        """Divide the samples that were counted into `count` mini-batches, or as many as there are samples."""
+        """Split the counted samples into `count` mini-batches, at most one per sample."""
         samples, step = len(tally.trained_tokens), tally.totals()
         rows = torch.tensor(tally.sample_of_row)
         count = max(min(count, samples), 1)
@@ -121,13 +124,13 @@ class MiniBatches:
         return cls(of_sample, tuple(totals), (seed, tally.step), rows)
 
     def weights(self, algorithm: Algorithm, sampled_tokens: torch.Tensor) -> torch.Tensor:
-        """Return the weight of each trained token of a sample, float32 [N].
+        """Return the loss weight of each trained token of a sample, float32 [N].
 
-        It is the algorithm's weight in a batch of the mini-batch's samples alone.
+        The algorithm computes the weights of each mini-batch as if the mini-batch were the whole batch.
 
         Args:
-            algorithm: the recipe.
-            sampled_tokens: int64 [N].
+            algorithm: algorithm of the run.
+            sampled_tokens: int64 [N]: sampled tokens of each sample.
         """
         weights = torch.empty(len(sampled_tokens))
         for mini_batch in range(len(self.totals)):
@@ -137,11 +140,11 @@ class MiniBatches:
 
     @property
     def of_row(self) -> torch.Tensor:
-        """The mini-batch of each row, int64 [R]."""
+        """Mini-batch of each row, int64 [R]."""
         return self.of_sample[self.rows]
 
     def order(self, epochs: int) -> tuple[int, ...]:
-        """Return the mini-batch of each update: each comes once in an epoch, in an order of its own."""
+        """Return the mini-batch of each update. Every epoch is a new permutation of the mini-batches."""
         count = len(self.totals)
         return tuple(
             mini_batch
@@ -152,16 +155,16 @@ class MiniBatches:
     def divide(
         self, families: Sequence[RowFamily], costs: Costs, replicas: int
     ) -> tuple[list[list[int]], float]:
-        """Divide each mini-batch between the replicas, as `ReplicaDivision` does.
+        """Assign each mini-batch's rows to replicas with `ReplicaDivision`.
 
         Args:
-            families: all rows, each of one mini-batch, and of whole samples.
-            costs: of a sequence.
-            replicas: how many there are.
+            families: families of all rows. Each family is in one mini-batch and has whole samples.
+            costs: cost function of sequences.
+            replicas: number of replicas.
 
         Returns:
-            For each replica the indices of its rows, ascending; and the share by which the sum of the most
-            expensive parts of all mini-batches exceeds the sum of the mean ones.
+            Row indices of each replica, ascending; and the relative excess of the highest replica cost over
+            the mean, both summed over mini-batches.
         """
         own: list[list[RowFamily]] = [[] for _ in self.totals]
         for family, mini_batch in zip(
@@ -176,7 +179,7 @@ class MiniBatches:
 
 
 def _shuffled(count: int, *draw: int) -> Sequence[int]:
-    """Return 0 to count - 1 in an order that `draw` decides, in every release and on every machine."""
+    """Return a permutation of 0 to count - 1 seeded by `draw`, equal across releases and machines."""
 
     def place(index: int) -> tuple[int, int]:
         return xxhash.xxh3_64_intdigest(" ".join(map(str, (*draw, index))).encode()), index

@@ -1,6 +1,6 @@
-"""Divides samples between data-parallel replicas, and packs a replica's samples into micro-batches.
+"""Assigns samples to data-parallel replicas, and packs a replica's samples into micro-batches.
 
-Families of rows, which share tokens, are packed whole where they fit.
+Families of rows with shared tokens are packed whole if they fit.
 """
 
 import heapq
@@ -11,13 +11,13 @@ from trainer.data.prefix_tree import RowFamily
 
 
 def balance(costs: Sequence[float], pieces: int) -> list[list[int]]:
-    """Divide samples into pieces of about equal cost.
+    """Split samples into pieces of about equal cost.
 
-    The dearest sample goes first, each to the piece that is the cheapest by then, so the dearest piece is at
-    most 4/3 of the best one (Graham 1969).
+    Greedy: each sample, most expensive first, goes to the cheapest piece. The most expensive piece costs at
+    most 4/3 of the optimum (Graham 1969).
 
     Returns:
-        For each piece the indices of its samples, ascending; empty ones if there are too few samples.
+        Sample indices of each piece, ascending. Pieces are empty if there are too few samples.
     """
     queue = [(0.0, piece) for piece in range(pieces)]
     result: list[list[int]] = [[] for _ in range(pieces)]
@@ -31,23 +31,23 @@ def balance(costs: Sequence[float], pieces: int) -> list[list[int]]:
 def pack(
     lengths: Sequence[int], budget: int, most: int, counts: Sequence[int] | None = None
 ) -> list[list[int]]:
-    """Pack samples, or families of them, into as few micro-batches as first-fit decreasing finds.
+    """Pack items (samples or families) into micro-batches by first-fit decreasing.
 
     Args:
-        lengths: tokens of each.
-        budget: tokens of a micro-batch; a longer one is alone in it.
-        most: samples of a micro-batch.
-        counts: samples of each; None: 1.
+        lengths: tokens of each item.
+        budget: tokens per micro-batch; a longer item gets its own micro-batch.
+        most: samples per micro-batch.
+        counts: samples of each item; None: 1.
 
     Returns:
-        For each micro-batch the indices of its members. The fullest come first, so that too large a budget
-        runs out of memory at the beginning of a step.
+        Item indices of each micro-batch. The fullest micro-batches come first, so too large a budget runs out
+        of memory at the beginning of a step.
     """
     counts = [1] * len(lengths) if counts is None else counts
     passes: list[list[int]] = []
     rooms: list[int] = []
     places: list[int] = []
-    first = 0  # no pass before it can take the shortest sample
+    first = 0  # passes before this one have no space for the shortest sample
     shortest = min(lengths, default=0)
     for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         while first < len(passes) and (rooms[first] < shortest or not places[first]):
@@ -68,15 +68,15 @@ def pack(
 
 
 def fill_groups(passes: Sequence[Sequence[int]], lengths: Sequence[int], size: int) -> list[list[int]]:
-    """Divide micro-batches until their number is a multiple of `size`; where none can be, add empty ones.
+    """Split micro-batches until their number is a multiple of `size`, and add empty ones if needed.
 
     Args:
-        passes: indices of the samples of each.
+        passes: sample indices of each micro-batch.
         lengths: tokens of each sample.
-        size: micro-batches of a group.
+        size: micro-batches per group.
 
     Returns:
-        The micro-batches, the fullest first.
+        The micro-batches, fullest first.
     """
     queue = [(-sum(lengths[i] for i in samples), list(samples)) for samples in passes]
     heapq.heapify(queue)
@@ -93,15 +93,15 @@ def fill_groups(passes: Sequence[Sequence[int]], lengths: Sequence[int], size: i
 
 
 def pack_padded(lengths: Sequence[int], budget: int, most: int) -> list[list[int]]:
-    """Pack samples into micro-batches that are padded to their longest one, so that little is padded.
+    """Pack samples into micro-batches that are padded to their longest sample, with little padding.
 
     Args:
         lengths: tokens of each sample.
-        budget: tokens of a micro-batch with its padding; a longer sample is one of its own.
-        most: samples of a micro-batch.
+        budget: tokens per micro-batch including padding; a longer sample gets its own micro-batch.
+        most: samples per micro-batch.
 
     Returns:
-        For each micro-batch the indices of its samples, longest first, as are the micro-batches.
+        Sample indices of each micro-batch. Samples and micro-batches are ordered longest first.
     """
     passes: list[list[int]] = []
     for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
@@ -114,21 +114,21 @@ def pack_padded(lengths: Sequence[int], budget: int, most: int) -> list[list[int
 
 
 Size = Callable[[RowFamily], int]
-"""Returns the tokens that take as much memory as a family."""
+"""Family -> its memory use, as an equivalent number of tokens."""
 
 
 def pack_families(
     families: Sequence[RowFamily], budget: int, *, most: int, size: Size = attrgetter("tokens")
 ) -> list[list[RowFamily]]:
-    """Return the families, or parts of them, of each micro-batch; one without any if there are none.
+    """Return the families of each micro-batch; one empty micro-batch if there are no families.
 
-    A family that is larger than a micro-batch is cut.
+    A family that does not fit into a micro-batch is cut into parts.
 
     Args:
-        families: rows with the tokens that they share.
-        budget: tokens of a micro-batch, at most, unless one row has more.
-        most: rows of a micro-batch, at most.
-        size: of a family.
+        families: families of all rows.
+        budget: token limit of a micro-batch; only a single row may exceed it.
+        most: row limit of a micro-batch.
+        size: size of a family.
     """
     parts = [part for family in families for part in _fitting(family, budget, most, size)]
     found = pack([size(part) for part in parts], budget, most, [len(part.rows) for part in parts])
@@ -136,7 +136,7 @@ def pack_families(
 
 
 def _fitting(family: RowFamily, budget: int, most: int, size: Size) -> Iterator[RowFamily]:
-    """Yield parts of a family that each fit a micro-batch, or are a single row."""
+    """Yield parts of a family. Each part fits a micro-batch or is a single row."""
     for part in family.cut(budget, most):
         rows = len(part.rows)
         if rows == 1 or size(part) <= budget:

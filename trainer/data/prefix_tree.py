@@ -1,11 +1,10 @@
-"""Plans which tokens of a group's rows are computed once: the first ones, as far as rows have them in common.
+"""Plans which prefixes of a group's rows are computed once.
 
-Rows of a group in lexicographic order are a family: no earlier row has more in common with a row than the one
-just before it. A tree of stretches holds each distinct token once, to any depth: a group's prompt, and the
-parts of an agent's history that its branches repeat.
+The rows of a group in lexicographic order are a family. In this order, no earlier row has a longer common
+prefix with a row than the row just before it. A tree of stretches stores each distinct token once, at any
+depth: a group's prompt, and the parts of an agent's history that its branches repeat.
 
-Shapes: n rows of a family. A row's tokens are its inputs: all of a sample's but the last, which has no
-successor.
+Shapes: n rows of a family. A row's tokens are its inputs: all tokens of the sample except the last.
 """
 
 from collections import defaultdict
@@ -21,22 +20,22 @@ from numpy.typing import NDArray
 from trainer.batch import Batch
 
 KEYS_COST = 1 / 32
-"""Cost of a shared stretch for each token behind it, in tokens computed: the token attends to the keys of the
-stretch apart from its own, and both results are joined."""
+"""Cost of a shared stretch per token after it, in computed tokens. Each such token attends separately to the
+keys of the stretch and to its own, and both results are merged."""
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Successive tokens that are computed once for all rows that have them."""
+    """Consecutive tokens that are computed once for all rows that contain them."""
 
     row: int
-    """One of these rows."""
+    """One of the rows with these tokens."""
     start: int
-    """Position of its first token in each of them."""
+    """Position of the first token in each row."""
     stop: int
-    """The position after its last one."""
+    """Position after the last token."""
     parent: int
-    """Index of the stretch that it follows; -1: it begins its rows."""
+    """Index of the preceding stretch; -1 at the beginning of a row."""
 
     @property
     def tokens(self) -> int:
@@ -45,16 +44,16 @@ class Stretch:
 
 @dataclass(frozen=True, slots=True)
 class PrefixTree:
-    """Stretches that hold the tokens of some rows; there may be several trees in it."""
+    """Forest of stretches with the tokens of some rows."""
 
     stretches: tuple[Stretch, ...]
-    """Each after its parent, and with all that follow it next to each other."""
+    """Stretches in depth-first order: each after its parent, and each subtree contiguous."""
     ends: tuple[int, ...]
-    """For each row the last of its stretches; -1 if it has no tokens."""
+    """Last stretch of each row; -1 for a row without tokens."""
 
     @classmethod
     def of(cls, families: Iterable["RowFamily"]) -> "PrefixTree":
-        """Lay out families one after the other; their rows are numbered in that order."""
+        """Lay out families in order. Rows are numbered in the same order."""
         stretches: list[Stretch] = []
         ends: list[int] = []
         for family in families:
@@ -68,11 +67,11 @@ class PrefixTree:
 
     @property
     def is_shared(self) -> bool:
-        """Whether a stretch follows another."""
+        """Whether any stretch has a parent."""
         return any(stretch.parent >= 0 for stretch in self.stretches)
 
     def path(self, stretch: int) -> list[int]:
-        """Return the stretches from the start of its rows to a stretch, which is the last."""
+        """Return the path from the root to `stretch`, inclusive."""
         found = []
         while stretch >= 0:
             found.append(stretch)
@@ -80,7 +79,7 @@ class PrefixTree:
         return found[::-1]
 
     def rows_through(self) -> list[list[int]]:
-        """Return the rows that have each stretch."""
+        """Return the rows of each stretch."""
         found: list[list[int]] = [[] for _ in self.stretches]
         for row, end in enumerate(self.ends):
             for stretch in self.path(end):
@@ -90,35 +89,35 @@ class PrefixTree:
 
 @dataclass(frozen=True, slots=True)
 class RowFamily:
-    """Rows in lexicographic order that are computed together, as far as they begin alike."""
+    """Rows in lexicographic order whose common prefixes are computed once."""
 
     rows: tuple[int, ...]
-    """[n]: their indices."""
+    """[n]: indices of the rows."""
     lengths: tuple[int, ...]
-    """[n]: tokens of each."""
+    """[n]: tokens of each row."""
     shared: tuple[int, ...]
-    """[n]: tokens that each has in common with the row before it, and that are computed once; 0 for the
-    first."""
+    """[n]: length of the prefix that each row shares with the previous row and that is computed once; 0 for
+    the first row."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that are computed for all of them."""
+        """Number of computed tokens of the family."""
         return sum(self.lengths) - sum(self.shared)
 
     def copies(self, window: int) -> int:
-        """Return how many tokens before its stretches these see, counted again for each stretch.
+        """Return the number of earlier tokens that the stretches attend to, counted once per stretch.
 
         Args:
-            window: tokens that each token sees, itself included; 0: all before it.
+            window: attention window in tokens, including the token itself; 0: unlimited.
         """
         nodes = _intervals(self.lengths, self.shared)
         most = window - 1 if window else max(self.lengths, default=0)
         return sum(min(start, most) for _, _, start, stop, _ in nodes if stop > start)
 
     def cut(self, limit: int, most: int) -> Iterator["RowFamily"]:
-        """Yield parts that compute at most `limit` tokens each, for `most` rows; a longer row is alone.
+        """Yield parts of at most `limit` computed tokens and `most` rows. A longer row is a part of its own.
 
-        Each part computes again the tokens that it shares with rows of other parts.
+        Each part recomputes the tokens that it shares with rows of other parts.
         """
         first, tokens = 0, 0
         for row, (length, shared) in enumerate(zip(self.lengths, self.shared, strict=True)):
@@ -129,7 +128,7 @@ class RowFamily:
         yield self.part(range(first, len(self.rows)))
 
     def part(self, places: Sequence[int]) -> "RowFamily":
-        """Return the family of some of its rows, given by ascending places in it."""
+        """Return the family of some rows, given as ascending positions within this family."""
         between = (min(self.shared[before + 1 : place + 1]) for before, place in pairwise(places))
         return RowFamily(
             tuple(self.rows[place] for place in places),
@@ -139,7 +138,7 @@ class RowFamily:
 
 
 def together(lengths: Sequence[int], samples: Sequence[int]) -> list[RowFamily]:
-    """Return a family of the rows of each sample, which share no tokens."""
+    """Return one family per sample, with the sample's rows and no shared tokens."""
     members: dict[int, list[int]] = defaultdict(list)
     for row, sample in enumerate(samples):
         members[sample].append(row)
@@ -149,21 +148,21 @@ def together(lengths: Sequence[int], samples: Sequence[int]) -> list[RowFamily]:
 
 
 def alone(lengths: Sequence[int]) -> list[RowFamily]:
-    """Return a family of each row, which shares no tokens."""
+    """Return one family per row."""
     return together(lengths, range(len(lengths)))
 
 
 def find_families(
     rows: Sequence[NDArray[Any]], groups: Sequence[Hashable], cost: float = KEYS_COST
 ) -> list[RowFamily]:
-    """Return the families of rows, one a group, in the order of their first rows.
+    """Return the families of rows, one per group, in the order of their first rows.
 
-    They share what saves more than it costs.
+    A family shares a prefix only if the saving exceeds the cost.
 
     Args:
-        rows: for each an array [tokens, ...] that is equal where the computation of a token is.
-        groups: for each row the rows with which it may share tokens have the same.
-        cost: as `KEYS_COST`.
+        rows: for each row, an array [tokens, ...]; equal entries mean that the tokens' computation is equal.
+        groups: group key of each row; only rows with equal keys may share tokens.
+        cost: relative cost of shared tokens, see `KEYS_COST`.
     """
     members: dict[Hashable, list[int]] = defaultdict(list)
     for row, group in enumerate(groups):
@@ -172,12 +171,12 @@ def find_families(
 
 
 def batch_families(batch: Batch, *, by_experts: bool = False, long: int = 0) -> list[RowFamily]:
-    """Return the families of a batch's samples: samples of a group may share tokens.
+    """Return the families of a batch. Only samples of the same group may share tokens.
 
     Args:
-        batch: on the host.
-        by_experts: whether tokens with other recorded experts are computed otherwise.
-        long: tokens of the longest sample that is computed as short ones are; 0: length makes no difference.
+        batch: batch on the host.
+        by_experts: whether tokens are shared only if their recorded experts are equal.
+        long: samples with more tokens share tokens only with each other; 0: no distinction.
     """
     ids, offsets = batch.tokens.numpy()[:, None].view(np.uint8), batch.offsets.tolist()
     if by_experts and batch.experts is not None:
@@ -201,7 +200,7 @@ def _family(indices: Sequence[int], rows: Sequence[NDArray[Any]], cost: float) -
 
 
 def _in_common(one: bytes, other: bytes) -> int:
-    """Return how many bytes at the start are equal."""
+    """Return the length of the common prefix in bytes."""
     size = min(len(one), len(other))
     differ = np.frombuffer(one, np.uint8, size) != np.frombuffer(other, np.uint8, size)
     return int(differ.argmax()) if differ.any() else size
@@ -209,22 +208,22 @@ def _in_common(one: bytes, other: bytes) -> int:
 
 @dataclass(slots=True)
 class _Node:
-    """Tokens that successive rows have in common, behind its parent's."""
+    """Common tokens of consecutive rows, after the tokens of the parent node."""
 
     start: int
     stop: int
     parent: int
     splits: list[int]
-    """Rows that have no more than these tokens in common with the row before them."""
+    """Rows whose common prefix with the previous row ends at this node."""
     behind: int = 0
-    """Tokens that are computed for its rows behind its own."""
+    """Number of tokens computed below this node."""
 
 
 def _worthwhile(lengths: Sequence[int], shared: Sequence[int], cost: float) -> tuple[int, ...]:
-    """Return `shared` without what costs more than it saves.
+    """Return `shared` without the prefixes that cost more than they save.
 
-    From the ends of the tree to its root, each node is kept if its copies would take more tokens than
-    attending to it costs the tokens behind it.
+    Nodes are visited from the leaves to the root. A node is kept if copying its tokens would cost more than
+    the attention of all tokens below to it.
     """
     nodes: list[_Node] = []
     for first, end, start, common, parent in _intervals(lengths, shared):
@@ -250,10 +249,10 @@ def _worthwhile(lengths: Sequence[int], shared: Sequence[int], cost: float) -> t
 
 
 def _intervals(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[tuple[int, int, int, int, int]]:
-    """Yield (first row, row after the last, start, stop, parent) of each node of a family, then its children.
+    """Yield (first row, end row, start, stop, parent) of each node of a family in depth-first order.
 
-    A node is what successive rows have in common, or the rest of one row; it may have no tokens. The parent
-    is the index of a node of several rows, counted in the order in which these come; -1 at the root.
+    A node is a common prefix of consecutive rows, or the rest of one row. A node may be empty. The parent is
+    the index among the nodes with several rows, in the order in which they are yielded; -1 at the root.
     """
     inner, stack = 0, [(0, len(lengths), 0, -1)]
     while stack:
@@ -269,9 +268,9 @@ def _intervals(lengths: Sequence[int], shared: Sequence[int]) -> Iterator[tuple[
 
 
 def _lay_out(family: RowFamily, stretches: list[Stretch], ends: list[int]) -> None:
-    """Append a family's stretches and rows."""
+    """Append the stretches and row ends of a family."""
     base, last = len(ends), list[int]()
-    """`last`: of each node of several rows the stretch that its rows have last."""
+    """`last`: the deepest stretch of each node with several rows."""
     for first, end, start, stop, parent in _intervals(family.lengths, family.shared):
         found = last[parent] if parent >= 0 else -1
         if stop > start:

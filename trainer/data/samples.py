@@ -1,4 +1,4 @@
-"""Reads scored groups: checks every array before anything is computed from it."""
+"""Reads scored groups, and validates every array before its use."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -12,27 +12,27 @@ from protocol.rollout_view import RowView, cancelled_lengths, checked_array, dec
 from protocol.turns import TurnPlace, turns_of
 
 ROUNDING = 1e-4
-"""By how much the rewards of a sample's turns may miss its own, for each unit of their sizes."""
+"""Allowed difference between a sample's reward and the sum of its turn rewards, relative to their sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class RowTurns:
-    """The turns in a row, in the order of their tokens."""
+    """Turns of a row, in token order."""
 
     numbers: NDArray[np.int64]
-    """[k]: the place of each among all turns of the sample, from 0."""
+    """[k]: index of each turn among all turns of the sample, from 0."""
     bounds: NDArray[np.int64]
-    """[k, 2]: the row's own tokens from the first number up to the second are the turn."""
+    """[k, 2]: start and end of each turn in the row's own tokens."""
     returns: NDArray[np.float64]
-    """[k]: the reward of the turn and of all that the sample made after it."""
+    """[k]: sum of the rewards of the turn and of the sample's later turns."""
 
 
 def turns_of_rows(scored: ScoredRollout, rows: int) -> list[RowTurns | None]:
-    """Return the turns of each row, [R]; None where turns were not scored.
+    """Return the turns of each row, [R]; None for each row if turns are not scored.
 
     Raises:
-        ProtocolError: turns contradict the rollout, or their rewards are of another number, not finite,
-            or do not add up to the samples' rewards; names group and field.
+        ProtocolError: turns contradict the rollout, or their rewards have the wrong count, are not finite, or
+            do not sum to the samples' rewards. The message names group and field.
     """
     turns, group = turns_of(scored.rollout), scored.rollout.group
     if scored.turn_rewards is None:
@@ -50,7 +50,7 @@ def turns_of_rows(scored: ScoredRollout, rows: int) -> list[RowTurns | None]:
 
 
 def differing_turns(scored: ScoredRollout, slack: float) -> bool:
-    """Return whether a turn returns more than `slack` more than the same turn of another sample."""
+    """Return whether the returns of one turn index differ between samples by more than `slack`."""
     found: dict[int, list[float]] = {}
     for row in turns_of_rows(scored, len(scored.rollout.lengths.numpy())):
         if row is not None:
@@ -95,14 +95,14 @@ NO_VERSION = np.int32(-1)
 TRUNCATED = "length"
 """Finish reason of a sample that ended at the length limit."""
 EQUAL_REWARDS = 1e-6
-"""Rewards of a group that differ by no more are equal: a float32 reward near 1 is as exact as that."""
+"""Largest difference of rewards that count as equal: the precision of a float32 reward near 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class BatchSample:
-    """One checked row of a batch, a sample or a branch of one; its arrays are views of the message.
+    """One validated row of a batch: a sample or a branch of a sample. Arrays are views of the message.
 
-    Shapes: P tokens that it follows, T_i tokens of its own, S_i spans.
+    Shapes: P context tokens, T_i own tokens, S_i spans.
     """
 
     group: int
@@ -110,39 +110,39 @@ class BatchSample:
     row: int
     """Index of the group within the batch."""
     prompt: NDArray[np.int32]
-    """[P]: the prompt, and tokens of earlier rows of the sample."""
+    """[P]: prompt and tokens of earlier rows of the sample."""
     tokens: NDArray[np.int32]
     """[T_i]."""
     logprobs: NDArray[np.float32]
-    """[T_i] nats, behaviour log-probabilities."""
+    """[T_i] nats: behaviour log-probabilities."""
     sampled: NDArray[np.bool_]
     """[T_i]: True where the model sampled the token."""
     spans: NDArray[np.int32]
-    """[S_i, 2], rows (end, version): tokens from the end of the row above up to `end` are of `version`."""
+    """[S_i, 2], rows (end, version): `version` sampled the tokens from the previous row's end to `end`."""
     reward: float
     max_staleness: int
-    """The bound, in versions, that was in force when the group was leased."""
+    """Staleness bound of the group's lease, versions."""
     experts: tuple[NDArray[np.uint16], NDArray[np.uint16]] | None = None
-    """[P, L, K] and [T_i, L, K]: experts that the engine's model chose, see `Rollout`; None: not recorded."""
+    """[P, L, K] and [T_i, L, K]: experts chosen by the engine's model, see `Rollout`; None: not recorded."""
     truncated: bool = False
-    """Whether it ended at the length limit."""
+    """Whether the sample ended at the length limit."""
     sample: int = 0
     """Index of the sample within its group."""
     masked: bool = False
-    """Whether none of its tokens is trained, because it is truncated and `algorithm.truncated` is mask."""
+    """Whether the sample is untrained because it is truncated and `algorithm.truncated` is mask."""
     turns: RowTurns | None = None
-    """Its turns, if they were scored."""
+    """Turns of the row, if they are scored."""
     own_prompt: int = 0
-    """Tokens at the start of `tokens` that are the rest of the sample's prompt."""
+    """Number of tokens at the start of `tokens` that belong to the sample's prompt."""
 
     def __len__(self) -> int:
-        """Return the tokens of prompt and response."""
+        """Return the number of tokens of prompt and response."""
         return len(self.prompt) + len(self.tokens)
 
     def token_arrays(self, step: int) -> dict[str, NDArray[Any]]:
-        """Return a batch's arrays of the sample's tokens, [P + T_i], by the names of `Batch`.
+        """Return the per-token arrays of a batch, [P + T_i], by field name of `Batch`.
 
-        All but the advantages, which depend on the rewards of other samples.
+        The advantages are missing: they depend on the rewards of other samples.
         """
         versions = np.repeat(self.spans[:, 1], np.diff(self.spans[:, 0], prepend=0))
         arrays = {
@@ -153,12 +153,12 @@ class BatchSample:
             "versions": self._behind_prompt(np.where(self.sampled, versions, NO_VERSION), NO_VERSION),
         }
         if self.experts is not None:
-            # As int16, which torch computes with; the number for unknown ones becomes -1.
+            # int16, because torch computes with it; the value for unknown experts becomes -1
             arrays["experts"] = np.concatenate(self.experts).view(np.int16)
         return arrays
 
     def _trained(self, lags: NDArray[np.int32]) -> NDArray[np.bool_]:
-        """Return which tokens carry gradient, [T_i]: sampled ones within the bound, none if it is masked."""
+        """Return which tokens carry gradient, [T_i]: sampled tokens within the bound, none if masked."""
         return self.sampled & (lags <= self.max_staleness) & (not self.masked)
 
     def _behind_prompt(self, values: NDArray[Any], filler: Any) -> NDArray[Any]:
@@ -166,10 +166,10 @@ class BatchSample:
 
 
 def token_counts(rollout: Rollout) -> dict[int, int]:
-    """Return version -> sampled tokens of a rollout, as `Ledger.accept` expects them.
+    """Return version -> number of sampled tokens of a rollout, the argument of `Ledger.accept`.
 
     Raises:
-        ProtocolError: its arrays contradict each other; names group and field.
+        ProtocolError: the rollout's arrays contradict each other. The message names group and field.
     """
     return decode_rollout(rollout).token_counts()
 
@@ -177,18 +177,18 @@ def token_counts(rollout: Rollout) -> dict[int, int]:
 def samples_of(
     scored: ScoredRollout, index: int, max_staleness: int, step: int, *, mask_truncated: bool = False
 ) -> Iterator[BatchSample]:
-    """Check a scored group and yield its rows; a sample's rows come one after the other.
+    """Validate a scored group and yield its rows. The rows of a sample are consecutive.
 
     Args:
-        scored: the group as received.
+        scored: group as received.
         index: index of the group within the batch.
-        max_staleness: the bound of its lease.
+        max_staleness: staleness bound of the group's lease.
         step: version that the step starts from.
-        mask_truncated: whether samples that ended at the length limit are masked.
+        mask_truncated: whether to mask samples that ended at the length limit.
 
     Raises:
-        ProtocolError: its arrays contradict each other, a reward is not finite, or a token is of a version
-            after `step`; names group and field.
+        ProtocolError: arrays contradict each other, a reward is not finite, or a token's version is later
+            than `step`. The message names group and field.
     """
     view = decode_rollout(scored.rollout)
     group = view.group
@@ -222,17 +222,17 @@ def samples_of(
 
 
 def _experts(prompt_experts: NDArray[np.uint16] | None, row: RowView) -> tuple[Any, Any] | None:
-    """Return the experts of a row's context and of its own tokens, if they were recorded."""
+    """Return the experts of a row's context and of its own tokens; None if not recorded."""
     if prompt_experts is None or row.experts is None or row.context_experts is None:
         return None
     return np.concatenate([prompt_experts, row.context_experts]), row.experts
 
 
 def has_signal(scored: ScoredRollout) -> bool:
-    """Return whether rewards of a group differ: else every advantage relative to the group is 0.
+    """Return whether rewards of a group differ; otherwise every group-relative advantage is 0.
 
-    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) leaves such groups out. Where turns were scored,
-    what they return is compared, turn by turn.
+    DAPO's dynamic sampling (arXiv 2503.14476, section 3.2) drops groups with equal rewards. If turns are
+    scored, their returns are compared per turn index.
     """
     if scored.turn_rewards is not None:
         return differing_turns(scored, EQUAL_REWARDS)
@@ -241,19 +241,20 @@ def has_signal(scored: ScoredRollout) -> bool:
 
 
 def mean_reward(scored: ScoredRollout) -> float:
-    """Return the mean reward of a group, as the event log has it."""
+    """Return the mean reward of a group, rounded as in the event log."""
     return round(float(scored.rewards.numpy().mean()), 6)
 
 
 def check_scored(message: ScoredRollout, version: int) -> dict[int, int]:
-    """Check that a scored rollout can be trained on, and return its sampled tokens per version.
+    """Validate a scored rollout for training, and return the number of sampled tokens per version.
 
     Args:
-        message: as received.
-        version: the committed version; no token can be of a later one.
+        message: rollout as received.
+        version: committed version, the latest allowed version of a token.
 
     Raises:
-        ProtocolError: if an array contradicts another, or a number is not finite; names group and field.
+        ProtocolError: arrays contradict each other, or a number is not finite. The message names group and
+            field.
     """
     for _ in samples_of(message, 0, 0, version):
         pass

@@ -1,12 +1,12 @@
-"""Gives the tokens of each turn an advantage of their own, where turns were scored.
+"""Computes advantages per turn, for rollouts with scored turns.
 
-The return of a turn is its reward and those of the sample's later turns: the model's later text cannot change
-earlier rewards. The recipe compares it as it compares rewards of samples, turn by turn: the second turn of a
-sample with the second ones of its group. So a group whose samples are one turn each has the advantages that
-it has without turns. Returns of turns that are normalised over a group follow Ding et al. 2025 (arXiv
-2511.14846), here without a discount.
+The return of a turn is the sum of its reward and the rewards of the sample's later turns, because later text
+cannot change earlier rewards. The algorithm compares returns per turn index: the second turn of a sample with
+the second turns of its group. A group of single-turn samples therefore has the same advantages with and
+without scored turns. Normalising turn returns over a group follows Ding et al. 2025 (arXiv 2511.14846), here
+without a discount.
 
-Shapes: N rows of the step, P tokens that a row follows, T_i of its own; k turns of a row; n samples.
+Shapes: N rows of the step, P context tokens and T_i own tokens of a row; k turns of a row; n samples.
 """
 
 from collections.abc import Sequence
@@ -23,17 +23,17 @@ from trainer.data.samples import BatchSample
 
 @dataclass(frozen=True, slots=True)
 class TurnAdvantages:
-    """Advantages and returns of the turns of each row; a row whose turns were not scored is one turn."""
+    """Advantages and returns of the turns of each row. A row without scored turns counts as one turn."""
 
     advantages: Sequence[NDArray[np.float32]]
     """[N] of [k]."""
     returns: Sequence[NDArray[np.float32]]
     """[N] of [k]."""
     for_critic: bool
-    """Whether advantages are a critic's, made of the rewards of tokens."""
+    """Whether a critic computes the advantages, from per-token rewards."""
 
     def of_tokens(self, row: int, sample: BatchSample) -> NDArray[np.float32]:
-        """Return the advantage of each token of a row, [P + T_i]; 0 outside of its turns."""
+        """Return the advantage of each token of a row, [P + T_i]; 0 outside the turns."""
         values = np.zeros(len(sample), dtype=np.float32)
         start = len(sample.prompt)
         for (first, end), advantage in zip(_bounds(sample), self.advantages[row].tolist(), strict=True):
@@ -41,11 +41,11 @@ class TurnAdvantages:
         return values
 
     def token_rewards(self, row: int, sample: BatchSample) -> NDArray[np.float32]:
-        """Return the reward that follows each token of a row, [P + T_i], for a critic.
+        """Return the reward after each token of a row, [P + T_i], for a critic.
 
-        The last sampled token of a turn, or the last one before it, has the turn's return less the return of
-        the next turn in the row. So the rewards after a token of a turn add up to the turn's return, also
-        where the sample's turns are in several rows.
+        The last sampled token up to the end of a turn gets the turn's return minus the return of the row's
+        next turn. The rewards after a token of a turn then sum to the turn's return, even if the sample's
+        turns are in several rows.
         """
         values = np.zeros(len(sample), dtype=np.float32)
         returns = self.returns[row]
@@ -64,16 +64,16 @@ def turn_advantages(
     rewards: torch.Tensor,
     algorithm: Algorithm,
 ) -> TurnAdvantages | None:
-    """Return the advantages of the turns of a step; None if no turn was scored.
+    """Return the advantages of the turns of a step; None if turns are not scored.
 
     Args:
-        rows: [N]: the step's rows; a sample's rows come one after the other.
-        sample_of_row: [N]: index of the sample of each.
-        rewards: float32 [n]: of samples, after any punishment of long ones, which counts at the last turn.
-        algorithm: computes advantages from rewards and their groups.
+        rows: [N]: rows of the step. The rows of a sample are consecutive.
+        sample_of_row: [N]: index of the sample of each row.
+        rewards: float32 [n]: rewards of samples. A length penalty counts at the last turn.
+        algorithm: computes advantages from rewards and group indices.
 
     Raises:
-        SettingsError: turns were scored, and the algorithm has a penalty of whole samples.
+        SettingsError: turns are scored, and the algorithm applies a penalty to whole samples.
     """
     if all(row.turns is None for row in rows):
         return None
@@ -107,7 +107,7 @@ def turn_advantages(
 
 
 def digested(turns: TurnAdvantages | None) -> dict[str, torch.Tensor]:
-    """Return the turns' part of a step's digest: empty where no turn was scored."""
+    """Return the turn advantages for the step's digest; empty if turns are not scored."""
     return {} if turns is None else {"turn_advantages": torch.from_numpy(np.concatenate(turns.advantages))}
 
 

@@ -1,4 +1,4 @@
 """Holds pure tensor functions: log-probabilities, losses and advantages.
 
-Formula, source, shapes, reduction and dtype are in each docstring.
+Each docstring states formula, source, shapes, reduction and dtype.
 """

@@ -1,7 +1,7 @@
-"""Computes advantages: from rewards of groups, or of single tokens from rewards and values.
+"""Computes advantages of samples from the rewards of their groups, or of tokens from rewards and values.
 
-Samples of one prompt are each other's baseline. The punishment of long samples is added to rewards before.
-Computed in float64, returned as float32.
+The samples of one prompt are the baseline. Penalties for overlong samples are added to the rewards
+beforehand. All functions compute in float64; most return float32.
 
 Shapes: N samples of the batch; t tokens of n samples, one sample after the other.
 """
@@ -14,12 +14,12 @@ from trainer.functional.shapes import FloatN, IntN
 def group_normalised(rewards: FloatN, group_index: IntN, eps: float) -> FloatN:
     """Return GRPO's A_i = (r_i - mean(r)) / (std(r) + eps) over the group of sample i.
 
-    DeepSeekMath (arXiv 2402.03300), section 4.1.2. std divides by the size of the group (not by size - 1), so
-    a group of one sample, like a group of equal rewards, has advantage 0.
+    DeepSeekMath (arXiv 2402.03300), section 4.1.2. std divides by the group size, not by size - 1. Groups of
+    one sample and groups of equal rewards have advantage 0.
 
     Args:
         rewards: float [N].
-        group_index: int64 [N]: group of each sample, counted from 0.
+        group_index: int64 [N]: group of each sample, starting at 0.
         eps: positive.
 
     Returns:
@@ -33,14 +33,14 @@ def group_normalised(rewards: FloatN, group_index: IntN, eps: float) -> FloatN:
 def group_centred(rewards: FloatN, group_index: IntN) -> FloatN:
     """Return Dr. GRPO's A_i = r_i - mean(r) over the group of sample i, float32 [N].
 
-    It is not divided by the std, which would favour prompts of low variance. Liu et al. 2025, "Understanding
-    R1-Zero-like training" (arXiv 2503.20783), section 3.2. Arguments as in `group_normalised`.
+    Dividing by the std would favour prompts of low variance. Liu et al. 2025, "Understanding R1-Zero-like
+    training" (arXiv 2503.20783), section 3.2. Arguments as in `group_normalised`.
     """
     return _centred(rewards, group_index)[0].float()
 
 
 def leave_one_out(rewards: FloatN, group_index: IntN) -> FloatN:
-    """Return RLOO's A_i = r_i - mean of the other samples of its group, float32 [N]; 0 without others.
+    """Return RLOO's A_i = r_i - mean of the other samples of the group, float32 [N]; 0 in a group of one.
 
     Kool et al. 2019; Ahmadian et al. 2024 (arXiv 2402.14740), section 3. Arguments as in
     `group_normalised`.
@@ -56,7 +56,7 @@ def overlong_punishment(lengths: IntN, limit: int, buffer: int) -> FloatN:
     2025 (arXiv 2503.14476), section 3.4, eq. 13, where `limit` is L_max and `buffer` L_cache.
 
     Args:
-        lengths: int64 [N]: |y|, the tokens of each sample without its prompt.
+        lengths: int64 [N]: |y|, the tokens of each response.
         limit: tokens.
         buffer: tokens, at least 1.
 
@@ -67,7 +67,7 @@ def overlong_punishment(lengths: IntN, limit: int, buffer: int) -> FloatN:
 
 
 def _centred(rewards: torch.Tensor, group_index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return (r_i - mean of its group [N], size of each group) in float64."""
+    """Return (r_i - mean of the group [N], size of each group) in float64."""
     values = rewards.double()
     sizes = torch.bincount(group_index).double()
     means = torch.zeros_like(sizes).index_add_(0, group_index, values) / sizes.clamp_min(1)
@@ -85,20 +85,20 @@ def generalized_advantages(
 ) -> torch.Tensor:
     """Return A_i = d_i + gamma lambda A_(i+1), d_i = r_i + gamma v_(i+1) - v_i, over the tokens of a sample.
 
-    Schulman et al. 2015 (arXiv 1506.02438), eq. 11 and 16. i counts the tokens that the model sampled: tokens
-    that tools or templates inserted are part of the environment, and are skipped. A and v are 0 after the
-    last one.
+    Schulman et al. 2015 (arXiv 1506.02438), eq. 11 and 16. i counts the tokens that the model sampled. Tokens
+    that tools or templates inserted are part of the environment and are skipped. A and v are 0 after the last
+    token.
 
     Args:
-        rewards: [t]: reward that follows each sampled token.
-        values: [t]: value of the state in which each was sampled.
+        rewards: [t]: reward after each sampled token.
+        values: [t]: value of the state in which each token was sampled.
         sampled: bool [t].
         sample: int64 [t]: index of each token's sample, ascending.
-        gamma: discount of later tokens' rewards.
-        gae_lambda: 0 trusts the values, 1 the rewards alone.
+        gamma: discount factor of later rewards.
+        gae_lambda: weight of later rewards; 0 uses the values, 1 only the rewards.
 
     Returns:
-        float64 [t]; 0 where not sampled.
+        float64 [t]; 0 for tokens that were not sampled.
     """
     result = torch.zeros(len(sampled), dtype=torch.float64)
     place = sampled.nonzero()[:, 0]
@@ -122,7 +122,7 @@ def terminal_rewards(rewards: torch.Tensor, sampled: torch.Tensor, sample: torch
     """Return the reward of each sample at its last sampled token, 0 elsewhere: float64 [t].
 
     Args:
-        rewards: [n]: of samples.
+        rewards: [n]: reward of each sample.
         sampled: bool [t].
         sample: int64 [t]: index of each token's sample, ascending.
     """

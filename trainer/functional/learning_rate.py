@@ -1,8 +1,8 @@
-"""Computes the learning rate of a step, or asks a function of the user. No torch here.
+"""Computes the learning rate of a step, or calls a user's schedule. Does not import torch.
 
     def rate(update: int, config: OptimizerConfig) -> float
 
-`update` counts the updates that were made before, from 0; the warm-up comes before it is asked.
+`update` counts the completed updates from 0. The schedule is not called during the warm-up.
 """
 
 import math
@@ -19,17 +19,17 @@ STYLES = Registry(
     },
     own=Entry,
 )
-"""`optimizer.lr_decay_style` -> the function that computes it."""
+"""`optimizer.lr_decay_style` -> function that computes the rate."""
 
 
 def learning_rate(config: OptimizerConfig, made: int) -> float:
     """Return the learning rate of the step after `made` steps.
 
-    Linear warm-up, then as `lr_decay_style` says, `min_lr` from `lr_decay_steps` on: as in Megatron-core's
-    OptimizerParamScheduler, but that the first step of the warm-up is not lost on a rate of 0.
+    Linear warm-up, then the schedule `lr_decay_style`, with `min_lr` from step `lr_decay_steps` on. Equals
+    Megatron-core's OptimizerParamScheduler, except that the first warm-up step has a rate above 0.
 
     Raises:
-        SettingsError: a schedule of the user cannot be loaded, raises, or returns no rate.
+        SettingsError: a user's schedule cannot be loaded, raises, or does not return a rate.
     """
     step = made + 1
     if step <= config.lr_warmup_steps:

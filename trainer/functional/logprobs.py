@@ -1,7 +1,7 @@
-"""Computes log-probabilities of given tokens, and entropy, without a second array of the logits' size.
+"""Computes log-probabilities and entropy without a second array of the logits' size.
 
-A plain `log_softmax` keeps its [k, V] output in float32 for the backward pass. Here only [k] is kept in
-addition to the logits, and both passes work through the rows in slices.
+A plain `log_softmax` keeps its [k, V] output in float32 for the backward pass. This implementation keeps only
+[k] in addition to the logits. Both passes process the rows in slices.
 """
 
 from typing import Any
@@ -11,13 +11,13 @@ import torch
 from trainer.functional.shapes import FloatK, IntK, LogitsKV
 
 SLICE_ELEMENTS = 1 << 24
-"""Number of logits that are held in float32 at a time: 64 MiB."""
+"""Number of logits held in float32 at a time: 64 MiB."""
 
 
 class _Selected(torch.autograd.Function):
     """(logits [R, V], tokens [R], temperature) -> (log-probabilities [R], entropy [R]).
 
-    In float32, or float64 for float64 logits.
+    Computes in float32, or in float64 for float64 logits.
     """
 
     @staticmethod
@@ -53,7 +53,7 @@ class _Selected(torch.autograd.Function):
 
 
 def token_logprobs(logits: LogitsKV, tokens: IntK, temperature: float = 1.0) -> tuple[FloatK, FloatK]:
-    """Return the log-probability of each token, and the entropy of the distribution that it was drawn from.
+    """Return the log-probability of each token, and the entropy of the token's distribution.
 
         z = logits[i] / temperature
         logprob[i] = z[tokens[i]] - log sum_v exp z_v
@@ -64,7 +64,7 @@ def token_logprobs(logits: LogitsKV, tokens: IntK, temperature: float = 1.0) -> 
     Args:
         logits: [k, V]: row i predicts token i. Any floating dtype.
         tokens: int64 [k].
-        temperature: at which the tokens were sampled; positive.
+        temperature: sampling temperature; positive.
 
     Returns:
         (logprobs, entropy), both [k] in nats, float32 (float64 for float64 logits).
@@ -78,7 +78,7 @@ def _wide(logits: torch.Tensor) -> torch.dtype:
 
 
 def _log_p(scaled: torch.Tensor, lse: torch.Tensor) -> torch.Tensor:
-    """Return log p, at least the smallest finite number, so that p * log p of an impossible token is 0."""
+    """Return log p, clamped to the smallest finite number: p * log p of an impossible token is 0, not nan."""
     return (scaled - lse[:, None]).clamp_min(torch.finfo(scaled.dtype).min)
 
 

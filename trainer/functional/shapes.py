@@ -1,6 +1,6 @@
 """Defines the array types of this package.
 
-k tokens, N samples of the whole batch, V entries of the vocabulary.
+k: tokens, N: samples of the whole batch, V: entries of the vocabulary.
 """
 
 from jaxtyping import Float, Int

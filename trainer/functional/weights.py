@@ -1,9 +1,9 @@
-"""Computes the weight of each trained token of a sample in the loss of a step, from the whole batch.
+"""Computes each sample's loss weight per trained token from the whole batch.
 
-Weights count all *sampled* tokens, also those that the bound masked: masking removes a token's share and
-gives it to no other, so that the few fresh tokens of a late sample do not weigh more than they would have on
-time.
-All take int64 [N], the sampled tokens of each of N samples, and return float32 [N].
+Weights count all *sampled* tokens, including tokens masked by the staleness bound. Masking a token removes
+its share instead of giving the share to other tokens: the remaining tokens of a late sample do not gain
+weight.
+All functions take the sampled tokens of N samples, int64 [N], and return float32 [N].
 """
 
 import torch
@@ -17,7 +17,7 @@ def sample_mean(sampled_tokens: IntN) -> FloatN:
 
 
 def token_mean(sampled_tokens: IntN) -> FloatN:
-    """Return 1 / sum_i |o_i|: the mean over all tokens, so that long samples weigh more."""
+    """Return 1 / sum_i |o_i|: the mean over all tokens. Longer samples weigh more."""
     return torch.ones(len(sampled_tokens)) / sampled_tokens.sum().clamp_min(1)
 
 
@@ -27,6 +27,6 @@ def sample_sum(sampled_tokens: IntN) -> FloatN:
 
 
 def constant(sampled_tokens: IntN, budget: int) -> FloatN:
-    """Return 1 / (N M), M being `budget`, or if that is 0 the tokens of the longest sample."""
+    """Return 1 / (N M), where M is `budget`, or the token count of the longest sample if `budget` is 0."""
     divisor = budget or max(int(sampled_tokens.max()), 1)
     return torch.ones(len(sampled_tokens)) / (divisor * len(sampled_tokens))

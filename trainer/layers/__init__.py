@@ -1,1 +1,1 @@
-"""Computations of layers: packed attention and the output layer, which both backends share, and FP8."""
+"""Computations of layers: packed attention and output layer, for `megatron` and `fsdp`, and FP8."""

@@ -1,8 +1,8 @@
-"""Has layers of a transformers model multiply their matrices in FP8, by torchao.
+"""Replaces linear layers of a transformers model by FP8 layers of torchao.
 
-Factors of a product are rounded to 8 bits with scales that are computed of them in every pass, forward and
-backward: inputs, weights, and gradients of outputs. All that is kept, gathered and added up is as without.
-Torch is imported when layers are replaced: every start is checked with the refusals.
+In every forward and backward pass, the factors of matrix products (inputs, weights and output gradients) are
+rounded to 8 bits with scales computed from the current values. Stored weights, all-gathers and reductions
+keep their precision. Torch is imported only when layers are replaced, because every start runs the refusals.
 """
 
 import logging
@@ -17,17 +17,17 @@ from trainer.config import TrainerConfig
 log = logging.getLogger("tether.trainer")
 
 CAPABILITY = (8, 9)
-"""Least compute capability of a GPU that multiplies in FP8."""
+"""Minimum compute capability of a GPU with FP8 matrix products."""
 NEEDS_GPU = "FP8 is computed on a GPU of compute capability {}.{} or more".format(*CAPABILITY)
 SIDE = 16
-"""Divides both sides of a matrix that a GPU multiplies in FP8."""
+"""Both sides of an FP8 matrix must be multiples of this number."""
 LEFT_OUT = frozenset({"experts", "gate", "router"})
-"""Parts of the names of layers that stay as they are: small changes choose other experts, and an expert may
-have no token to compute a scale of."""
+"""Name components of layers that are not replaced. Rounding in a router changes the chosen experts, and an
+expert without tokens has no scale."""
 
 
 def fp8_refusals(trainer: TrainerConfig, *, on_gpu: bool) -> Iterator[str]:
-    """Yield reasons why `trainer.fp8` is not computed here; the capability of a GPU is not read."""
+    """Yield reasons why `trainer.fp8` is not supported here. Does not read the GPU's compute capability."""
     if trainer.fp8 == "off":
         return
     if find_spec("torchao") is None:
@@ -37,7 +37,7 @@ def fp8_refusals(trainer: TrainerConfig, *, on_gpu: bool) -> Iterator[str]:
 
 
 def use_fp8(model: Any, trainer: TrainerConfig, device_type: str) -> None:
-    """Replace layers of a model that is not sharded yet by such ones with the same parameters.
+    """Replace linear layers of an unsharded model by FP8 layers with the same parameters.
 
     Raises:
         SettingsError: torchao is missing, the GPU is too old, or no layer can be replaced.
@@ -54,7 +54,7 @@ def use_fp8(model: Any, trainer: TrainerConfig, device_type: str) -> None:
         names.append(name)
         return True
 
-    # a pass has any number of tokens, along which the gradient of a weight is a sum
+    # the weight gradient sums over the tokens of a pass, whose number need not be a multiple of SIDE
     config = replace(Float8LinearConfig.from_recipe_name(trainer.fp8), pad_inner_dim=True)
     convert_to_float8_training(model, config=config, module_filter_fn=suits)
     if not names:
@@ -64,7 +64,7 @@ def use_fp8(model: Any, trainer: TrainerConfig, device_type: str) -> None:
 
 
 def is_multiplied(module: Any, name: str) -> bool:
-    """Return whether a layer, if it is not the output layer, is computed in FP8; `name` is its own."""
+    """Return whether the layer `name` is computed in FP8. The output layer must be excluded by the caller."""
     import torch
 
     if type(module) is not torch.nn.Linear or LEFT_OUT & {*name.split(".")}:
@@ -73,7 +73,7 @@ def is_multiplied(module: Any, name: str) -> bool:
 
 
 def _refusals(trainer: TrainerConfig, device_type: str) -> Iterator[str]:
-    """Yield why the device does not multiply in FP8. A CPU does, slowly, which `tether check` refuses."""
+    """Yield reasons why the device cannot use FP8. A CPU can, slowly; `tether check` refuses a CPU."""
     import torch
 
     yield from fp8_refusals(trainer, on_gpu=True)

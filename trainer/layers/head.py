@@ -1,10 +1,11 @@
-"""Computes log-probabilities and entropies from hidden states: output layer and softmax in one.
+"""Computes log-probabilities and entropies from hidden states: output layer and softmax combined.
 
-The logits are computed a chunk of tokens at a time. Up to some gigabytes of a micro-batch they are kept for
-the backward pass. More are computed again there: a third more arithmetic in this layer, for less memory.
+Logits are computed in chunks of tokens. Up to a limit of some gigabytes per micro-batch, logits are kept for
+the backward pass. Beyond, the backward pass recomputes them, which saves memory for a third more arithmetic
+in this layer.
 
-Shapes: k tokens, c of a chunk, H hidden size, V vocabulary, P tensor ranks; rank r holds rows
-[r V' / P, (r + 1) V' / P) of the output weight, V' being V padded.
+Shapes: k tokens, c of a chunk, H hidden size, V vocabulary, P tensor ranks; rank r has rows [r V' / P, (r +
+1) V' / P) of the output weight, where V' is V with padding.
 """
 
 from dataclasses import dataclass
@@ -17,12 +18,12 @@ from torch.autograd.function import once_differentiable
 from trainer.layers.limits import LOGITS_CHUNK_BYTES, LOGITS_KEPT_BYTES
 
 PRODUCT_BLOCK = 1 << 20
-"""Elements of a product that are added to float32 at a time on a CPU, unless a row has more."""
+"""Elements of a product that a CPU adds to float32 at a time, unless a single row has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class VocabularyPart:
-    """The part of the vocabulary on this rank."""
+    """Shard of the vocabulary on this rank."""
 
     vocabulary: int
     """V, without padding."""
@@ -30,7 +31,7 @@ class VocabularyPart:
     size: int = 1
     """P."""
     group: dist.ProcessGroup | None = None
-    """The tensor ranks; not needed with one."""
+    """Process group of the tensor ranks; not needed for P = 1."""
 
 
 def linear_logprobs(
@@ -48,26 +49,26 @@ def linear_logprobs(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return log softmax((hidden weight^T + bias) / temperature) at the targets, and the entropy, in nats.
 
-    Every rank of the group gets the same result. In the backward pass each computes the gradient of its own
-    part of the weight, and the part of the hidden states' gradient that comes from it: the caller adds span
-    up over the ranks. Rows of the padding are left out, as if their logits were minus infinity.
+    All ranks of the group return the same result. In the backward pass each rank computes the gradient of its
+    weight shard and this shard's contribution to the gradient of the hidden states. The caller sums the
+    contributions over the ranks. Padding rows are ignored, as if their logits were minus infinity.
 
-    Where megatron gives the weight a gradient in float32 (`main_grad`), it is added to that directly.
+    If megatron's `main_grad` of the weight is float32, the gradient is added to `main_grad` directly.
 
     Args:
         hidden: [k, H], any float dtype; the softmax is computed in float32.
         weight: [V' / P, H].
         targets: int64 [k] in [0, V).
         vocabulary: V, without padding.
-        temperature: at which the tokens were sampled; positive.
-        softcap: bound c of the logits z, which become c tanh(z / c) before the division; 0: zeros.
+        temperature: sampling temperature of the tokens; positive.
+        softcap: bound c of the logits z, which become c tanh(z / c) before the division; 0: unbounded.
         rank: this tensor rank.
         size: number of tensor ranks.
-        group: their process group; not needed with one.
+        group: process group of the tensor ranks; not needed for one rank.
         bias: [V' / P], of the output layer; None: zeros.
 
     Returns:
-        float32 [k] log-probabilities and float32 [k] entropies; gradients flow through both.
+        float32 [k] log-probabilities and float32 [k] entropies, both with gradient.
     """
     part = VocabularyPart(vocabulary, rank, size, group)
     logprobs, entropies = _LinearLogprobs.apply(hidden, weight, bias, targets, part, temperature, softcap)
@@ -90,7 +91,7 @@ def logprobs_alone(
 ) -> torch.Tensor:
     """Return the log-probabilities of `linear_logprobs`, float32 [k], without entropies and gradients.
 
-    The logits of a chunk take the place of the previous chunk's; on a CPU the softmax is computed there.
+    All chunks share one buffer of logits. On a CPU the softmax is computed in place.
     """
     part = VocabularyPart(vocabulary, rank, size, group)
     count = weight.size(0)
@@ -111,10 +112,10 @@ def logprobs_alone(
 
 
 def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> None:
-    """Add left^T right to `total`; products of 16-bit numbers are rounded only there if it is float32.
+    """Add left^T right to `total`. With a float32 total, 16-bit products are rounded only in the sum.
 
     Args:
-        total: [m, n], float32 or the dtype of the others.
+        total: [m, n], float32 or the dtype of the factors.
         left: [t, m].
         right: [t, n].
     """
@@ -122,16 +123,17 @@ def add_product(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) ->
         total.addmm_(left.t(), right)
     elif left.is_cuda:
         torch.addmm(total, left.t(), right, out_dtype=total.dtype, out=total)
-    else:  # by rows, whose product in float32 stays in a processor's cache
+    else:  # by blocks of rows: the float32 product of a block stays in the CPU's cache
         rows = max(1, PRODUCT_BLOCK // right.size(1))
         for part, columns in zip(total.split(rows), left.split(rows, dim=1), strict=True):
             part += columns.t() @ right
 
 
 class _LinearLogprobs(torch.autograd.Function):
-    """Computes d log p_t / d z_j = [j = t] - p_j and d H / d z_j = -p_j (log p_j + H).
+    """Log-probabilities and entropies with the gradients of both by the logits.
 
-    z are the bounded logits over the temperature, p is softmax(z) and H its entropy.
+    d log p_t / d z_j = [j = t] - p_j and d H / d z_j = -p_j (log p_j + H), where z are the softcapped logits
+    over the temperature, p = softmax(z), and H is the entropy of p.
     """
 
     @staticmethod
@@ -209,7 +211,7 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
 
 
 def _own(targets: torch.Tensor, part: VocabularyPart, count: int) -> tuple[int, torch.Tensor, torch.Tensor]:
-    """Return how many of a rank's rows are no padding, the targets' indices there, and which are there."""
+    """Return the rank's number of unpadded rows, local target indices, and which targets are on this rank."""
     valid = min(max(part.vocabulary - part.rank * count, 0), count)
     local = targets - part.rank * count
     mine = (local >= 0) & (local < valid)
@@ -217,10 +219,10 @@ def _own(targets: torch.Tensor, part: VocabularyPart, count: int) -> tuple[int, 
 
 
 def _no_sums(rows: int, device: torch.device) -> torch.Tensor:
-    """Return what `statistics` of an empty vocabulary would be.
+    """Return the result of `statistics` for an empty vocabulary.
 
-    These are the highest logit; then sums over the vocabulary, relative to it: of exponentials, and of
-    exponential times logit; and the target's logit.
+    The rows are: the highest logit; the sum of exponentials and the sum of exponential times logit, both
+    relative to the highest logit; and the target's logit.
     """
     sums = torch.zeros(4, rows, device=device)
     sums[0] = -torch.inf
@@ -230,7 +232,10 @@ def _no_sums(rows: int, device: torch.device) -> torch.Tensor:
 def _over_ranks(
     sums: torch.Tensor, mine: torch.Tensor, part: VocabularyPart
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the sums over the whole vocabulary, relative to its highest logit, and that; a collective."""
+    """Return the sums over the whole vocabulary relative to its highest logit, and this logit.
+
+    A collective.
+    """
     highest = sums[0].clone()
     if part.size > 1:
         dist.all_reduce(highest, dist.ReduceOp.MAX, group=part.group)
@@ -245,7 +250,7 @@ def _over_ranks(
 
 
 class _WeightGradient:
-    """Adds up the weight's gradient over chunks, in float32."""
+    """Sum of the weight's gradient over chunks, in float32."""
 
     def __init__(self, weight: Any) -> None:
         self._weight = weight
@@ -260,25 +265,25 @@ class _WeightGradient:
         add_product(self._sum, logits_grad, hidden)
 
     def result(self) -> torch.Tensor:
-        """Return what autograd is to add to the gradient."""
+        """Return the tensor that autograd adds to the weight's gradient."""
         if not self._direct:
             return cast(torch.Tensor, self._sum.to(self._weight.dtype))
-        # megatron's own layers do the same: a marked weight's gradient is there already, and what autograd
-        # brings is added only if the weight has another use (the input embedding)
+        # Megatron's own layers do the same: the gradient of a marked weight is already in main_grad.
+        # Autograd's result is added only if the weight has another use (the input embedding).
         self._weight.grad_added_to_main_grad = True
         shared = getattr(self._weight, "zero_out_wgrad", False)
         return torch.zeros_like(self._weight) if shared else torch.empty_like(self._weight)
 
 
 def _chunk_rows(hidden: torch.Tensor, count: int) -> int:
-    """Return the tokens of a chunk; all chunks of a batch are about as large."""
+    """Return the tokens per chunk; the chunks of a batch have about equal size."""
     most = max(1, LOGITS_CHUNK_BYTES[hidden.device.type] // max(1, count * hidden.element_size()))
     chunks = max(1, -(-len(hidden) // most))
     return max(1, -(-len(hidden) // chunks))
 
 
 def _kernels(logits: torch.Tensor) -> Any:
-    """Return the module that computes on the logits' device."""
+    """Return the softmax module for the logits' device."""
     if logits.is_cuda:
         from trainer.layers import softmax_triton
 

@@ -1,26 +1,26 @@
-"""Limits of what layers keep on a device at a time. The expected memory reads them without torch."""
+"""Memory limits of layers on a device. The expected memory is computed from them without torch."""
 
 from dataclasses import dataclass
 
 LOGITS_CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
-"""Device -> size of a chunk of logits."""
+"""Device -> size of a chunk of logits, bytes."""
 LOGITS_KEPT_BYTES = {"cpu": 1 << 30, "cuda": 6 << 30}
-"""Device -> size of a micro-batch's logits up to which they are kept for the backward pass. Larger ones are
-computed again: a third more arithmetic in the output layer, which has most of a small model's."""
+"""Device -> largest size of a micro-batch's logits that are kept for the backward pass, bytes. Larger logits
+are recomputed, which costs a third more arithmetic in the output layer, which has most of a small model's arithmetic."""
 LOGITS_MOST_BYTES = max(LOGITS_KEPT_BYTES["cuda"], 2 * LOGITS_CHUNK_BYTES["cuda"])
-"""Memory that logits take on a GPU at most: kept ones, or a chunk and the one before it."""
+"""Maximum memory of logits on a GPU: kept logits, or two consecutive chunks."""
 SCORES_CHUNK_BYTES = 1 << 28
-"""Bounded attention scores in float32 at a time, unless the scores of one query of each head take more."""
+"""Maximum size of float32 softcapped scores at a time, unless the scores of a single query are larger."""
 
 
 @dataclass(frozen=True, slots=True)
 class KeyCopies:
-    """Copies of keys and values that lie before what sequences do not share."""
+    """Copies of shared keys and values in front of the sequences that see them."""
 
     share: float = 0.0
-    """Memory of a copy of a token's key and value in a layer, in tokens of a micro-batch."""
+    """Memory of one token's key and value copy in a layer, relative to a micro-batch token."""
     window: int = 0
-    """Tokens that each token sees, itself included; 0: all before it."""
+    """Attention window in tokens, including the token itself; 0: unlimited."""
 
 
 NO_COPIES = KeyCopies()

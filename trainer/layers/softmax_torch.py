@@ -1,9 +1,9 @@
-"""Computes a softmax over the vocabulary, and its gradient, in plain torch: the oracle of `softmax_triton`.
+"""Computes a softmax over the vocabulary and its gradient in plain torch: the oracle of `softmax_triton`.
 
-It goes by blocks of tokens whose float32 logits stay in a processor's cache: arrays for all of them would be
-written to fresh memory, which takes longer than the arithmetic.
+Tokens are processed in blocks whose float32 logits fit in the CPU's cache. Full-size arrays would be written
+to fresh memory, which takes longer than the arithmetic.
 
-Shapes: c tokens, v entries of the vocabulary on this rank, padding included.
+Shapes: c tokens, v entries of the vocabulary on this rank, including padding.
 """
 
 from collections.abc import Iterator
@@ -11,23 +11,23 @@ from collections.abc import Iterator
 import torch
 
 BLOCK_BYTES = 1 << 20
-"""Size of a block's logits in float32, unless one token's take more."""
+"""Size of a block's float32 logits, unless a single token has more."""
 
 
 def statistics(
     logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float, softcap: float = 0.0
 ) -> torch.Tensor:
-    """Return the statistics that give the log-probability and the entropy of each token.
+    """Return the statistics that determine the log-probability and the entropy of each token.
 
-    With z = logits / temperature, logits bounded by `softcap`: max z, sum exp(z - max), sum exp(z - max)
-    (z - max), and z at `local`.
+    With z = softcapped logits / temperature: max z, sum exp(z - max), sum exp(z - max) (z - max), and z at
+    `local`.
 
     Args:
         logits: [c, v].
-        local: int64 [c]: an index into the vocabulary for each token.
-        valid: entries before the padding; at least 1.
+        local: int64 [c]: vocabulary index of each token.
+        valid: number of entries before the padding; at least 1.
         temperature: positive.
-        softcap: bound c of the logits x, which become c tanh(x / c); 0: none.
+        softcap: bound c of the logits x, which become c tanh(x / c); 0: unbounded.
 
     Returns:
         float32 [4, c].
@@ -48,7 +48,7 @@ def _statistics(
 def _scale(
     logits: torch.Tensor, local: torch.Tensor, temperature: float, softcap: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Bound and scale float32 logits in place; return the largest of each row, and the one at `local`."""
+    """Bound and scale float32 logits in place; return the largest of each row, and the logit at `local`."""
     if softcap:
         logits.div_(softcap).tanh_().mul_(softcap)
     if temperature != 1.0:
@@ -59,7 +59,7 @@ def _scale(
 def statistics_in_place(
     logits: torch.Tensor, local: torch.Tensor, valid: int, temperature: float, softcap: float = 0.0
 ) -> torch.Tensor:
-    """Return the same with 0 in place of the sum of exponential times logit; the logits are lost."""
+    """Return `statistics` with 0 in the third row. Overwrites the logits."""
     parts = [_totals(logits[one, :valid], local[one], temperature, softcap) for one in _blocks(logits)]
     return torch.cat(parts, dim=1)
 
@@ -83,19 +83,19 @@ def to_slopes(
     temperature: float,
     softcap: float = 0.0,
 ) -> None:
-    """Replace logits by the gradient with respect to them; 0 for the padding.
+    """Replace logits by the gradient with respect to them; padding becomes 0.
 
     Args:
         logits: [c, v].
         local: int64 [c]: index of the target.
-        mine: bool [c]: whether the target is in this rank's part.
+        mine: bool [c]: whether the target is on this rank.
         normalizer: float32 [c]: log sum exp of the scaled logits over the whole vocabulary.
         entropies: float32 [c].
         logprobs_grad: float32 [c]: gradient of the loss with respect to the log-probability.
-        entropies_grad: float32 [c]: and to the entropy.
-        valid: entries before the padding.
+        entropies_grad: float32 [c]: gradient of the loss with respect to the entropy.
+        valid: number of entries before the padding.
         temperature: positive.
-        softcap: as of `statistics`.
+        softcap: bound of the logits, as in `statistics`.
     """
     for one in _blocks(logits):
         bounded = logits[one, :valid].float()
@@ -114,6 +114,6 @@ def to_slopes(
 
 
 def _blocks(logits: torch.Tensor) -> Iterator[slice]:
-    """Yield the tokens of each block, of one at least."""
+    """Yield the token range of each block; at least one block."""
     count = max(1, BLOCK_BYTES // (4 * logits.size(1)))
     return (slice(first, first + count) for first in range(0, max(1, len(logits)), count))

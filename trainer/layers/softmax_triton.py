@@ -1,6 +1,6 @@
-"""Computes a softmax over the vocabulary, and its gradient, on a GPU: one pass over the logits each.
+"""Computes a softmax over the vocabulary and its gradient on a GPU, each in one pass over the logits.
 
-`softmax_torch` has the same functions, and documents them.
+The functions are documented in `softmax_torch`.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -35,7 +35,7 @@ def statistics(
 
 
 statistics_in_place = statistics
-"""Function of `softmax_torch`; the kernel reads the logits once, and the sum that is not needed is free."""
+"""Alias: the kernel reads the logits once, and the unneeded sum costs no time."""
 
 
 def to_slopes(

@@ -1,12 +1,12 @@
-"""Implements the megatron-core training backend; the only package that imports megatron."""
+"""Implements the megatron-core training backend. No other package imports megatron."""
 
 import logging
 import warnings
 
-# megatron-core warns on import, once per module and rank, that TransformerEngine and Apex are missing. They
-# are optional here.
+# On import, megatron-core warns once per module and rank that the optional TransformerEngine and Apex are
+# missing.
 warnings.filterwarnings(
     "ignore", message=".*(Transformer Engine|Apex).*(not installed|Falling back)", category=UserWarning
 )
-# It also logs which of its optional parts it found.
+# megatron-core also logs the optional dependencies that it finds.
 logging.getLogger("megatron").setLevel(logging.WARNING)

@@ -50,10 +50,10 @@ from trainer.storage.host_state import HostCopies, HostState
 
 
 class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
-    """A Hugging Face checkpoint trained under tensor, pipeline, context and data parallelism.
+    """Trainer of a Hugging Face checkpoint with tensor, pipeline, context and data parallelism.
 
-    Results do not depend on the layout. Without torchrun it is a world of one. On a machine without CUDA it
-    runs on gloo.
+    Results do not depend on the layout. Without torchrun, the world has one rank. Without CUDA, ranks
+    communicate through gloo.
     """
 
     _reference: Runner | None = None
@@ -75,7 +75,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
     ) -> None:
         """Load the model; arguments as in `make_backend`. A collective.
 
-        With `shared`, masters are separate from the parameters in every dtype, and are the published tensors;
+        With `shared`, masters are separate from the parameters in every dtype, and are the published tensors.
         `attach` may follow.
 
         Raises:
@@ -138,7 +138,10 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
         )
 
     def _train(self, batch: Batch, measures: StepMeasures) -> MadePasses:
-        """Run the passes of an update. Tensor ranks draw the same masks, all others masks of their own."""
+        """Run the passes of an update.
+
+        Tensor ranks draw the same dropout masks, all other ranks different ones.
+        """
         rank = self.position.copy + self.position.copies * self.position.place.pp
         place = self._trainer.seed, self._optimizer.steps, rank
         with with_dropout(torch.nn.ModuleList(self._runner.chunks), self.lora, place):
@@ -146,7 +149,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
 
     @property
     def tokens(self) -> int:
-        """Tokens of a micro-batch that are planned for the device."""
+        """Planned number of tokens per micro-batch on the device."""
         return self._memory.tokens
 
     @property
@@ -176,9 +179,9 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
         return self._passes.alone(runner, batch, lambda: runner.evaluate(batch))
 
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights as the reference model, or use the base of the adapters.
+        """Keep a copy of the current weights as the reference model, or use the base model of the adapters.
 
-        After a restart call it before `restore`: checkpoints do not hold the reference.
+        After a restart, call before `restore`: checkpoints do not contain the reference model.
         """
         if self.lora.rank:
             self._reference = self._part.runner(self._runner.chunks)
@@ -205,9 +208,9 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
         return {name: part for name, (_, part) in slices.items()}
 
     def attach(self, parameters: Mapping[str, torch.Tensor], buffers: Mapping[str, torch.Tensor]) -> None:
-        # under adapters these are the base, which is constant and has no masters
+        # with adapters, these are the base model's parameters, which are constant and have no masters
         masters = self._parameters if self.lora.rank else self.masters()
-        if self._parameters.keys().isdisjoint(parameters):  # an engine of other layers names the checkpoint's
+        if self._parameters.keys().isdisjoint(parameters):  # engines with other layers use checkpoint names
             layout, place = self._part.layout, self.position.place
             parameters = parameters_in(self._plan, self._parameters, parameters, layout, place)
         check_parameters(self._parameters, masters, parameters)
@@ -221,8 +224,8 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
     def export(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield copies of the trained tensors on rank 0, in the training dtype, on the training device.
 
-        One is gathered at a time. With transport `shared` they are the masters instead, in fp32, on one rank
-        as views of them where they are dense.
+        Tensors are gathered one at a time. With transport `shared`, yield the fp32 masters instead; on a
+        single rank, dense masters are yielded as views.
         """
         if not self._masters or self._part.layout.ranks > 1:
             yield from self._exporter.gathered(self._published)
@@ -261,7 +264,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
         return copy_part(self._copies, self._trained, self._optimizer, model, self.position.rank)
 
     def restore(self, directory: Path) -> None:
-        # Parameters that have separate masters may be an engine's.
+        # Parameters with separate masters may belong to an engine.
         model, fill = self._part.description(self.lora), not self._masters
         restore_part(directory, self._trained, self._optimizer, model, self.position.rank, fill=fill)
         self._optimizer.fill_parameters()
@@ -300,7 +303,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
         return MemoryPlan(work, self.position.device, served)
 
     def _make_stepper(self, chunks: list[PackedModel], optimizer: OptimizerConfig, *, apart: bool) -> None:
-        """Make what runs and steps the loaded chunks; `apart` as in `ModelPart.stepper`."""
+        """Create the runner and optimizer of the loaded chunks; `apart` as in `ModelPart.stepper`."""
         self._stepper = self._part.stepper(
             chunks,
             optimizer,
@@ -312,7 +315,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
         self._passes, self._masters = self._stepper.passes, self._optimizer.masters
 
     def _add_adapters(self, part: torch.nn.Module, adapters: LoraConfig) -> None:
-        """Train adapters in place of the model."""
+        """Train adapters instead of the model."""
         layout = self._part.layout
         stages = [stage_rules(self._model_spec, layout, stage) for stage in range(layout.pp)]
         self.lora = adapters
@@ -331,7 +334,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
 
 
 def initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Position:
-    """Prepare torch for megatron-core and join the process groups; as `parallel.initialize`."""
+    """Prepare torch for megatron-core and join the process groups as `parallel.initialize` does."""
     if trainer.threads > 0:
         torch.set_num_threads(trainer.threads)
     cpu.install()
@@ -342,10 +345,10 @@ def initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Posit
 def load_frozen_apart(
     spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[FrozenModel, Replicas]:
-    """Load a model that is never trained; as `trainer.registry.make_frozen`. A collective.
+    """Load a model that is never trained; arguments as in `trainer.registry.make_frozen`. A collective.
 
     Raises:
-        SettingsError: the model is not supported, or does not fit the layout; names the setting.
+        SettingsError: the model is not supported, or does not fit the layout. The message names the setting.
     """
     position = initialize(parallel, trainer)
     tokens = trainer.micro_batch_tokens or FIRST_TOKENS[position.device.type]

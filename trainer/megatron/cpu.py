@@ -1,9 +1,9 @@
-"""Patches the places where megatron-core assumes CUDA; active only where there is no CUDA.
+"""Patches the places where megatron-core assumes CUDA, only on machines without CUDA.
 
-Who imports megatron-core imports this module first.
+Import this module before megatron-core.
 
-Every patch but `cuda_type_names` only touches calls that raise on a machine without CUDA, so other code in
-the process is not affected.
+Except for `cuda_type_names`, the patches affect only calls that raise without CUDA. Other code in the process
+is not affected.
 """
 
 import functools
@@ -22,12 +22,12 @@ _installed = False
 def _import_uncompiled() -> None:
     """Import megatron-core without `torch.compile` if there is no CUDA.
 
-    megatron-core decorates its fused kernels with it as they are defined. That imports torch's compiler,
-    which takes as long as all else that a rank imports, for kernels that do not run on a CPU.
+    megatron-core decorates fused kernels with `torch.compile` at import. The decorator imports torch's
+    compiler, which takes as long as all other imports of a rank, for kernels that do not run on a CPU.
     """
     if torch.cuda.is_available():
         return
-    # it recommends a variable of CUDA, on each rank
+    # megatron-core recommends a CUDA variable, on each rank
     warnings.filterwarnings("ignore", message=".*CUDA_DEVICE_MAX_CONNECTIONS", category=UserWarning)
     compile_function = torch.compile
     torch.compile = lambda function: function  # type: ignore[assignment]
@@ -38,21 +38,21 @@ def _import_uncompiled() -> None:
 
 
 def install() -> None:
-    """Patch torch for megatron-core, once, if there is no CUDA. Call it before a model is built."""
+    """Patch torch for megatron-core, once, if there is no CUDA. Call before building a model."""
     global _installed
     if _installed or torch.cuda.is_available():
         return
     _installed = True
-    # Buffers of communication and gradients are made on the "current device".
+    # Communication and gradient buffers are created on the "current device".
     torch.cuda.current_device = lambda: CPU  # type: ignore[assignment,return-value]
-    # Waits around point-to-point communication; gloo's requests are waited for by themselves.
+    # Called around point-to-point communication; gloo's requests have their own waits.
     torch.cuda.synchronize = lambda *args, **kwargs: None
     # The tied output layer of the last pipeline stage is moved to the GPU before its all-reduce.
     torch.Tensor.cuda = lambda self, *args, **kwargs: self  # type: ignore[method-assign]
-    # torch collects its factories when a device context is first used; if it collected ours, contexts such as
-    # `with torch.device("meta")`, in which transformers loads models, would not reach the original factories.
+    # torch lists its factories when a device context is first used. Listing patched factories would break
+    # contexts such as `with torch.device("meta")`, in which transformers loads models.
     _device_constructors()
-    # Token counters, loss scales and norms are made with device="cuda".
+    # Token counters, loss scales and norms are created with device="cuda".
     for name in ("zeros", "ones", "empty", "tensor"):
         setattr(torch, name, _on_cpu(getattr(torch, name)))
     # Sequence parallelism forks the CUDA random state around the layers.
@@ -67,9 +67,9 @@ def install() -> None:
 
 @contextmanager
 def cuda_type_names() -> Iterator[None]:
-    """Make `Tensor.type()` name the CUDA types within the block.
+    """Make `Tensor.type()` return the names of CUDA types within the block.
 
-    megatron's optimizers sort their parameters by these names when they are built.
+    megatron's optimizers sort their parameters by these names at construction.
     """
     if torch.cuda.is_available():
         yield
@@ -99,7 +99,7 @@ def _on_cpu(factory: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]
 
 
 class _NoRandomStates:
-    """Replacement of the tracker of CUDA random states, which models without dropout do not need."""
+    """Stub for the CUDA random state tracker, which models without dropout do not need."""
 
     def fork(self, name: str = "") -> AbstractContextManager[None]:
         return nullcontext()
@@ -111,7 +111,7 @@ class _NoRandomStates:
         return {}
 
     def set_states(self, states: dict[str, torch.Tensor]) -> None:
-        """No state has to be set."""
+        """Ignore the states: models without dropout use none."""
 
 
 _import_uncompiled()

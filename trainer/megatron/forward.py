@@ -1,7 +1,7 @@
-"""Runs forward and backward passes over a replica's part of a batch through megatron's schedule.
+"""Runs forward and backward passes over a replica's part of a batch with megatron's schedule.
 
-Shapes: t tokens of the part; T tokens of a micro-batch; k tokens of it whose log-probabilities are asked for.
-The hidden state of a token predicts the next one, so the last token of a sample is not an input.
+Shapes: t tokens of the part; T tokens of a micro-batch, of which k have requested log-probabilities. The
+hidden state of a token predicts the next token, so the last token of a sample is not an input.
 """
 
 import dataclasses
@@ -41,11 +41,11 @@ log = logging.getLogger("tether.trainer")
 
 APART = "samples share no prefix: the state of a gated delta net has seen all of it"
 Finish = Callable[..., tuple[torch.Tensor, Any]]
-"""(trained tokens, what the head gives of them) -> loss of a micro-batch, and what was measured of it."""
+"""(trained tokens, outputs of the head) -> loss of a micro-batch, and its measurements."""
 
 
 class Runner:
-    """Runs a model over batches: with gradients for a step, without for log-probabilities."""
+    """Executor of a model's passes: with gradients for training, without for log-probabilities."""
 
     def __init__(
         self,
@@ -59,18 +59,18 @@ class Runner:
         shares_prefixes: bool = False,
         copies: KeyCopies = NO_COPIES,
     ) -> None:
-        """Bind to a model.
+        """Bind the runner to a model.
 
         Args:
-            chunks: this rank's part, each a PackedModel, or DistributedDataParallel around one.
-            architecture: the whole model's.
-            position: this rank's place in the layout.
-            micro_batch_tokens: tokens of a micro-batch, on each rank; see `Packing`.
-            micro_batch_size: samples of a micro-batch, at most.
-            replays_routing: whether routers choose the experts that the engine recorded.
-            shares_prefixes: whether what samples of a group begin with alike is computed once, where no layer
-                has a state.
-            copies: of shared keys that take room of tokens in a micro-batch.
+            chunks: this rank's chunks, each a PackedModel or DistributedDataParallel around one.
+            architecture: architecture of the whole model.
+            position: this rank's position in the layout.
+            micro_batch_tokens: tokens per micro-batch on each rank; see `Packing`.
+            micro_batch_size: maximum number of samples per micro-batch.
+            replays_routing: whether routers use the experts that the engine recorded.
+            shares_prefixes: whether common prefixes of a group's samples are computed once; ignored if a
+                layer has a state.
+            copies: memory of copied shared keys, in tokens of a micro-batch.
         """
         self.chunks = list(chunks)
         self.replays_routing = replays_routing
@@ -89,25 +89,25 @@ class Runner:
             module for chunk in self._inner for module in chunk.modules() if isinstance(module, ExpertRouter)
         ]
         self.loads = torch.zeros(0, 0)
-        """Tokens that each expert got in the last step: float64 [layers, experts], equal on every rank."""
+        """Tokens per expert in the last step: float64 [layers, experts], equal on every rank."""
         scaled = [rope for rope in architecture.ropes if rope.long_factor]
         self._long_after = max((rope.original_max_position_embeddings for rope in scaled), default=0)
         self._terms = {attention_terms(architecture, layer) for layer in range(architecture.layers)}
 
     @torch.no_grad()
     def update_biases(self, rate: float) -> None:
-        """Move the biases of routers' choices after a step, by the loads of its passes; 0 leaves them."""
+        """Update the routers' expert biases after a step from the expert loads; no change if `rate` is 0."""
         for router in self.routers if rate else ():
             if router.bias is not None:
                 router.bias.copy_(updated_bias(router.bias, self.loads[router.layer].to(router.bias), rate))
 
     def counts(self, batch: Batch) -> list[tuple[int, int]]:
-        """Return samples and tokens of each micro-batch of this rank over a batch."""
+        """Return the number of samples and tokens of each micro-batch of this rank."""
         packing = self._packing(batch)
         return list(zip(map(len, packing.samples), packing.sizes, strict=True))
 
     def _packing(self, batch: Batch) -> Packing:
-        """Return how a part is divided into micro-batches."""
+        """Return the packing of a part into micro-batches."""
         families = alone((batch.lengths - 1).tolist())
         if self.shares_prefixes:
             families = batch_families(batch, by_experts=self.replays_routing, long=self._long_after)
@@ -115,12 +115,12 @@ class Runner:
         return Packing.of(families, self.position, *limits, copies=self._copies)
 
     def train(self, batch: Batch, finish: Finish, measures: StepMeasures | ValueMeasures) -> MadePasses:
-        """Run forward and backward over the part; the model's buffers then hold the step's gradients.
+        """Run forward and backward over the part, which fills the model's gradient buffers.
 
         Args:
-            batch: the part.
+            batch: this replica's part of the batch.
             finish: computes the loss of a micro-batch.
-            measures: joins the vectors of all micro-batches.
+            measures: merges the vectors of all micro-batches.
         """
         packing = self._together(self._packing(batch))
         for router in self.routers:
@@ -144,9 +144,10 @@ class Runner:
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
-        """Run forward over the part, and return the head's numbers of its sampled tokens, 0 elsewhere.
+        """Run forward over the part; return the head's values of sampled tokens, 0 for other tokens.
 
-        Log-probabilities, or values: float32 [t] on the CPU, on every rank of the replica.
+        The values are log-probabilities or a critic's values: float32 [t] on the CPU, on every rank of the
+        replica.
         """
         packing = self._together(self._packing(batch))
         outputs = self._run(batch, packing)
@@ -156,14 +157,14 @@ class Runner:
         parallel = self.position.config
         if parallel.pipeline_model_parallel_size > 1:
             dist.all_reduce(result, group=mpu.get_pipeline_model_parallel_group())
-        if parallel.context_parallel_size > 1:  # each token is on one of the ranks
+        if parallel.context_parallel_size > 1:  # each token is on exactly one context rank
             dist.all_reduce(result, group=mpu.get_context_parallel_group())
         return result.cpu()
 
     def _together(self, packing: Packing) -> Packing:
-        """Fill up a part's micro-batches to those of the replicas that this one shares experts with.
+        """Pad a part to the highest number of micro-batches among replicas that share experts.
 
-        In every pass their ranks wait for each other's tokens.
+        In every pass, ranks that share experts wait for each other's tokens.
         """
         sizes = self.position.config
         if sizes.expert_model_parallel_size * sizes.expert_tensor_parallel_size == 1:
@@ -173,7 +174,7 @@ class Runner:
         return packing.filled(int(most), self.position)
 
     def _run(self, batch: Batch, packing: Packing, finish: Finish | None = None) -> list[Any]:
-        """Run all passes; without `finish`, which makes a loss, forward alone."""
+        """Run all passes; only forward passes if `finish` is None."""
         if self.replays_routing:
             check_recorded(batch.experts, self.architecture.experts, self.architecture.layers)
         else:
@@ -198,11 +199,11 @@ class Runner:
         schedule = get_forward_backward_func(stages, chunks if chunks > 1 else None)
         outputs: list[Any] = schedule(
             forward_step_func=partial(self._forward, batch.temperature, finish),
-            # Each chunk gets every micro-batch; the first one to ask for it has it made.
+            # Each chunk iterates over all micro-batches; the first chunk to request one builds it.
             data_iterator=list(tee(micro_batches, chunks)) if chunks > 1 else micro_batches,
             model=self.chunks if chunks > 1 else self.chunks[0],
             num_microbatches=len(packing),
-            seq_length=1,  # the shapes are `PlannedShapes`'
+            seq_length=1,  # `PlannedShapes` provides the shapes
             micro_batch_size=1,
             forward_only=finish is None,
             p2p_communicator=communicator,
@@ -211,7 +212,7 @@ class Runner:
         return outputs
 
     def _shapes(self, packing: Packing) -> "ReceivedShapes":
-        """Return the shapes of what this rank's stage receives."""
+        """Return the shapes of the tensors that this rank's stage receives."""
         config = self.position.config
         pieces = config.tensor_model_parallel_size if self.position.sequence_parallel else 1
         shapes = [(size // pieces, 1, self.architecture.hidden) for size in packing.sizes]
@@ -228,7 +229,7 @@ class Runner:
     def _forward(
         self, temperature: float, finish: Finish | None, micro_batches: Iterator[MicroBatch], model: Any
     ) -> tuple[torch.Tensor, Any]:
-        """Make megatron's forward step: return the stage's output, and what turns it into a loss."""
+        """Run megatron's forward step: return the stage's output, and the function that computes its loss."""
         micro = next(micro_batches)
         hidden = model(micro.inputs, None, None, packed_seq_params=micro.sequences)
         return hidden, partial(self._score, temperature, finish, micro)
@@ -257,7 +258,7 @@ class Runner:
         else:
             logprobs, entropy = linear_logprobs(rows, weight, micro.targets, **head)
             loss, output = finish(micro.trained, logprobs[: micro.wanted], entropy[: micro.wanted])
-        # No tokens to divide by: the loss is a sum, its weights hold every normalization.
+        # No tokens to divide by: the loss is a sum whose weights contain every normalization.
         return loss, torch.zeros((), dtype=torch.int32, device=hidden.device), output
 
 
@@ -265,9 +266,9 @@ class ReceivedShapes(NamedTuple):
     """Shapes of the tensors that a stage receives in a step, in order."""
 
     activations: Sequence[tuple[int, ...]]
-    """From the stage before."""
+    """Activations from the previous stage."""
     gradients: Sequence[tuple[int, ...]]
-    """From the stage after."""
+    """Gradients from the next stage."""
 
 
 def interleaved_shapes(
@@ -275,16 +276,16 @@ def interleaved_shapes(
 ) -> ReceivedShapes:
     """Return the shapes that a stage receives in the interleaved schedule.
 
-    All stages have the passes of all chunks in one order, and the backward passes in the same with the chunks
-    reversed. The first stage gets activations for all chunks but the first, from the last stage; the last one
-    gradients for all but the last, from the first.
+    All stages run the passes of all chunks in one order, and the backward passes in the same order with the
+    chunks reversed. The first stage receives activations for all chunks except the first, from the last
+    stage. The last stage receives gradients for all chunks except the last, from the first stage.
 
     Args:
-        shapes: of the micro-batches.
-        stages: of the pipeline.
-        chunks: of each stage.
-        is_first: whether it is the first stage.
-        is_last: whether it is the last one.
+        shapes: shapes of the micro-batches.
+        stages: number of pipeline stages.
+        chunks: number of chunks per stage.
+        is_first: whether the stage is the first.
+        is_last: whether the stage is the last.
     """
     table = get_schedule_table(len(shapes), chunks, stages)
     every = [shapes[micro_batch] for micro_batch, _ in table]
@@ -293,9 +294,9 @@ def interleaved_shapes(
 
 
 class PlannedShapes(P2PCommunicator):
-    """megatron's messages between stages, without those that say how large a micro-batch is.
+    """megatron's communication between stages, without the messages that announce shapes.
 
-    Every rank of a replica knows it beforehand, and no stage waits for its device to read it.
+    All ranks of a replica know the shapes in advance, so no stage waits for its device to read them.
     """
 
     def __init__(self, group: dist.ProcessGroup, config: Any, shapes: ReceivedShapes) -> None:

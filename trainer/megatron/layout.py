@@ -1,8 +1,9 @@
-"""Maps ranks to parts of a model: pure numbers, no torch.
+"""Maps ranks to parts of a model: pure arithmetic, no torch.
 
 Ranks of a pipeline stage are numbered in megatron's order: the tensor rank varies fastest, then the context
-rank, then the data-parallel one; stages follow each other. Experts divide the same ranks of a stage another
-way: the expert-tensor rank varies fastest, then the expert-parallel one; the remaining factor counts copies.
+rank, then the data-parallel rank. Stages are consecutive. Experts split the same ranks of a stage
+differently: the expert-tensor rank varies fastest, then the expert-parallel rank; the remaining factor counts
+copies.
 """
 
 from dataclasses import dataclass
@@ -15,24 +16,24 @@ PIPELINE_ONLY = (
     "num_layers_in_first_pipeline_stage",
     "num_layers_in_last_pipeline_stage",
 )
-"""Settings that mean something with a pipeline alone."""
+"""Settings that require a pipeline."""
 
 
 @dataclass(frozen=True, slots=True)
 class Grid:
-    """Over how many ranks a parameter is split: a number of a rank in it is `tensor + tp * expert`."""
+    """Ranks over which a parameter is split. A rank's number in the grid is `tensor + tp * expert`."""
 
     tp: int = 1
-    """Ranks that have parts of each matrix."""
+    """Number of ranks that each matrix is split over."""
     ep: int = 1
-    """Ranks that have different experts; 1 for other parameters."""
+    """Number of ranks with different experts; 1 for other parameters."""
     setting: str = "tensor_model_parallel_size"
-    """What sets `tp`, for errors."""
+    """Setting of `tp`, for errors."""
 
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Place of a rank. All numbers count from 0."""
+    """Coordinates of a rank, each starting at 0."""
 
     tp: int = 0
     cp: int = 0
@@ -40,14 +41,14 @@ class Place:
     pp: int = 0
     """Pipeline stage."""
     etp: int = 0
-    """Tensor rank among those that share an expert."""
+    """Tensor rank among the ranks that share an expert."""
     ep: int = 0
-    """Which experts it has."""
+    """Expert-parallel rank."""
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """Sizes of a layout, and the layers of every part of the pipeline."""
+    """Sizes of a layout, and the layers of every pipeline stage."""
 
     tp: int = 1
     cp: int = 1
@@ -55,15 +56,15 @@ class Layout:
     ep: int = 1
     etp: int = 1
     stages: tuple[tuple[range, ...], ...] = ((range(0),),)
-    """For each pipeline stage its model chunks, for each chunk its layers. Chunk c of every stage comes
-    before chunk c + 1 of any."""
+    """Per pipeline stage, the layers of each model chunk. Chunk c of every stage comes before chunk c + 1 of
+    any stage."""
 
     @classmethod
     def of(cls, parallel: ParallelConfig, layers: int) -> "Layout":
-        """Lay out a model of so many layers.
+        """Lay out a model with `layers` layers.
 
         Raises:
-            SettingsError: the layers, or the ranks of a stage, cannot be divided so.
+            SettingsError: the layers or the ranks of a stage cannot be split as configured.
         """
         _check_experts(parallel)
         return cls(
@@ -77,47 +78,47 @@ class Layout:
 
     @property
     def pp(self) -> int:
-        """Pipeline stages."""
+        """Number of pipeline stages."""
         return len(self.stages)
 
     @property
     def chunks(self) -> int:
-        """Model chunks of a stage: the virtual pipeline's size."""
+        """Number of model chunks per stage: the size of the virtual pipeline."""
         return len(self.stages[0])
 
     @property
     def stage_ranks(self) -> int:
-        """Ranks of one stage."""
+        """Number of ranks per stage."""
         return self.tp * self.cp * self.dp
 
     @property
     def ranks(self) -> int:
-        """Ranks of all stages."""
+        """Number of ranks of all stages."""
         return self.stage_ranks * self.pp
 
     def grid(self, *, expert: bool) -> Grid:
-        """Return the grid over which an expert's parameters, or all others, are split."""
+        """Return the grid over which expert parameters, or all other parameters, are split."""
         return Grid(self.etp, self.ep, "expert_tensor_parallel_size") if expert else Grid(self.tp)
 
     def rank_of(self, tp: int, pp: int, dp: int = 0, cp: int = 0) -> int:
-        """Return the global rank at a place."""
+        """Return the global rank at the given coordinates."""
         return tp + self.tp * (cp + self.cp * (dp + self.dp * pp))
 
     def place_of(self, rank: int) -> Place:
-        """Return the place of a global rank."""
+        """Return the coordinates of a global rank."""
         pp, inside = divmod(rank, self.stage_ranks)
         outer, tp = divmod(inside, self.tp)
         dp, cp = divmod(outer, self.cp)
         return Place(tp, cp, dp, pp, inside % self.etp, inside // self.etp % self.ep)
 
     def number_of(self, place: Place, *, expert: bool) -> int:
-        """Return a rank's number in the grid of experts, or in the grid of the other parameters."""
+        """Return a rank's number in the grid of experts or of the other parameters."""
         return place.etp + self.etp * place.ep if expert else place.tp
 
     def holder_of(self, stage: int, number: int) -> int:
-        """Return the first global rank of a stage with this number in a grid; the others are its copies.
+        """Return the first global rank of a stage with `number` in a grid. Other such ranks hold copies.
 
-        It is the same for both grids: in both, the first ranks of a stage are numbered from 0.
+        The result is the same for both grids, because both number the first ranks of a stage from 0.
         """
         return stage * self.stage_ranks + number
 
@@ -133,7 +134,7 @@ def _check_experts(parallel: ParallelConfig) -> None:
 
 
 def _stages(parallel: ParallelConfig, layers: int) -> tuple[tuple[range, ...], ...]:
-    """Give every chunk of every stage its layers: chunk by chunk, and within a chunk stage by stage."""
+    """Return the layers of every chunk of every stage, assigned chunk by chunk, then stage by stage."""
     vpp = parallel.virtual_pipeline_model_parallel_size
     sizes = _layers_of_stages(parallel, layers)
     for stage, size in enumerate(sizes):
@@ -153,7 +154,7 @@ def _stages(parallel: ParallelConfig, layers: int) -> tuple[tuple[range, ...], .
 
 
 def _layers_of_stages(parallel: ParallelConfig, layers: int) -> list[int]:
-    """Return the layers of each stage: of the first and the last as set, of the others all equal."""
+    """Return the number of layers per stage: first and last as configured, equal numbers for the others."""
     pp = parallel.pipeline_model_parallel_size
     for name in PIPELINE_ONLY:
         if pp == 1 and (value := getattr(parallel, name)) != getattr(ParallelConfig(), name):

@@ -32,7 +32,7 @@ def load_checkpoint(
     Args:
         model_dir: directory of the checkpoint.
         architecture: architecture that its config.json describes.
-        parameters: name in megatron -> parameter of this rank; written in place, in its own dtype.
+        parameters: megatron name -> parameter of this rank; written in place, in its own dtype.
         layout: layout of the model on all ranks.
         place: place of this rank.
 
@@ -58,10 +58,11 @@ def _read_segment(reader: SafetensorsReader, parameter: torch.Tensor, dim: int, 
 
 
 def check_names(reader: SafetensorsReader, architecture: Architecture, layout: Layout) -> None:
-    """Check that a rule maps every tensor of the checkpoint, and that no tensor of the rules is missing.
+    """Check that every tensor of the checkpoint has a rule, and that no tensor of the rules is missing.
 
     Raises:
-        SettingsError: a tensor has no rule, is missing, or has another shape or dtype; names it.
+        SettingsError: a tensor has no rule, is missing, or has another shape or dtype. The message names the
+            tensor.
     """
     shapes = {plan.name: plan.shape for plan in export_plan(architecture, layout)}
     unmapped = sorted(name for name in reader.names - set(shapes) if not ignorable(architecture, name))
@@ -90,7 +91,7 @@ def check_names(reader: SafetensorsReader, architecture: Architecture, layout: L
 
 
 def _check_tied(reader: SafetensorsReader) -> None:
-    """Check that the output layer equals the embedding where a checkpoint stores both of a tied pair."""
+    """Check that the output layer equals the embedding, if a checkpoint stores both of tied weights."""
     shape = reader.shape(EMBEDDING)
     equal = reader.shape(OUTPUT) == shape and all(
         torch.equal(reader.rows(OUTPUT, 0, first, ROWS), reader.rows(EMBEDDING, 0, first, ROWS))
@@ -106,7 +107,7 @@ def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], 
     """Check that each parameter has exactly one rule of its shape.
 
     Raises:
-        SettingsError: parameters have no rule, several rules or another shape; names them.
+        SettingsError: parameters have no rule, several rules or another shape. The message names them.
     """
     names = [rule.parameter for rule in rules]
     doubled = sorted({name for name in names if names.count(name) > 1})

@@ -1,9 +1,9 @@
-"""Packs a replica's samples into micro-batches, and makes each one as it is needed.
+"""Packs a replica's samples into micro-batches, and builds each micro-batch on demand.
 
-With context parallelism a rank makes its part of it: every rank of a replica has the whole samples, so also
-the token that follows the last one of a piece.
+With context parallelism, a rank builds its own part of a micro-batch. Every rank of a replica has the whole
+samples, including the token after the end of each piece.
 
-Shapes: T tokens of a micro-batch that are inputs on this rank, k of them predict a requested token.
+Shapes: T input tokens of a micro-batch on this rank, of which k predict a requested token.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -35,45 +35,45 @@ from trainer.megatron.parallel import Position
 T = TypeVar("T", TrainedTokens, RoutedTokens)
 
 PASSES_OF_A_STAGE = (4, 2, 1)
-"""With a pipeline, micro-batches for each stage: stages wait for (stages - 1) of so many passes. The first
-number is taken, unless so small ones compute too much of what samples share again."""
+"""Candidates for the number of micro-batches per pipeline stage; the pipeline idles for (stages - 1) of these
+passes. The first number is used unless passes this small recompute too many shared tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class MicroBatch:
-    """Samples one after the other, each without its last token, which has no successor.
+    """Packed samples without their last tokens, which have no next token.
 
-    What several of them begin with is there once. With context parallelism they are this rank's pieces.
+    Shared prefixes are included once. With context parallelism, the tokens are this rank's pieces.
     """
 
     inputs: torch.Tensor
     """int64 [1, T], on the device."""
     sequences: RotarySequences
     rows: torch.Tensor
-    """int64 [max(k, 1)], on the device: the inputs that predict the tokens asked for. If there is none it is
-    the first one: so a pass always has a row, and every parameter is in its graph."""
+    """int64 [max(k, 1)], on the device: inputs that predict the requested tokens. Without requested tokens,
+    the first input: every pass needs a row so that every parameter is in its graph."""
     targets: torch.Tensor
-    """int64 [max(k, 1)], on the device: the tokens themselves."""
+    """int64 [max(k, 1)], on the device: the requested tokens."""
     wanted: int
     """k."""
     places: torch.Tensor
-    """int64 [k], on the device: index of each token into the replica's tokens."""
+    """int64 [k], on the device: index of each requested token among the replica's tokens."""
     trained: TrainedTokens | None
-    """On the device; None where no loss is computed."""
+    """Trained tokens, on the device; None if no loss is computed."""
 
 
 @dataclass(frozen=True, slots=True)
 class Packing:
-    """The division of a replica's samples into micro-batches; it has at least one, which may be empty."""
+    """Split of a replica's samples into one or more micro-batches, which may be empty."""
 
     samples: tuple[tuple[int, ...], ...]
-    """For each micro-batch the indices of its samples."""
+    """Sample indices of each micro-batch."""
     trees: tuple[PrefixTree, ...]
-    """For each the stretches that hold their inputs; rows are numbered as in `samples`."""
+    """Prefix tree of each micro-batch's inputs; its rows are numbered as in `samples`."""
     divisions: tuple[Division, ...]
-    """How the stretches of each are divided between the context ranks."""
+    """Split of each micro-batch's stretches over the context ranks."""
     row_tokens: int
-    """Inputs of all samples, those that are computed once counted for each."""
+    """Inputs of all samples. A shared prefix counts once per sample."""
 
     @classmethod
     def of(
@@ -85,21 +85,21 @@ class Packing:
         *,
         copies: KeyCopies = NO_COPIES,
     ) -> "Packing":
-        """Pack samples.
+        """Pack samples into micro-batches.
 
-        A family that has more tokens than a micro-batch is cut. With sequence parallelism a micro-batch is
-        padded to a multiple of the tensor ranks. With a pipeline there are several for each stage, if there
-        are as many samples, so that the stages work at the same time. With context parallelism one has the
-        tokens of all context ranks. A replica without samples takes part with one token a rank. A virtual
-        pipeline takes micro-batches in groups of as many as there are stages: the fullest are divided, or
-        empty ones added, to fill the last.
+        A family with more tokens than a micro-batch is cut. With sequence parallelism, a micro-batch is
+        padded to a multiple of the tensor ranks. With a pipeline, there are several micro-batches per stage,
+        if there are enough samples, to keep all stages busy. With context parallelism, a micro-batch has the
+        tokens of all context ranks. A replica without samples runs with one token per rank. A virtual
+        pipeline needs the number of micro-batches to be a multiple of the number of stages: the fullest are
+        split, or empty ones added.
 
         Args:
-            families: the samples, with the tokens that they share.
-            position: a rank's place in the layout.
-            micro_batch_tokens: tokens of a micro-batch on each rank, at most, unless one sample has more.
-            micro_batch_size: samples of a micro-batch, at most.
-            copies: keys and values before what samples do not share that take room of tokens.
+            families: families of the samples.
+            position: a rank's position in the layout.
+            micro_batch_tokens: token limit of a micro-batch on each rank; only a single sample may exceed it.
+            micro_batch_size: sample limit of a micro-batch.
+            copies: memory of copied shared keys and values, in tokens.
         """
         ranks = position.config.context_parallel_size
         budget, stages = micro_batch_tokens * ranks, position.config.pipeline_model_parallel_size
@@ -118,7 +118,7 @@ class Packing:
         return len(self.samples)
 
     def filled(self, passes: int, position: Position) -> "Packing":
-        """Return it with empty micro-batches at the end, `passes` in all."""
+        """Return the packing extended to `passes` micro-batches by empty ones."""
         more = passes - len(self)
         empty = Division.of([], position.config.context_parallel_size, _divisor(position))
         return replace(
@@ -130,17 +130,17 @@ class Packing:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Tokens that each computes on this rank, and on every other one."""
+        """Tokens that each micro-batch computes on this rank, and on every other context rank."""
         return tuple(division.size for division in self.divisions)
 
     @property
     def tokens(self) -> int:
-        """Tokens that all of them compute, on all context ranks."""
+        """Tokens computed by all micro-batches on all context ranks."""
         return sum(division.size * len(division.pieces) for division in self.divisions)
 
     @property
     def padding(self) -> int:
-        """Tokens in all of them that are no sample's, on all context ranks."""
+        """Padding tokens of all micro-batches on all context ranks."""
         return sum(division.padding for division in self.divisions)
 
     def micro_batches(
@@ -155,17 +155,17 @@ class Packing:
         experts: bool = False,
         states: bool = False,
     ) -> Iterator[MicroBatch]:
-        """Make them in order, each when it is asked for.
+        """Yield the micro-batches in order, building each on demand.
 
         Args:
-            batch: the replica's part, on the host.
-            position: this rank's place in the layout.
-            rotaries: the model's rotary embeddings, on the device.
-            dtype: the queries' and keys'.
-            terms: the attention's terms of all layers.
-            trained: whether the tokens asked for are the trained ones, for a loss, or all that were sampled.
-            experts: whether layers have experts, whose routers have to know the padding.
-            states: whether layers have a state, which they compute by segments.
+            batch: this replica's part of the batch, on the host.
+            position: this rank's position in the layout.
+            rotaries: rotary embeddings of the model, on the device.
+            dtype: dtype of queries and keys.
+            terms: attention terms of all layers.
+            trained: whether the requested tokens are the trained tokens, for a loss, or all sampled tokens.
+            experts: whether layers have experts, whose routers must ignore the padding.
+            states: whether layers have a state, which is computed by segments.
         """
         device, terms = position.device.type, tuple(terms)
         segmented = states or any(kernel_for(device, dtype, one) is by_segments for one in terms)
@@ -186,7 +186,7 @@ class Packing:
 
 
 def _size(copies: KeyCopies, family: RowFamily) -> int:
-    """Return the tokens that take as much memory as a family."""
+    """Return a family's memory use, as an equivalent number of tokens."""
     return family.tokens + ceil(copies.share * family.copies(copies.window))
 
 
@@ -196,10 +196,10 @@ def _filling_stages(
     budget: int,
     position: Position,
 ) -> list[list[RowFamily]]:
-    """Pack into as many micro-batches as keep the stages of a pipeline busy.
+    """Pack into enough micro-batches to keep the stages of a pipeline busy.
 
-    Stages wait for one micro-batch less than there are stages, with a virtual pipeline for a part of it, and
-    a family that is cut computes what its parts share again: the sum of both is the smallest.
+    Minimizes the sum of two costs: the pipeline idles for (stages - 1) micro-batches, divided by the chunks
+    of a virtual pipeline; and parts of a cut family recompute shared tokens.
     """
     stages = position.config.pipeline_model_parallel_size
     chunks = position.config.virtual_pipeline_model_parallel_size
@@ -233,15 +233,15 @@ def _micro_batch(
     *,
     trained: bool,
 ) -> MicroBatch:
-    """Make a micro-batch of some samples of a replica.
+    """Build a micro-batch from some samples of a replica.
 
     Args:
-        part: the samples.
-        shift: int64 [n]: where each of them begins among the replica's tokens, less where it does in `part`.
-        inputs: the tokens of `part` that this rank computes.
-        size: tokens that this rank computes, with padding.
-        sequences: describes them.
-        position: this rank's place.
+        part: batch of the samples.
+        shift: int64 [n]: offset of each sample in the replica's tokens minus its offset in `part`.
+        inputs: tokens of `part` that this rank computes.
+        size: number of tokens that this rank computes, with padding.
+        sequences: layout of the packed sequences.
+        position: this rank's position in the layout.
         trained: as in `Packing.micro_batches`.
     """
     device = position.device
@@ -266,12 +266,12 @@ def _micro_batch(
 
 
 def _divisor(position: Position) -> int:
-    """Return the divisor of a micro-batch's number of tokens."""
+    """Return the number that must divide a micro-batch's token count."""
     return position.config.tensor_model_parallel_size if position.sequence_parallel else 1
 
 
 def _trained(part: Batch, position: Position) -> TrainedTokens:
-    """Return the trained tokens of this rank; others of the same samples are on its context ranks."""
+    """Return the trained tokens of this rank. Its context ranks have the samples' other tokens."""
     tokens = _on(trained_tokens(part), position.device)
     if position.config.context_parallel_size > 1:
         tokens = replace(tokens, join=sum_over_context_ranks)
@@ -279,7 +279,7 @@ def _trained(part: Batch, position: Position) -> TrainedTokens:
 
 
 def _routed(part: Batch, division: Division, inputs: ComputedTokens, position: Position) -> RoutedTokens:
-    """Describe the tokens that this rank has in sequence-parallel regions."""
+    """Return the routing metadata of this rank's tokens in sequence-parallel regions."""
     routed = routed_tokens(
         (part.lengths - 1).tolist(),
         part.sample_index[inputs.row_tokens],

@@ -1,8 +1,6 @@
-"""Builds a megatron GPTModel for one rank, with layers of our own spec, and describes its memory.
+"""Builds a megatron GPTModel for one rank, with a custom layer spec, without TransformerEngine and Apex.
 
 Shapes: T tokens of a micro-batch, H hidden size, P tensor ranks; megatron's activations are [T, 1, H].
-
-TransformerEngine and Apex are not needed.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
@@ -33,22 +31,22 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 class PackedModel(GPTModel):
-    """This rank's part of the model, whose last stage ends with hidden states, before the output layer.
+    """Shard of the model on this rank. In training, the last stage returns hidden states without logits.
 
-    A forward pass takes `packed_seq_params`, which hold the rotary angles. With an inference context, which
-    holds them then, it is megatron's own pass, to the logits.
+    A training pass gets rotary angles in `packed_seq_params`. With an inference context, which then contains
+    the angles, the pass is megatron's own and returns logits.
     """
 
     rotaries: tuple[Rotary, ...]
-    """Embeddings of `Architecture.ropes`."""
+    """Rotary embeddings of `Architecture.ropes`."""
     embedding_scale: float
     logit_softcap: float
     value_head: ValueHead
-    """In the place of the output layer, on the last stage of a critic."""
+    """Replaces the output layer on the last stage of a critic."""
 
     @property
     def output_weight(self) -> torch.Tensor:
-        """This rank's rows of the output layer, [V' / P, H], V' being the padded vocabulary."""
+        """This rank's rows of the output layer, [V' / P, H], where V' is the padded vocabulary."""
         weight: torch.Tensor = (
             self.shared_embedding_or_output_weight()
             if self.share_embeddings_and_output_weights
@@ -58,7 +56,7 @@ class PackedModel(GPTModel):
 
     @property
     def output_bias(self) -> torch.Tensor | None:
-        """This rank's biases of the output layer, [V' / P]; None if it has none."""
+        """This rank's biases of the output layer, [V' / P]; None without biases."""
         bias: torch.Tensor | None = self.output_layer.bias
         return bias
 
@@ -67,8 +65,8 @@ class PackedModel(GPTModel):
         if self.pre_process:
             hidden = self.embedding(input_ids=input_ids, position_ids=None)
             if inference_context is None:
-                # With the strides of a transposed [1, T, H] torch makes T products of one row each, where the
-                # weight is frozen.
+                # With the strides of a transposed [1, T, H] and a frozen weight, torch would compute T
+                # one-row products.
                 hidden = hidden[:, 0].unsqueeze(1)
             if self.embedding_scale != 1.0:
                 hidden = hidden * self.embedding_scale
@@ -85,7 +83,7 @@ class PackedModel(GPTModel):
 def transformer_config(
     architecture: Architecture, position: Position, dtype: torch.dtype
 ) -> TransformerConfig:
-    """Return the model's configuration in megatron's terms.
+    """Return megatron's configuration of the model.
 
     Raises:
         SettingsError: megatron refuses the combination of model and layout.
@@ -101,7 +99,7 @@ def transformer_config(
             layernorm_epsilon=architecture.norm_eps,
             normalization="RMSNorm",
             gated_linear_unit=architecture.family.gated,
-            activation_func=torch.nn.functional.silu,  # of no effect: `MLPS` have their own
+            activation_func=torch.nn.functional.silu,  # unused: `MLPS` have their own activations
             add_bias_linear="mlp" in architecture.biases,
             hidden_dropout=0.0,
             attention_dropout=0.0,
@@ -111,16 +109,16 @@ def transformer_config(
             sequence_parallel=position.sequence_parallel,
             params_dtype=dtype,
             pipeline_dtype=dtype,
-            # Micro-batches differ in length; the dispatcher, of experts, is one that megatron allows then.
+            # Micro-batches differ in length; this expert dispatcher supports variable lengths.
             variable_seq_lengths=parallel.pipeline_model_parallel_size > 1,
             moe_token_dispatcher_type="alltoall",
             **_expert_fields(experts, parallel),
             bf16=dtype is torch.bfloat16,
             fp16=dtype is torch.float16,
-            # Weights come from a checkpoint: a random initialization would be wasted.
+            # Weights are loaded from a checkpoint, so random initialization is unnecessary.
             perform_initialization=False,
             use_cpu_initialization=position.device.type == "cpu",
-            # The step's loss is a plain sum: no division by micro-batches or ranks.
+            # The loss of a step is a plain sum, not divided by micro-batches or ranks.
             calculate_per_token_loss=True,
             cuda_graph_scope=[],
             gradient_accumulation_fusion=True,
@@ -130,20 +128,20 @@ def transformer_config(
 
 
 def _attention_fields(architecture: Architecture) -> dict[str, Any]:
-    """Return the fields of megatron's configuration that describe attention."""
+    """Return the attention fields of megatron's configuration."""
     return {
         "num_attention_heads": architecture.heads,
         "num_query_groups": architecture.kv_heads,
         "kv_channels": architecture.head_dim,
         "add_qkv_bias": architecture.qkv_bias,
-        # With it megatron adds up the norms' gradients over tensor ranks, as if all had the same weights.
+        # If set, megatron sums the norms' gradients over tensor ranks, which requires equal weights on all.
         "qk_layernorm": architecture.qk_norm == "head",
         "attention_output_gate": architecture.family.output_gate,
     }
 
 
 def _expert_fields(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the fields of megatron's configuration that say how experts are divided; empty: no experts."""
+    """Return the expert fields of megatron's configuration; empty without experts."""
     if not experts.count:
         return {}
     return {
@@ -158,18 +156,18 @@ def _expert_fields(experts: Experts, parallel: ParallelConfig) -> dict[str, Any]
 
 
 def pipeline_fields(parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the fields of megatron's configuration that say how layers are divided into stages."""
+    """Return the pipeline fields of megatron's configuration."""
     pp, vpp = parallel.pipeline_model_parallel_size, parallel.virtual_pipeline_model_parallel_size
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     fields: dict[str, Any] = {
         "pipeline_model_parallel_size": pp,
         "num_layers_in_first_pipeline_stage": first or None,
-        # With two stages it follows from the first; with both megatron divides by no stages between.
+        # With two stages the last follows from the first; given both, megatron would divide by zero stages.
         "num_layers_in_last_pipeline_stage": (last or None) if pp > 2 or not first else None,
     }
     if vpp > 1:
-        # In a batch of messages megatron receives from the stage before first and from the one after last, as
-        # it sends. With two stages both are the same rank, and activations would be taken for gradients.
+        # With batched communication, megatron receives from the previous stage first, and from the next stage
+        # last. With two stages both are the same rank, and activations would be mistaken for gradients.
         fields |= {
             "virtual_pipeline_model_parallel_size": vpp,
             "batch_p2p_comm": False,
@@ -187,17 +185,17 @@ def build_model(
     attention: type[Any] | None = None,
     core_attention: type[Any] = PackedAttention,
 ) -> PackedModel:
-    """Build a chunk of this rank's part of the model, with uninitialized weights.
+    """Build a chunk of this rank's model shard, with uninitialized weights.
 
-    A collective: every rank calls it, for its chunks in their order.
+    A collective: every rank calls it, for its chunks in order.
 
     Args:
-        architecture: the whole model's.
-        config: what `transformer_config` returns.
-        position: this rank's place in the layout.
-        chunk: number of the chunk; there is one, unless the pipeline is virtual.
-        attention: class of self-attention, None for training; generation has one of its own, and also of
-        core_attention: what computes the attention itself.
+        architecture: architecture of the whole model.
+        config: result of `transformer_config`.
+        position: this rank's position in the layout.
+        chunk: index of the chunk; 0 unless the pipeline is virtual.
+        attention: class of self-attention for generation; None for training.
+        core_attention: class of the core attention.
     """
     chunks = Layout.of(position.config, architecture.layers).stages[position.place.pp]
     block = TransformerBlockSubmodules(
@@ -213,7 +211,7 @@ def build_model(
         post_process=position.last_stage and chunk == len(chunks) - 1,
         parallel_output=True,
         share_embeddings_and_output_weights=architecture.tied,
-        position_embedding_type="none",  # to megatron; attention rotates by `rotaries`
+        position_embedding_type="none",  # for megatron; attention applies `rotaries`
         vp_stage=chunk if len(chunks) > 1 else None,
     )
     if config.tensor_model_parallel_size == 1:
@@ -223,7 +221,7 @@ def build_model(
     )
     if model.post_process:
         _change_output(model, architecture, config.params_dtype, position.device)
-    # As transformers does, in the dtype of the weights.
+    # transformers also rounds the scale to the dtype of the weights
     model.embedding_scale = torch.tensor(architecture.embedding_scale, dtype=config.params_dtype).item()
     model.logit_softcap = architecture.logit_softcap
     return model.to(position.device)
@@ -232,7 +230,7 @@ def build_model(
 def _change_output(
     model: PackedModel, architecture: Architecture, dtype: torch.dtype, device: torch.device
 ) -> None:
-    """Give the output layer a bias, which megatron builds without one, or put a critic's in its place."""
+    """Add the output bias that megatron's layer lacks, or replace the output layer by a value head."""
     if architecture.output_bias:
         bias = torch.empty(model.output_layer.output_size_per_partition, dtype=dtype, device=device)
         model.output_layer.bias = torch.nn.Parameter(bias)
@@ -242,7 +240,7 @@ def _change_output(
 
 
 def whole_part(chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:
-    """Return a rank's chunks as one module, whose parameters have the names of `stage_rules`."""
+    """Return a rank's chunks as one module, with the parameter names of `stage_rules`."""
     if len(chunks) == 1:
         return chunks[0]
     part = torch.nn.Module()
@@ -251,11 +249,11 @@ def whole_part(chunks: Sequence[torch.nn.Module]) -> torch.nn.Module:
 
 
 FREQUENCIES = "rotary_pos_emb.inv_freq"
-"""Name of the first rotary embedding's; the others have their number behind it."""
+"""Buffer name of the first rotary embedding's frequencies; the others append their index."""
 
 
 def buffers_of(model: PackedModel) -> dict[str, torch.Tensor]:
-    """Return the model's buffers, with the rotary frequencies, which are attributes."""
+    """Return the model's buffers and its rotary frequencies, which are plain attributes."""
     frequencies = {}
     for number, rotary in enumerate(model.rotaries):
         name = FREQUENCIES + (f".{number}" if number else "")

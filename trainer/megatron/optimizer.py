@@ -1,14 +1,13 @@
-"""Wraps megatron's optimizer: AdamW on float32 masters, its state sharded over ranks of the same parameters.
+"""Wraps megatron's optimizer: AdamW on float32 masters.
 
-These are data-parallel and context ranks; `use_distributed_optimizer` asks for it.
+With `use_distributed_optimizer`, its state is sharded over data-parallel and context ranks.
 
-A parameter's master is its `main_param`: megatron sets it in 16 bits; in float32 there is none, unless
-masters are to be separate.
+The master of a parameter is its `main_param`. megatron sets it for 16-bit parameters; float32 parameters have
+no `main_param` unless masters are separate.
 
-The factor of the loss, under which float16 gradients neither overflow nor vanish, is as in Micikevicius et
-al. 2018 (arXiv 1710.03740), with one difference: the step that overflows is not left out but made again under
-half the factor, so that every version has trained its batch. It is a power of two, so that multiplying by it
-and dividing by it again changes no bit of what float16 can hold.
+The loss scale keeps float16 gradients from overflow and underflow, as in Micikevicius et al. 2018 (arXiv
+1710.03740), with one difference: a step that overflows is repeated with half the scale instead of skipped, so
+every version trains its batch. The scale is a power of two, so scaling and unscaling are exact in float16.
 """
 
 import logging
@@ -37,31 +36,31 @@ from trainer.megatron.parallel import Position
 log = logging.getLogger("tether.trainer")
 T = TypeVar("T")
 SMALLEST = 1.0
-"""Under it the loss would be made smaller, which no gradient of float32 needs."""
+"""Smallest loss scale. Scales below 1 would shrink the loss, which float32 gradients never need."""
 
 
 class LossScale:
-    """The factor that is in force. It is the same on every rank: the norm that it depends on is."""
+    """Dynamic loss scale; equal on every rank, because the gradient norm is."""
 
     def __init__(self, config: OptimizerConfig) -> None:
         self.value = 2.0 ** round(math.log2(config.initial_loss_scale))
-        """The factor."""
+        """Current loss scale."""
         self.finite_steps = 0
-        """Steps since it changed."""
+        """Number of steps since the scale changed."""
         self._window = config.loss_scale_window
 
     def repeated(self, attempt: Callable[[], tuple[T, float]]) -> tuple[T, int]:
-        """Make a step, again under half the factor as long as its gradient is not finite.
+        """Run a step, repeating it with half the scale while its gradient is not finite.
 
-        If it is not finite under the smallest factor either, the factor is not the cause, and stays as it
-        was.
+        If the gradient is not finite at the smallest scale either, the scale is not the cause, and is
+        restored.
 
         Args:
-            attempt: makes the step from its beginning under the factor in force, or has no effect;
-                returns its result and the gradient's norm.
+            attempt: runs the whole step with the current scale, or has no effect if the gradient is not
+                finite; returns its result and the gradient norm.
 
         Returns:
-            The last attempt's result, and the number of attempts before it.
+            Result of the last attempt, and the number of attempts before it.
         """
         before, repeats = self.value, 0
         while True:
@@ -76,7 +75,7 @@ class LossScale:
             self.value, repeats = self.value / 2, repeats + 1
 
     def _count(self, repeats: int) -> None:
-        """Double the factor after as many steps as the window has without a change of it."""
+        """Double the scale after a full window of steps without a change."""
         self.finite_steps = 1 if repeats else self.finite_steps + 1
         if self.finite_steps >= self._window:
             self.value, self.finite_steps = self.value * 2, 0
@@ -89,10 +88,10 @@ def wrap_model(
     *,
     grad_reduce_in_fp32: bool = True,
 ) -> list[Any]:
-    """Put the chunks of a rank into megatron's data-parallel wrapper, which adds up gradients.
+    """Wrap the chunks of a rank in megatron's DistributedDataParallel, which reduces gradients.
 
-    It does so in float32, or in the parameters' type; with `overlap_grad_reduce` in the backward pass of the
-    last micro-batch, and else after it.
+    Gradients are reduced in float32 or in the parameters' dtype: during the backward pass of the last
+    micro-batch with `overlap_grad_reduce`, otherwise after it.
     """
     overlaps = position.config.overlap_grad_reduce and position.copies > 1
     config.finalize_model_grads_func = _finalize_gradients
@@ -106,7 +105,7 @@ def wrap_model(
                 overlap_grad_reduce=overlaps,
             ),
             chunk,
-            disable_bucketing=number > 0,  # as megatron: the first chunk's passes hide what these send
+            disable_bucketing=number > 0,  # as in megatron: passes of the first chunk hide this communication
         )
         for number, chunk in enumerate(chunks)
     ]
@@ -117,25 +116,28 @@ def wrap_model(
 
 
 def is_distributed(position: Position) -> bool:
-    """Return whether the optimizer state is sharded, which is pointless over one rank and costs copies."""
+    """Return whether optimizer state is sharded.
+
+    Sharding a single copy is pointless and costs copies.
+    """
     return position.config.use_distributed_optimizer and position.copies > 1
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MasterPart:
-    """This rank's part of a parameter, which it steps."""
+    """Part of a parameter that this rank updates."""
 
     parameter: torch.Tensor
     start: int
     stop: int
-    """In the flat parameter."""
+    """Range of the part in the flat parameter."""
     master: torch.Tensor
-    """Tensor that is stepped; it has the elements of the range."""
+    """Tensor that the optimizer updates, with the elements of the range."""
     optimizer: torch.optim.Optimizer
-    """Steps it, and holds its moments."""
+    """Optimizer of `master`, with its moments."""
 
     def forget(self) -> None:
-        """Drop the moments, as before the first step."""
+        """Drop the moments, which resets them to before the first step."""
         self.optimizer.state.pop(self.master, None)
 
     def set(self, kind: str, values: torch.Tensor, steps: int) -> None:
@@ -144,7 +146,7 @@ class MasterPart:
         Args:
             kind: master, exp_avg or exp_avg_sq.
             values: float32, flat.
-            steps: those that the moments have seen.
+            steps: number of steps in the moments.
         """
         values = values.view(self.master.shape)
         if kind == "master":
@@ -161,12 +163,12 @@ class MasterPart:
 
 
 class Optimizer:
-    """AdamW with clipping."""
+    """AdamW with gradient clipping."""
 
     loss_scale: LossScale | None = None
-    """Divisor of gradients before a step; None: 1."""
+    """Loss scale, by which gradients are divided before a step; None: 1."""
     early = EarlyExport()
-    """Export of the next version, while parameters are stepped; this optimizer steps all of them at once."""
+    """Export of the next version during the step; this optimizer updates all parameters at once."""
 
     def __init__(
         self,
@@ -177,14 +179,13 @@ class Optimizer:
         *,
         apart: bool = False,
     ) -> None:
-        """Build on the wrapped chunks, whose weights must be loaded: masters are copies. A collective.
+        """Build on wrapped chunks with loaded weights, of which masters are copies. A collective.
 
         Args:
             config: settings of AdamW.
-            chunks: the result of `wrap_model`.
-            position: this rank's place in the layout.
-            dtype: the parameters'.
-            apart: have masters in float32, too, of whole parameters, instead of stepping these.
+            chunks: result of `wrap_model`.
+            position: this rank's position in the layout.
+            apart: whether masters are separate, and of whole parameters, for float32 too.
         """
         self.config, self._chunks = config, list(chunks)
         settings = MegatronOptimizerConfig(
@@ -196,7 +197,7 @@ class Optimizer:
             adam_beta2=config.adam_beta2,
             adam_eps=config.adam_eps,
             clip_grad=config.clip_grad,
-            # float16, too: all that it says here is that masters are apart; the loss is scaled by `LossScale`
+            # float16 too: the flag only requests separate masters here; `LossScale` scales the loss
             bf16=dtype is not torch.float32,
             params_dtype=dtype,
             use_distributed_optimizer=is_distributed(position),
@@ -212,9 +213,9 @@ class Optimizer:
         self.masters: dict[str, torch.Tensor] = {
             name: parameter.main_param for name, parameter in self._parameters.items()
         }
-        """Parameter -> its master; empty unless masters are to be separate."""
+        """Parameter -> master; empty unless masters are separate."""
         for group in self.megatron.param_groups:
-            # megatron marks what should not decay, but only its own scheduler uses the mark.
+            # megatron marks parameters without weight decay, but only its own scheduler reads the marks.
             group["weight_decay"] = config.weight_decay * group["wd_mult"]
             if isinstance(self._inner[0].optimizer, torch.optim.AdamW):
                 group["fused"] = True
@@ -225,11 +226,11 @@ class Optimizer:
 
     @property
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:
-        """The optimizers underneath, which hold masters and moments of this rank's share."""
+        """Wrapped torch optimizers, which hold masters and moments of this rank's share."""
         return [inner.optimizer for inner in self._inner if inner.optimizer is not None]
 
     def parts(self) -> Iterator[MasterPart]:
-        """Yield what this rank steps of each trained parameter."""
+        """Yield the part of each trained parameter that this rank updates."""
         for inner in self._inner:
             if inner.optimizer is None:
                 continue
@@ -261,12 +262,12 @@ class Optimizer:
         ]
 
     def leave_parameters(self) -> None:
-        """Write no parameter from now on: the engine that they belong to copies the masters to them."""
+        """Stop writing parameters: the engine that owns them copies the masters."""
         self._fills = False
 
     @torch.no_grad()
     def fill_parameters(self) -> None:
-        """Copy separate masters to the parameters, unless an engine does that."""
+        """Copy separate masters to the parameters, unless an engine does."""
         for name, parameter in self._parameters.items() if self._fills else ():
             parameter.copy_(self.masters[name])
 
@@ -275,13 +276,13 @@ class Optimizer:
         return learning_rate(self.config, self.steps)
 
     def step(self, lr_scale: float = 1.0) -> tuple[float, str]:
-        """Make one step on the gradients of the last backward pass.
+        """Run one step with the gradients of the last backward pass.
 
         Args:
             lr_scale: factor of the learning rate.
 
         Returns:
-            The gradient norm before clipping, and why the step was skipped ("" if it was not).
+            Gradient norm before clipping, and the reason if the step was skipped, else "".
         """
         optimizer = self.megatron
         self._unscale()
@@ -309,7 +310,7 @@ class Optimizer:
         self.megatron.zero_grad()
 
     def _unscale(self) -> None:
-        """Divide the gradients, which are float32 then, by the factor of the loss."""
+        """Divide the gradients, which are float32 at this point, by the loss scale."""
         if self.loss_scale is not None:
             for chunk in self._chunks:
                 chunk.scale_gradients(1.0 / self.loss_scale.value)
@@ -323,9 +324,10 @@ class Optimizer:
 
 
 def _install_norm() -> None:
-    """Have megatron compute the norm of all gradients by torch's kernels for many tensors.
+    """Let megatron compute the norm of all gradients with torch's multi-tensor kernels.
 
-    It does so with an extension; without one the host waits for the norm of every tensor.
+    megatron needs an extension for multi-tensor norms. Without it, the host waits for the norm of every
+    tensor.
     """
     if clip_grads.l2_norm_impl is local_multi_tensor_l2_norm:
         clip_grads.l2_norm_impl = _norm_of_all
@@ -334,13 +336,13 @@ def _install_norm() -> None:
 def _norm_of_all(
     chunk: int, overflow: torch.Tensor, tensors: list[list[torch.Tensor]], *unused: Any
 ) -> tuple[torch.Tensor, None]:
-    """Return the norm of tensors, float32 [1], on their device; the arguments are as of Apex's kernel."""
+    """Return the norm of tensors, float32 [1], on their device. Signature of Apex's kernel."""
     norms = torch._foreach_norm(tensors[0], 2.0, torch.float32)
     return torch.stack(norms).norm().view(1), None
 
 
 def _finalize_gradients(model: list[Any], num_tokens: torch.Tensor | None, **groups: Any) -> None:
-    """Reduce the gradients over ranks as megatron does, but do not divide by tokens: the loss is a sum."""
+    """Reduce gradients over ranks as megatron does, without dividing by tokens: the loss is a sum."""
     finalize_model_grads(model, None, **groups)
 
 
@@ -358,7 +360,7 @@ def _shards(inner: DistributedOptimizer) -> Iterator[MasterPart]:
 
 
 def _set_apart(optimizer: torch.optim.Optimizer) -> None:
-    """Make an optimizer step copies of the parameters, with their gradients and megatron's marks."""
+    """Replace an optimizer's parameters by copies, with the same gradients and megatron attributes."""
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):
             master = parameter.detach().clone()

@@ -1,4 +1,4 @@
-"""Makes the optimizer steps of one model: passes, sums of gradients, optimizer, factor of the loss."""
+"""Runs the optimizer steps of one model: passes, gradient reduction, optimizer, loss scale."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -24,7 +24,7 @@ class MadeStep:
     passes: MadePasses
     norm: float
     skipped: str
-    """Why the weights were not changed; empty if they were."""
+    """Reason why the weights are unchanged; empty if changed."""
     loss_scale: float | None
     loss_scale_repeats: int | None
     warnings: tuple[str, ...]
@@ -42,14 +42,14 @@ class ModelStepper:
         tokens: int,
         apart: bool = False,
     ) -> None:
-        """Build on a model whose weights must be loaded. A collective.
+        """Build on a model with loaded weights. A collective.
 
         Args:
-            runner: runs the passes of the model, whose chunks `wrap_model` has wrapped.
-            config: the model's; it gets the function that finishes gradients.
+            runner: runner of the model, with chunks from `wrap_model`.
+            config: megatron's configuration of the model; receives the function that finalizes gradients.
             optimizer: settings of AdamW.
-            tokens: of a micro-batch, to begin with.
-            apart: have masters in float32, too.
+            tokens: initial number of tokens per micro-batch.
+            apart: whether masters are separate for float32 too.
         """
         dtype, position = config.params_dtype, runner.position
         self.runner = runner
@@ -68,13 +68,13 @@ class ModelStepper:
         *,
         lr_scale: Callable[[torch.Tensor], float] | None,
     ) -> MadeStep:
-        """Make one optimizer step. A collective.
+        """Run one optimizer step. A collective.
 
         Args:
-            batch: the part of this rank's replica.
-            passes: runs forward and backward passes over it, as `Runner.train` does.
-            lr_scale: returns the factor of the learning rate for the passes' measurements; None: no token
-                of any replica carries gradient.
+            batch: this replica's part of the batch.
+            passes: runs forward and backward passes over `batch`, as `Runner.train` does.
+            lr_scale: maps the passes' measurements to a factor of the learning rate; None: no token of any
+                replica is trained.
         """
         scale, warnings = self.optimizer.loss_scale, list[str]()
 
@@ -100,7 +100,7 @@ class ModelStepper:
         return replace(made, loss_scale_repeats=repeats, warnings=tuple(warnings))
 
     def held(self) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
-        """Return tensors that an offload must keep in addition to the parameters, and ones to forget."""
+        """Return the tensors that an offload keeps in addition to parameters, and the tensors to discard."""
         self.optimizer.zero_grad()
         buffers = [
             buffer
@@ -112,10 +112,10 @@ class ModelStepper:
 
 
 def retry_of(position: Position, tokens: int, reset: Callable[[], None]) -> OomRetry:
-    """Return the budget of a rank and how it shrinks; arguments as in `OomRetry`.
+    """Return the out-of-memory retry of a rank; arguments as in `OomRetry`.
 
-    With tensor, pipeline or context parallelism, or experts on several ranks, they wait for each other
-    within a pass, and with `overlap_grad_reduce` gradients are added up within it.
+    With tensor, pipeline or context parallelism, or experts on several ranks, ranks wait for each other
+    within a pass. With `overlap_grad_reduce`, gradients are reduced within a pass.
     """
     parallel = position.config
     replicas = parallel.data_parallel_size

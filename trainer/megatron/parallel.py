@@ -1,4 +1,4 @@
-"""Makes the process groups of a run: torch.distributed and megatron's parallel state."""
+"""Creates the process groups of a run: torch.distributed and megatron's parallel state."""
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
 
@@ -17,14 +17,14 @@ from trainer.megatron.layout import Layout, Place
 from trainer.ranks.process_group import TIMEOUT_S, check_world, join_ranks, own_gpu
 
 _initializing = threading.Lock()
-"""Held while groups are made or left: a process may start a trainer and an engine in two threads."""
+"""Held while creating or destroying groups, because a trainer and an engine may start in two threads."""
 _users = 0
 _owns_torch = False
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Place of this process in the layout."""
+    """Position of this process in the layout."""
 
     config: ParallelConfig
     device: torch.device
@@ -32,12 +32,12 @@ class Position:
 
     @property
     def copy(self) -> int:
-        """Number among the `copies`: the context rank varies faster than the data-parallel one."""
+        """Index among the `copies`; the context rank varies faster than the data-parallel rank."""
         return self.place.cp + self.config.context_parallel_size * self.place.dp
 
     @property
     def copies(self) -> int:
-        """Ranks with the same parameters, except experts': they share the optimizer's state."""
+        """Number of ranks with the same non-expert parameters, which share the optimizer's state."""
         return self.config.context_parallel_size * self.config.data_parallel_size
 
     @property
@@ -55,7 +55,7 @@ class Position:
 
     @property
     def sequence_parallel(self) -> bool:
-        """Whether sequences are split over the tensor ranks: never with one of them."""
+        """Whether sequences are split over the tensor ranks; False for one tensor rank."""
         return self.config.sequence_parallel and self.config.tensor_model_parallel_size > 1
 
     def replicas(self) -> list[list[int]]:
@@ -73,18 +73,19 @@ class Position:
 
 
 def initialize(config: ParallelConfig, device: str, seed: int, timeout_s: float = TIMEOUT_S) -> Position:
-    """Join the process groups that the layout needs; a second backend in the same process shares them.
+    """Join the process groups of the layout. Several backends in one process share the groups.
 
-    Under torchrun the processes meet by its environment variables; a plain `python` is a world of one.
+    Under torchrun, processes find each other by environment variables. A plain `python` is a world of one
+    rank.
 
     Args:
-        config: the layout.
+        config: parallel sizes.
         device: auto, cpu or cuda.
-        seed: the seed of megatron's CUDA random states.
-        timeout_s: seconds that a rank waits for the others in a collective of these groups.
+        seed: seed of megatron's CUDA random states.
+        timeout_s: timeout of collectives in these groups, seconds.
 
     Raises:
-        SettingsError: the layout does not fit the number of processes, or CUDA is asked for and missing.
+        SettingsError: the layout does not fit the number of processes, or CUDA is requested but missing.
     """
     global _users, _owns_torch
     place, world = _device(device), check_world(config)
@@ -117,7 +118,7 @@ def initialize(config: ParallelConfig, device: str, seed: int, timeout_s: float 
 
 
 def sizes_of(config: ParallelConfig) -> Layout:
-    """Return the layout's sizes, before the layers of a model are known."""
+    """Return the layout with its sizes only, without layers."""
     stages = tuple((range(0),) for _ in range(config.pipeline_model_parallel_size))
     return Layout(
         config.tensor_model_parallel_size,
@@ -171,7 +172,7 @@ class GroupMember:
 
 
 def _check_layout(sizes: tuple[int, ...]) -> None:
-    """Check that megatron's groups, which another backend of this process made, have these sizes."""
+    """Check that megatron's existing groups, from another backend of this process, have these sizes."""
     current = (
         mpu.get_tensor_model_parallel_world_size(),
         mpu.get_pipeline_model_parallel_world_size(),

@@ -1,4 +1,4 @@
-"""Holds this rank's part of a model: builds and loads its chunks, and makes what runs and steps them."""
+"""Holds this rank's shard of a model: builds and loads its chunks, and creates runners and steppers."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,7 +28,7 @@ from trainer.megatron.parallel import Position
 
 
 class ModelPart:
-    """This rank's part of a model in the layout of its ranks."""
+    """Shard of a model on this rank."""
 
     def __init__(
         self, spec: Architecture, position: Position, trainer: TrainerConfig, *, is_trained: bool = True
@@ -36,7 +36,7 @@ class ModelPart:
         """Configure megatron for the model.
 
         Raises:
-            SettingsError: it does not fit the layout, or cannot be recomputed or balanced as set.
+            SettingsError: the model does not fit the layout, or its recomputation or balance settings.
         """
         self.spec, self.position, self._trainer = spec, position, trainer
         self.layout = Layout.of(position.config, spec.layers)
@@ -51,10 +51,10 @@ class ModelPart:
         return [build_model(self.spec, self.config, self.position, chunk=chunk) for chunk in chunks]
 
     def load(self, directory: Path, chunks: Sequence[torch.nn.Module]) -> dict[str, torch.Tensor]:
-        """Fill the chunks with a checkpoint, and return their parameters by megatron's names.
+        """Load a checkpoint into the chunks, and return their parameters by megatron's names.
 
         Raises:
-            SettingsError: as `load_checkpoint`.
+            SettingsError: the checkpoint does not fit, see `load_checkpoint`.
         """
         parameters: dict[str, torch.Tensor] = dict(whole_part(chunks).named_parameters())
         mark_split(parameters, stage_rules(self.spec, self.layout, self.position.place.pp))
@@ -64,7 +64,7 @@ class ModelPart:
     def runner(
         self, chunks: Sequence[Any], kind: type[Runner] = Runner, *, replays_routing: bool = False
     ) -> Any:
-        """Return what runs the chunks, of a kind."""
+        """Return a runner of the chunks, of class `kind`."""
         return kind(
             chunks,
             self.spec,
@@ -89,11 +89,11 @@ class ModelPart:
         """Return passes and optimizer of loaded chunks. A collective.
 
         Args:
-            chunks: the result of `build`.
+            chunks: result of `build`.
             optimizer: settings of AdamW.
-            kind: runs the passes.
-            tokens: of a micro-batch, to begin with.
-            apart: have masters in float32, too.
+            kind: class of the runner.
+            tokens: initial number of tokens per micro-batch.
+            apart: whether masters are separate for float32 too.
             replays_routing: as in `Runner`.
         """
         keep_input_gradient(chunks[0], self._trainer)
@@ -109,9 +109,9 @@ class ModelPart:
 
 
 def set_recompute(config: TransformerConfig, trainer: TrainerConfig, layout: Layout) -> None:
-    """Set megatron's fields before a model is built with `config`; return at once without recomputation.
+    """Set megatron's recomputation fields before a model is built with `config`; no-op if off.
 
-    They are set after megatron has made the configuration: it warns of `core_attn` for any attention.
+    The fields are set after the configuration's constructor, which warns of `core_attn` for any attention.
 
     Raises:
         SettingsError: the layers of a chunk do not divide into equal pieces.
@@ -120,7 +120,7 @@ def set_recompute(config: TransformerConfig, trainer: TrainerConfig, layout: Lay
         return
     config.recompute_granularity = trainer.recompute_granularity
     if trainer.recompute_granularity == "selective":
-        # megatron 0.16 takes every default but None for fp8, which needs TransformerEngine
+        # megatron 0.16 mistakes every default except None for fp8, which needs TransformerEngine
         CheckpointWithoutOutput.__init__.__defaults__ = (None,)
         config.recompute_modules = list(trainer.recompute_modules)
         return
@@ -135,10 +135,10 @@ def set_recompute(config: TransformerConfig, trainer: TrainerConfig, layout: Lay
 
 
 def keep_input_gradient(model: GPTModel, trainer: TrainerConfig) -> None:
-    """Have the first layer's input require a gradient, also where the embedding is frozen.
+    """Make the first layer's input require a gradient, even if the embedding is frozen.
 
-    A recomputed part gets a gradient only if its input requires one; without it the adapters of the first
-    layer would silently not be trained.
+    A recomputed part gets gradients only if its input requires a gradient. Otherwise, the adapters of the
+    first layer would silently not be trained.
     """
     if trainer.recompute_granularity and model.pre_process:
         model.embedding.register_forward_hook(_require_gradient)

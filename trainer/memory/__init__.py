@@ -1,1 +1,1 @@
-"""Plans a step for the memory of its device, and repeats one that ran out of it."""
+"""Plans a step for its device's memory, and retries a step that ran out of memory."""

@@ -1,4 +1,7 @@
-"""Describes a rank's device memory at the peak of a step, and chooses a micro-batch for it. No torch here."""
+"""Describes a rank's peak device memory of a step, and chooses micro-batches that fit.
+
+Does not import torch.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,12 +12,12 @@ from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 GIB = 1 << 30
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 LIBRARIES = 64 << 20
-"""Workspaces that cuBLAS takes from torch's allocator."""
+"""Size of cuBLAS workspaces in torch's allocator, bytes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedMemory:
-    """Bytes on the device of one rank, by what they are for."""
+    """Bytes on the device of one rank, by purpose."""
 
     parameters: int
     """Bytes of all models' parameters, trained or not."""
@@ -22,19 +25,19 @@ class ExpectedMemory:
     optimizer: int
     """Masters and moments."""
     activations: int
-    """What forward passes keep."""
+    """Activations that forward passes store."""
     head: int
     """Logits and their gradient."""
     workspace: int
-    """Bytes that the backward pass of a layer takes for a moment."""
+    """Temporary memory of a layer's backward pass."""
     update: int
-    """Bytes that the optimizer takes for a moment, after the passes."""
+    """Temporary memory of the optimizer, after the passes."""
     visiting: int = 0
     """Parameters of the largest model that is on the device only before the passes."""
 
     @property
     def peak(self) -> int:
-        """The largest sum at one moment of a step."""
+        """Largest sum at any time of a step."""
         passes = self.activations + max(self.head, self.workspace)
         most = max(passes, self.update, self.visiting)
         return self.parameters + self.gradients + self.optimizer + LIBRARIES + most
@@ -46,7 +49,7 @@ class ExpectedMemory:
 
 
 class Planned(Protocol):
-    """A run whose memory a backend computes from its settings."""
+    """Run whose memory a backend computes from its settings."""
 
     @property
     def parallel(self) -> ParallelConfig:
@@ -61,29 +64,29 @@ class Planned(Protocol):
         """Section `[optimizer]`."""
 
     def expected(self, tokens: int) -> ExpectedMemory:
-        """Return the memory of a step with micro-batches of so many tokens, on the fullest rank."""
+        """Return the memory of a step with `tokens` per micro-batch, on the rank with the highest peak."""
 
     def alternatives(self) -> "Iterator[tuple[str, Planned]]":
-        """Yield settings that take less memory and the run with them, the cheapest first."""
+        """Yield settings that need less memory, each with its run, cheapest first."""
 
 
 TOKENS_STEP = 1024
-"""A chosen budget is a multiple of it."""
+"""Chosen budgets are multiples of this number of tokens."""
 TOKENS_MOST = 32768
 FIRST_TOKENS = {"cpu": 8192, "cuda": 16384}
-"""Tokens of a micro-batch by the kind of device, where neither a setting nor a plan says them."""
+"""Device type -> tokens per micro-batch without a setting or plan."""
 USED_SHARE = 0.9
-"""Share of the free memory that the expected peak may take: the rest is for fragments and errors of it."""
+"""Share of the free memory for the expected peak; the rest is for fragmentation and estimation errors."""
 
 
 def largest_budget(work: Planned, room: float) -> int:
-    """Return the largest budget whose expected peak fits; 0 if none does."""
+    """Return the largest budget whose expected peak fits into `room` bytes; 0 if none fits."""
     budgets = range(TOKENS_MOST, 0, -TOKENS_STEP)
     return next((tokens for tokens in budgets if work.expected(tokens).peak <= room), 0)
 
 
 def refusal(work: Planned, room: float) -> str:
-    """Return one sentence: the smallest budget's memory, the free memory, and settings that would fit."""
+    """Return one sentence with the smallest budget's memory, the free memory, and settings that would fit."""
     least = work.expected(TOKENS_STEP)
     return (
         f"the trainer does not fit on its device: a step of {TOKENS_STEP} tokens a micro-batch is expected "
@@ -108,7 +111,7 @@ def _remedy(work: Planned, room: float) -> str:
 
 
 def alternatives(work: Planned, room: float) -> Iterator[tuple[str, int, ExpectedMemory]]:
-    """Yield settings that fit, the cheapest first, each with its largest budget and what that takes."""
+    """Yield settings that fit, cheapest first, each with its largest budget and expected memory."""
     for settings, changed in work.alternatives():
         if tokens := largest_budget(changed, room):
             yield settings, tokens, changed.expected(tokens)

@@ -1,4 +1,4 @@
-"""Describes the memory of a host with the trainer's ranks, and says what would fit. No torch here."""
+"""Describes the host memory of the trainer's ranks, and settings that would fit. Does not import torch."""
 
 import dataclasses
 from abc import ABC, abstractmethod
@@ -10,31 +10,32 @@ from trainer.memory.expected import GIB, Planned
 
 Work = TypeVar("Work", bound=Planned)
 STATE_BYTES = 12
-"""Master and moments of a parameter, float32."""
+"""Bytes per parameter of its float32 master and moments."""
 CHUNK_ELEMENTS = 1 << 26
-"""Elements that the optimizer steps together, at least; as in `host_transfers.py`, which needs torch."""
+"""Minimum number of elements per optimizer chunk; equals the value in `host_transfers.py`, which imports
+torch."""
 ROOMS = 2
-"""Chunks that have room in page-locked memory, in either direction."""
+"""Number of page-locked chunk buffers per direction."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpectedHostMemory:
-    """Bytes in the memory of a host, by what they are for."""
+    """Bytes in host memory, by purpose."""
 
     model: int
-    """What ranks on a CPU compute with, or what others keep there while engines have the GPU."""
+    """Models of ranks on a CPU, or models moved to the host while engines use the GPU."""
     optimizer: int
     """Masters and moments of `optimizer.cpu_offload`."""
     transfers: int
-    """Its gradients and parameters on their way."""
+    """Gradients and parameters in transfer for `optimizer.cpu_offload`."""
     checkpoint: int
-    """Bytes of the copy that is written during the steps."""
+    """Copy of the state that is written in the background."""
     export: int
-    """The tensors that the host's ranks export; all hosts have about as many."""
+    """Tensors that the host's ranks export; about equal on all hosts."""
 
     @property
     def total(self) -> int:
-        """Their sum: all are there while a checkpoint is written."""
+        """Sum of all purposes, reached while a checkpoint is written."""
         return sum(getattr(self, field.name) for field in dataclasses.fields(self))
 
     def __str__(self) -> str:
@@ -45,41 +46,41 @@ class ExpectedHostMemory:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostRun(ABC, Generic[Work]):
-    """Facts that the memory of a host depends on; a backend computes it from them."""
+    """Facts that determine the memory of a host. A backend's subclass computes the memory."""
 
     work: Work
-    """The run."""
+    """Workload of the run."""
     hosts: int = 1
-    """Hosts of the trainer; each has as many ranks."""
+    """Number of hosts of the trainer, with equal numbers of ranks."""
     on_gpu: bool = True
-    """Whether ranks compute on GPUs; if not, all that they have is in host memory."""
+    """Whether ranks compute on GPUs; otherwise, their whole state is in host memory."""
     turns: bool = False
-    """Whether the GPU's state moves to the host while engines have the GPU."""
+    """Whether GPU state moves to the host while engines use the GPU."""
 
     @property
     def ranks(self) -> int:
-        """Ranks of one host."""
+        """Number of ranks per host."""
         return self.work.parallel.world_size // self.hosts
 
     @abstractmethod
     def expected(self) -> ExpectedHostMemory:
-        """Return the memory of the host that takes the most."""
+        """Return the memory of the host with the highest total."""
 
     @abstractmethod
     def alternatives(self) -> Iterator[tuple[str, Self]]:
-        """Yield settings that may take less memory and the run with them, the cheapest first."""
+        """Yield settings that may need less memory, each with its run, cheapest first."""
 
 
 def host_refusal(given: HostRun[Any], room: int, setting: str) -> str:
-    """Return why a run does not fit the memory of a host, in one sentence with settings that would.
+    """Return why a run does not fit into a host's memory, in one sentence with settings that would fit.
 
     Args:
         given: the run.
-        room: bytes that there are.
-        setting: how the room is called, such as "has" or "has free".
+        room: available bytes.
+        setting: verb phrase for `room`, such as "has" or "has free".
 
     Returns:
-        An empty text if it fits.
+        An empty string if the run fits.
     """
     needed = given.expected()
     if needed.total <= room:
@@ -91,7 +92,7 @@ def host_refusal(given: HostRun[Any], room: int, setting: str) -> str:
 
 
 def host_alternatives(given: HostRun[Any], room: int) -> Iterator[tuple[str, HostRun[Any]]]:
-    """Yield settings that fit, the cheapest first, and at last the fewest hosts that do."""
+    """Yield settings that fit, cheapest first, and finally the smallest number of hosts that fits."""
     for name, changed in given.alternatives():
         if changed != given and changed.expected().total <= room:
             yield name, changed
@@ -104,12 +105,12 @@ def host_alternatives(given: HostRun[Any], room: int) -> Iterator[tuple[str, Hos
 
 
 def transfer_bytes(stepped: int, largest: int, item: int) -> int:
-    """Return the bytes of gradients and parameters on their way between a device and its host.
+    """Return the bytes of gradients and parameters in transfer between a device and its host.
 
     Args:
-        stepped: elements that the rank steps.
-        largest: elements of its largest parameter.
-        item: bytes of an element's gradient and of its parameter, together.
+        stepped: number of elements that the rank's optimizer updates.
+        largest: number of elements of the rank's largest parameter.
+        item: bytes of an element's gradient plus its parameter.
     """
     return ROOMS * min(stepped, max(CHUNK_ELEMENTS, largest)) * item
 

@@ -1,9 +1,9 @@
-"""Repeats the passes of a step that ran out of memory, with half the tokens a micro-batch.
+"""Retries the passes of a step that ran out of memory, with half the tokens per micro-batch.
 
-Gradients are zero at the beginning of each attempt, so the result equals a step that began with the smaller
-budget. Ranks agree before gradients are added up: a rank that ran out of memory tells the others, which have
-made their passes and drop them. Where ranks wait for each other within a pass, or torch keeps the state of
-one that did not end, no rank can leave it: the process ends with an error, and torchrun ends the others.
+Each attempt starts with zero gradients, so the result equals a step with the smaller budget. Before gradients
+are reduced, ranks exchange their outcomes: if one rank ran out of memory, the others discard their passes. If
+ranks wait for each other within a pass, or torch keeps the state of an unfinished pass, no rank can leave the
+pass. The process then exits with an error, and torchrun ends the others.
 """
 
 import gc
@@ -27,16 +27,16 @@ REMEDY = (
 
 
 class Outcome(IntEnum):
-    """Outcome of a rank's passes; the largest of all ranks counts."""
+    """Outcome of a rank's passes. The maximum over all ranks counts."""
 
     DONE = 0
     REPEAT = 1
     SMALLEST = 2
-    """It ran out of memory, and no pass has more than one sample."""
+    """The rank ran out of memory, and no pass has more than one sample."""
 
 
 class _DroppedPasses(Exception):
-    """Leaves the passes of a rank because another one ran out of memory."""
+    """Leaves the passes of a rank because another rank ran out of memory."""
 
     def __init__(self, outcome: Outcome) -> None:
         super().__init__(outcome)
@@ -44,16 +44,16 @@ class _DroppedPasses(Exception):
 
 
 class Budgeted(Protocol):
-    """Passes of a model, with a budget."""
+    """Runner of a model's passes with a token budget."""
 
     micro_batch_tokens: int
 
     def counts(self, batch: Batch) -> Sequence[tuple[int, int]]:
-        """Return samples and tokens of each pass that this rank makes under the budget; no collective."""
+        """Return samples and tokens of each pass of this rank under the budget. Not a collective."""
 
 
 class OomRetry:
-    """The budget of tokens that is in force, and how it shrinks."""
+    """Token budget of micro-batches, which shrinks on out-of-memory errors."""
 
     def __init__(
         self,
@@ -64,25 +64,25 @@ class OomRetry:
         replicas: int,
         is_whole: bool,
     ) -> None:
-        """Begin with a budget.
+        """Start with a budget.
 
         Args:
-            device: of this rank.
-            tokens: of a micro-batch.
-            reset: zeroes the gradients and drops what passes left behind.
-            replicas: ranks that add up their gradients.
-            is_whole: whether this rank can leave its passes without another one waiting for it.
+            device: device of this rank.
+            tokens: tokens per micro-batch.
+            reset: zeroes the gradients and drops state that passes left behind.
+            replicas: number of ranks whose gradients are reduced together.
+            is_whole: whether this rank can leave its passes without blocking another rank.
         """
         self.tokens = tokens
         self._device, self._reset = device, reset
         self._replicas, self._is_whole = replicas, is_whole
         self._warnings: list[str] = []
-        """Sentences about passes since the last step."""
+        """Messages about passes since the last step."""
         self._agrees = False
-        """Whether the ranks have yet to agree in this attempt."""
+        """Whether the ranks must still exchange outcomes in this attempt."""
 
     def agreeing_before(self, add_up: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that adds up gradients of replicas, before which they agree in every step."""
+        """Return a function that exchanges outcomes in every step, then reduces gradients with `add_up`."""
 
         def agree_and_add_up(*args: Any, **options: Any) -> None:
             if self._agrees and (outcome := self._agreed(Outcome.DONE, self.tokens)) is not Outcome.DONE:
@@ -92,40 +92,39 @@ class OomRetry:
         return agree_and_add_up
 
     def step(self, runner: Budgeted, batch: Batch, passes: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
-        """Make the passes of a step, which end by adding up gradients over the replicas.
+        """Run the passes of a step, which end with the gradient reduction over the replicas.
 
         Args:
-            runner: makes them with the budget that it is given here.
-            batch: the part of this rank's replica.
-            passes: makes them.
+            runner: runner of the passes; its budget is set here.
+            batch: this replica's part of the batch.
+            passes: runs the passes.
 
         Returns:
-            What `passes` returned, and a sentence if they, or other passes since the last step, had to be
-            repeated.
+            Result of `passes`, and messages if these or other passes since the last step were retried.
 
         Raises:
-            SettingsError: out of memory, and the passes cannot be repeated with smaller micro-batches.
+            SettingsError: out of memory, and the passes cannot be retried with smaller micro-batches.
         """
         result = self._repeat(runner, batch, passes, together=self._replicas > 1)
         warnings, self._warnings = self._warnings, []
         return result, tuple(warnings)
 
     def alone(self, runner: Budgeted, batch: Batch, passes: Callable[[], T]) -> T:
-        """Make passes without gradients, in which replicas do not wait for each other; else as `step`."""
+        """Run passes without gradients, where replicas do not wait for each other; otherwise like `step`."""
         return self._repeat(runner, batch, passes, together=False)
 
     def once(self, passes: Callable[[], T]) -> T:
-        """Make passes without gradients that can be left out, with a budget that stays as it is.
+        """Run optional passes without gradients, without changing the budget.
 
         Raises:
-            torch.OutOfMemoryError: they ran out of memory.
-            SettingsError: they did, and this rank cannot leave its passes.
+            torch.OutOfMemoryError: the passes ran out of memory.
+            SettingsError: the passes ran out of memory, and this rank cannot leave its passes.
         """
         try:
             return passes()
         except torch.OutOfMemoryError as error:
             cause = _cause(error)
-        self._clear()  # here the error is gone, and with it all that its frames held
+        self._clear()  # after the except block, because the error's frames hold tensors
         if not self._is_whole:
             raise self._stuck(cause)
         raise torch.OutOfMemoryError(cause)
@@ -146,7 +145,7 @@ class OomRetry:
                 if cause:
                     self._warnings.append(_warning(first, self.tokens, cause))
                 return result
-            # here the error is gone, and with it all that its frames held
+            # after the except block, because the error's frames hold tensors
             before = self.tokens
             self._clear()
             outcome = found
@@ -165,7 +164,7 @@ class OomRetry:
             torch.cuda.empty_cache()
 
     def _shrunk(self, cause: str, counts: Sequence[tuple[int, int]], together: bool) -> Outcome:
-        """Halve the budget on the rank that was short."""
+        """Halve the budget on the rank that ran out of memory."""
         if not self._is_whole or (together and not self._agrees):
             raise self._stuck(cause)
         divisible = any(samples > 1 for samples, _ in counts)
@@ -184,7 +183,7 @@ class OomRetry:
         )
 
     def _agreed(self, outcome: Outcome, tokens: int) -> Outcome:
-        """Return the worst outcome of all replicas, and take over the smallest budget. A collective."""
+        """Return the worst outcome of all replicas, and adopt the smallest budget. A collective."""
         self._agrees = False
         state = torch.tensor([int(outcome), -tokens], device=self._device)
         dist.all_reduce(state, dist.ReduceOp.MAX)

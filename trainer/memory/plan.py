@@ -1,4 +1,4 @@
-"""Plans the tokens of a micro-batch for the ranks' devices, and measures the memory that a step took."""
+"""Plans the tokens per micro-batch for the ranks' devices, and measures the memory of a step."""
 
 import logging
 
@@ -24,37 +24,37 @@ class MemoryPlan:
     """Planned and measured memory of one rank's device; a CPU is not measured."""
 
     def __init__(self, work: Planned, device: torch.device, served: int = 0) -> None:
-        """Plan before anything is allocated. A collective: the rank with the least memory decides for all.
+        """Plan before any allocation. A collective: the rank with the least memory determines the plan.
 
         Args:
             work: the run.
-            device: of the rank.
-            served: bytes of versions that the rank will keep there for engines, and of a draft head.
+            device: device of the rank.
+            served: bytes of versions that the rank keeps there for engines, and of a draft head.
 
         Raises:
-            SettingsError: a step does not fit; names settings that would.
+            SettingsError: a step does not fit. The message names settings that would fit.
         """
         self._work, self._device, self._served = work, device, served
         self._measured = device.type == "cuda"
         self.tokens = work.trainer.micro_batch_tokens or FIRST_TOKENS[device.type]
-        """Tokens of a micro-batch, until a step runs out of memory."""
+        """Tokens per micro-batch, until a step runs out of memory."""
         if self._measured:
             self.tokens = planned_tokens(work, _room_of_ranks(work.trainer, device, served))
             if dist.get_rank() == 0:
                 log.info("memory.expected tokens=%d peak=%s", self.tokens, work.expected(self.tokens))
 
     def begin_step(self) -> None:
-        """Measure from here on."""
+        """Start measuring the peak."""
         if self._measured:
             torch.cuda.reset_peak_memory_stats(self._device)
 
     def peaks(self, tokens: int) -> tuple[float | None, float | None]:
-        """Return the largest memory that a rank had allocated since `begin_step`, and the expected one, GiB.
+        """Return the highest allocated memory of a rank since `begin_step`, and the expected memory, GiB.
 
-        Versions that it serves, and a draft head, are in both. None on a CPU. A collective.
+        Both include served versions and a draft head. None on a CPU. A collective.
 
         Args:
-            tokens: the budget that was in force.
+            tokens: token budget of the step.
         """
         peak = peak_gb(self._device)
         expected = self._work.expected(tokens).peak + self._served
@@ -62,7 +62,7 @@ class MemoryPlan:
 
 
 def peak_gb(device: torch.device) -> float | None:
-    """Return the largest memory that a rank had allocated since its step began, GiB; None on a CPU.
+    """Return the highest allocated memory of a rank since its step began, GiB; None on a CPU.
 
     A collective.
     """
@@ -74,14 +74,14 @@ def peak_gb(device: torch.device) -> float | None:
 
 
 def planned_tokens(work: Planned, room: float) -> int:
-    """Return the budget of a micro-batch: the one that is set, or the largest one that fits.
+    """Return the budget of a micro-batch: the setting, or the largest budget that fits.
 
     Args:
         work: the run.
-        room: bytes that a rank may take.
+        room: bytes available on a rank.
 
     Raises:
-        SettingsError: not even the smallest budget fits; names settings that would.
+        SettingsError: the smallest budget does not fit. The message names settings that would fit.
     """
     tokens = work.trainer.micro_batch_tokens
     if not tokens:
@@ -103,20 +103,20 @@ def planned_tokens(work: Planned, room: float) -> int:
 
 
 def room_of(trainer: TrainerConfig, free: int, total: int, served: int) -> float:
-    """Return the bytes that training may take of a device.
+    """Return the bytes of a device available for training.
 
     Args:
-        trainer: its settings.
-        free: bytes of the device that are free.
-        total: all of them.
-        served: bytes of versions, and of a draft head, that the rank will keep there; `trainer.memory_gb` is
-            without them.
+        trainer: section `[trainer]`.
+        free: free bytes of the device.
+        total: total bytes of the device.
+        served: bytes of versions, and of a draft head, that the rank keeps there; `trainer.memory_gb`
+            excludes them.
     """
     return trainer.memory_gb * GIB or USED_SHARE * (min(free, trainer.memory_fraction * total) - served)
 
 
 def _room_of_ranks(trainer: TrainerConfig, device: torch.device, served: int) -> float:
-    """Return the bytes that training may take of every rank's device. A collective."""
+    """Return the bytes available for training on every rank's device. A collective."""
     room = room_of(trainer, *torch.cuda.mem_get_info(device), served)
     least = torch.tensor(room, dtype=torch.float64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)

@@ -1,1 +1,1 @@
-"""Checks whether the backend `megatron` computes with a checkpoint as Hugging Face's model does."""
+"""Checks that the backend `megatron` computes a checkpoint like Hugging Face's model."""

@@ -16,39 +16,39 @@ from trainer.batch import Batch
 TOLERANCE = 1e-4
 """Allowed difference of a log-probability, relative to the larger of its size and 1."""
 CONTEXT = 8
-"""Tokens before a wrong one that are shown."""
+"""Number of tokens shown before a wrong token."""
 BLOCK_ELEMENTS = 1 << 24
-"""Elements of a checkpoint's tensor that are read at a time, unless a row has more."""
+"""Number of elements of a checkpoint's tensor per read, unless a single row has more."""
 
 
 @dataclass(frozen=True, slots=True)
 class LogprobFindings:
-    """Differences of log-probabilities from the expected ones."""
+    """Differences from the expected log-probabilities."""
 
     compared: int
-    """Log-probabilities."""
+    """Number of compared log-probabilities."""
     largest: float | None
-    """The largest difference; None if a value is not finite."""
+    """Largest difference; None if a value is not finite."""
     difference: str
-    """The first one over the tolerance, with its place; empty if there is none."""
+    """First difference over the tolerance, with its position; empty if there is none."""
 
 
 @dataclass(frozen=True, slots=True)
 class TensorFindings:
-    """Differences of exported tensors from a checkpoint's."""
+    """Differences of exported tensors from the checkpoint's tensors."""
 
     compared: int
-    """Tensors."""
+    """Number of compared tensors."""
     dtypes: list[str]
     """Data types of the checkpoint's tensors."""
     ignored: list[str]
     """Tensors of the checkpoint that the model does not need."""
     difference: str
-    """The first one, with its place; empty if there is none."""
+    """First difference, with its position; empty if there is none."""
 
 
 def compare_logprobs(batch: Batch, found: torch.Tensor, expected: torch.Tensor) -> LogprobFindings:
-    """Compare the log-probabilities (float32 [t]) of a batch's sampled tokens; NaN is a difference."""
+    """Compare the log-probabilities (float32 [t]) of a batch's sampled tokens. NaN counts as a difference."""
     wanted = batch.sampled_mask
     apart = (found - expected).abs()
     wrong = wanted & ~(apart <= TOLERANCE * expected.abs().clamp(min=1))
@@ -73,12 +73,12 @@ def compare_tensors(
     reader: SafetensorsReader,
     is_ignorable: Callable[[str], bool],
 ) -> TensorFindings:
-    """Compare an export with the checkpoint that was loaded, bit for bit, after the cast of loading.
+    """Compare an export with the loaded checkpoint, bit for bit, after the dtype conversion of loading.
 
     Args:
-        exported: the export, which is exhausted also after a difference, because other ranks take part in it.
-        reader: the checkpoint.
-        is_ignorable: whether the model does not need a tensor of that name.
+        exported: the export. It is exhausted even after a difference, because other ranks take part in it.
+        reader: reader of the checkpoint.
+        is_ignorable: whether the model does not need the tensor with this name.
     """
     missing, dtypes, compared, difference = reader.names, set[str](), 0, ""
     for name, tensor in exported:
@@ -97,7 +97,7 @@ def compare_tensors(
 
 
 def _difference(name: str, tensor: torch.Tensor, reader: SafetensorsReader) -> tuple[str, str]:
-    """Return the dtype of a checkpoint's tensor, and the first place where the exported one differs."""
+    """Return the dtype of a checkpoint's tensor, and the first position where the exported tensor differs."""
     shape = reader.shape(name)
     length = max(1, BLOCK_ELEMENTS // max(1, math.prod(shape[1:])))
     rows = shape[0] if shape else 1

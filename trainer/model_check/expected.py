@@ -1,4 +1,4 @@
-"""Draws random samples, and computes their expected log-probabilities by Hugging Face's model.
+"""Draws random samples, and computes their expected log-probabilities with Hugging Face's model.
 
 Shapes: t tokens of all samples.
 """
@@ -15,17 +15,17 @@ from trainer.batch import Batch, StepTotals
 
 SAMPLES = 8
 LONGEST = 128
-"""Tokens of the longest sample, where the model has so many positions."""
+"""Maximum length of a sample, tokens; limited by the model's positions."""
 SHORTEST = 2
-"""The first token of a sample is given, so there is one to predict."""
+"""Minimum length of a sample: one given token and one to predict."""
 
 
 def random_samples(vocabulary: int, positions: int) -> Batch:
-    """Return samples of random tokens and unequal lengths; every token but the first is sampled.
+    """Return samples of random tokens and unequal lengths. Every token except the first is sampled.
 
     Args:
-        vocabulary: tokens to draw from.
-        positions: the model's positions; the longest sample has at most so many tokens.
+        vocabulary: number of tokens to draw from.
+        positions: the model's number of positions, which limits the longest sample.
     """
     generator = torch.Generator().manual_seed(0)
     longest = max(SHORTEST, min(LONGEST, positions))
@@ -35,7 +35,7 @@ def random_samples(vocabulary: int, positions: int) -> Batch:
 
 
 def batch_of(tokens: torch.Tensor, lengths: torch.Tensor) -> Batch:
-    """Return tokens (integers [t]) of samples of these lengths (int64 [n]) as a batch without a loss."""
+    """Return tokens (integers [t]) of samples with these lengths (int64 [n]) as a batch without a loss."""
     offsets = torch.nn.functional.pad(lengths.cumsum(0), (1, 0))
     size, samples = len(tokens), len(lengths)
     sampled = torch.ones(size, dtype=torch.bool)
@@ -59,12 +59,12 @@ def batch_of(tokens: torch.Tensor, lengths: torch.Tensor) -> Batch:
 
 @torch.no_grad()
 def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
-    """Return the log-probabilities of the sampled tokens by transformers in float32, 0 elsewhere, [t].
+    """Return the sampled tokens' log-probabilities from transformers in float32, 0 for other tokens, [t].
 
-    Each sample is a pass of its own, without padding, and with the attention that is written out.
+    Each sample is a separate pass, without padding, with eager attention.
 
     Raises:
-        SettingsError: transformers cannot load the model, or make a pass.
+        SettingsError: transformers cannot load or run the model.
     """
     transformers_logging.disable_progress_bar()
     try:
@@ -82,7 +82,7 @@ def hf_logprobs(model_dir: Path, batch: Batch) -> torch.Tensor:
     for tokens in batch.tokens.long().split(batch.lengths.tolist()):
         try:
             logits = model(input_ids=tokens[None], use_cache=False).logits[0, :-1].float()
-        except Exception as error:  # whatever the model's code raises
+        except Exception as error:  # the model's code may raise anything
             raise SettingsError(f"{model_dir}: transformers cannot make a pass of it: {error}") from error
         picked = torch.log_softmax(logits, -1).gather(-1, tokens[1:, None])[:, 0]
         rows += [picked.new_zeros(1), picked]

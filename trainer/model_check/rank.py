@@ -1,4 +1,4 @@
-"""Makes one rank's part of a check: loads the model, computes log-probabilities, exports."""
+"""Runs one rank's part of a check: loads the model, computes log-probabilities, exports."""
 
 import re
 from collections.abc import Callable
@@ -29,7 +29,7 @@ from trainer.model_check.differences import (
 LoadedBackend = TypeVar("LoadedBackend", MegatronBackend, FsdpBackend)
 
 MICRO_BATCH_TOKENS = 256
-"""So several samples are in a micro-batch, and there are several micro-batches."""
+"""Small enough for several micro-batches, large enough for several samples in each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,14 +46,14 @@ def check_on_rank(
     """Load the model as the trainer does, in float32 on the CPU, and compare. A collective.
 
     Args:
-        model_dir: the checkpoint.
+        model_dir: directory of the checkpoint.
         parallel: layout of the ranks; every replica computes the whole batch.
         threads: CPU threads of this rank.
         batch: samples; equal on every rank.
-        expected: their log-probabilities, float32 [t].
+        expected: expected log-probabilities of the samples, float32 [t].
 
     Returns:
-        On rank 0 what was found, None on the others.
+        The results on rank 0, None on the other ranks.
 
     Raises:
         SettingsError: the model is not supported, or does not fit the layout.
@@ -69,10 +69,11 @@ def check_sharded(
     """Check a model of transformers with the backend `fsdp` on one rank; arguments as in `check_on_rank`.
 
     Returns:
-        What was found, and why its samples are not packed; empty where they are.
+        Results, and the reason why samples are not packed; empty if they are.
 
     Raises:
-        SettingsError: transformers cannot load the model, or its checkpoint cannot be made from it.
+        SettingsError: transformers cannot load the model, or the checkpoint's tensors cannot be restored from
+            it.
     """
     with _loaded(FsdpBackend, model_dir, ParallelConfig(), threads) as backend:
         ignored = backend.ignored_names
@@ -86,7 +87,7 @@ def check_sharded(
 def _loaded(
     kind: Callable[..., LoadedBackend], model_dir: Path, parallel: ParallelConfig, threads: int
 ) -> closing[LoadedBackend]:
-    """Load a model as the trainer does; at the end of a `with` it is closed."""
+    """Load a model as the trainer does; closed at the end of a `with` block."""
     return closing(
         kind(
             model_dir,

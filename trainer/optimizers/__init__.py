@@ -1,1 +1,1 @@
-"""Makes optimizers by name, each from a library."""
+"""Creates optimizers by name, each from a library."""

@@ -1,8 +1,8 @@
-"""Makes the optimizers of libraries, and the user's; arguments and errors are as in `make_optimizer`.
+"""Creates the optimizers of libraries, and the user's. Arguments and errors as in `make_optimizer`.
 
-Muon: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks"; the learning rate is
-AdamW's, times 0.2 sqrt(max(rows, columns)) on a matrix, as in "Muon is Scalable for LLM Training" (arXiv
-2502.16982).
+Muon: Jordan et al. 2024, "Muon: An optimizer for hidden layers in neural networks". The learning rate is
+AdamW's, multiplied by 0.2 sqrt(max(rows, columns)) for a matrix, as in "Muon is Scalable for LLM Training"
+(arXiv 2502.16982).
 """
 
 import importlib
@@ -17,31 +17,31 @@ from trainer.config import OptimizerConfig
 
 
 class MuonWithAdamW(torch.optim.Optimizer):
-    """Two optimizers of torch as one: their groups one after the other, their state by parameter."""
+    """Combination of two torch optimizers, with concatenated parameter groups and shared state."""
 
     def __init__(self, muon: torch.optim.Muon, adamw: torch.optim.AdamW) -> None:
-        """Combine optimizers that have no parameter in common, before either has made a step."""
+        """Combine optimizers with disjoint parameters, before either has taken a step."""
         groups: list[dict[str, Any]] = [*muon.param_groups, *adamw.param_groups]
         super().__init__(groups, {})
-        self.param_groups = groups  # the same object in both, so that a value set here counts there
+        self.param_groups = groups  # the same dict objects, so changes here affect the inner optimizers
         muon.state = adamw.state = self.state
         self._both: tuple[torch.optim.Optimizer, ...] = (muon, adamw)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Step every parameter that has a gradient."""
+        """Update every parameter that has a gradient."""
         for optimizer in self._both:
             optimizer.step()
 
 
 def is_hidden_matrix(parameter: torch.Tensor, embeddings: Iterable[torch.Tensor]) -> bool:
-    """Return whether Muon steps a parameter: a matrix that is not an embedding or the output layer."""
+    """Return whether Muon updates a parameter: a matrix other than the embedding and the output layer."""
     return parameter.ndim == 2 and all(parameter is not other for other in embeddings)
 
 
 NEWTON_SCHULZ_STEPS = 5
-"""Iterations that make an update of Muon orthogonal."""
+"""Number of iterations that orthogonalize an update of Muon."""
 PROBE_STEPS = 2
-"""The first step makes an optimizer's state, the second one uses it."""
+"""Number of probe steps: the first creates the optimizer's state, the second uses it."""
 Masters = Mapping[str, torch.nn.Parameter]
 
 
@@ -55,7 +55,7 @@ def adamw(
 def adamw_8bit(
     masters: Masters, config: OptimizerConfig, embeddings: Collection[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return bitsandbytes' AdamW with moments of 8 bits."""
+    """Return bitsandbytes' AdamW with 8-bit moments."""
     made: torch.optim.Optimizer = _eight_bit()(
         _groups(list(masters.values()), config), **_adam_options(config)
     )
@@ -65,7 +65,7 @@ def adamw_8bit(
 def muon(
     masters: Masters, config: OptimizerConfig, embeddings: Collection[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return Muon on the matrices of hidden layers, AdamW on everything else."""
+    """Return Muon for the matrices of hidden layers, with AdamW for all other parameters."""
     for name, parameter in masters.items():
         if parameter.ndim > 2:
             raise SettingsError(
@@ -89,7 +89,7 @@ def muon(
 def own(
     masters: Masters, config: OptimizerConfig, embeddings: Collection[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return the optimizer that the user's `MODULE:NAME` makes."""
+    """Return the optimizer that the user's `MODULE:NAME` creates."""
     found, file = import_attribute(config.name, "setting optimizer.name")
     what = f"setting optimizer.name: {config.name} in {file}"
     given, options = _groups(list(masters.values()), config), {"lr": config.lr, **config.options}
@@ -100,10 +100,11 @@ def own(
 
 
 def probe_optimizer(config: OptimizerConfig) -> None:
-    """Have an optimizer of the user step a matrix and a vector.
+    """Run steps of a user's optimizer on a matrix and a vector.
 
     Raises:
-        SettingsError: it cannot be made, raises, changes no number, or makes numbers that are not finite.
+        SettingsError: the optimizer cannot be created, raises, does not change the matrix, or produces values
+            that are not finite.
     """
     masters = {"matrix": torch.nn.Parameter(torch.eye(4)), "vector": torch.nn.Parameter(torch.ones(4))}
     optimizer = own(masters, config, ())

@@ -1,11 +1,11 @@
-"""Makes the optimizer that `optimizer.name` asks for, or one of the user by `MODULE:NAME`.
+"""Creates the optimizer `optimizer.name`, or a user's optimizer by `MODULE:NAME`.
 
     class Mine(torch.optim.Optimizer):
         def __init__(self, groups: list[dict], *, lr: float, ...): ...
     def mine(groups: list[dict], *, lr: float, ...) -> torch.optim.Optimizer: ...
 
-`groups` have the float32 masters (`params`) and their `weight_decay`; `[optimizer] options` are further
-keyword arguments. docs/own_code.md describes them. torch is imported when an optimizer is made.
+`groups` contain the float32 masters (`params`) and their `weight_decay`. `[optimizer] options` are additional
+keyword arguments. docs/own_code.md describes them. torch is imported when an optimizer is created.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ OPTIMIZERS = Registry(
 def make_optimizer(
     masters: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, embeddings: Collection[torch.Tensor]
 ) -> torch.optim.Optimizer:
-    """Return the optimizer of float32 parameters. Weight decay leaves out vectors (norms and biases).
+    """Return the optimizer of float32 parameters. Vectors (norms and biases) have no weight decay.
 
     Args:
-        masters: tensors to step, by name.
-        config: the settings.
-        embeddings: the masters that are the embedding or the output layer.
+        masters: tensors to update, by name.
+        config: section `[optimizer]`.
+        embeddings: masters of the embedding and the output layer.
 
     Raises:
-        SettingsError: it is not known or not installed, cannot step a parameter, or an optimizer of the user
-            cannot be made.
+        SettingsError: the optimizer is unknown or not installed, does not support a parameter, or a user's
+            optimizer cannot be created.
     """
     entry = OPTIMIZERS.find(config.name, "setting optimizer.name:")
     optimizer: torch.optim.Optimizer = load(entry.path)(masters, config, embeddings)

@@ -1,1 +1,1 @@
-"""Implements the reference backend: plain torch and transformers, the oracle of the others."""
+"""Implements the reference backend: plain torch and transformers, the oracle of the other backends."""

@@ -36,10 +36,10 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 class ReferenceBackend(SavedStepper, Backend):
-    """AdamW or another optimizer on fp32 masters, on one rank.
+    """Trainer with fp32 masters on one rank.
 
-    Deterministic on the CPU: the same batches from the same checkpoint give the same bits. The model's
-    dropout stays off, so that E = 0 is on-policy. Weight decay leaves out vectors (norms and biases), as in
+    Deterministic on the CPU: the same batches from the same checkpoint produce the same bits. The model's
+    dropout is off, so E = 0 is on-policy. Vectors (norms and biases) have no weight decay, as in
     Megatron-core.
     """
 
@@ -55,12 +55,12 @@ class ReferenceBackend(SavedStepper, Backend):
     ) -> None:
         """Load the model of a Hugging Face directory; arguments as in `make_backend`.
 
-        With `shared`, masters are separate from the parameters in every dtype, and are the published tensors;
+        With `shared`, masters are separate from the parameters in every dtype, and are the published tensors.
         `attach` may follow.
 
         Raises:
-            SettingsError: more than one rank, an unknown dtype or device, or a directory that
-                transformers cannot load.
+            SettingsError: more than one rank, an unknown dtype or device, or transformers cannot load the
+                directory.
         """
         require_one_rank()
         checked_name(trainer.dtype, DTYPES, "setting trainer.dtype:")
@@ -83,7 +83,7 @@ class ReferenceBackend(SavedStepper, Backend):
 
     @property
     def model(self) -> torch.nn.Module:
-        """The live model, for tests that sample from it directly."""
+        """The model in training, for tests that sample from it."""
         return self._model
 
     def train_step(self, batch: Batch) -> StepStats:
@@ -115,9 +115,9 @@ class ReferenceBackend(SavedStepper, Backend):
             return evaluate(logprobs_at, self._reference, batch, self._trainer)
 
     def keep_reference(self) -> None:
-        """Keep a copy of the current weights, or use the base of the adapters; further calls have no effect.
+        """Keep a copy of the current weights as reference, or use the base model of the adapters. Idempotent.
 
-        It is not part of checkpoints: call this before `restore`.
+        Checkpoints do not contain the reference: call before `restore`.
         """
         if self._reference is None and self.lora.rank:
             self._reference = self._model
@@ -181,7 +181,7 @@ class ReferenceBackend(SavedStepper, Backend):
         super().close()
 
     def _embeddings(self) -> list[torch.Tensor]:
-        """Return the masters of the embedding and of the output layer, as far as they are trained."""
+        """Return the trained masters of the embedding and of the output layer."""
         model: Any = self._model
         layers = (model.get_input_embeddings(), model.get_output_embeddings())
         found = [layer.weight for layer in layers if layer is not None]
@@ -199,7 +199,7 @@ class ReferenceBackend(SavedStepper, Backend):
         }
 
     def _accumulate(self, part: Batch, measures: StepMeasures) -> torch.Tensor:
-        """Add one micro-batch's gradient to the masters'; return its measurements."""
+        """Add one micro-batch's gradient to the masters' gradients; return the measurements."""
         tokens = trained_tokens(part)
         logprobs, entropy = forward(self._model, part, tokens.place)
         loss, vector = micro_batch_loss(self._algorithm, measures, tokens, logprobs, entropy)
@@ -209,10 +209,10 @@ class ReferenceBackend(SavedStepper, Backend):
 
 
 def load_frozen(spec: FrozenSpec, trainer: TrainerConfig, device: torch.device) -> FrozenModel:
-    """Load a model that is never trained on a device.
+    """Load a frozen model on a device.
 
     Raises:
-        SettingsError: transformers cannot load it.
+        SettingsError: transformers cannot load the model.
     """
     setting, dtype = f"{spec.role}.path", DTYPES[trainer.dtype]
     if spec.is_classifier:
@@ -227,10 +227,10 @@ def load_frozen(spec: FrozenSpec, trainer: TrainerConfig, device: torch.device) 
 def load_frozen_apart(
     spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[FrozenModel, Replicas]:
-    """Load a model that is never trained; as `trainer.registry.make_frozen`.
+    """Load a frozen model; arguments as in `trainer.registry.make_frozen`.
 
     Raises:
-        SettingsError: transformers cannot load it, or it has several ranks.
+        SettingsError: transformers cannot load the model, or there are several ranks.
     """
     require_one_rank()
     torch.set_num_threads(trainer.threads)
@@ -238,7 +238,7 @@ def load_frozen_apart(
 
 
 def _rotaries(model: Any) -> list[Angles]:
-    """Return the rotary embedding of a transformers model, if it has one."""
+    """Return the rotary embedding of a transformers model; empty if it has none."""
     rotary: Any = getattr(model.base_model, "rotary_emb", None)
 
     def halves(positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -250,10 +250,10 @@ def _rotaries(model: Any) -> list[Angles]:
 
 
 def require_one_rank() -> None:
-    """Refuse to be one of several ranks.
+    """Check that this process is the only rank.
 
     Raises:
-        SettingsError: there are several.
+        SettingsError: there are several ranks.
     """
     ranks = (
         dist.get_world_size()
@@ -268,10 +268,10 @@ def require_one_rank() -> None:
 
 
 def choose_device(name: str) -> torch.device:
-    """Return the device that `trainer.device` names.
+    """Return the device for `trainer.device`.
 
     Raises:
-        SettingsError: there is no GPU.
+        SettingsError: a GPU is requested but missing.
     """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -19,11 +19,11 @@ from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.value_measures import ValueMeasures
 
 CRITIC = "setting critic.path:"
-"""Begins errors about its directory."""
+"""Prefix of errors about the critic's directory."""
 
 
 class ReferenceCritic(SavedStepper, Critic):
-    """AdamW on fp32 masters, on one rank; deterministic on the CPU."""
+    """Critic with fp32 masters on one rank; deterministic on the CPU."""
 
     def __init__(
         self,
@@ -35,18 +35,18 @@ class ReferenceCritic(SavedStepper, Critic):
         trainer: TrainerConfig,
         config: CriticConfig,
     ) -> None:
-        """Load the model of a Hugging Face directory; the last arguments are as in `make_critic`.
+        """Load the model of a Hugging Face directory.
 
         Args:
-            device: where it computes.
-            architecture: the policy's, by which checkpoints name this model.
-            model_dir: the directory.
-            optimizer: the policy's.
+            device: device of the model.
+            architecture: class name of the policy, with which checkpoints identify this model.
+            model_dir: Hugging Face directory.
+            optimizer: settings of the policy's optimizer.
             trainer: settings of the backend.
             config: settings of the critic.
 
         Raises:
-            SettingsError: as `ValueModel`.
+            SettingsError: transformers cannot load the directory, or its head has several labels.
         """
         self.config, self._trainer, self._device = config, trainer, device
         self._architecture = f"{architecture} with a value head"
@@ -86,7 +86,7 @@ class ReferenceCritic(SavedStepper, Critic):
         }  # fmt: skip
 
     def _accumulate(self, part: Batch, measures: ValueMeasures) -> torch.Tensor:
-        """Add one micro-batch's gradient to the masters'; return its measurements."""
+        """Add one micro-batch's gradient to the masters' gradients; return the measurements."""
         tokens = trained_tokens(part)
         loss, vector = measures.micro_batch_loss(tokens, values_at(self._model, part, tokens.place))
         loss.backward()
@@ -97,10 +97,10 @@ class ReferenceCritic(SavedStepper, Critic):
 def load_critic_apart(
     spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[Critic, Replicas]:
-    """Load a critic; as `trainer.registry.make_critic_apart`.
+    """Load a critic on a separate rank; arguments as in `trainer.registry.make_critic_apart`.
 
     Raises:
-        SettingsError: transformers cannot load it, or it has several ranks.
+        SettingsError: transformers cannot load the model, or there are several ranks.
     """
     require_one_rank()
     torch.set_num_threads(trainer.threads)

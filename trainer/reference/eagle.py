@@ -1,7 +1,7 @@
 """Trains an EAGLE head on the hidden states of the policy (Li et al. 2024, arXiv 2401.15077).
 
-Shapes: n samples of L tokens at most, t tokens of a batch, k positions that are trained, h elements of a
-state, V vocabulary.
+Shapes: n samples of at most L tokens, t tokens of a batch, k trained positions, h elements of a state, V
+vocabulary.
 """
 
 import logging
@@ -28,27 +28,28 @@ from trainer.storage.host_state import HostCopies, HostState
 log = logging.getLogger("tether.trainer")
 
 UPDATE_TOKENS = 512
-"""Most tokens of an update with several samples, for which a step may have to wait, and most positions that
-any update learns, whose logits take memory."""
+"""Token limit of an update with several samples, for which a step may have to wait; also the limit of
+positions in any update, whose logits need memory."""
 PASSES = 2
-"""Updates with each sample, at most: the head is not fitted to the few texts of one step."""
+"""Maximum number of updates per sample; low, to avoid overfitting to the few texts of one step."""
 LOGITS_WEIGHT = 0.1
 """Weight of the logits in the loss, as in the paper."""
 IDENTITY = {"backend": "draft_head"}
-"""Names the writer of a checkpoint."""
+"""Identifies the writer of a checkpoint."""
 HEAD, TRAINING = "draft_head", "draft_training"
-"""Directories of a checkpoint: the published head, as `engine.draft_model` is, and the state of training."""
+"""Directories in a checkpoint: the published head in the format of `engine.draft_model`, and the training
+state."""
 
 
 class EagleHead(torch.nn.Module):
-    """The head of vLLM's method `eagle`: a linear layer and a layer of Llama without a norm before it."""
+    """Head of vLLM's method `eagle`: a linear layer, then a Llama layer without its input norm."""
 
     def __init__(self, directory: Path) -> None:
-        """Load the head of a directory, float32."""
+        """Load the head from a directory, in float32."""
         super().__init__()
         config = LlamaConfig.from_pretrained(directory)
         config._attn_implementation = "sdpa"
-        with torch.device("meta"):  # draws no random numbers
+        with torch.device("meta"):  # draw no random numbers
             self.fc = torch.nn.Linear(2 * config.hidden_size, config.hidden_size, bias=False)
             self.layers = torch.nn.ModuleList([LlamaDecoderLayer(config, 0)])
         self.layers[0].input_layernorm = torch.nn.Identity()
@@ -59,7 +60,7 @@ class EagleHead(torch.nn.Module):
         self.load_state_dict(tensors, assign=True)
 
     def forward(self, states: torch.Tensor, embeddings: torch.Tensor) -> torch.Tensor:
-        """Return the states that follow `states`, given embeddings of the tokens after them: [n, L, h]."""
+        """Return the next states after `states`, [n, L, h], given the embeddings of the next tokens."""
         joined = self.fc(torch.cat([embeddings, states], dim=-1))
         places = self._rotary(joined, torch.arange(joined.shape[1], device=joined.device)[None])
         drafted: torch.Tensor = self.layers[0](joined, position_embeddings=places)
@@ -70,24 +71,24 @@ def eagle_loss(drafted: torch.Tensor, states: torch.Tensor, output: torch.Tensor
     """Return the mean of SmoothL1(states, drafted) + 0.1 CE(softmax(states O'), softmax(drafted O')).
 
     Args:
-        drafted: [k, h], the head's states.
-        states: [k, h], the policy's.
-        output: O [V, h], its output layer.
+        drafted: [k, h], states predicted by the head.
+        states: [k, h], states of the policy.
+        output: O [V, h], weight of the policy's output layer.
     """
     target = (states @ output.T).softmax(-1)
     return F.smooth_l1_loss(drafted, states) + LOGITS_WEIGHT * F.cross_entropy(drafted @ output.T, target)
 
 
 class EagleTraining(DraftTraining):
-    """An EAGLE head, float32, and its AdamW."""
+    """Training of a float32 EAGLE head with AdamW."""
 
     def __init__(self, directory: Path, lr: float, policy: Backend) -> None:
-        """Load the head of a directory.
+        """Load the head from a directory.
 
         Args:
-            directory: in vLLM's format.
+            directory: directory in vLLM's format.
             lr: learning rate.
-            policy: computes the hidden states.
+            policy: backend that computes the hidden states.
         """
         self._policy, self._device = policy, policy.device
         self._config = (directory / "config.json").read_text()
@@ -139,7 +140,7 @@ class EagleTraining(DraftTraining):
         }
 
     def restore_parts(self, checkpoint: Path) -> None:
-        self._batch, self.left, self._losses = None, [], []  # of steps after the checkpoint
+        self._batch, self.left, self._losses = None, [], []  # from steps after the checkpoint
         if not (checkpoint / HEAD).is_dir():
             log.warning("checkpoint.no_draft_head directory=%s", checkpoint)
             return
@@ -148,13 +149,13 @@ class EagleTraining(DraftTraining):
             self.published[PREFIX + name].copy_(tensor)
 
     def _loss(self, part: Batch, found: LastStates) -> torch.Tensor | None:
-        """Return the loss over the states from which tokens were sampled; None: there are none."""
+        """Return the loss over the states from which tokens were sampled; None without such states."""
         tokens, sample, position = padded(part)
         states = found.states.new_zeros(*tokens.shape, found.states.shape[-1], dtype=torch.float32)
         states[sample, position] = found.states.float()
         sampled = torch.zeros_like(tokens, dtype=torch.bool)
         sampled[sample, position] = part.sampled_mask
-        learnt = sampled[:, 2:]  # the first state that can be drafted predicts the third token
+        learnt = sampled[:, 2:]  # the first predictable state is the one that predicts the third token
         places = learnt.nonzero()
         if not len(places):
             return None

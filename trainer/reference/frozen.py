@@ -1,4 +1,4 @@
-"""Holds a model of transformers that is never trained."""
+"""Holds a frozen transformers model."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +16,7 @@ from trainer.reference.shards import local_tensor
 
 
 def frozen(model: torch.nn.Module, evaluate: Callable[[Batch], torch.Tensor]) -> FrozenModel:
-    """Return a model, from now on frozen, whose numbers of tokens `evaluate` computes."""
+    """Freeze a model; return it with `evaluate`, which computes its per-token values."""
     model.requires_grad_(False)
     return FrozenModel(evaluate, [local_tensor(tensor) for tensor in (*model.parameters(), *model.buffers())])
 
@@ -25,18 +25,18 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: 
     """Return the model of a directory, float32, on the CPU.
 
     Args:
-        model_dir: a Hugging Face directory.
-        setting: its name, for errors.
-        with_head: whether it has its output layer.
-        blank: whether its parameters have no memory, and its persistent buffers no content.
+        model_dir: Hugging Face directory.
+        setting: name of the setting with the directory, for errors.
+        with_head: whether to load the output layer.
+        blank: whether to leave parameters on the meta device and persistent buffers uninitialized.
 
     Raises:
-        SettingsError: transformers cannot load it.
+        SettingsError: transformers cannot load the model.
     """
     transformers_logging.disable_progress_bar()
     before = transformers_logging.get_verbosity()
     if not with_head:
-        transformers_logging.set_verbosity_error()  # it reports tensors of the output layer as unexpected
+        transformers_logging.set_verbosity_error()  # or it reports the output layer's tensors as unexpected
     try:
         with MODEL_BUILDING:
             kind = AutoModelForCausalLM if with_head else AutoModel
@@ -54,15 +54,15 @@ def load_model(model_dir: Path, setting: str, *, with_head: bool = True, blank: 
     finally:
         transformers_logging.set_verbosity(before)
     for module in model.modules():
-        # embeddings of positions, whose classes are named so, may count by it
+        # position embeddings, recognized by their class names, may use padding_idx for their offset
         if isinstance(module, torch.nn.Embedding) and "Position" not in type(module).__name__:
-            module.padding_idx = None  # torch would not train that row, and other backends do
+            module.padding_idx = None  # torch would not train this row, unlike other backends
     apply_config(model)
     return model.eval()
 
 
 def _blank(kind: Any, model_dir: Path) -> Any:
-    from accelerate import init_empty_weights  # imports much
+    from accelerate import init_empty_weights  # slow import
 
     config = AutoConfig.from_pretrained(model_dir, local_files_only=True, **code_trust())
     with init_empty_weights(include_buffers=False):
@@ -72,10 +72,10 @@ def _blank(kind: Any, model_dir: Path) -> Any:
 
 
 def architecture_of(model_dir: Path) -> str:
-    """Return the name of the class that `load_model` makes of a directory, without its weights.
+    """Return the class name of the model that `load_model` creates, without loading weights.
 
     Raises:
-        SettingsError: transformers does not know it.
+        SettingsError: transformers does not support the model.
     """
     try:
         with MODEL_BUILDING, torch.device("meta"):
@@ -88,9 +88,9 @@ def architecture_of(model_dir: Path) -> str:
 
 
 def in_dtype(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
-    """Convert a model's parameters in place, and return it.
+    """Convert a model's parameters in place, and return the model.
 
-    Buffers stay: rotary frequencies are float32 in an engine, too.
+    Buffers keep their dtype: rotary frequencies are float32 in an engine, too.
     """
     for parameter in model.parameters():
         parameter.data = parameter.data.to(dtype)

@@ -1,6 +1,6 @@
-"""Computes numbers of tokens, such as log-probabilities, with models of transformers, on padded samples.
+"""Computes per-token values, such as log-probabilities, with transformers models on padded samples.
 
-Shapes: k tokens that a pass asks for.
+Shapes: k requested tokens of a pass.
 """
 
 import inspect
@@ -16,7 +16,7 @@ from trainer.functional.logprobs import token_logprobs
 
 M = TypeVar("M", bound=torch.nn.Module)
 AUTO_TOKENS = 4096
-"""Tokens of a forward pass, padding included, where `trainer.micro_batch_tokens` is 0."""
+"""Tokens per forward pass, including padding, if `trainer.micro_batch_tokens` is 0."""
 
 
 def passes(batch: Batch, trainer: TrainerConfig) -> list[torch.Tensor]:
@@ -27,9 +27,9 @@ def passes(batch: Batch, trainer: TrainerConfig) -> list[torch.Tensor]:
 
 
 def padded(part: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the tokens of a micro-batch, int64 [n, L], and row and column of each, both int64 [t].
+    """Return the tokens of a micro-batch, int64 [n, L], and row and column of each token, both int64 [t].
 
-    Samples are padded on the right, which causal attention never reads: no mask is needed.
+    Samples are right-padded. Causal attention never reads the padding, so no mask is needed.
     """
     sample, lengths = part.sample_index, part.lengths
     position = torch.arange(len(sample), device=sample.device) - part.offsets[sample]
@@ -39,9 +39,9 @@ def padded(part: Batch) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
 
 
 def forward(model: torch.nn.Module, part: Batch, place: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return log-probabilities and entropy of the tokens at `place` (int64 [k]) of a micro-batch, [k].
+    """Return log-probabilities and entropy of the tokens at `place` (int64 [k]) of a micro-batch, both [k].
 
-    The micro-batch is on the model's device.
+    The micro-batch must be on the model's device.
     """
     tokens, sample, position = padded(part)
     before = position[place] - 1
@@ -54,7 +54,7 @@ def forward(model: torch.nn.Module, part: Batch, place: torch.Tensor) -> tuple[t
 
 
 def logprobs_at(model: torch.nn.Module, part: Batch, place: torch.Tensor) -> torch.Tensor:
-    """Return the log-probabilities that `forward` returns."""
+    """Return only the log-probabilities of `forward`."""
     return forward(model, part, place)[0]
 
 
@@ -62,13 +62,14 @@ def logprobs_at(model: torch.nn.Module, part: Batch, place: torch.Tensor) -> tor
 def evaluate(
     compute: Callable[[M, Batch, torch.Tensor], torch.Tensor], model: M, batch: Batch, trainer: TrainerConfig
 ) -> torch.Tensor:
-    """Return a number for each of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU.
+    """Return a value per sampled token of a batch, 0 for other tokens: float32 [t], on the CPU.
 
     Args:
-        compute: (model, micro-batch on its device, k tokens of it) -> their numbers [k], as `logprobs_at`.
-        model: the model.
+        compute: (model, micro-batch on the model's device, indices of k tokens) -> values [k], like
+            `logprobs_at`.
+        model: model to evaluate.
         batch: any samples.
-        trainer: size of a pass.
+        trainer: limits of a pass.
     """
     device = next(model.parameters()).device
     out = torch.zeros(len(batch.tokens))

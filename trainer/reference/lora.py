@@ -1,4 +1,4 @@
-"""Puts adapters into a transformers model: each is the submodule `lora` of its layer."""
+"""Adds adapters to a transformers model, each as submodule `lora` of its layer."""
 
 from typing import Any
 
@@ -14,7 +14,7 @@ class LowRank(torch.nn.Module, AdapterSwitch):
     """One adapter: x -> scaling * B A x, all in the dtype of x."""
 
     def __init__(self, layer: Any, a: torch.Tensor, b: torch.Tensor, scaling: float) -> None:
-        """Hold A and B, on the device of the layer that has the adapter."""
+        """Store A and B on the device of the adapted layer."""
         super().__init__()
         if not layer.weight.is_meta:
             a, b = a.to(layer.weight.device), b.to(layer.weight.device)
@@ -22,7 +22,7 @@ class LowRank(torch.nn.Module, AdapterSwitch):
         self.scaling = scaling
 
     def added(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-        """Return the layer's output for an input with the adapter's."""
+        """Return the layer's output plus the adapter's output for x."""
         return output + self(x)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -32,10 +32,10 @@ class LowRank(torch.nn.Module, AdapterSwitch):
 def attach(
     model: torch.nn.Module, config: LoraConfig, seed: int, kind: type[LowRank] = LowRank
 ) -> tuple[list[AdapterTarget], dict[str, torch.nn.Parameter]]:
-    """Freeze the model and put adapters into it; returns their targets, and their parameters by PEFT's names.
+    """Freeze the model and add adapters; return the targets, and the adapters' parameters by PEFT name.
 
     Raises:
-        SettingsError: a target module is not in the model.
+        SettingsError: the model lacks a target module.
     """
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     targets = adapter_targets(shapes, config)

@@ -1,4 +1,4 @@
-"""Makes the optimizer steps of parameters that have fp32 masters."""
+"""Runs the optimizer steps of parameters with fp32 masters."""
 
 from collections.abc import Collection, Mapping
 
@@ -11,12 +11,12 @@ from trainer.reference.shards import gathered
 
 
 def masters_of(trained: Mapping[str, torch.nn.Parameter], *, apart: bool) -> dict[str, torch.nn.Parameter]:
-    """Return the parameters themselves, or copies of them if the masters are to be apart."""
+    """Return copies of the parameters if `apart`, else the parameters themselves."""
     return {name: torch.nn.Parameter(p.detach().clone()) if apart else p for name, p in trained.items()}
 
 
 class MasterStepper:
-    """The optimizer of a model. Weight decay leaves out vectors (norms and biases), as in Megatron-core."""
+    """Optimizer of a model. Vectors (norms and biases) have no weight decay, as in Megatron-core."""
 
     def __init__(
         self,
@@ -25,19 +25,19 @@ class MasterStepper:
         config: OptimizerConfig,
         embeddings: Collection[torch.Tensor],
     ) -> None:
-        """Step `masters`; `trained` are copies of them in another dtype, or the same objects.
+        """Optimize `masters`. `trained` are the same objects, or copies of the masters in another dtype.
 
-        `embeddings` are the masters that are the embedding or the last layer.
+        `embeddings` are the masters of the embedding and the output layer.
         """
         self._trained, self.masters, self._config = trained, masters, config
         self.optimizer = make_optimizer({name: self.stepped(name) for name in masters}, config, embeddings)
         self.steps = 0
-        """Steps that were made; skipped ones do not count."""
+        """Number of completed steps, without skipped ones."""
         self.publishes = True
-        """Whether a step copies the masters to the parameters; an engine may do so instead."""
+        """Whether a step copies the masters to the parameters; otherwise, an engine does."""
 
     def stepped(self, name: str) -> torch.nn.Parameter:
-        """Return the tensor of a master that the optimizer steps, by which it keeps its state."""
+        """Return the tensor that the optimizer updates for a master, the key of its optimizer state."""
         return self.masters[name]
 
     def collect(self) -> None:
@@ -50,7 +50,7 @@ class MasterStepper:
                 parameter.grad = None
 
     def step(self, lr_scale: float = 1.0) -> tuple[float, str]:
-        """Clip and apply the gradient; returns its norm, and why it was not applied.
+        """Clip and apply the gradient; return its norm, and the reason if it was not applied.
 
         `lr_scale` is a factor of the learning rate.
         """
@@ -66,11 +66,11 @@ class MasterStepper:
         return norm, "" if finite else f"the gradient's norm is {norm}"
 
     def _clip(self, limit: float) -> float:
-        """Scale the masters' gradients to a largest norm; returns the norm before that."""
+        """Clip the norm of the masters' gradients to `limit`; return the norm before clipping."""
         return float(gathered(torch.nn.utils.clip_grad_norm_(self.masters.values(), limit)))
 
     def _apply(self) -> None:
-        """Step the masters by their gradients."""
+        """Update the masters with their gradients."""
         self.optimizer.step()
 
     def zero_grad(self) -> None:
@@ -79,17 +79,17 @@ class MasterStepper:
             master.grad = None
 
     def loaded(self) -> None:
-        """Take over masters that a checkpoint has filled."""
+        """Handle masters that were loaded from a checkpoint."""
         self.publish()
 
     @torch.no_grad()
     def publish(self) -> None:
-        """Copy the masters to the parameters, unless an engine does so between two of its steps."""
+        """Copy the masters to the parameters, unless an engine does."""
         for name, parameter in self._trained.items() if self.publishes else ():
             if parameter is not self.masters[name]:
                 parameter.copy_(self.masters[name])
 
     def tensors(self) -> list[torch.Tensor]:
-        """Return masters and moments, of those that are on the device."""
+        """Return the masters and moments that are on the device."""
         states = [value for state in self.optimizer.state.values() for value in state.values()]
         return [*self.masters.values(), *(value for value in states if isinstance(value, torch.Tensor))]

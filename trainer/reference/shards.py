@@ -1,31 +1,31 @@
-"""Tells tensors that are sharded over ranks from whole ones.
+"""Converts between sharded and whole tensors.
 
-Ranks are a mesh of two dimensions. A tensor-parallel rank has a part of a tensor along one dimension: of each
-of several equal blocks that lie there, such as gates and inputs of experts that are one parameter. The
-data-parallel ranks divide this part's rows.
+Ranks form a mesh of two dimensions. Tensor-parallel ranks split a tensor along one dimension. The dimension
+may consist of several equal blocks, such as gates and inputs of experts in one parameter, and each block is
+split. Data-parallel ranks split the rows of a tensor-parallel part.
 """
 
 import torch
 from torch.distributed.tensor import DTensor
 
 DATA, TENSOR = "data", "tensor"
-"""Names of the dimensions of a mesh."""
+"""Names of the mesh dimensions."""
 Cut = tuple[int, int]
-"""The dimension along which tensor-parallel ranks divide a tensor, and the blocks there."""
+"""Dimension along which tensor-parallel ranks split a tensor, and the number of blocks in it."""
 
 
 def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
-    """Return what this rank has of a tensor: its shard, or the tensor itself."""
+    """Return this rank's shard of a sharded tensor, or the tensor itself."""
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 def gathered(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the whole tensor, on every rank. A collective for a sharded one."""
+    """Return the whole tensor on every rank. A collective if the tensor is sharded."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def tensor_cut(tensor: torch.Tensor) -> Cut | None:
-    """Return how tensor-parallel ranks divide a tensor; None: each has it whole."""
+    """Return the split of a tensor over tensor-parallel ranks; None if it is replicated."""
     names = tensor.device_mesh.mesh_dim_names or () if isinstance(tensor, DTensor) else ()
     if not isinstance(tensor, DTensor) or TENSOR not in names:
         return None
@@ -53,7 +53,7 @@ def part_of(whole: torch.Tensor, cut: Cut | None, rank: int, ranks: int) -> torc
 
 
 def joined(parts: list[torch.Tensor], cut: Cut | None) -> torch.Tensor:
-    """Return the whole tensor of the tensor-parallel ranks' parts."""
+    """Join the tensor-parallel ranks' parts to the whole tensor."""
     if cut is None:
         return parts[0]
     dim, blocks = cut
@@ -62,7 +62,7 @@ def joined(parts: list[torch.Tensor], cut: Cut | None) -> torch.Tensor:
 
 
 def copies_of(tensor: torch.Tensor, ranks: int, tensor_ranks: int) -> int:
-    """Return on how many of all ranks the same elements of a tensor are."""
+    """Return the number of ranks that hold a copy of the same elements of a tensor."""
     if not isinstance(tensor, DTensor):
         return ranks
     return 1 if tensor_cut(tensor) else tensor_ranks

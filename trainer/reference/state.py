@@ -1,7 +1,7 @@
-"""Saves and loads the training state of transformers models, bit for bit: a safetensors file for each rank.
+"""Saves and loads the training state of transformers models, bit for bit: one safetensors file per rank.
 
-A tensor that is sharded over the ranks is in each file with the rows that the rank has of the part of its
-tensor-parallel rank; it is loaded on any number of ranks.
+Each file contains the rank's shard of every sharded tensor: its rows of its tensor-parallel part. The state
+can be loaded on any number of ranks.
 """
 
 import json
@@ -38,18 +38,18 @@ def copy_state(
 ) -> HostState:
     """Return this rank's part of a checkpoint, copied to host memory.
 
-    Tensors are `master.NAME`, `optimizer.KEY.NAME` (absent before the first step), `steps` that were made,
-    `rng.cpu` and `rng.cuda`. The file's metadata has `identity`, the names of sharded tensors, and of those
-    that tensor-parallel ranks divide how they do.
+    Tensors are `master.NAME`, `optimizer.KEY.NAME` (missing before the first step), `steps` (completed
+    steps), `rng.cpu` and `rng.cuda`. The file's metadata contains `identity`, the names of sharded tensors,
+    and the splits over tensor-parallel ranks.
 
     Raises:
-        SettingsError: an optimizer keeps something else than tensors and numbers of a parameter.
+        SettingsError: an optimizer's state contains objects other than tensors and numbers.
     """
     tensors: dict[str, torch.Tensor] = {MASTER + name: p.detach() for name, p in stepper.masters.items()}
     sharded = {name for name, tensor in tensors.items() if isinstance(tensor, DTensor)}
     for name in stepper.masters:
         for key, value in stepper.optimizer.state.get(stepper.stepped(name), {}).items():
-            if value is not None:  # torch's SGD has a momentum of None where it has none
+            if value is not None:  # the momentum of torch's SGD may be None
                 entry, tensor = f"{OPTIMIZER}{key}.{name}", _as_tensor(value, f"{key!r} of {name}")
                 tensors[entry] = tensor
                 if MASTER + name in sharded and tensor.ndim:
@@ -60,7 +60,7 @@ def copy_state(
         tensors[RNG + "cuda"] = torch.cuda.get_rng_state(device)
     cuts = {name: cut for name, p in stepper.masters.items() if (cut := tensor_cut(p))}
     divided = {CUTS: cuts, TENSOR_RANKS: _tensor_ranks(stepper.masters)} if cuts else {}
-    # one key: safetensors writes several in any order
+    # a single key, because safetensors writes several keys in arbitrary order
     facts = json.dumps({IDENTITY: identity, SHARDED: sorted(sharded), **divided}, sort_keys=True)
     return HostState(
         {rank_file(rank): copies.copy_all((name, local_tensor(tensor)) for name, tensor in tensors.items())},
@@ -75,12 +75,12 @@ def load_state(
     device: torch.device,
     rank: int = 0,
 ) -> None:
-    """Load what `copy_state` returned on any number of ranks, after the checkpoint was checked as a whole.
+    """Load a state from `copy_state` on any number of ranks, after validating the whole checkpoint.
 
-    Random states come from the rank with the same number; a rank that has none there keeps its own.
+    Random states are restored from the rank with the same number. A rank without saved states keeps its own.
 
     Raises:
-        SettingsError: no such file, or one of another model or backend; names both.
+        SettingsError: the file is missing, or is from another model or backend. The message names both.
     """
     with ExitStack() as stack:
         saved = _Saved(directory, stack, identity)
@@ -103,13 +103,13 @@ def load_state(
 
 
 class SavedStepper(Offloadable):
-    """A rank's part of a model of transformers, whose state is the one of its `MasterStepper`."""
+    """Shard of a transformers model on one rank; saves and offloads the state of its `MasterStepper`."""
 
     _stepper: MasterStepper
     _model: Any
 
     def __init__(self, device: torch.device, rank: int = 0) -> None:
-        """Save and move the state of a rank from and to its device."""
+        """Prepare saving and offloading for the rank's device."""
         self._host, self._copies = HostOffload(device), HostCopies()
         self._place = device, rank
 
@@ -126,7 +126,7 @@ class SavedStepper(Offloadable):
         self._stepper.zero_grad()
 
     def _modules(self) -> list[torch.nn.Module]:
-        """Return the modules whose tensors leave the device with the stepper's."""
+        """Return the modules that are offloaded together with the stepper's tensors."""
         return [self._model]
 
     def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
@@ -135,12 +135,12 @@ class SavedStepper(Offloadable):
         return map(local_tensor, (*weights, *self._stepper.tensors())), ()
 
     def _identity(self) -> dict[str, str]:
-        """Return what a checkpoint has to be of."""
+        """Return the identity that a checkpoint of this model must have."""
         raise NotImplementedError
 
 
 class _Saved:
-    """The files of a checkpoint, open."""
+    """Open files of a checkpoint."""
 
     def __init__(self, directory: Path, stack: ExitStack, identity: dict[str, str]) -> None:
         self._directory = directory
@@ -164,11 +164,11 @@ class _Saved:
         self._tensor_ranks = int(facts.get(TENSOR_RANKS, 1))
 
     def names(self, prefix: str) -> list[str]:
-        """Return the names of tensors that begin with a prefix, sorted."""
+        """Return the sorted names of tensors with a prefix."""
         return sorted(name for name in self._files[0].keys() if name.startswith(prefix))  # noqa: SIM118
 
     def check_shapes(self, masters: Mapping[str, torch.Tensor]) -> None:
-        """Compare the masters' names and shapes with the model's."""
+        """Check that saved masters have the model's names and shapes."""
         there = {name.removeprefix(MASTER): self._shape(name) for name in self.names(MASTER)}
         here = {name: tuple(parameter.shape) for name, parameter in masters.items()}
         for name in sorted(there.keys() | here.keys()):
@@ -180,7 +180,7 @@ class _Saved:
                 )
 
     def fill(self, name: str, local: torch.Tensor, master: torch.Tensor) -> None:
-        """Copy what this rank has of a saved tensor, which is divided as a master is."""
+        """Copy this rank's shard of a saved tensor, which is sharded like a master."""
         if not isinstance(master, DTensor):
             local.copy_(self.whole(name))
             return
@@ -197,9 +197,9 @@ class _Saved:
         local.copy_(part[first : first + local.shape[0]])
 
     def state_of(self, name: str, stepped: torch.Tensor, master: torch.Tensor) -> torch.Tensor | int | float:
-        """Return an entry of the state of a tensor where its optimizer has it.
+        """Return a saved entry of a tensor's optimizer state, on the device where the optimizer keeps it.
 
-        int64 and float64 without a dimension were Python's numbers; torch keeps its counts on the CPU.
+        int64 and float64 scalars become Python numbers. torch keeps its step counts on the CPU.
         """
         if name in self._sharded and isinstance(master, DTensor):
             state = torch.zeros_like(stepped)
@@ -211,7 +211,7 @@ class _Saved:
         return value.to(stepped.device)
 
     def whole(self, name: str) -> torch.Tensor:
-        """Return a saved tensor, its shards joined."""
+        """Return a whole saved tensor, joined from its shards."""
         cut = self._cut(name)
         shards = [
             [file.get_tensor(name) for file in self._files_of(name, rank)]
@@ -220,14 +220,17 @@ class _Saved:
         return joined([torch.cat(part) if len(part) > 1 else part[0] for part in shards], cut)
 
     def random_states(self, rank: int) -> dict[str, torch.Tensor]:
-        """Return the random states of a rank; none if the checkpoint was made by fewer ranks."""
+        """Return the random states of a rank; empty if the checkpoint has fewer ranks."""
         if rank >= len(self._files):
             return {}
         file = self._files[rank]
         return {name: file.get_tensor(name) for name in file.keys() if name.startswith(RNG)}  # noqa: SIM118
 
     def _cut(self, name: str) -> Cut | None:
-        """Return how tensor-parallel ranks divided a tensor; moments are divided as their masters."""
+        """Return the split of a saved tensor over tensor-parallel ranks.
+
+        Moments are split like their masters.
+        """
         if name not in self._sharded:
             return None
         name = name.removeprefix(MASTER)
@@ -262,7 +265,7 @@ class _Saved:
 
 
 def _tensor_ranks(masters: Mapping[str, torch.Tensor]) -> int:
-    """Return the tensor-parallel ranks that divide masters; 1 where none is divided."""
+    """Return the number of tensor-parallel ranks that split masters; 1 if none is split."""
     meshes = (m.device_mesh for m in masters.values() if isinstance(m, DTensor) and tensor_cut(m))
     return next((mesh[TENSOR].size() for mesh in meshes), 1)
 

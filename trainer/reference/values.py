@@ -1,4 +1,4 @@
-"""Holds a transformer of a checkpoint with a value head, and computes values with it."""
+"""Holds a transformers model with a value head, and computes values with it."""
 
 from pathlib import Path
 
@@ -11,14 +11,14 @@ from trainer.reference.frozen import load_model
 from trainer.reference.logprobs import padded
 
 HEAD = ("score.weight", "score.bias")
-"""Names of the value head in a checkpoint of Hugging Face."""
+"""Names of the value head's tensors in a Hugging Face checkpoint."""
 
 
 class ValueModel(torch.nn.Module):
-    """A transformer without its output layer, and a linear layer from hidden states to values."""
+    """Transformers model without output layer, and a linear layer from hidden states to values."""
 
     def __init__(self, model_dir: Path, setting: str, *, blank: bool = False) -> None:
-        """Load both; a head that is not in the checkpoint is zero, the others are as in `load_model`.
+        """Load model and head; a head missing in the checkpoint is zero. Arguments as in `load_model`.
 
         Raises:
             SettingsError: transformers cannot load the directory, or its head has several labels.
@@ -35,13 +35,14 @@ class ValueModel(torch.nn.Module):
                     self.get_parameter(name).copy_(head[name])
 
     def forward(self, arguments: dict[str, torch.Tensor], rows: torch.Tensor) -> torch.Tensor:
-        """Return the values at inputs of the transformer.
+        """Return the values at some inputs of the model.
 
         Args:
-            arguments: of the transformer's call.
-            rows: int64 [k], counted over all inputs.
+            arguments: keyword arguments of the model's call.
+            rows: int64 [k]: indices into the flattened inputs.
 
-        Returns: float32 [k].
+        Returns:
+            float32 [k].
         """
         hidden = self.model(**arguments, use_cache=False).last_hidden_state.flatten(0, 1)[rows]
         weight, bias = self.score.weight.float(), self.score.bias.float()
@@ -49,10 +50,10 @@ class ValueModel(torch.nn.Module):
 
 
 def read_head(model_dir: Path, setting: str, hidden: int) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's tensors of a value head, by its names there; `setting` names the directory.
+    """Return a checkpoint's value head tensors by name. `setting` is the setting with the directory.
 
     Raises:
-        SettingsError: it has several labels.
+        SettingsError: the head has several labels.
     """
     head: dict[str, torch.Tensor] = {}
     for path in sorted(model_dir.glob("*.safetensors")):
@@ -68,12 +69,12 @@ def read_head(model_dir: Path, setting: str, hidden: int) -> dict[str, torch.Ten
 
 
 def values_at(model: ValueModel, part: Batch, place: torch.Tensor) -> torch.Tensor:
-    """Return the values of the states in which tokens of a micro-batch were sampled, [k].
+    """Return the values of the states from which tokens of a micro-batch were sampled, [k].
 
     Args:
-        model: on the micro-batch's device.
+        model: model on the micro-batch's device.
         part: the micro-batch.
-        place: int64 [k], the tokens.
+        place: int64 [k]: indices of the tokens.
     """
     ids, sample, position = padded(part)
     rows = sample * ids.size(1) + position - 1

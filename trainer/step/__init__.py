@@ -1,1 +1,1 @@
-"""Plans a step, makes its updates, and measures it."""
+"""Plans a step, runs its updates and measures the step."""

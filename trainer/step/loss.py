@@ -1,6 +1,6 @@
-"""Computes the loss of a micro-batch, the same way in every backend.
+"""Computes the loss of a micro-batch, identically in every backend.
 
-The loss of each token is the algorithm's (`trainer/algorithms/`); the weighted sum of them is here.
+The algorithm computes the loss of each token (`trainer/algorithms/`). This module computes the weighted sum.
 """
 
 from dataclasses import replace
@@ -20,16 +20,16 @@ def micro_batch_loss(
     logprobs: torch.Tensor,
     entropy: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the micro-batch's part of the update's loss, and the vector of what was measured of it.
+    """Return the micro-batch's share of the update's loss, and the micro-batch's vector of measurements.
 
     Args:
-        algorithm: the recipe.
-        measures: how the step is measured.
+        algorithm: algorithm of the run.
+        measures: measures of the update.
         tokens: the k trained tokens, on the device.
-        logprobs: float32 [k]; gradients flow through it.
-        entropy: float32 [k], nats; gradients flow through it if the algorithm wants them.
+        logprobs: float32 [k], with gradient.
+        entropy: float32 [k], nats; with gradient if the algorithm uses entropy.
     """
-    if tokens.start_logprobs is None:  # the update is the step's first, or nothing compares with its start
+    if tokens.start_logprobs is None:  # first update of the step, or the start policy is not needed
         tokens = replace(tokens, start_logprobs=logprobs.detach())
     if tokens.decoupled:
         tokens = replace(tokens, proximal_logprobs=_proximal(algorithm, tokens, logprobs))
@@ -37,7 +37,7 @@ def micro_batch_loss(
         tokens = replace(tokens, entropy_coef=algorithm.config.entropy_coef)
     terms = algorithm.token_loss(tokens, logprobs, entropy if tokens.entropy_coef else None)
     loss = (terms.loss * tokens.weights).sum()
-    # the empty sum keeps a graph to the parameters where a micro-batch trains no token
+    # adding an empty sum keeps the graph to the parameters if the micro-batch trains no token
     loss = loss + 0.0 * logprobs.sum()
     return loss, measures.measure(tokens, loss.detach(), terms, logprobs.detach(), entropy.detach())
 

@@ -1,7 +1,7 @@
-"""Measures a step, the same way in every backend.
+"""Measures a step, identically in every backend.
 
-A micro-batch becomes one vector: totals, totals by lag, and maxima. Vectors of micro-batches and of ranks are
-joined by sums and maxima alone, so no split of the batch changes a result. Everything is float64.
+Each micro-batch yields one float64 vector of totals, totals by lag, and maxima. Vectors of micro-batches and
+ranks are merged by sums and maxima, so results do not depend on the split of the batch.
 
 Shapes: k trained tokens of a micro-batch, K lags.
 """
@@ -44,12 +44,12 @@ TOTALS = (
     "sample_importance",
     "sample_importance_squared",
 )
-"""Sums over trained tokens, in the vector's order; the loss is weighted, and the last three are over samples
-that have trained tokens."""
+"""Sums over trained tokens, in the order of the vector. The loss is weighted. The last three are sums over
+samples with trained tokens."""
 BY_LAG = ("tokens", "error", "mult_error", "importance", "importance_squared")
-"""Sums over the measured tokens of each lag; they follow the totals, K values of each."""
+"""Sums over the measured tokens of each lag. In the vector they follow the totals, K values per name."""
 MAXIMA = ("importance", "fresh_error")
-"""Largest values over trained tokens; then comes the largest error of each lag."""
+"""Maxima over trained tokens. In the vector, the largest error of each lag follows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,21 +58,21 @@ class StepMeasures:
 
     config: AlgorithmConfig
     tokens: int
-    """Trained tokens that it has on all ranks."""
+    """Trained tokens of the update on all ranks."""
     lags: int
     """K: the largest lag of a trained token, plus 1."""
     truncates: bool
     """Whether the loss truncates importance weights."""
     refers: bool
-    """Whether the batch has log-probabilities of the reference model."""
+    """Whether the batch contains log-probabilities of the reference model."""
     fresh: bool
     """Whether there are trained tokens of lag 0."""
     rejects: bool = False
-    """Whether the loss leaves tokens without a policy gradient."""
+    """Whether the loss rejects tokens, which zeroes their policy gradient."""
 
     @classmethod
     def of_batch(cls, batch: Batch, config: AlgorithmConfig) -> "StepMeasures":
-        """Return how to measure the update that a batch, or a replica's part of it, belongs to."""
+        """Return the measures of a batch's update. `batch` may be one replica's part."""
         totals = batch.totals
         return cls(
             config=config,
@@ -93,13 +93,13 @@ class StepMeasures:
         logprobs: torch.Tensor,
         entropy: torch.Tensor,
     ) -> torch.Tensor:
-        """Return the vector of a micro-batch.
+        """Return the measurement vector of a micro-batch.
 
         Args:
-            tokens: its k trained tokens, on the device.
-            loss: their weighted sum.
+            tokens: the k trained tokens of the micro-batch, on the device.
+            loss: weighted sum of the token losses.
             terms: [k].
-            logprobs: [k], under the present weights.
+            logprobs: [k], under the current weights.
             entropy: [k].
         """
         behaviour, current = tokens.behaviour_logprobs.double(), logprobs.double()
@@ -137,25 +137,25 @@ class StepMeasures:
         )
 
     def join(self, vectors: Sequence[torch.Tensor], device: torch.device) -> torch.Tensor:
-        """Return the vector of several micro-batches; of none it is all zeros."""
+        """Return the merged vector of several micro-batches; zeros if `vectors` is empty."""
         size = len(TOTALS) + len(MAXIMA) + (len(BY_LAG) + 1) * self.lags
         rows = torch.stack([torch.zeros(size, dtype=torch.float64, device=device), *vectors])
         sums, maxima = self.split(rows.sum(0)), self.split(rows.amax(0))
         return torch.cat([sums[0], maxima[1]])
 
     def split(self, vector: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return views of a vector's sums and of its maxima, which are joined in different ways."""
+        """Return views of a vector's sums and of its maxima."""
         sums = len(TOTALS) + len(BY_LAG) * self.lags
         return vector[:sums], vector[sums:]
 
     def lr_scale(self, vector: torch.Tensor) -> float:
-        """Return the factor of the update's learning rate.
+        """Return the factor that scales the update's learning rate.
 
             rho = (sum_i w_i)^2 / (B sum_i w_i^2),  w_i = pi(o_i) / pi_behaviour(o_i) of each of B samples
 
-        and its root with `ess_scaling` = sqrt, which suits Adam. VCPO: Huang et al. 2026 (arXiv 2602.17616).
-        Samples without a trained token do not count, and a branch counts by its share of its sample's tokens;
-        pi is the present policy.
+        With `ess_scaling` = sqrt, which suits Adam, the factor is sqrt(rho). VCPO: Huang et al. 2026 (arXiv
+        2602.17616). pi is the current policy. Samples without a trained token do not count. A branch counts
+        by its share of the sample's tokens.
         """
         if not self.config.ess_scaling:
             return 1.0
@@ -164,7 +164,7 @@ class StepMeasures:
         return math.sqrt(share) if self.config.ess_scaling == "sqrt" else share
 
     def stats(self, vector: torch.Tensor, *, grad_norm: float, skipped: str) -> StepStats:
-        """Return the statistics of the whole update's vector."""
+        """Return the statistics of an update, computed from the vector of the whole update."""
         if not self.tokens:
             return StepStats(trained_tokens=0, skipped=skipped)
         sums, maxima = (part.tolist() for part in self.split(vector))
@@ -172,7 +172,7 @@ class StepMeasures:
         importance_max, fresh_error, *errors_max = maxima
         mismatch = self._mismatch(sums[len(TOTALS) :], errors_max)
         fresh = mismatch.get(0)
-        if ALGORITHMS[self.config.name].on_data:  # there is no policy to compare with
+        if ALGORITHMS[self.config.name].on_data:  # there is no sampling policy to compare with
             entropy = total["entropy"] / self.tokens
             return StepStats(
                 trained_tokens=self.tokens,
@@ -218,7 +218,7 @@ class StepMeasures:
     def _by_lag(
         self, lags: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor
     ) -> torch.Tensor:
-        """Return the sums `BY_LAG` over the `chosen` tokens, all arguments [k]: float64 [5 K]."""
+        """Return the sums `BY_LAG` over the `chosen` tokens as float64 [5 K]. Arguments are [k]."""
         values = {
             "tokens": torch.ones_like(errors),
             "error": errors,
@@ -246,7 +246,7 @@ class StepMeasures:
 
 
 def _sample_measures(log_ratio: torch.Tensor, tokens: TrainedTokens) -> dict[str, torch.Tensor]:
-    """Return the sums over samples as values of their tokens, [k]: each has its share of its sample's."""
+    """Return per-sample sums as values of tokens, [k]: each token holds its share of the sample's value."""
     share = 1 / tokens.over_samples(torch.ones_like(log_ratio))
     if tokens.shares is not None:
         share = share * tokens.shares
@@ -264,31 +264,31 @@ def _ess(tokens: float, importance: float, squared: float) -> float:
 
 
 class MadePasses(NamedTuple):
-    """Result of a step's passes; equal on every rank. Tokens are inputs of all replicas."""
+    """Result of a step's forward passes; equal on every rank. Token counts cover inputs of all replicas."""
 
     vector: torch.Tensor
     """Measurements of the whole step."""
     micro_batches: int
-    """Forward passes of the busiest replica."""
+    """Forward passes of the replica with the most passes."""
     tokens: int
-    """Tokens that were computed, with padding."""
+    """Computed tokens, including padding."""
     padding: int
-    """Tokens of them that are no sample's."""
+    """Computed tokens that are padding."""
     row_tokens: int
-    """Tokens of all samples, those that were computed once counted for each."""
+    """Tokens of all samples. A prefix shared by several samples counts once per sample."""
 
     @property
     def padding_share(self) -> float:
-        """Share of padding in the tokens that were computed."""
+        """Share of padding in the computed tokens."""
         return self.padding / self.tokens if self.tokens else 0.0
 
     @property
     def shared_share(self) -> float:
-        """Share of the samples' tokens that another sample's computation stood for."""
+        """Share of the samples' tokens that were not computed, because another sample shares the prefix."""
         return 1 - (self.tokens - self.padding) / self.row_tokens if self.row_tokens else 0.0
 
     def counted_in(self, stats: StepStats) -> StepStats:
-        """Return a step's statistics with these counts."""
+        """Return the statistics of a step with these counts added."""
         return msgspec.structs.replace(
             stats,
             micro_batches=self.micro_batches,

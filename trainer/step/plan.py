@@ -1,9 +1,9 @@
-"""Plans a step from its scored groups, then builds the batch of any of its samples.
+"""Plans a step from its scored groups, and builds the batch of any subset of the samples.
 
-The plan checks every array, counts, scores and digests; of each sample it keeps a few numbers and views of
-its record. `StepPlan.part` makes arrays, for a replica at a time, so that no process holds all of them
-unless it trains on all of them. Tokens over the staleness bound are masked or refused; whatever a mask lets
-through is compared with the bound again.
+The plan validates every array, counts tokens, computes scores and the digest. For each sample, the plan keeps
+a few numbers and views of the record. `StepPlan.part` builds the arrays of one replica, so a process holds
+all arrays only if it trains on all samples. Tokens over the staleness bound are masked or refused. A second
+check compares all unmasked tokens with the bound.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -35,15 +35,15 @@ DTYPES = {
     "versions": np.int32,
     "advantages": np.float32,
 }
-"""Arrays with an entry for each token that come from the records."""
+"""Per-token arrays that come from the records, and their dtypes."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """A step's numbers without the arrays of its tokens.
+    """Numbers of a step, without the token arrays.
 
-    Shapes: N rows of the step; each is a sample or a branch of one. Reward, advantage, weight and mini-batch
-    are the sample's.
+    Shapes: N rows of the step. Each row is a sample or a branch of a sample. All branches of a sample have
+    its reward, advantage, weight and mini-batch.
     """
 
     step: int
@@ -52,45 +52,45 @@ class StepPlan:
     decoupled: bool
     """As in `Batch`."""
     samples: Sequence[BatchSample]
-    """[N], views of the records."""
+    """[N]: views of the records."""
     totals: StepTotals
     lengths: torch.Tensor
     """int64 [N]: tokens of prompt and response."""
     group_index: torch.Tensor
-    """int64 [N]: index of the sample's group within the step."""
+    """int64 [N]: index of the row's group within the step."""
     rewards: torch.Tensor
-    """float32 [N]: of which advantages are made; with `algorithm.truncated` = shape after the punishment."""
+    """float32 [N]: input of the advantages; with `algorithm.truncated` = shape, after the length penalty."""
     advantages: torch.Tensor
     """float32 [N]."""
     weights: torch.Tensor
-    """float32 [N]: in the loss of the sample's mini-batch."""
+    """float32 [N]: loss weight within the sample's mini-batch."""
     measured: torch.Tensor
     """bool [N]."""
     trained_counts: TrainedCounts
-    """As `Ledger.commit` expects them; every group has an entry, possibly an empty one."""
+    """Argument of `Ledger.commit`: an entry for every group, possibly empty."""
     stats: StepReport
-    """Report of the step, with the fields that its batch decides."""
+    """Report of the step, with the fields that follow from the batch."""
     digest: str
-    """As `BatchDigest` makes it, of the whole step."""
+    """`BatchDigest` of the whole step."""
     mini_batches: MiniBatches
     experts_shape: tuple[int, int] | None = None
-    """(L, K): layers and experts of each, if any sample has recorded experts."""
+    """(L, K): layers and experts per token, if any sample has recorded experts."""
     turns: TurnAdvantages | None = None
-    """Advantages of turns, which count instead of samples' advantages; None: no turn was scored."""
+    """Advantages of turns, which replace the samples' advantages; None if turns are not scored."""
 
     def shared_tokens(self, families: Iterable[RowFamily]) -> torch.Tensor:
-        """Return how many tokens of each row are computed with another row, int64 [N]."""
+        """Return how many tokens of each row are computed together with another row, int64 [N]."""
         shared = torch.zeros_like(self.lengths)
         for family in families:
             shared[list(family.rows)] = torch.tensor(family.shared)
         return shared
 
     def families(self, *, shared: bool) -> list[RowFamily]:
-        """Return the rows that are best trained on one replica, all of one mini-batch.
+        """Return families: rows of one mini-batch that should be trained on the same replica.
 
         Args:
-            shared: whether rows of a group are computed together, as far as they begin alike; else the rows
-                of a sample are together, and share no tokens.
+            shared: whether a group's rows with a common prefix form a family, which computes the prefix once.
+                Otherwise a family is the rows of one sample, and no tokens are shared.
         """
         if not shared:
             return together((self.lengths - 1).tolist(), self.mini_batches.rows.tolist())
@@ -99,10 +99,10 @@ class StepPlan:
         return find_families(inputs, list(groups))
 
     def part(self, samples: Sequence[int]) -> Batch:
-        """Build the batch of some samples of the step, on the CPU.
+        """Build the batch of some rows of the step, on the CPU.
 
         Args:
-            samples: their indices, in any order; none are a batch without tokens.
+            samples: indices of the rows, in any order. If empty, the batch has no tokens.
 
         Raises:
             BoundViolation: a token over the bound would carry gradient.
@@ -158,20 +158,20 @@ def plan_step(
     seed: int = 0,
     max_tokens: int = 0,
 ) -> StepPlan:
-    """Check the groups of a step and plan its batch.
+    """Validate the groups of a step and plan its batch.
 
     Args:
-        groups: scored groups, each with the bound that was in force when it was leased, read one by one.
-        step, temperature, decoupled: fields of the plan; `algorithm` computes its advantages and weights.
-        mask_late: whether sampled tokens over the bound are masked; otherwise they are an error.
-        mismatch_share: share of the groups whose mismatch of trainer and engine is measured, 0 to 1.
-        mini_batches: how many there are; `seed` and the step decide which samples each has.
-        max_tokens: limit of one generation, the default of `algorithm.overlong_length`.
+        groups: scored groups, each with the bound of its lease; consumed lazily.
+        step, temperature, decoupled: fields of the plan.
+        mask_late: whether to mask sampled tokens over the bound; otherwise such a token is an error.
+        mismatch_share: share of the groups whose trainer-engine mismatch is measured, 0 to 1.
+        seed: with `step`, the seed of the random assignment of samples to mini-batches.
+        max_tokens: token limit of one generation, the default of `algorithm.overlong_length`.
 
     Raises:
-        ProtocolError: a record is malformed, or has tokens of a later version; names group and field.
-        BoundViolation: a token exceeds the bound and `mask_late` is off, or the masking missed it.
-        SettingsError: turns were scored, and the algorithm has a penalty of whole samples.
+        ProtocolError: a record is malformed or has tokens of a later version; the message names the field.
+        BoundViolation: a token exceeds the bound and `mask_late` is off, or the mask missed the token.
+        SettingsError: turns are scored, and the algorithm applies a penalty to whole samples.
     """
     tally, digest = StepTally(step, max_tokens), BatchDigest()
     if not (samples := list(_counted(groups, tally, digest, mask_late, algorithm.config))):
@@ -204,7 +204,7 @@ def _counted(
     mask_late: bool,
     config: AlgorithmConfig,
 ) -> Iterator[BatchSample]:
-    """Yield the rows of groups, counted and digested; the tokens that would be trained are in the bound."""
+    """Yield the rows of the groups after counting, digesting and checking the bound of trained tokens."""
     checked = "loss_mask" if mask_late else "sampled_mask"
     mask = config.truncated == "mask"
     for index, (scored, max_staleness) in enumerate(groups):
@@ -224,7 +224,7 @@ def _scores(
     divided: MiniBatches,
     max_tokens: int,
 ) -> dict[str, torch.Tensor]:
-    """Return a plan's facts about each sample; `samples` has its first row."""
+    """Return the plan's per-sample tensors by field name. `samples` has the first row of each sample."""
     rewards = _shaped(rewards_of(samples), tally.response_tokens, algorithm.config, max_tokens)
     group_index = torch.tensor([sample.row for sample in samples])
     return {
@@ -238,14 +238,14 @@ def _scores(
 def _by_row(
     samples: Sequence[BatchSample], tally: StepTally, scores: dict[str, torch.Tensor]
 ) -> dict[str, torch.Tensor]:
-    """Return the arrays [N] of a plan by their names: the length of each row, and what its sample has."""
+    """Return the plan's per-row tensors [N] by field name: lengths, and the scores of each row's sample."""
     rows = torch.tensor(tally.sample_of_row)
     by_row = {name: values[rows] for name, values in scores.items()}
     return {"lengths": torch.tensor([len(row) for row in samples]), **by_row}
 
 
 def _shares(lengths: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return what part of the inputs of its sample, `rows` [N], each row has, float32 [N]."""
+    """Return each row's share of the inputs of its sample, float32 [N]. `rows` [N] has sample indices."""
     inputs = (lengths - 1).clamp_min(1).float()
     return inputs / torch.zeros(int(rows.max()) + 1).index_add_(0, rows, inputs)[rows]
 
@@ -253,7 +253,7 @@ def _shares(lengths: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
 def _shaped(
     rewards: torch.Tensor, lengths: Sequence[int], config: AlgorithmConfig, max_tokens: int
 ) -> torch.Tensor:
-    """Return the rewards with DAPO's overlong punishment where the algorithm has it, else as they are."""
+    """Return the rewards, with DAPO's overlong punishment if `algorithm.truncated` is `shape`."""
     if config.truncated != "shape":
         return rewards
     limit = config.overlong_length or max_tokens
@@ -263,10 +263,10 @@ def _shaped(
 
 
 def _experts_shape(samples: Sequence[BatchSample]) -> tuple[int, int] | None:
-    """Return (layers, experts of each) of the recorded experts, None if there are none.
+    """Return (layers, experts per token) of the recorded experts, None if no sample has recorded experts.
 
     Raises:
-        ProtocolError: two samples differ in them; names the group of the second.
+        ProtocolError: two samples have different shapes. The message names the group of the second sample.
     """
     shape = None
     for sample in samples:
@@ -282,17 +282,18 @@ def _experts_shape(samples: Sequence[BatchSample]) -> tuple[int, int] | None:
 
 
 def check_bound(sample: BatchSample, mask: NDArray[np.bool_], step: int) -> None:
-    """Compare the lag of every token under `mask` with the bound of its group's lease.
+    """Check the lag of every token under `mask` against the bound of its group's lease.
 
-    It deliberately goes by the spans as received, and does not use the arithmetic that made the mask.
+    The check reads the received version spans and deliberately shares no arithmetic with the mask's
+    computation.
 
     Args:
-        sample: as received.
-        mask: bool [P + T_i], tokens of prompt and response.
+        sample: sample as received.
+        mask: bool [P + T_i] over prompt and response tokens.
         step: version that the step starts from.
 
     Raises:
-        BoundViolation: a token exceeds the bound or was not sampled; names the first one.
+        BoundViolation: a token exceeds the bound or was not sampled. The message names the first such token.
     """
     response = mask[len(sample.prompt) :]
     if mask[: len(sample.prompt)].any() or (response & ~sample.sampled).any():
@@ -313,5 +314,5 @@ def _measured(groups: Iterable[int], share: float) -> torch.Tensor:
 
 
 def is_measured(group: int, share: float) -> bool:
-    """Return whether the mismatch of a group is measured: always the same groups, about a `share` of them."""
+    """Return whether to measure a group's mismatch: deterministic, true for about a `share` of the groups."""
     return xxhash.xxh3_64_intdigest(b"%d" % group) < share * 2**64

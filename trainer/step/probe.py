@@ -1,4 +1,4 @@
-"""Computes the effect of an algorithm on a batch without a model: advantages, weights, loss and gradient.
+"""Applies an algorithm to a batch without a model: advantages, weights, loss and gradient.
 
 Shapes: N samples of the batch, k trained tokens.
 """
@@ -19,14 +19,14 @@ from trainer.step.measures import StepMeasures
 from trainer.step.plan import StepPlan, plan_step
 
 GROUPS = 3
-"""Groups of a made batch; all rewards of the last one are equal."""
+"""Number of groups of a synthetic batch. All rewards of the last group are equal."""
 LONGEST = 12
-"""Tokens of a completion, at most."""
+"""Largest number of tokens of a completion."""
 SEED = 28
 
 
 def made_groups(samples: int) -> list[ScoredRollout]:
-    """Return groups of `samples` completions each, of versions 0 and 1, always the same."""
+    """Return deterministic synthetic groups of `samples` completions each, of versions 0 and 1."""
     draw = np.random.RandomState(SEED)
     return [_group(number, samples, draw) for number in range(GROUPS)]
 
@@ -53,7 +53,7 @@ def _group(number: int, samples: int, draw: np.random.RandomState) -> ScoredRoll
 
 
 MOVED = 0.1
-"""Standard deviation by which the policy's log-probabilities differ from the engine's, nats."""
+"""Standard deviation of the difference between the policy's and the engine's log-probabilities, nats."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,18 +64,20 @@ class Probed:
     advantages: torch.Tensor
     """float32 [N]."""
     weights: torch.Tensor
-    """float32 [N]: of each trained token of a sample in the loss."""
+    """float32 [N]: loss weight of each trained token of a sample."""
     loss: float
-    """Sum over the k tokens of loss times weight."""
+    """Sum of loss times weight over the k tokens."""
     gradient: torch.Tensor
-    """float32 [k]: of the loss, by the log-probability of each trained token."""
+    """float32 [k]: derivative of the loss by the log-probability of each trained token."""
 
 
 def probe(algorithm: Algorithm, plan: StepPlan) -> Probed:
-    """Compute the loss of a planned batch under a policy that is a little off the engine's, always the same.
+    """Compute the loss of a planned batch under a policy that differs slightly from the engine's.
+
+    The difference is deterministic.
 
     Raises:
-        SettingsError: the loss or its gradient is not finite; names the first such token.
+        SettingsError: the loss or its gradient is not finite. The message names the first such token.
     """
     batch = plan.part(range(len(plan.samples)))
     if algorithm.config.kl_coef:
@@ -92,10 +94,10 @@ def probe(algorithm: Algorithm, plan: StepPlan) -> Probed:
 
 
 def probe_made(algorithm: Algorithm, samples: int) -> Probed:
-    """Compute what an algorithm makes of a small batch of groups of `samples` samples.
+    """Apply an algorithm to a small synthetic batch of groups of `samples` samples.
 
     Raises:
-        SettingsError: as `probe`, or the algorithm raises or returns what does not fit.
+        SettingsError: the loss or gradient is not finite, or the algorithm raises or returns invalid values.
     """
     groups = [(group, 1) for group in made_groups(samples)]
     return probe(algorithm, plan_step(groups, step=1, algorithm=algorithm, max_tokens=1))

@@ -1,4 +1,4 @@
-"""Defines a step as rank 0 is asked for it, its plan, and the updates that every rank makes."""
+"""Defines the command for a training step, plans the step, and schedules the updates of all ranks."""
 
 import msgspec
 
@@ -11,38 +11,38 @@ from trainer.step.plan import StepPlan, plan_step
 
 
 class TrainCommand(msgspec.Struct, frozen=True):
-    """Groups to make a step of.
+    """Groups to train in one step.
 
-    Not a command of ranks: `Executor.train`, on rank 0, makes a `StepCommand` of it, with an
+    Not sent to ranks: `Executor.train`, on rank 0, turns this command into a `StepCommand` with an
     `UpdateSchedule` for all ranks.
     """
 
     step: int
     """Version that the step starts from."""
     records: list[bytes]
-    """Encoded `ScoredRollout` of each group, as the spool holds it."""
+    """Encoded `ScoredRollout` of each group, as stored in the spool."""
     bounds: list[int]
     """max_staleness of each group's lease, versions."""
     mask_late: bool
-    """Whether tokens over the bound are masked; else one is an error."""
+    """Whether to mask tokens over the bound; otherwise such a token is an error."""
     temperature: float
-    """Temperature at which the tokens were sampled."""
+    """Sampling temperature of the tokens."""
     recompute_logprobs: bool
-    """Whether the trainer's own log-probabilities at the start of the step are the proximal ones."""
+    """Whether the trainer's log-probabilities at the start of the step are the proximal policy."""
     reference_logprobs: bool
     """Whether to compute log-probabilities under the reference model before the step."""
     mismatch_share: float = 1.0
-    """Share of the groups whose mismatch of trainer and engine is measured, 0 to 1."""
+    """Share of the groups whose trainer-engine mismatch is measured, 0 to 1."""
     epochs: int = 1
-    """Times that each sample is trained."""
+    """Number of times that each sample is trained."""
     mini_batches: int = 1
-    """Parts that the batch is divided into, each of which is an update."""
+    """Number of mini-batches of the batch. Each mini-batch is one update."""
     seed: int = 0
-    """Decides the division, with the number of the step."""
+    """With the number of the step, the seed of the assignment to mini-batches."""
     max_tokens: int = 0
-    """Limit of one generation, tokens."""
+    """Token limit of one generation."""
     profile: str = ""
-    """Path of the profiles of the updates; each rank adds .rank_R.json.gz. Empty: none is made."""
+    """Path prefix of the profiles of the updates; each rank appends .rank_R.json.gz. Empty: no profile."""
 
 
 class UpdateSchedule(msgspec.Struct, frozen=True):
@@ -51,20 +51,21 @@ class UpdateSchedule(msgspec.Struct, frozen=True):
     reference_logprobs: bool
     """Whether to compute log-probabilities under the reference model before the updates."""
     updates: tuple[int, ...] = (0,)
-    """The mini-batch of each update, in order."""
+    """Index of the mini-batch of each update, in order."""
     mini_batches: tuple[StepTotals, ...] = ()
-    """Totals of each mini-batch; empty: the step is one update on all of its batch."""
+    """Totals of each mini-batch; empty if the step is one update on the whole batch."""
     start_logprobs: bool = False
-    """Whether updates need the log-probabilities under the policy at the start of the step from a pass."""
+    """Whether to compute log-probabilities under the policy at the start of the step in a separate pass."""
     second_moment_threshold: float = 0.0
-    """As the setting of that name; 0: off. Each update then begins with a pass."""
+    """The setting `algorithm.second_moment_threshold`; 0: off. If set, each update begins with a forward
+    pass."""
 
 
 def plan_command(command: TrainCommand, algorithm: Algorithm) -> StepPlan:
     """Plan the step of a command.
 
     Raises:
-        ProtocolError: a record is not a scored rollout, or `plan_step` refuses it.
+        ProtocolError: a record is not a scored rollout, or `plan_step` rejects the record.
         BoundViolation: a token over the bound would carry gradient.
     """
     return plan_step(
@@ -99,7 +100,7 @@ def schedule_updates(command: TrainCommand, plan: StepPlan, algorithm: Algorithm
 
 
 def decode_scored(record: bytes) -> ScoredRollout:
-    """Decode a record of the spool. Raises ProtocolError: it is no scored rollout."""
+    """Decode a record of the spool. Raises ProtocolError if the record is not a `ScoredRollout`."""
     message = decode_payload(record)
     if not isinstance(message, ScoredRollout):
         raise ProtocolError(f"spool record is a {type(message).__name__}, not a ScoredRollout")

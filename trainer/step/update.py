@@ -1,4 +1,4 @@
-"""Makes the updates of a step with all models of this rank, and merges their measurements."""
+"""Runs the updates of a step with all models of this rank, and merges their measurements."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -20,17 +20,17 @@ from trainer.step.train_command import UpdateSchedule
 
 
 def make_updates(models: RankModels, part: Batch, schedule: UpdateSchedule) -> StepStats:
-    """Make the updates of a step, after the passes of the models that do not change in it. A collective.
+    """Run the updates of a step, after the forward passes of all models that stay fixed. A collective.
 
-    However many updates it makes, the step is one version.
+    The step makes one version, for any number of updates.
 
     Args:
-        models: this rank's parts.
-        part: the samples of this rank's replica.
-        schedule: the updates.
+        models: this rank's shards of the models.
+        part: samples of this rank's replica.
+        schedule: updates of the step.
 
     Returns:
-        The statistics of the step, equal on every rank.
+        Statistics of the step, equal on every rank.
     """
     part, measured = _with_roles(models, part, schedule)
     updates = []
@@ -44,7 +44,7 @@ def make_updates(models: RankModels, part: Batch, schedule: UpdateSchedule) -> S
 
 
 def batches_of(part: Batch, schedule: UpdateSchedule) -> Iterator[Batch]:
-    """Yield a replica's part of each update, one at a time."""
+    """Yield the replica's part of each update's mini-batch, one at a time."""
     if not schedule.mini_batches:
         yield part
         return
@@ -53,9 +53,9 @@ def batches_of(part: Batch, schedule: UpdateSchedule) -> Iterator[Batch]:
 
 
 def _update(models: RankModels, batch: Batch) -> StepStats:
-    """Make an update of every model that is trained, on this replica's part of a mini-batch.
+    """Update every trained model on this replica's part of a mini-batch.
 
-    The first steps of a run may train the critic alone.
+    During the critic's warm-up steps, only the critic is updated.
     """
     critic, tokens = models.critic, batch.totals.trained_tokens
     stats = StepStats(trained_tokens=tokens, skipped="" if tokens else NOTHING_TRAINED)
@@ -67,7 +67,7 @@ def _update(models: RankModels, batch: Batch) -> StepStats:
 
 
 def _within_moment(models: RankModels, batch: Batch, budget: float) -> Batch:
-    """Return the batch of an update with the clip that M2PO's trust region gives it. A collective."""
+    """Return the batch with the clip from M2PO's trust region. A collective."""
     moved = (models.policy.logprobs(batch) - batch.behaviour_logprobs)[batch.loss_mask]
     leaving = moved[leaves_region(moved, batch.advantages[batch.loss_mask])]
     everywhere = concatenate_replicas(leaving.square(), models.policy.replicas)
@@ -75,7 +75,7 @@ def _within_moment(models: RankModels, batch: Batch, budget: float) -> Batch:
 
 
 def _with_roles(models: RankModels, part: Batch, schedule: UpdateSchedule) -> tuple[Batch, dict[str, Any]]:
-    """Return the part with what other models and the start of the step say, and what was measured of it."""
+    """Return the part with the outputs of the other models and of the start policy, and the measurements."""
     found: dict[str, Any] = {}
     if schedule.start_logprobs:
         found["start_logprobs"] = models.policy.logprobs(part)
@@ -95,7 +95,7 @@ def _with_roles(models: RankModels, part: Batch, schedule: UpdateSchedule) -> tu
 
 
 OF_ALL_UPDATES = ("entropy", "clip_fraction", "ratio_mean", "reference_kl_k3")
-"""Means over the tokens of all updates."""
+"""Statistics that are means over the tokens of all updates."""
 OF_EACH_TOKEN = (
     "logprob_error_max",
     "behaviour_kl_k3",
@@ -110,7 +110,7 @@ OF_EACH_TOKEN = (
     "mismatch_max",
     "token_mult_prob_error",
 )
-"""They compare the policy at the start of the step with the engine's, once for each token."""
+"""Statistics that compare the start policy with the engine's policy, once for each token."""
 JOINED: dict[str, Callable[[Any], Any]] = {
     "micro_batches": sum,
     "computed_tokens": sum,
@@ -121,18 +121,18 @@ JOINED: dict[str, Callable[[Any], Any]] = {
     "expert_load_min": min,
     "loss_scale": min,
 }
-"""Fields that are merged by another rule than the mean over the updates."""
+"""Statistics with a merge rule other than the mean over the updates."""
 
 
 def merged_updates(
     config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule
 ) -> StepStats:
-    """Return the statistics of a step.
+    """Return the statistics of a step from the statistics of its updates.
 
     Args:
         config: section `[algorithm]`.
-        updates: the statistics of each update, in order.
-        schedule: the updates that the step was to make.
+        updates: statistics of each update, in order.
+        schedule: scheduled updates of the step.
     """
     made = [update for update in updates if not update.skipped]
     counts: dict[str, Any] = {"updates": len(made), "updates_skipped": len(updates) - len(made)}
@@ -160,10 +160,11 @@ def merged_updates(
 def _measured(
     config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule
 ) -> dict[str, Any]:
-    """Return the statistics of the updates' sums.
+    """Return the merged statistics of the updates' sums.
 
-    Tokens are compared with the engine in the first epoch if their log-probabilities at the start of the step
-    are known, else up to the first update that trains a token, in which the policy is still that one.
+    With log-probabilities from the start of the step, the whole first epoch is compared with the engine.
+    Without, only updates up to the first that trains a token are compared: until then, the policy is
+    unchanged.
     """
     trained = [update.trained_tokens > 0 for update in updates]
     first = len(schedule.mini_batches) if schedule.start_logprobs else trained.index(True) + 1
@@ -174,7 +175,7 @@ def _measured(
 
 
 def _together(config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule) -> StepStats:
-    """Return the statistics of the tokens of several updates."""
+    """Return the statistics over the tokens of several updates."""
     totals = [schedule.mini_batches[number] for number in schedule.updates[: len(updates)]]
     measures = StepMeasures(
         config=config,
@@ -199,7 +200,7 @@ def _mean(values: Sequence[float]) -> float:
 
 
 def _skips(updates: Sequence[StepStats], made: Sequence[StepStats]) -> tuple[str, ...]:
-    """Return a warning if some updates of a step that changed weights were skipped."""
+    """Return a warning if the step changed weights but skipped some updates."""
     skipped = [update.skipped for update in updates if update.skipped]
     if not skipped or not made:
         return ()

@@ -1,4 +1,4 @@
-"""The verifier `math`: final answer, limits, reading, equality."""
+"""The verifier `math`: final answer, limits, parsing, equality."""
 
 from reward.verifiers.math.equality import Options, score
 

@@ -1,7 +1,7 @@
-"""Scores 1 if the response's final answer equals the prompt's answer as mathematics, else 0.
+"""Scores 1 if the response's final answer equals the prompt's answer mathematically, else 0.
 
-Both are read as a whole: lists item by item, numbers exactly, words and units as text. math-verify compares
-the rest.
+Both answers are parsed completely: lists item by item, numbers exactly, words and units as text. math-verify
+compares all other expressions.
 """
 
 import logging
@@ -19,7 +19,7 @@ from reward.verifiers.math.limits import why_too_costly
 from reward.verifiers.math.reading import Item, bracketed, item, items, normalized
 from reward.verifiers.registry import required_text
 
-for _module in ("parser", "grader"):  # they warn about every call without their own timeout
+for _module in ("parser", "grader"):  # both warn about every call without their own timeout
     logging.getLogger(f"math_verify.{_module}").setLevel(logging.ERROR)
 
 FORMULA = [LatexExtractionConfig()]
@@ -40,8 +40,8 @@ class Options:
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
     """Return 1 if response and answer are equal, else 0.
 
-    An answer over the limits of `limits.py` scores 0 unread, unless the texts are equal.
-    The timeouts of math-verify are off, since they need signals; the pool limits the time.
+    A response's answer over the limits of `limits.py` scores 0 unparsed, unless the texts are equal. The
+    timeouts of math-verify are off, because they need signals; the pool limits the time.
 
     Raises:
         RewardError: the answer is missing, empty, or over the limits.
@@ -60,7 +60,7 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
 
 
 def _same_text(left: str, right: str) -> bool:
-    """Return whether two normalized texts differ in spaces after commas at most."""
+    """Return whether two normalized texts are equal up to spaces around commas."""
     return re.sub(r"\s*([,;])\s*", r"\1", left) == re.sub(r"\s*([,;])\s*", r"\1", right)
 
 
@@ -87,7 +87,7 @@ def _match_in_order(golds: Sequence[str], founds: Sequence[str], digits: int) ->
 
 
 def _match_in_any_order(golds: Sequence[str], founds: Sequence[str], digits: int) -> bool:
-    """Return whether each item of one list equals one of the other, each item used once."""
+    """Return whether the items of two lists match one to one."""
     rest = list(founds)
     for gold in golds:
         match = next((prediction for prediction in rest if _equal(gold, prediction, digits)), None)
@@ -104,7 +104,7 @@ def _items_equal(gold_text: str, found_text: str, digits: int) -> bool:
     if gold.words or prediction.words:
         return _words_equal(gold, prediction)
     if gold.unit and prediction.unit and gold.unit != prediction.unit:
-        return False  # a unit that one side leaves out is no difference
+        return False  # a unit missing on one side is ignored
     if gold.number is not None and prediction.number is not None:
         scales = {Fraction(1)}
         if (gold.unit == "%") != (prediction.unit == "%"):
@@ -115,7 +115,10 @@ def _items_equal(gold_text: str, found_text: str, digits: int) -> bool:
 
 
 def _words_equal(gold: Item, prediction: Item) -> bool:
-    """Return whether letters, words or based numbers are the same text; a word of capitals keeps its case."""
+    """Return whether letters, words or based numbers are the same text.
+
+    All-capital words are case-sensitive.
+    """
     left, right = (reading.words or normalized(reading.text) for reading in (gold, prediction))
     if left.isupper() and len(left) > 1:
         return left == right
@@ -123,7 +126,7 @@ def _words_equal(gold: Item, prediction: Item) -> bool:
 
 
 def _close(gold: Fraction, prediction: Fraction, digits: int, decimal: bool) -> bool:
-    """Return whether two numbers are equal: exactly, or as decimals to `digits` places and by their size."""
+    """Return whether two numbers are equal: exactly or, as decimals, to `digits` places and relatively."""
     difference = abs(gold - prediction)
     if not difference or not decimal:
         return not difference
@@ -132,16 +135,16 @@ def _close(gold: Fraction, prediction: Fraction, digits: int, decimal: bool) -> 
 
 
 def _latex(reading: Item) -> str:
-    """Return an item's text as math-verify reads it: 1e6 would be a product with Euler's number."""
+    """Return an item's text for math-verify, which would parse 1e6 as a product with Euler's number."""
     if reading.number is None or "e" not in reading.text.lower():
         return reading.text
     return f"\\frac{{{reading.number.numerator}}}{{{reading.number.denominator}}}"
 
 
 def _expressions_equal(gold: str, prediction: str, digits: int) -> bool:
-    """Return whether math-verify finds two expressions equal.
+    """Return whether math-verify considers two expressions equal.
 
-    It rounds to `digits` places, so that constants below 1 are also compared relative to their size.
+    math-verify rounds to `digits` places, so constants below 1 are also compared relative to their size.
     """
     left, right = _parsed(gold), _parsed(prediction)
     if left is None or right is None:
@@ -155,7 +158,7 @@ def _expressions_equal(gold: str, prediction: str, digits: int) -> bool:
 
 
 def _parsed(text: str) -> Any:
-    """Return the expression that math-verify reads in a whole text; None if it cannot read the whole."""
+    """Return math-verify's expression for a text; None if math-verify cannot parse the whole text."""
     if any(character.isdigit() and not character.isascii() for character in text):
         return None
     text = text.replace("\\degree", "^\\circ").replace("\\word", "\\text")

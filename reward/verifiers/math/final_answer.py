@@ -1,14 +1,15 @@
-"""Picks the final answer out of a response: a box, the text after "answer is", or the last formula."""
+"""Extracts the final answer from a response: a box, the text after "answer is", or the last formula."""
 
 import re
 
 LONGEST = 1000
-"""Characters of an answer; an answer without a box is looked for in the last ones of a response."""
+"""Maximum length of an answer, characters. An answer without a box is searched in that many last
+characters."""
 BOXED = "\\boxed{"
 BETWEEN = re.compile(r"\s*(?:\$|\\\)|\\\])?\s*,?\s*(?:and|or|,)\s*(?:\$|\\\(|\\\[)?\s*")
-"""Text that connects boxes which are one answer."""
+"""Text between boxes that together are one answer."""
 GAP = 20
-"""Characters between boxes that are one answer."""
+"""Maximum number of characters between boxes of one answer."""
 BEFORE = re.compile(r"(?:\$\$?|\\\(|\\\[)\s*\Z")
 AFTER = re.compile(r"(?:\s{0,9}(?:\$\$?|\\\)|\\\]))?(?:\s{0,9}\\?%)?")
 THOUGHT = "</think>"
@@ -17,7 +18,7 @@ MARK = re.compile(r"answer(?:\s+is|\s*:|\s+is\s*:)[\s*]*|####\s*", re.IGNORECASE
 SENTENCE_END = re.compile(r"[.!?](?=\s|\Z)|\n|,?\s(?:because|since|which|where|so|as|I hope)\b")
 FORMULA = re.compile(r"\$\$.+?\$\$|\\\[.+?\\\]|\\\(.+?\\\)|(?<!\\)\$[^$\n]+?(?<!\\)\$", re.DOTALL)
 TOKEN = re.compile(r"[^\s$]*\d[^\s$]*|\\frac\S+")
-"""A piece of text that holds a number."""
+"""Piece of text that contains a number."""
 CONNECTED = re.compile(
     r"(?:\S*\d\S*\s*(?:,\s*(?:and|or)?|and|or)|\d+|\S*\d\s*[-+*/=^<>\u2264\u2265]|[-+])\s*\Z"
 )
@@ -28,17 +29,17 @@ PUNCTUATION = ".,;:!?*\"'"
 def final_answer(response: str) -> str:
     """Return the text of the final answer, with its delimiters; empty if the response has none.
 
-    The answer is the last box, unless "final answer is" follows it. Without a box it is the text after the
-    last "answer is", "answer:" or "####", up to the end of the sentence; else the last formula in delimiters
-    or the last number, whichever comes later, with the list or sum that it belongs to. A thought that ends
-    with </think> does not count if text follows it.
+    The answer is the last box, unless "final answer is" follows the box. Without a box, the answer is the
+    text from the last "answer is", "answer:" or "####" to the end of the sentence. Otherwise, the answer is
+    the last formula in delimiters or the last number, whichever comes later, with the list or sum around it.
+    Text up to </think> is ignored if text follows.
     """
     response = _after_thought(response)
     start = response.rfind(BOXED)
     if start < 0 or response.rfind("inal answer is") > start:
         return _without_box(response[-LONGEST:])
     first, end = start, _end_of_box(response, start)
-    for _ in range(5):  # 1 and 2, each in a box, are one answer of two parts
+    for _ in range(5):  # 1 and 2, each in a box, form one answer of two parts
         earlier = response.rfind(BOXED, 0, first)
         gap = _end_of_box(response, earlier) if earlier >= 0 else -GAP
         if first - gap > GAP or not BETWEEN.fullmatch(response, gap, first):
@@ -50,7 +51,7 @@ def final_answer(response: str) -> str:
 
 
 def unboxed(text: str) -> str:
-    """Return a text with each box replaced by its content; an unclosed box ends with the text."""
+    """Return a text with each box replaced by its content. An unclosed box extends to the end of the text."""
     while (start := text.find(BOXED)) >= 0:
         end = _end_of_box(text, start)
         inside = text[start + len(BOXED) : end]
@@ -65,7 +66,7 @@ def _after_thought(response: str) -> str:
 
 
 def _without_box(text: str) -> str:
-    """Return the answer in a text that has no box."""
+    """Return the answer in a text without a box."""
     marks = list(MARK.finditer(text))
     if marks:
         rest = text[marks[-1].end() :]
@@ -89,7 +90,7 @@ def _without_box(text: str) -> str:
 
 
 def _end_of_box(text: str, start: int) -> int:
-    """Return where the box that begins at `start` ends, or a place too far away for an answer."""
+    """Return the end of the box that begins at `start`, or a position beyond `LONGEST` characters."""
     depth = 0
     most = min(len(text), start + LONGEST + 1)
     for i in range(start + len(BOXED) - 1, most):

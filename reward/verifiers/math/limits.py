@@ -1,7 +1,7 @@
-"""Bounds what parsing and comparing an answer can cost, before either.
+"""Bounds the cost of an answer before it is parsed or compared.
 
-math-verify computes numbers exactly and tries many ways to read nested brackets: 9^{9^{9^9}} or 3,000
-brackets would keep it busy for longer than any time limit.
+math-verify computes numbers exactly and tries many parses of nested brackets. 9^{9^{9^9}} or 3,000 brackets
+would exceed any time limit.
 """
 
 import re
@@ -9,26 +9,26 @@ import re
 from reward.verifiers.math.final_answer import LONGEST
 
 DEPTH = 12
-"""Brackets inside each other."""
+"""Maximum nesting depth of brackets."""
 DIGITS = 500
-"""Digits of one number."""
+"""Maximum number of digits of one number."""
 EXPONENT = 3000
 """Largest product of the numbers in an exponent."""
 POLYNOMIAL = 200
-"""Largest exponent of brackets with letters in them."""
+"""Largest exponent of brackets that contain letters."""
 POWERS = 100_000
-"""Largest product of an exponent, the exponents of brackets, and the digits of the longest number over 20."""
+"""Largest product of an exponent, the exponents of brackets, and the longest number's digits / 20."""
 CHOOSE = 10_000
-"""Numbers in a factorial, a binomial coefficient, a sum or a product are below this."""
+"""Exclusive limit of numbers in a factorial, a binomial coefficient, a sum or a product."""
 NUMBER = re.compile(r"\d+", re.ASCII)
 OPENING, CLOSING = "([{", ")]}"
 COSTLY = re.compile(r"\\(?:binom|dbinom|tbinom|choose|sum|prod|int|lim)(?![a-zA-Z])")
 MOST_COSTLY = 2
-"""Sums, products, integrals, limits and binomial coefficients in one answer."""
+"""Maximum number of sums, products, integrals, limits and binomial coefficients in one answer."""
 
 
 def why_too_costly(text: str) -> str:
-    """Return which limit an expression exceeds; empty if none."""
+    """Return the limit that an expression exceeds; empty if none."""
     text = text.replace("**", "^")
     if len(text) > LONGEST:
         return f"{len(text)} characters"
@@ -45,7 +45,7 @@ def why_too_costly(text: str) -> str:
 
 
 def _brackets(text: str) -> dict[int, int] | None:
-    """Return opening -> closing bracket, by position; None if they are too deep."""
+    """Return opening -> closing bracket positions; None if nested too deeply."""
     stack: list[int] = []
     pairs = {}
     for i, character in enumerate(text):
@@ -59,7 +59,7 @@ def _brackets(text: str) -> dict[int, int] | None:
 
 
 def _factorial_problem(text: str, pairs: dict[int, int]) -> str:
-    """Return why a factorial is too large; text without LaTeX has only exclamation marks."""
+    """Return why a factorial is too large. In text without LaTeX, "!" is an exclamation mark."""
     if not re.search(r"[$\\\[]", text):
         return ""
     opening = {closed: opened for opened, closed in pairs.items()}
@@ -76,7 +76,7 @@ def _factorial_problem(text: str, pairs: dict[int, int]) -> str:
 
 
 def _power_problem(text: str, pairs: dict[int, int]) -> str:
-    """Return why powers have too many digits: exponents of powers in brackets multiply."""
+    """Return why powers have too many digits. Exponents of powers in brackets multiply."""
     opening = {closed: opened for opened, closed in pairs.items()}
     bracket_powers, largest = 1, 1
     for place in (i for i, character in enumerate(text) if character == "^"):
@@ -101,7 +101,7 @@ def _power_problem(text: str, pairs: dict[int, int]) -> str:
 
 
 def _exponent(text: str, start: int, pairs: dict[int, int]) -> str:
-    """Return the exponent that begins at `start`, with what follows it in a chain such as 2^3^4."""
+    """Return the exponent that begins at `start`, including a chain such as 2^3^4."""
     while start < len(text) and text[start].isspace():
         start += 1
     if start in pairs:
@@ -116,7 +116,7 @@ def _exponent(text: str, start: int, pairs: dict[int, int]) -> str:
 
 
 def _product(text: str) -> int:
-    """Return the product of the numbers in a text, at most a little over `EXPONENT`; 1 if there is none."""
+    """Return the product of the numbers in a text, cut off above `EXPONENT`; 1 without numbers."""
     product = 1
     for digits in NUMBER.findall(text):
         product *= max(1, _value(digits))
@@ -130,5 +130,5 @@ def _largest(text: str) -> int:
 
 
 def _value(digits: str) -> int:
-    """Return a number, or a large one in place of one that has many digits."""
+    """Return the number; 10**10 for ten or more digits."""
     return int(digits) if len(digits) < 10 else 10**10

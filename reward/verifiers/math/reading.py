@@ -1,7 +1,7 @@
-"""Reads an answer of `math` as a whole: its items, and of each item number, unit, letters or expression.
+"""Parses an answer of `math` completely: its items, and the number, unit, letters or expression of each item.
 
-math-verify looks for a number anywhere in a text, and takes 7 out of `3, 5, 7` and 5 out of `6 - 5i`. Here a
-text is split into items first; every character of an item then belongs to exactly one reading.
+math-verify searches for a number anywhere in a text, and extracts 7 from `3, 5, 7` and 5 from `6 - 5i`. This
+module splits a text into items first, and each item is parsed as a whole.
 """
 
 import re
@@ -12,7 +12,7 @@ from reward.verifiers.math.final_answer import unboxed
 
 OPENING, CLOSING = "([{", ")]}"
 EXPONENT = 300
-"""Largest decimal exponent of a number that is read exactly."""
+"""Largest decimal exponent of a number that is parsed exactly."""
 REPLACED = (
     (re.compile(r"\\(?:left|right|bigl?|bigr?|Bigl?|Bigr?|displaystyle)(?![a-zA-Z])\.?"), ""),
     (re.compile(r"\\(?:d|t|c)frac(?![a-zA-Z])"), r"\\frac"),
@@ -32,7 +32,7 @@ REPLACED = (
     (re.compile(r"\u221a\s*\(([^()]*)\)|\u221a\s*(\d+|[a-z])"), r"\\sqrt{\1\2}"),
     (re.compile(r"\u00b0|\^\s*\{?\s*\\circ\s*\}?"), r"\\degree"),
 )
-"""Spellings of LaTeX and Unicode that say the same."""
+"""Equivalent spellings of LaTeX and Unicode -> their normal form."""
 DELIMITERS = re.compile(r"\\[()\[\]]|(?<!\\)\$")
 SEPARATOR = re.compile(r"\s*(?:,\s*(?:and|or)\b|[,;]|(?<![a-zA-Z\\])(?:and|or)(?![a-zA-Z]))\s*")
 THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:,\d{3})+(?![\d,])")
@@ -92,7 +92,7 @@ class Item:
     decimal: bool = False
     """Whether the number was written with a decimal point or an exponent."""
     words: str = ""
-    """Text to compare as text, if the item is letters, words, or a number in a stated base."""
+    """Text for comparison as text, if the item is letters, words, or a number in a stated base."""
 
 
 def normalized(text: str) -> str:
@@ -106,7 +106,8 @@ def normalized(text: str) -> str:
 def items(text: str) -> list[str]:
     """Return the items of a normalized list or set in order; one item for other text.
 
-    A comma within brackets or in 1,234 is no separator. An item with one plus-minus sign is two items.
+    A comma within brackets or in 1,234 does not separate items. An item with one plus-minus sign is two
+    items.
     """
     if text.startswith("\\{") and text.endswith("\\}"):
         text = text[2:-2]
@@ -144,7 +145,7 @@ def bracketed(text: str) -> tuple[str, list[str], str] | None:
 
 
 def item(text: str) -> Item:
-    """Return the reading of one item."""
+    """Parse one item."""
     based = BASED.fullmatch(text)
     if based and any(character.isdigit() for character in based[1]):
         return Item(text, words=f"{based[1]}_{based[2].lower()}")
@@ -157,7 +158,7 @@ def item(text: str) -> Item:
 
 
 def _split_unit(text: str) -> tuple[str, str]:
-    """Return value and normalized unit of an item."""
+    """Return the value and normalized unit of an item."""
     before = UNIT_BEFORE.match(text)
     if before:
         text = before[1] + text[before.end() :]
@@ -180,7 +181,7 @@ def _unit(text: str) -> str:
 
 
 def _number(text: str) -> tuple[Fraction | None, bool]:
-    """Return the value of a numeral, fraction or mixed number, and whether it was written as a decimal."""
+    """Return the value of a numeral, fraction or mixed number, and whether it is written as a decimal."""
     text = text.strip()
     if match := NUMBER.fullmatch(text):
         exponent = next((group for group in match.groups()[1:] if group), None)

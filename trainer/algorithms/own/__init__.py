@@ -1,1 +1,1 @@
-"""Loads an algorithm of the user, and checks all that it returns."""
+"""Loads a user's algorithm and validates all return values."""

@@ -1,4 +1,4 @@
-"""Calls an algorithm of the user, and refuses what does not fit, naming its file.
+"""Calls a user's algorithm and validates its return values. Errors name the user's file.
 
 Shapes: N samples of the whole batch, k trained tokens of a micro-batch.
 """
@@ -15,17 +15,17 @@ from trainer.batch import TrainedTokens
 from trainer.config import AlgorithmConfig
 
 METHODS = ("advantages", "sample_weights", "token_loss")
-"""Methods of an `Algorithm`."""
+"""Required methods of an `Algorithm`."""
 
 
 class CheckedAlgorithm:
-    """Algorithm of the user, whose shapes, types and numbers are checked at every call.
+    """Wrapper that validates the shape, type and values of a user's algorithm at every call.
 
-    It is given copies, which it may change: rewards are reported, and counted turn by turn, after it.
+    The algorithm receives copies and may change them: rewards are reported, and counted per turn, afterwards.
     """
 
     def __init__(self, config: AlgorithmConfig, made: Any, what: str) -> None:
-        """Wrap `made`; `what` names it in errors: setting, path and file."""
+        """Wrap the algorithm `made`. `what` is the prefix of errors: setting, path and file."""
         self.config, self._made, self._what = config, made, what
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
@@ -43,8 +43,8 @@ class CheckedAlgorithm:
     ) -> TokenLoss:
         """Return the user's loss of each token.
 
-        Its numbers are not checked here, where a GPU would be waited for: a step whose gradient is not finite
-        is skipped.
+        Values are not checked for being finite, because the check would wait for the GPU. A step whose
+        gradient is not finite is skipped.
         """
         found = self._call("token_loss", tokens, logprobs, entropy)
         if not isinstance(found, TokenLoss):
@@ -56,7 +56,7 @@ class CheckedAlgorithm:
         return found
 
     def _call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the user's algorithm. Too little memory stays an error of its own."""
+        """Call a method of the user's algorithm. Out-of-memory errors keep their type."""
         try:
             return getattr(self._made, method)(*arguments)
         except (torch.OutOfMemoryError, MemoryError):
@@ -65,7 +65,7 @@ class CheckedAlgorithm:
             raise self._error(f"{method}() raised at {located(error)}") from error
 
     def _numbers(self, where: str, found: Any, count: int) -> torch.Tensor:
-        """Return float32 [count]; refuse another shape or type, nan and infinities."""
+        """Return the values as float32 [count]; raise for another shape or type, nan and infinities."""
         self._check(where, found, count)
         values: torch.Tensor = found.detach().float()
         wrong = (~torch.isfinite(values)).nonzero()[:, 0]
@@ -83,11 +83,11 @@ class CheckedAlgorithm:
 
 
 def load_algorithm(config: AlgorithmConfig) -> CheckedAlgorithm:
-    """Return the algorithm that `config.name`, a `MODULE:NAME`, names.
+    """Return the algorithm that `config.name`, a `MODULE:NAME`, refers to.
 
     Raises:
-        SettingsError: module or class is missing, either raises, options do not fit, or a method is missing;
-            names the file.
+        SettingsError: the module or class is missing, either raises, the options do not fit, or a method is
+            missing. The message names the file.
     """
     found, file = import_attribute(config.name, "setting algorithm.name")
     what = f"setting algorithm.name: {config.name} in {file}"
@@ -102,7 +102,7 @@ def load_algorithm(config: AlgorithmConfig) -> CheckedAlgorithm:
 
 
 def _described(found: Any) -> str:
-    """Return type and shape of a value as text."""
+    """Return the type and shape of a value as text."""
     if isinstance(found, torch.Tensor):
         return f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
     return type(found).__name__

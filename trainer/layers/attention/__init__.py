@@ -1,1 +1,1 @@
-"""Computes attention over packed sequences: what it is, and the kernels that compute it."""
+"""Computes attention over packed sequences: parameters, visible keys and kernels."""

@@ -1,15 +1,15 @@
-"""Joins attention to some keys with attention to others, so that no key has to lie beside all its queries.
+"""Merges attention over several sets of keys, so keys need not be copied next to all their queries.
 
-Attention to one set of keys gives an output o and the log-sum-exp l of its scores. Attention to two sets is
-o = o_1 exp(l_1 - l) + o_2 exp(l_2 - l) with l = log(exp(l_1) + exp(l_2)). A sink is a score s that takes part
-in the softmax of a query and has no value: o = o_1 exp(l_1 - l) with l = log(exp(l_1) + exp(s)). The backward
-pass of a kernel computes the probabilities again from the log-sum-exp, and subtracts the products of output
-and gradient: with the joined o and l, each gives its share of the gradients of queries, keys and values,
-exactly (as in ring attention: Liu et al. 2023, arXiv 2310.01889).
+Attention over one set of keys yields an output o and the log-sum-exp l of its scores. Attention over two sets
+is o = o_1 exp(l_1 - l) + o_2 exp(l_2 - l) with l = log(exp(l_1) + exp(l_2)). A sink is a score s in a query's
+softmax without a value: o = o_1 exp(l_1 - l) with l = log(exp(l_1) + exp(s)). The backward pass of a kernel
+recomputes the probabilities from the log-sum-exp, and subtracts the products of output and gradient. Given
+the merged o and l, each kernel therefore computes its exact share of the gradients of queries, keys and
+values (as in ring attention: Liu et al. 2023, arXiv 2310.01889).
 
-Copies of keys are made again for the backward pass, so that none is kept.
+Copies of keys are not saved; the backward pass recreates them.
 
-Shapes: T queries; C T gathered keys; n queries and m keys of a part; D head size; heads are of this
+Shapes: T queries; C T gathered keys; n queries and m keys of a part; D head size. Heads are the heads of this
 tensor rank.
 """
 
@@ -24,7 +24,7 @@ from trainer.layers.attention.visible import SharedKeys, VisibleKeys
 
 
 def seen_rows(rows: torch.Tensor, keys: VisibleKeys | None) -> torch.Tensor:
-    """Return of the gathered rows [C T, heads, any size] those that pieces see, [K, heads, any size]."""
+    """Return the gathered rows [C T, heads, any size] that pieces see, [K, heads, any size]."""
     if keys is None or keys.tokens is None:
         return rows
     seen: torch.Tensor = _Seen.apply(rows, keys)
@@ -32,9 +32,9 @@ def seen_rows(rows: torch.Tensor, keys: VisibleKeys | None) -> torch.Tensor:
 
 
 def add_copies(gradient: torch.Tensor, keys: VisibleKeys | None, rows: int) -> torch.Tensor:
-    """Return the gradient of `rows` gathered rows, from the gradient of the rows that pieces see, [K, ...].
+    """Return the gradient of `rows` gathered rows from the gradient of the visible rows, [K, ...].
 
-    Gradients of copies are added up in float32 or wider, always in the same order.
+    Gradients of copies are summed in float32 or wider, in a fixed order.
     """
     if keys is None or keys.tokens is None:
         return gradient
@@ -49,7 +49,7 @@ def add_copies(gradient: torch.Tensor, keys: VisibleKeys | None, rows: int) -> t
 
 
 class _Seen(torch.autograd.Function):
-    """Copies of rows."""
+    """Copies of the rows that pieces see."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, keys: VisibleKeys) -> torch.Tensor:
@@ -64,24 +64,24 @@ class _Seen(torch.autograd.Function):
 
 
 def spread_queries(query: torch.Tensor, keys: VisibleKeys) -> torch.Tensor:
-    """Return queries [T, heads, D] among rows of zeros, [K, heads, D]: each where its token's key is.
+    """Scatter queries [T, heads, D] into zeros, [K, heads, D]: each query at the row of its token's key.
 
-    For kernels that take as many queries as keys; `keys.queries` picks the rows of the result.
+    For kernels that need as many queries as keys. `keys.queries` selects the queries' rows of the result.
     """
     rows = query.new_zeros(len(query) if keys.tokens is None else len(keys.tokens), *query.shape[1:])
     return rows.index_copy(0, keys.queries, query)
 
 
 class Part(Protocol):
-    """A kernel's attention of some queries to some keys."""
+    """Kernel for the attention of some queries to some keys."""
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the output [n, heads, D], and the log-sum-exp of the scores, float32 or wider [heads, n].
+        """Return the output [n, heads, D] and the log-sum-exp of the scores, float32 or wider [heads, n].
 
         Args:
             q: [n, heads, D].
             k: [m, kv heads, D].
-            v: shaped as `k`.
+            v: [m, kv heads, D].
         """
         ...
 
@@ -94,15 +94,15 @@ class Part(Protocol):
         out: torch.Tensor,
         total: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Return the gradients of q, k and v for the gradient of the joined output.
+        """Return the gradients of q, k and v from the gradient of the merged output.
 
         Args:
             out_grad: [n, heads, D].
-            q: as before.
-            k: as before.
-            v: as before.
-            out: [n, heads, D]: the joined output.
-            total: [heads, n]: the joined log-sum-exp.
+            q: [n, heads, D].
+            k: [m, kv heads, D].
+            v: [m, kv heads, D].
+            out: [n, heads, D]: merged output.
+            total: [heads, n]: merged log-sum-exp.
         """
         ...
 
@@ -116,16 +116,16 @@ def joined_attention(
     shared: Sequence[Part],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return attention [T, heads, D] to a piece's own keys, and to those that pieces attend to apart.
+    """Return attention [T, heads, D] to a piece's own keys merged with attention to shared keys.
 
     Args:
         q: [T, heads, D].
         k: [C T, kv heads, D].
-        v: shaped as `k`.
-        keys: says which keys pieces see; None: their own alone.
-        own: attention to a piece's own keys, and to the copies in front of them.
+        v: [C T, kv heads, D].
+        keys: keys visible to each piece; None: only the piece's own keys.
+        own: attention to a piece's own keys and the copied keys before them.
         shared: attention to each of `keys.shared`.
-        sinks: [heads], scores to which attention goes that no token gets.
+        sinks: [heads], scores in the softmax without a value.
     """
     out: torch.Tensor = _Joined.apply(q, k, v, sinks, keys, own, shared)
     return out
@@ -195,14 +195,14 @@ def _calls(keys: VisibleKeys | None, shared: Sequence[Part]) -> Iterator[tuple[S
 
 
 def _sum_dtype(q: torch.Tensor, calls: Sequence[object]) -> torch.dtype:
-    """Return the dtype of sums over parts: of two, the result is rounded once in any case."""
+    """Return the dtype for merging: float32 for several parts; one merge rounds only once in any case."""
     return torch.promote_types(q.dtype, torch.float32) if len(calls) > 1 else q.dtype
 
 
 def _join(
     out: torch.Tensor, total: torch.Tensor, more: torch.Tensor, scores: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the joined output and log-sum-exp of n queries."""
+    """Return the merged output and log-sum-exp of n queries."""
     joined = torch.logaddexp(total, scores)
     first, second = ((part - joined).exp().t()[..., None] for part in (total, scores))
     return (out * first + more * second).to(out.dtype), joined

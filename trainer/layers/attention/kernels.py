@@ -1,12 +1,12 @@
-"""Chooses how attention over packed sequences is computed, and calls the fused kernels for it.
+"""Selects the kernel for attention over packed sequences, and calls fused kernels.
 
-Shapes: T tokens, K keys, D size of a head's query and key, V of its value, mostly the same.
+Shapes: T tokens, K keys, D size of a head's query and key, V size of its value, mostly V = D.
 
-Libraries are used where `trainer.attention_backend` says so; no test here runs flash-attn 2 or
-TransformerEngine. FlashAttention 3 computes torch's own operators in this process, so all that is said of
-torch's kernel is true of it.
-Where a sequence has more keys than queries, its last query belongs to its last key. The fused kernels count a
-window's tokens without the query's own, and take -1 for all.
+`trainer.attention_backend` selects library kernels. No test runs flash-attn 2 or TransformerEngine here.
+FlashAttention 3 replaces torch's own operators in this process, so comments about torch's kernel apply to
+FlashAttention 3, too.
+If a sequence has more keys than queries, its last query is aligned with its last key. The fused kernels count
+a window's tokens without the query's own token, and -1 disables the window.
 """
 
 import functools
@@ -34,7 +34,7 @@ def flash_attention(
     sequences: PackedSequences,
     terms: AttentionTerms,
 ) -> torch.Tensor:
-    """Compute it with flash-attn."""
+    """Compute causal attention with flash-attn."""
     from flash_attn import flash_attn_varlen_func
 
     out: torch.Tensor = flash_attn_varlen_func(
@@ -60,7 +60,7 @@ def transformer_engine_attention(
     sequences: PackedSequences,
     terms: AttentionTerms,
 ) -> torch.Tensor:
-    """Compute it with TransformerEngine."""
+    """Compute causal attention with TransformerEngine."""
     mask = "padding_causal" if sequences.keys is None else "padding_causal_bottom_right"
     out: torch.Tensor = _transformer_engine(q.size(1), k.size(1), q.size(2), terms, mask)(
         q,
@@ -82,7 +82,7 @@ def varlen_attention(
     terms: AttentionTerms,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute it with torch's own kernel; older ones take grouped heads as they are."""
+    """Compute causal attention with torch's varlen kernel. Older versions need no flag for grouped heads."""
     from torch.nn.attention.varlen import varlen_attn
 
     if sinks is not None or sequences.keys is not None:
@@ -103,15 +103,15 @@ def varlen_attention(
         window_size=(terms.window - 1, 0),
         **options,
     )
-    return cast(torch.Tensor, output)  # a tuple only if more is asked for
+    return cast(torch.Tensor, output)  # a tuple only if the log-sum-exp is requested
 
 
 @dataclass(frozen=True, slots=True)
 class VarlenPart:
-    """Attention within sequences by torch's own kernel; see `joined.Part`."""
+    """Attention within sequences by torch's varlen kernel; implements `joined.Part`."""
 
     offsets: torch.Tensor
-    """int32 [S + 1], on the device: where the queries of each sequence begin."""
+    """int32 [S + 1], on the device: start of each sequence's queries."""
     key_offsets: torch.Tensor
     longest: int
     longest_keys: int
@@ -154,13 +154,13 @@ class VarlenPart:
 
 
 def _causal_part(sequences: PackedSequences, terms: AttentionTerms) -> VarlenPart:
-    """Return causal attention of a micro-batch's sequences to their own keys."""
+    """Return causal attention of each sequence to its own keys."""
     offsets = sequences.offsets, sequences.key_offsets
     return VarlenPart(*offsets, sequences.longest, sequences.longest_keys, True, terms.scale, terms.window)
 
 
 def _whole_part(call: SharedKeys, terms: AttentionTerms) -> VarlenPart:
-    """Return attention of each query to all keys of its sequence."""
+    """Return non-causal attention of each query to all keys of its sequence."""
     longest, longest_keys = map(max, zip(*call.sizes, strict=True))
     return VarlenPart(call.query_offsets, call.key_offsets, longest, longest_keys, False, terms.scale)
 
@@ -189,14 +189,14 @@ def _transformer_engine(heads: int, kv_heads: int, head_dim: int, terms: Attenti
 
 Kernel = Callable[..., torch.Tensor]
 """(q [T, heads, D], k [T, kv heads, D], v like k, sequences, terms) -> [T, heads, D]; causal within each
-sequence. `by_segments` also takes v [T, kv heads, V], and gives [T, heads, V]. Kernels with the term `sinks`
-take these, [heads], as the last argument. With context parallelism k and v come from all its ranks, and
-`sequences.keys` says which of them are seen, as it does where samples share tokens."""
+sequence. `by_segments` also accepts v [T, kv heads, V], and returns [T, heads, V]. Kernels with the term
+`sinks` accept sinks [heads] as the last argument. With context parallelism, k and v are gathered from all
+context ranks. Then, and if samples share tokens, `sequences.keys` specifies the visible keys."""
 QUERY_COST = 2.5
-"""Cost of joining a query's attention to some keys with its attention to others, in copies of a key.
+"""Cost of merging a query's attention over two sets of keys, in units of copying one key.
 
-On a GPU both go at the speed of memory. A query is read and its output written once more in both passes,
-about 14 times its bytes; a copy has gradients for every query head, about 5.5 times.
+On a GPU both are bound by memory bandwidth. Merging reads a query and writes its output once more in both
+passes, about 14 times the query's bytes. A copied key has gradients for every query head, about 5.5 times.
 """
 
 
@@ -208,7 +208,7 @@ def by_segments(
     terms: AttentionTerms,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute it with torch's attention, a segment at a time: anywhere, and as the reference for others."""
+    """Compute causal attention by segments with torch's attention: on any device, and as the reference."""
     keys, segments, numbers = sequences.keys, sequences.segments, (terms.scale, terms.window, terms.softcap)
     if keys is not None and keys.shared:
         narrower = q.size(-1) - v.size(-1)
@@ -228,18 +228,18 @@ FUSED: dict[str, Kernel] = {
     "flash_attn_3": varlen_attention,
     "transformer_engine": transformer_engine_attention,
 }
-"""`trainer.attention_backend` -> its fused kernel; `segments` has none."""
+"""`trainer.attention_backend` -> fused kernel. The backend `segments` has no fused kernel."""
 HOPPER = 9
-"""Compute capability of the GPUs that FlashAttention 3 is for."""
+"""Compute capability that FlashAttention 3 requires."""
 _backend = "torch"
-"""The backend of this process, see `choose_backend`."""
+"""Attention backend of this process, see `choose_backend`."""
 
 
 def choose_backend(name: AttentionBackend) -> None:
-    """Have every model of this process compute attention by `trainer.attention_backend`.
+    """Set the attention backend for all models of this process.
 
     Raises:
-        SettingsError: torch cannot compute with the library that is chosen.
+        SettingsError: torch cannot use the chosen library.
     """
     global _backend
     if torch.nn.attention.current_flash_attention_impl():
@@ -251,7 +251,7 @@ def choose_backend(name: AttentionBackend) -> None:
 
 
 def _put_below_torch(name: str) -> None:
-    """Have torch's operators computed by a library."""
+    """Register a library as the implementation of torch's operators."""
     why = ""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != HOPPER:
         why = f"it is for GPUs of compute capability {HOPPER}, this is {torch.cuda.get_device_name()}"
@@ -266,10 +266,10 @@ def _put_below_torch(name: str) -> None:
 
 @functools.cache
 def kernel_for(device_type: str, dtype: torch.dtype, terms: AttentionTerms = PLAIN) -> Kernel:
-    """Return the kernel of the chosen backend; torch has `by_segments` where its fused one does not compute.
+    """Return the kernel of the chosen backend, or `by_segments` if torch's fused kernel does not apply.
 
     Raises:
-        SettingsError: flash_attn or transformer_engine is chosen and cannot compute it.
+        SettingsError: the chosen library, flash_attn or transformer_engine, cannot compute these terms.
     """
     lacking = "" if _backend == "segments" else lacks_terms(_backend, terms)
     fits = device_type == "cuda" and dtype in (torch.bfloat16, torch.float16) and not lacking
@@ -280,9 +280,9 @@ def kernel_for(device_type: str, dtype: torch.dtype, terms: AttentionTerms = PLA
 
 
 def key_uses(device_type: str, dtype: torch.dtype, terms: Iterable[AttentionTerms]) -> list[KeyUse]:
-    """Return how layers attend that can attend to keys apart, then how the others do.
+    """Return the key use of layers that can attend to shared keys separately, then of the other layers.
 
-    If only one of the two kinds is there, it is for all layers.
+    With one kind of layer, the result has one entry.
     """
     costs = {one: _query_cost(device_type, dtype, one) for one in terms}
     joining = {cost for cost in costs.values() if cost is not None}
@@ -292,11 +292,11 @@ def key_uses(device_type: str, dtype: torch.dtype, terms: Iterable[AttentionTerm
 
 
 def _query_cost(device_type: str, dtype: torch.dtype, terms: AttentionTerms) -> float | None:
-    """Return what it costs a query to attend to keys apart; None if it cannot."""
+    """Return the cost per query of attending to shared keys separately; None if the kernel cannot."""
     kernel = kernel_for(device_type, dtype, terms)
     if terms.joins and kernel is varlen_attention:
         return QUERY_COST
-    # by segments there are as many queries as keys, so that copies cost queries, too
+    # segments have as many queries as keys, so copied keys also add queries
     return 0.0 if terms.joins and kernel is by_segments and device_type == "cpu" else None
 
 
@@ -310,15 +310,16 @@ def packed_attention(
 ) -> torch.Tensor:
     """Map queries [T, heads, D], keys [K, kv heads, D] and values [K, kv heads, V] to [T, heads, V].
 
-    Fused kernels know one size of a head: for them values are padded with zeros.
+    Fused kernels support one head size, so values are padded with zeros to D.
 
     Args:
-        query: of the tokens.
-        key: of the tokens, or of all context ranks' tokens; `sequences.keys` says which of them are seen.
-        value: likewise.
-        sequences: describes them.
-        terms: the layer's.
-        sinks: [heads], where the terms have them.
+        query: queries of the tokens.
+        key: keys of the tokens or, with context parallelism, of all context ranks; `sequences.keys` specifies
+            the visible keys.
+        value: values of the same tokens as `key`.
+        sequences: layout of the micro-batch.
+        terms: attention terms of the layer.
+        sinks: [heads], if the terms include sinks.
     """
     kernel = kernel_for(query.device.type, query.dtype, terms)
     more = () if sinks is None else (sinks,)

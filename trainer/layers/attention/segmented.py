@@ -1,7 +1,7 @@
 """Computes attention over packed sequences by segments, on any device and in any dtype.
 
-A segment is a run of sequences of similar length, padded to its longest for one call of torch's attention. So
-long sequences waste little, and many short ones take few calls.
+A segment is a run of sequences of similar length, padded to the longest, for one call of torch's attention.
+Long sequences get little padding, and many short sequences need few calls.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,35 +15,35 @@ from trainer.layers.attention.softcapped import softcapped_attention
 FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 SIMILAR = 0.75
-"""The shortest sequence of a segment has at least this share of the longest one's tokens, or"""
+"""Minimum length of a segment's shortest sequence, as a share of the longest; see also `CLOSE`."""
 CLOSE = 8
-"""at most so many tokens less."""
+"""Length difference in tokens up to which sequences share a segment even below `SIMILAR`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AttentionSegment:
-    """A run of sequences."""
+    """Run of sequences that are padded to the same length."""
 
     first: int
-    """Its first token in the micro-batch."""
+    """Index of the first token in the micro-batch."""
     tokens: int
     sequences: int
     longest: int
     padded: torch.Tensor | None
-    """int64 [sequences * longest]: for each place of the padded segment a token, counted from `first`; the
-    last one of its sequence in the padding. None if all sequences are equally long."""
+    """int64 [sequences * longest]: token of each position of the padded segment, counted from `first`.
+    Padding repeats the last token of its sequence. None if all sequences are equally long."""
     places: torch.Tensor | None
-    """int64 [tokens]: the place of each token."""
+    """int64 [tokens]: position of each token in the padded segment."""
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the segment of rows [T, heads, any size], padded: [sequences, heads, longest, any size]."""
+        """Return rows [T, heads, any size] padded by repetition: [sequences, heads, longest, any size]."""
         rows = rows.narrow(0, self.first, self.tokens)
         if self.padded is not None:
             rows = rows.index_select(0, self.padded)
         return rows.unflatten(0, (self.sequences, self.longest)).transpose(1, 2)
 
     def among_zeros(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return the same with zeros as padding."""
+        """Return rows [T, heads, any size] padded with zeros: [sequences, heads, longest, any size]."""
         if self.places is None:
             return self.spread(rows)
         padded = rows.new_zeros(self.sequences * self.longest, *rows.shape[1:])
@@ -51,13 +51,13 @@ class AttentionSegment:
         return padded.unflatten(0, (self.sequences, self.longest)).transpose(1, 2)
 
     def picked(self, padded: torch.Tensor) -> torch.Tensor:
-        """Return the rows [tokens, heads, any size] of a padded segment, without the padding."""
+        """Return the rows [tokens, heads, any size] of a padded segment without the padding."""
         rows = padded.transpose(1, 2).flatten(0, 1)
         return rows if self.places is None else rows.index_select(0, self.places)
 
 
 def segments_of(lengths: Sequence[int], device: torch.device) -> tuple[AttentionSegment, ...]:
-    """Divide sequences into segments, in their order."""
+    """Split sequences into segments, keeping their order."""
     segments = []
     first = 0
     for run in _runs(lengths):
@@ -81,12 +81,12 @@ def segmented_attention(
     Args:
         q: [T, heads, D].
         k: [T, kv heads, D].
-        v: shaped as `k`.
-        segments: of the T tokens.
-        scale: of the scores; None: 1 / sqrt(D).
-        window: tokens that each one attends to, itself included; 0: all before it.
-        softcap: bound of the scores; 0: none.
-        sinks: [heads], scores to which attention goes that no token gets.
+        v: [T, kv heads, D].
+        segments: segments of the T tokens.
+        scale: factor of the scores; None: 1 / sqrt(D).
+        window: attention window in tokens, including the token itself; 0: unlimited.
+        softcap: bound of the scores; 0: unbounded.
+        sinks: [heads], scores in the softmax without a value.
     """
     outputs = []
     for segment in segments:
@@ -97,7 +97,7 @@ def segmented_attention(
 
 @dataclass(frozen=True, slots=True)
 class CausalPart:
-    """Causal attention within each sequence on a CPU, by segments; see `joined.Part`."""
+    """Causal attention within each sequence on a CPU, by segments; implements `joined.Part`."""
 
     segments: Sequence[AttentionSegment]
     scale: float | None
@@ -121,7 +121,7 @@ class CausalPart:
         out: torch.Tensor,
         total: torch.Tensor,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Compute gradients. Padding has a gradient of zero, and so adds to none."""
+        """Compute gradients. Padding has zero gradient and contributes to no sum."""
         rows, scores = (q, k, v, out), total.t()[..., None]
         gradients = []
         for segment in self.segments:
@@ -134,10 +134,10 @@ class CausalPart:
 
 @dataclass(frozen=True, slots=True)
 class WholePart:
-    """Attention of all queries of a sequence to all its keys on a CPU; see `joined.Part`."""
+    """Non-causal attention of a sequence's queries to all its keys on a CPU; implements `joined.Part`."""
 
     sizes: Sequence[tuple[int, int]]
-    """Queries and keys of each sequence."""
+    """Number of queries and keys of each sequence."""
     scale: float | None
 
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -167,7 +167,7 @@ class WholePart:
     def _sequences(
         self, queries: Sequence[torch.Tensor], keys: Sequence[torch.Tensor]
     ) -> Iterator[list[torch.Tensor]]:
-        """Yield of each sequence its rows of all `queries` and `keys`, [1, heads, rows, any size]."""
+        """Yield, per sequence, its rows of all `queries` and `keys`, [1, heads, rows, any size]."""
         counts = zip(*self.sizes, strict=True)
         parts = [
             rows.split(sizes)
@@ -179,7 +179,7 @@ class WholePart:
 
 
 def window_mask(tokens: int, window: int, device: torch.device) -> torch.Tensor | None:
-    """Return bool [tokens, tokens], true where a query attends to a key; None if causality says it all."""
+    """Return bool [tokens, tokens], true where a query attends to a key; None if a causal mask suffices."""
     return _mask(tokens, window, device) if 0 < window < tokens else None
 
 
@@ -197,22 +197,20 @@ def causal_attention(
     softcap: float,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Return causal attention of sequences of one length, [n, heads, length, D]; see `segmented_attention`.
+    """Return causal attention of sequences of one length, [n, heads, length, D].
 
     Args:
         q: [n, heads, length, D].
         k: [n, kv heads, length, D].
-        v: shaped as `k`.
-        scale: of the scores.
-        window: of each token.
-        softcap: of the scores.
-        sinks: of the heads; none where scores have a bound.
+        v: [n, kv heads, length, D].
+        scale, window, softcap: as in `segmented_attention`.
+        sinks: [heads]; ignored with `softcap`.
     """
     if softcap:
         return softcapped_attention(q, k, v, scale=scale, window=window, softcap=softcap)
     mask = window_mask(q.size(2), window, q.device)
     if sinks is not None:
-        # A sink is a key whose score is given, and whose value is zero.
+        # A sink is equivalent to a key with the given score and a zero value.
         k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
         mask = _with_sinks(_mask(q.size(2), window, q.device), sinks.to(q.dtype))
     grouped = q.size(1) != k.size(1)
@@ -222,7 +220,7 @@ def causal_attention(
 
 
 def _with_sinks(mask: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the bias of the scores of n queries, [heads, n, n + 1]: the sinks are the last column."""
+    """Return the score bias of n queries, [heads, n, n + 1], with the sinks as last column."""
     tokens = torch.zeros(mask.shape, dtype=sinks.dtype, device=mask.device).masked_fill(~mask, -torch.inf)
     column = sinks[:, None, None].expand(-1, len(mask), 1)
     return torch.cat([tokens.expand(len(sinks), -1, -1), column], dim=-1)

@@ -1,7 +1,7 @@
-"""Describes the sequences of a micro-batch, which lie one after the other without padding.
+"""Describes the packed, unpadded sequences of a micro-batch.
 
-These are stretches of sequences where several have the tokens before them in common, and with context
-parallelism the pieces that this rank has.
+With shared prefixes, the sequences are stretches of samples. With context parallelism, the sequences are the
+pieces on this rank.
 
 Shapes: T tokens of S sequences.
 """
@@ -20,22 +20,23 @@ from trainer.layers.attention.visible import VisibleKeys, ranges, to_device
 
 @dataclass(frozen=True, slots=True)
 class PackedSequences:
-    """Attention's data of a micro-batch.
+    """Attention metadata of a micro-batch.
 
-    All of it is computed once, so that no layer waits for the device.
+    Computed once per micro-batch, so no layer synchronizes with the device.
     """
 
     longest: int
-    """Tokens of the longest sequence."""
+    """Number of tokens of the longest sequence."""
     offsets: torch.Tensor
-    """int32 [S + 1], on the device: where each sequence begins, and T."""
+    """int32 [S + 1], on the device: start of each sequence, and T."""
     segments: tuple[AttentionSegment, ...] = ()
-    """For attention by segments, of the keys; empty if another implementation is used."""
+    """Segments of the keys, for attention by segments; otherwise empty."""
     keys: VisibleKeys | None = None
-    """The keys that sequences see, if they are stretches or pieces of longer ones. None: each has as many
-    keys as queries, its own."""
+    """Visible keys, if sequences are stretches or pieces of longer sequences. None: each sequence sees only
+    its own tokens."""
     copied: Self | None = None
-    """Data for layers whose pieces do not attend apart to keys before them; None: all layers have one."""
+    """Metadata for layers that copy the keys before a piece instead of attending to them separately; None:
+    all layers use the same metadata."""
 
     @classmethod
     def of(
@@ -47,16 +48,16 @@ class PackedSequences:
         keys: Sequence[VisibleKeys] = (),
         **more: Any,
     ) -> Self:
-        """Describe sequences, each a sample without its last token, for a device.
+        """Describe sequences for a device. Each sequence is a sample without its last token.
 
         Args:
-            lengths: tokens of each sequence, at least 1; attention by segments is fast if similar lengths
-                are neighbours.
-            device: where attention is computed.
-            segmented: whether attention goes by segments.
-            keys: keys that the sequences see, on the host, if they are pieces of longer ones; then those for
-                layers that do not attend to keys apart, if there are both kinds.
-            more: fields that a subclass adds.
+            lengths: tokens of each sequence, at least 1. Attention by segments is fastest if neighbours have
+                similar lengths.
+            device: device of the attention.
+            segmented: whether attention runs by segments.
+            keys: visible keys, on the host, if the sequences are pieces of longer sequences. With two kinds
+                of layers, the second entry is for layers that copy keys.
+            more: fields of a subclass.
         """
         offsets = to_device(pad(torch.tensor(lengths).cumsum(0), (1, 0)).int(), device)
         plain = cls(max(lengths), offsets, **more)
@@ -73,24 +74,24 @@ class PackedSequences:
         )
 
     def for_layer(self, terms: AttentionTerms) -> Self:
-        """Return the data of a layer."""
+        """Return the metadata for a layer with these terms."""
         return self if self.copied is None or terms.joins else self.copied
 
     @property
     def key_offsets(self) -> torch.Tensor:
-        """int32 [S + 1], on the device: where the keys of each sequence begin, and their number."""
+        """int32 [S + 1], on the device: start of each sequence's keys, and the number of keys."""
         return self.offsets if self.keys is None else self.keys.offsets
 
     @property
     def longest_keys(self) -> int:
-        """Keys of the sequence with the most."""
+        """Number of keys of the sequence with the most keys."""
         return self.longest if self.keys is None else self.keys.longest
 
 
 def token_positions(lengths: Sequence[int], keys: VisibleKeys | None) -> torch.Tensor:
     """Return the position of each token in its whole sequence, int64 [T], on the host.
 
-    `lengths` are of the sequences, and `keys` are those that they see, as for `PackedSequences.of`.
+    `lengths` and `keys` are arguments of `PackedSequences.of`.
     """
     sizes = torch.tensor(lengths)
     starts = torch.zeros_like(sizes) if keys is None else keys.starts

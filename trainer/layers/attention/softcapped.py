@@ -1,4 +1,4 @@
-"""Computes attention whose scores are bounded by a tanh, which torch's own kernels do not know.
+"""Computes attention with tanh-bounded scores (softcap), which torch's own kernels do not support.
 
 Shapes: n sequences, A query heads, K key heads, L tokens, S keys, D head size.
 """
@@ -23,18 +23,17 @@ def softcapped_attention(
 ) -> torch.Tensor:
     """Return softmax(c tanh(s / c)) v for scores s = scale q k^T, with c = `softcap`, [n, A, L, D].
 
-    Scores and softmax are float32. They are computed for some queries at a time, and again for the backward
-    pass, so that few exist.
+    Scores and softmax are float32. They are computed for a chunk of queries at a time and recomputed in the
+    backward pass, which limits memory.
 
     Args:
         q: [n, A, L, D].
         k: [n, K, S, D].
-        v: shaped as `k`.
-        scale: of the scores; None: 1 / sqrt(D).
+        v: [n, K, S, D].
+        scale: factor of the scores; None: 1 / sqrt(D).
         softcap: bound of the scores; positive.
-        window: tokens that each one attends to, itself included; 0: all before it. Not with a `mask`.
-        mask: bool, of a shape that expands to [n, K, A / K, L, S], true where a query attends; None: causal,
-            with L = S.
+        window: attention window in tokens, including the token itself; 0: unlimited. Ignored with a `mask`.
+        mask: bool, expandable to [n, K, A / K, L, S], true where a query attends; None: causal, with L = S.
     """
     sequences, heads, tokens, size = q.shape
     factor = 1 / math.sqrt(size) if scale is None else scale
@@ -63,7 +62,10 @@ def softcapped_attention(
 def _attend(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor, scale: float, softcap: float
 ) -> torch.Tensor:
-    """Map queries [n, K, A / K, rows, D] to the same shape; a group is like a sequence."""
+    """Attend with queries [n, K, A / K, rows, D] and return the same shape.
+
+    Grouped heads share their keys.
+    """
     products = q.flatten(2, 3).float() @ k.float().transpose(-1, -2)
     scores = (products.view(*q.shape[:4], -1) * (scale / softcap)).tanh() * softcap
     shares = scores.masked_fill(~mask, -torch.inf).softmax(-1).to(v.dtype)
@@ -71,7 +73,7 @@ def _attend(
 
 
 def _seen(first: int, last: int, window: int) -> tuple[int, int]:
-    """Return the first key that these queries attend to, and the one after their last."""
+    """Return the first key that queries `first` to `last` attend to, and the key after their last."""
     return (max(0, first - window + 1) if window else 0), last
 
 

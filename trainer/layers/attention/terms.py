@@ -1,4 +1,4 @@
-"""Defines the terms of a layer's attention, and which of them each attention backend computes."""
+"""Defines the terms of a layer's attention, and which terms each attention backend supports."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -9,31 +9,31 @@ from trainer.config import TrainerConfig
 
 @dataclass(frozen=True, slots=True)
 class AttentionTerms:
-    """Numbers of one layer. A kernel that cannot compute one of them refuses it."""
+    """Attention parameters of one layer. A kernel without support for a parameter is refused."""
 
     scale: float | None = None
-    """Factor of the scores; None: 1 / sqrt(D), D being the size of a head."""
+    """Factor of the scores; None: 1 / sqrt(D), with head size D."""
     window: int = 0
-    """Tokens that each one attends to, itself included; 0: all before it."""
+    """Attention window in tokens, including the token itself; 0: unlimited."""
     softcap: float = 0.0
-    """Bound c of the scaled scores s, which become c tanh(s / c); 0: none."""
+    """Bound c of the scaled scores s, which become c tanh(s / c); 0: unbounded."""
     rope: int = 0
-    """Which of the model's rotary embeddings rotates queries and keys."""
+    """Index of the rotary embedding that rotates queries and keys."""
     sinks: bool = False
-    """Whether each head has a learnt score to which attention goes that no token gets."""
+    """Whether each head has a learned sink: a score in the softmax without a value."""
 
     @property
     def joins(self) -> bool:
-        """Whether attention to some keys can be joined with attention to others.
+        """Whether attention over several sets of keys can be merged.
 
-        A window ends within some keys before a piece, at another one for each query; kernels with bounded
-        scores do not say their log-sum-exp.
+        With a window, each query sees a different part of the keys before a piece. Kernels with softcapped
+        scores do not return their log-sum-exp.
         """
         return not (self.window or self.softcap)
 
     @property
     def optional(self) -> frozenset[str]:
-        """Its terms that not every kernel computes."""
+        """Terms in use that not every kernel supports."""
         return frozenset(name for name in ("softcap", "sinks") if getattr(self, name))
 
 
@@ -46,20 +46,20 @@ COMPUTED: dict[str, frozenset[str]] = {
     "flash_attn_3": frozenset({"sinks"}),
     "transformer_engine": frozenset(),
 }
-"""Backend -> terms that its fused kernel computes, of those that not every kernel does."""
+"""Backend -> optional terms that its fused kernel supports."""
 LIBRARIES = {
     "flash_attn": "flash_attn",
     "flash_attn_3": "flash_attn_interface",
     "transformer_engine": "transformer_engine",
 }
-"""Backends that are libraries -> the module that each needs."""
+"""Library backends -> module that each backend imports."""
 BELOW_TORCH = {"flash_attn_3": "FA3"}
-"""Libraries that compute torch's own operators -> torch's names for them."""
+"""Libraries that replace torch's operators -> torch's names of the libraries."""
 TERMS = {"softcap": "bounded scores", "sinks": "attention sinks"}
 
 
 def lacks_terms(backend: str, terms: AttentionTerms) -> str:
-    """Return which terms the backend's fused kernel does not compute; empty if it computes all."""
+    """Return which terms the backend's fused kernel does not support; empty if all are supported."""
     lacking = sorted(terms.optional - COMPUTED[backend])
     return f"it computes no {' and no '.join(TERMS[term] for term in lacking)}" if lacking else ""
 
@@ -68,9 +68,9 @@ def backend_refusals(config: TrainerConfig, terms: AttentionTerms, *, on_gpu: bo
     """Yield reasons why `trainer.attention_backend` cannot compute a model's attention here.
 
     Args:
-        config: the section.
-        terms: the model's that not every kernel computes.
-        on_gpu: whether the trainer is expected to compute on a GPU.
+        config: section `[trainer]`.
+        terms: optional terms of the model.
+        on_gpu: whether the trainer is expected to run on a GPU.
     """
     name = config.attention_backend
     if name not in LIBRARIES:

@@ -1,11 +1,11 @@
-"""Says which keys the pieces of stretches on a context rank see, and where they lie among the gathered ones.
+"""Computes which keys the pieces on a context rank see, and their positions among the gathered keys.
 
-A stretch is a sequence, or what it does not share with others, see `PrefixTree`: then it also sees the keys
-of the stretches before it. Those are copied in front of a piece's own, or the piece attends to them apart.
+A stretch is a sequence, or the part of a sequence that it does not share with others, see `PrefixTree`. A
+stretch also sees the keys of the stretches before it. These keys are copied in front of a piece's own keys,
+or the piece attends to them separately.
 
-Shapes: C context ranks; T tokens on each, with padding; P pieces on this rank; K keys in front of them and
-their own, counting one again for each piece that has a copy; n queries of S sequences that attend apart to m
-keys.
+Shapes: C context ranks; T tokens per rank, with padding; P pieces on this rank; K keys of the pieces, with
+copies counted once per piece; n queries of S sequences that attend separately to m keys.
 """
 
 from collections import defaultdict
@@ -21,26 +21,26 @@ from trainer.data.prefix_tree import PrefixTree
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """Some rows, at least one, each of which is there once."""
+    """One or more distinct rows of an array."""
 
     index: torch.Tensor
     """int64 [n]."""
     first: int | None
-    """The first of them, if they are neighbours in their order."""
+    """First index if the rows are contiguous and ascending, else None."""
 
     @classmethod
     def at(cls, index: torch.Tensor) -> "Rows":
-        """Return the rows with these indices, int64 [n], on the host."""
+        """Return the rows with the indices int64 [n], on the host."""
         first = int(index[0])
         run = torch.arange(first, first + len(index))
         return cls(index, first if torch.equal(index, run) else None)
 
     def to(self, device: torch.device) -> "Rows":
-        """Return them with the indices on a device."""
+        """Return the rows with the indices on a device."""
         return replace(self, index=to_device(self.index, device))
 
     def take(self, array: torch.Tensor) -> torch.Tensor:
-        """Return these rows of an array [T, ...], a view if they are neighbours."""
+        """Return these rows of an array [T, ...], as a view if the rows are contiguous."""
         if self.first is None:
             return array.index_select(0, self.index)
         return array.narrow(0, self.first, len(self.index))
@@ -61,19 +61,19 @@ class Rows:
 
 
 def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Copy a tensor of the host to a device without waiting for it."""
+    """Copy a host tensor to a device without synchronizing."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 @dataclass(frozen=True, slots=True)
 class KeyUse:
-    """Use that layers make of the keys before a piece."""
+    """Access of a group of layers to the keys before a piece."""
 
     query_cost: float | None = None
-    """Cost of attending to keys apart for a query, in copies of a key: pieces do what is cheaper. None: they
-    never attend apart."""
+    """Cost per query of attending to keys separately, in copies of a key; pieces use the cheaper method.
+    None: keys are always copied."""
     window: int = 0
-    """Tokens that each one attends to, itself included: others are not copied; 0: all before it."""
+    """Attention window in tokens, including the token itself: keys outside are not copied; 0: unlimited."""
 
 
 COPIED = KeyUse()
@@ -81,21 +81,21 @@ COPIED = KeyUse()
 
 @dataclass(frozen=True, slots=True)
 class SharedKeys:
-    """Keys before some pieces, to all of which every query of these pieces attends, in a call of its own."""
+    """Keys before some pieces. Every query of these pieces attends to all of the keys, in a separate call."""
 
     queries: Rows
-    """The n queries, among the T tokens."""
+    """Indices of the n queries among the T tokens."""
     query_offsets: torch.Tensor
-    """int32 [S + 1]: where each sequence of them begins, and n."""
+    """int32 [S + 1]: start of each sequence's queries, and n."""
     tokens: Rows
-    """The m keys, among the C T gathered tokens."""
+    """Indices of the m keys among the C T gathered tokens."""
     key_offsets: torch.Tensor
-    """int32 [S + 1]: where the keys of each sequence begin, and m."""
+    """int32 [S + 1]: start of each sequence's keys, and m."""
     sizes: tuple[tuple[int, int], ...]
-    """Queries and keys of each of the S sequences."""
+    """Number of queries and keys of each of the S sequences."""
 
     def to(self, device: torch.device) -> "SharedKeys":
-        """Return it with its arrays on a device."""
+        """Return the keys with all arrays on a device."""
         return replace(
             self,
             queries=self.queries.to(device),
@@ -107,29 +107,29 @@ class SharedKeys:
 
 @dataclass(frozen=True, slots=True)
 class VisibleKeys:
-    """The keys of each piece: copies of some before it, and its own up to each query."""
+    """Keys of each piece: copied keys before the piece, and the piece's own keys, causally masked."""
 
     tokens: torch.Tensor | None
-    """int64 [K]: for each key its place among the C T gathered tokens, which lie rank by rank. None: the keys
-    are the T tokens."""
+    """int64 [K]: index of each key among the C T gathered tokens, ordered by rank. None: the keys are the T
+    tokens."""
     offsets: torch.Tensor
-    """int32 [P + 1]: where the keys of each piece begin, and K."""
+    """int32 [P + 1]: start of each piece's keys, and K."""
     longest: int
-    """Keys of the piece with the most."""
+    """Number of keys of the piece with the most keys."""
     queries: torch.Tensor
-    """int64 [T]: where among the K the key of each query's own token is."""
+    """int64 [T]: index of each query's own key among the K keys."""
     starts: torch.Tensor
     """int64 [P], on the host: position of each piece's first token."""
     whole: torch.Tensor
-    """int64 [P], on the host: tokens of a whole sequence that each piece is of."""
+    """int64 [P], on the host: length of the whole sequence that contains each piece."""
     copies: tuple[tuple[torch.Tensor, torch.Tensor], ...]
-    """For tokens that as many pieces see: int64 [n], which of the gathered they are, and int64 [n, pieces],
-    which of the K keys."""
+    """One entry per number of copies: int64 [n], gathered tokens with that many copies, and int64 [n,
+    copies], indices of the copies among the K keys."""
     shared: tuple[SharedKeys, ...] = ()
-    """Keys that pieces attend to apart: a call for each number of others that are before them."""
+    """Keys that pieces attend to separately, one call per depth of shared prefixes."""
 
     def to(self, device: torch.device) -> "VisibleKeys":
-        """Return it with what kernels need on a device."""
+        """Return the keys with the arrays that kernels read on a device."""
         return replace(
             self,
             tokens=None if self.tokens is None else to_device(self.tokens, device),
@@ -142,27 +142,27 @@ class VisibleKeys:
 
 @dataclass(frozen=True, slots=True)
 class ComputedTokens:
-    """Tokens of some samples that a rank computes, without its padding: T of them, for N tokens of samples.
+    """Tokens that a rank computes, without padding: T computed tokens for N tokens of samples.
 
-    Indices are into the tokens of all samples, one after the other.
+    Indices refer to the concatenated tokens of all samples.
     """
 
     tokens: torch.Tensor
-    """int64 [T]: each as a token of one sample that has it."""
+    """int64 [T]: index of each computed token, in one of its samples."""
     row_tokens: torch.Tensor
-    """int64 [N]: as a token of every sample that has it."""
+    """int64 [N]: index of each token in every sample that contains it."""
     places: torch.Tensor
-    """int64 [N]: which of the T that is."""
+    """int64 [N]: index of the corresponding computed token."""
 
     @classmethod
     def of(cls, offsets: torch.Tensor, tree: PrefixTree, division: Division, rank: int) -> "ComputedTokens":
-        """List them in the order in which the rank computes them.
+        """List the tokens in the order in which the rank computes them.
 
         Args:
-            offsets: int64 [n + 1]: where each sample begins.
-            tree: holds the samples.
-            division: of its stretches.
-            rank: among the context ranks.
+            offsets: int64 [n + 1]: start of each sample.
+            tree: prefix tree of the samples.
+            division: split of the tree's stretches over context ranks.
+            rank: index of the context rank.
         """
         through, table, first = tree.rows_through(), list[tuple[int, int, int, int]](), 0
         for piece in division.pieces[rank]:
@@ -176,21 +176,21 @@ class ComputedTokens:
         return cls(tokens, row_tokens, places)
 
     def predictors(self, count: int) -> torch.Tensor:
-        """Return for each of `count` tokens of samples which of the T predicts it; 0 where none does."""
+        """Return, for each of `count` sample tokens, the index of its predicting token among T; 0 if none."""
         rows = torch.zeros(count, dtype=torch.int64)
         rows[self.row_tokens + 1] = self.places
         return rows
 
 
 def pieces_with_padding(division: Division, rank: int) -> list[SequencePiece]:
-    """Return the pieces of a rank; its padding, if it has any, is a sequence of its own behind them."""
+    """Return the pieces of a rank. Padding, if any, is a sequence of its own at the end."""
     own = [*division.pieces[rank]]
     padding = division.size - sum(piece.tokens for piece in own)
     return [*own, SequencePiece(-1, 0, padding)] if padding else own
 
 
 def visible_keys(division: Division, rank: int, tree: PrefixTree, use: KeyUse = COPIED) -> VisibleKeys:
-    """Return the keys that a rank's pieces see, on the host; `division` is of the tree's stretches."""
+    """Return the keys that a rank's pieces see, on the host. `division` splits the tree's stretches."""
     first, places = _gathered_places(division)
     own, pieces = division.pieces[rank], pieces_with_padding(division, rank)
     before = _spans_before(own, tree)
@@ -224,15 +224,15 @@ def visible_keys(division: Division, rank: int, tree: PrefixTree, use: KeyUse = 
 
 
 def ranges(starts: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return `counts` (int64 [n]) successive integers from each of `starts` (int64 [n]), all in one."""
+    """Return the concatenated ranges of `counts` (int64 [n]) integers from `starts` (int64 [n])."""
     shift = starts - counts.cumsum(0) + counts
     return torch.arange(int(counts.sum())) + shift.repeat_interleave(counts)
 
 
 def _spans_before(own: Sequence[SequencePiece], tree: PrefixTree) -> list[list[SequencePiece]]:
-    """Return for each piece the spans of tokens before it, from the first of its sequence on.
+    """Return the spans of tokens before each piece, from the start of its sequence.
 
-    A span ends where a piece of this rank begins or ends, so a piece sees all of a span or none.
+    Spans are cut at the edges of this rank's pieces, so a piece sees a whole span or none of it.
     """
     edges: dict[int, set[int]] = defaultdict(set)
     for piece in own:
@@ -252,7 +252,7 @@ def _spans_before(own: Sequence[SequencePiece], tree: PrefixTree) -> list[list[S
 def _apart(
     own: Sequence[SequencePiece], before: Sequence[Sequence[SequencePiece]], query_cost: float
 ) -> dict[tuple[int, ...], list[SequencePiece]]:
-    """Return spans that pieces attend to apart, in order, by the pieces that are behind them."""
+    """Return the spans that pieces attend to separately, in order, keyed by the pieces after them."""
     behind: dict[SequencePiece, list[int]] = defaultdict(list)
     for number, spans in enumerate(before):
         for span in spans:
@@ -274,10 +274,10 @@ def _calls(
     first: dict[int, int],
     places: torch.Tensor,
 ) -> tuple[SharedKeys, ...]:
-    """Return the calls of `_apart`: the n-th has the n-th spans before each piece, from its root on."""
+    """Return the calls of `_apart`: call n has the n-th group of spans before each piece, from the root."""
     begins = [0, *accumulate(piece.tokens for piece in own)]
     level, calls = [0] * len(own), list[list[tuple[int, ...]]]()
-    for numbers in sorted(groups, key=len, reverse=True):  # of two sets, one holds the other, or none of it
+    for numbers in sorted(groups, key=len, reverse=True):  # two sets are nested or disjoint
         if (depth := level[numbers[0]]) == len(calls):
             calls.append([])
         calls[depth].append(numbers)
@@ -303,7 +303,7 @@ def _calls(
 
 
 def _last(spans: Sequence[SequencePiece], tokens: int) -> list[SequencePiece]:
-    """Return the end of spans, with so many tokens at most."""
+    """Return the last spans, cut to at most `tokens` tokens."""
     kept: list[SequencePiece] = []
     for span in reversed(spans):
         if tokens <= 0:
@@ -314,14 +314,14 @@ def _last(spans: Sequence[SequencePiece], tokens: int) -> list[SequencePiece]:
 
 
 def _places_of(spans: Iterable[SequencePiece], first: dict[int, int], places: torch.Tensor) -> torch.Tensor:
-    """Return the places of spans among the gathered tokens, int64."""
+    """Return the indices of spans among the gathered tokens, int64."""
     table = [(first[span.sequence] + span.start, span.tokens) for span in spans]
     starts, counts = torch.tensor(table, dtype=torch.int64).view(-1, 2).unbind(1)
     return places[ranges(starts, counts)]
 
 
 def _copies(tokens: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ...]:
-    """Return `VisibleKeys.copies` of its tokens."""
+    """Return `VisibleKeys.copies` for `tokens`."""
     order = tokens.argsort(stable=True)
     distinct, counts = tokens[order].unique_consecutive(return_counts=True)
     first = counts.cumsum(0) - counts
@@ -333,7 +333,7 @@ def _copies(tokens: torch.Tensor) -> tuple[tuple[torch.Tensor, torch.Tensor], ..
 
 
 def _gathered_places(division: Division) -> tuple[dict[int, int], torch.Tensor]:
-    """Return where each stretch begins in a list of all tokens, and each token's place when gathered."""
+    """Return each stretch's start in a list of all tokens, and each token's index after gathering."""
     rows = sorted(
         (piece.sequence, piece.start, rank * division.size + end - piece.tokens, piece.tokens)
         for rank, own in enumerate(division.pieces)
@@ -347,6 +347,6 @@ def _gathered_places(division: Division) -> tuple[dict[int, int], torch.Tensor]:
 
 
 def _whole_length(tree: PrefixTree, stretch: int) -> int:
-    """Return the tokens of the sequence that a stretch is listed for."""
+    """Return the number of tokens of the sequence that lists the stretch."""
     end = tree.ends[tree.stretches[stretch].row]
     return tree.stretches[end].stop

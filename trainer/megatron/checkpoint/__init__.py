@@ -1,9 +1,9 @@
-"""Writes a run's state by rank, and reads it back in that layout or another one.
+"""Saves a run's state by rank, and restores it in the same or another layout.
 
 Files of a directory:
-    layout.json               what was trained and in which layout; by rank 0
-    rank-00000.safetensors    what rank 0 held of masters and moments, each tensor named by what it is, its
-                              parameter and where it begins in the flat parameter; and its random states
+    layout.json               trained model and layout; written by rank 0
+    rank-00000.safetensors    masters, moments and random states of rank 0; a tensor's name has its kind,
+                              parameter and start in the flat parameter
 
-Parameters are not written: they are their masters, rounded.
+Parameters are not saved, because they are the rounded masters.
 """

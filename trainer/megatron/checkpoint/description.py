@@ -1,4 +1,4 @@
-"""Describes a checkpoint: the model, its trained part, the layout, and the names of its files and tensors."""
+"""Describes a checkpoint: model, trained parameters, layout, and the names of its files and tensors."""
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -17,12 +17,12 @@ from trainer.megatron.layout import Layout
 LAYOUT = "layout.json"
 MASTER = "master"
 KINDS = (MASTER, "exp_avg", "exp_avg_sq")
-"""Tensors of each parameter that the optimizer steps; Adam's moments exist from the first step on."""
+"""Tensors of each parameter that the optimizer updates. Adam's moments exist after the first step."""
 VALUE = "value"
-"""Tensor of a parameter that the optimizer does not step, such as the bias of a router."""
+"""Tensor of a parameter that the optimizer does not update, such as a router's bias."""
 STEPS = "steps"
 LOSS_SCALE = "loss_scale"
-"""Only in float16: (loss scale, steps since it changed)."""
+"""(loss scale, steps since its last change); only in float16."""
 RANDOM_CPU, RANDOM_CUDA = "random.cpu", "random.cuda"
 
 
@@ -32,19 +32,19 @@ def rank_file(rank: int) -> str:
 
 
 def part_name(kind: str, parameter: str, start: int) -> str:
-    """Return the name of a range of a flat parameter, or of the same range of a moment."""
+    """Return the name of a range of a flat parameter or moment that begins at `start`."""
     return f"{kind}/{parameter}/{start}"
 
 
 def parse_name(name: str) -> tuple[str, str, int] | None:
-    """Return (kind, parameter, start); None if the name is no part of a parameter."""
+    """Return (kind, parameter, start); None if the name has another format."""
     kind, _, rest = name.partition("/")
     parameter, _, start = rest.rpartition("/")
     return (kind, parameter, int(start)) if kind in (*KINDS, VALUE) and start.isdigit() else None
 
 
 FORMAT = 1
-"""Version of a checkpoint's files."""
+"""Version of the checkpoint format."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,7 @@ class TrainedModel:
     """`trainer.dtype`."""
     adapters: LoraConfig
     distributed: bool
-    """Whether data-parallel ranks divide masters and moments."""
+    """Whether masters and moments are sharded over data-parallel ranks."""
 
     def rules(self, stage: int) -> list[Rule]:
         """Return the rules of the parameters that a stage trains."""
@@ -65,7 +65,7 @@ class TrainedModel:
         return lora_rules(rules, self.adapters) if self.adapters.rank else rules
 
     def plans(self) -> dict[str, TensorPlan]:
-        """Return where each tensor is that is trained, by its Hugging Face name."""
+        """Return the source of each trained tensor, by Hugging Face name."""
         stages = ((stage, self.rules(stage)) for stage in range(self.layout.pp))
         return {plan.name: plan for plan in plan_of(stages, self.layout)}
 
@@ -81,7 +81,7 @@ class TrainedModel:
         }
 
     def lora_json(self) -> dict[str, Any] | None:
-        """Return the description of adapters; None without. What tensors do not depend on is not in it."""
+        """Return the adapter settings that determine the tensors; None without adapters."""
         if not self.adapters.rank:
             return None
         left_out = "path", "dropout"
@@ -89,10 +89,10 @@ class TrainedModel:
 
 
 def read_layout(saved: Mapping[str, Any]) -> Layout:
-    """Return the layout of a description.
+    """Return the layout from a description.
 
     Raises:
-        ValueError: it is none.
+        ValueError: the description is invalid.
     """
     sizes = dict(saved)
     try:
@@ -104,5 +104,5 @@ def read_layout(saved: Mapping[str, Any]) -> Layout:
 
 
 def _ends(layout: Layout) -> list[list[list[int]]]:
-    """Return the first layer of each chunk, and the one after its last."""
+    """Return the first layer and the end of each chunk."""
     return [[[chunk.start, chunk.stop] for chunk in chunks] for chunks in layout.stages]

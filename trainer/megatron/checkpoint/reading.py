@@ -1,6 +1,6 @@
-"""Reads ranges of a checkpoint's parameters for any layout: only those, from mapped files.
+"""Reads ranges of a checkpoint's parameters for any layout, from memory-mapped files.
 
-A parameter is seen as a stack of matrices, or as one matrix; a vector is a matrix of one column. Ranges of a
+A parameter is viewed as a matrix or a stack of matrices; a vector is a matrix with one column. Ranges of a
 flat parameter are (start, stop).
 """
 
@@ -35,12 +35,12 @@ from trainer.megatron.convert.rules import Rule
 from trainer.megatron.layout import Grid, Layout, Place
 
 Key = tuple[int, int, str]
-"""Pipeline stage, number of the rank in the grid of the parameter, name of the parameter there."""
+"""Pipeline stage, rank number in the parameter's grid, name of the parameter in the stage."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A range of a flat parameter that a rank's file holds."""
+    """Range of a flat parameter in a rank's file."""
 
     rank: int
     start: int
@@ -49,7 +49,7 @@ class Shard:
 
 @dataclass(frozen=True, slots=True)
 class Matrices:
-    """Shape of a rank's part of a parameter, seen as matrices."""
+    """Shape of a rank's part of a parameter, as a stack of matrices."""
 
     count: int
     rows: int
@@ -57,13 +57,13 @@ class Matrices:
 
     @classmethod
     def of(cls, rule: Rule, grid: Grid) -> "Matrices":
-        """Return the shape of a rule's parameter on each rank of a grid; experts are a stack of matrices."""
+        """Return the shape of a rule's parameter on each rank of a grid. Experts are a stack of matrices."""
         shape = rule.local_shape(grid)
         count, matrix = (shape[0], shape[1:]) if rule.expert else (1, shape)
         return cls(count, matrix[0], prod(matrix[1:]))
 
     def place(self, matrix: int | None, row: int) -> int:
-        """Return the index in the flat parameter at which a row begins."""
+        """Return the index in the flat parameter where a row begins."""
         return ((matrix or 0) * self.rows + row) * self.columns
 
     def rows_in(self, matrix: int | None, start: int, stop: int) -> tuple[int, int]:
@@ -75,24 +75,24 @@ class Matrices:
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Block of a saved matrix, and its place in a matrix of this layout."""
+    """Block of a saved matrix, and its position in a matrix of the current layout."""
 
     key: Key
     start: int
-    """Index in the flat saved parameter at which the first row begins; rows are read whole."""
+    """Index of the first row in the flat saved parameter; whole rows are read."""
     rows: int
     columns: int
-    """Columns of the saved matrix."""
+    """Number of columns of the saved matrix."""
     column: int
     """First column of the block in the saved matrix."""
     to: tuple[int, int, int]
-    """Matrix, row and column of the block's start in the parameter of this layout."""
+    """Matrix, row and column of the block's start in the parameter of the current layout."""
     width: int
-    """Columns of the block."""
+    """Number of columns of the block."""
 
 
 class SavedModel:
-    """Saved model whose ranks have the rows of each tensor."""
+    """Saved model, with the rows of each tensor on its ranks."""
 
     def __init__(self, model: TrainedModel) -> None:
         self.layout = model.layout
@@ -100,22 +100,22 @@ class SavedModel:
         self.rules: dict[tuple[int, str], Rule] = {
             (stage, rule.parameter): rule for stage in range(model.layout.pp) for rule in model.rules(stage)
         }
-        """Stage and name of a parameter -> its rule."""
+        """(stage, name of a parameter) -> its rule."""
 
     def sizes(self) -> Iterator[tuple[Key, int]]:
-        """Yield the number of elements of every saved parameter, copies on other ranks left out."""
+        """Yield the number of elements of every saved parameter, without copies on other ranks."""
         for (stage, name), rule in self.rules.items():
             grid = self.layout.grid(expert=rule.expert)
             for number in range(grid.tp * grid.ep):
                 yield (stage, number, name), prod(rule.local_shape(grid))
 
     def blocks(self, rule: Rule, layout: Layout, place: Place, start: int, stop: int) -> Iterator[Block]:
-        """Yield the saved blocks of a range of a parameter; elements in no block are padding, zero.
+        """Yield the saved blocks of a range of a parameter. Elements outside all blocks are zero padding.
 
         Args:
             rule: rule of the parameter.
             layout: layout of this process.
-            place: place of the rank that has the parameter.
+            place: coordinates of the rank with the parameter.
             start: first element of the range in the flat parameter.
             stop: end of the range.
         """
@@ -160,7 +160,7 @@ class SavedModel:
 
 
 def is_complete(shards: Iterable[Shard], size: int) -> bool:
-    """Return whether sorted shards cover a flat parameter without a gap."""
+    """Return whether sorted shards cover a flat parameter without gaps."""
     end = 0
     for shard in shards:
         if shard.start > end:
@@ -170,7 +170,7 @@ def is_complete(shards: Iterable[Shard], size: int) -> bool:
 
 
 def sorted_shards(named_shards: Iterable[tuple[Key, Shard]]) -> Mapping[Key, list[Shard]]:
-    """Return the shards of each parameter, sorted by their start."""
+    """Return the shards of each parameter, sorted by start."""
     result: dict[Key, list[Shard]] = {}
     for key, shard in named_shards:
         result.setdefault(key, []).append(shard)
@@ -180,10 +180,10 @@ def sorted_shards(named_shards: Iterable[tuple[Key, Shard]]) -> Mapping[Key, lis
 
 
 def read_description(directory: Path) -> dict[str, Any]:
-    """Return a checkpoint's own description.
+    """Return a checkpoint's description.
 
     Raises:
-        SettingsError: the file cannot be read, or is of another format.
+        SettingsError: the file cannot be read, or has another format.
     """
     path = directory / LAYOUT
     description = read_object(path, f"cannot read {path}", ": not a checkpoint of the megatron backend")
@@ -193,10 +193,10 @@ def read_description(directory: Path) -> dict[str, Any]:
 
 
 def check_model(directory: Path, saved: Mapping[str, Any], model: TrainedModel) -> None:
-    """Check that a checkpoint is of the model, and of the adapters, that are trained.
+    """Check that a checkpoint has the trained model and the same adapters.
 
     Raises:
-        SettingsError: it is of others; names what differs.
+        SettingsError: the checkpoint has another model or other adapters. The message names the differences.
     """
     now = json.loads(json.dumps(model.as_json()))
     before = saved.get("model") or {}
@@ -212,7 +212,7 @@ def check_model(directory: Path, saved: Mapping[str, Any], model: TrainedModel) 
 
 
 def listed(different: Mapping[str, tuple[Any, Any]]) -> str:
-    """Return one clause for each value that differs."""
+    """Return one clause per different value."""
     return "; ".join(
         f"{key} is {before!r} in the checkpoint and {now!r} in the run"
         for key, (before, now) in different.items()
@@ -220,21 +220,22 @@ def listed(different: Mapping[str, tuple[Any, Any]]) -> str:
 
 
 class CheckpointReader(ExitStack[None]):
-    """A checkpoint of the current format, open for reading until the end of `with`.
+    """Checkpoint of the current format, open for reading within a `with` block.
 
-    Tensors are loaded when they are asked for.
+    Tensors are loaded on demand.
     """
 
     def __init__(self, directory: Path, saved: Mapping[str, Any], model: TrainedModel) -> None:
         """Open the files of all ranks.
 
         Args:
-            directory: the checkpoint's.
-            saved: the result of `read_description`.
-            model: the present trained model.
+            directory: directory of the checkpoint.
+            saved: result of `read_description`.
+            model: the current trained model.
 
         Raises:
-            SettingsError: it is of another model, or lacks a part; names it.
+            SettingsError: the checkpoint has another model, or lacks a part. The message names the
+                difference.
         """
         super().__init__()
         check_model(directory, saved, model)
@@ -249,7 +250,7 @@ class CheckpointReader(ExitStack[None]):
         try:
             self._open_all(layout.stage_ranks * layout.pp)
             self.steps = int(self._files[0].get_tensor(STEPS))
-            """Optimizer steps that were made."""
+            """Number of completed optimizer steps."""
             kinds = (*KINDS, VALUE)
             found = {kind: sorted_shards(self._shards(kind)) for kind in kinds}
             self._shards_of = {(kind, key): shards for kind in kinds for key, shards in found[kind].items()}
@@ -260,23 +261,21 @@ class CheckpointReader(ExitStack[None]):
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """What there is of each parameter that is stepped: before the first step the masters alone."""
+        """Saved tensors of each updated parameter; before the first step, only masters."""
         return KINDS if self.steps else (MASTER,)
 
     def tensor(self, rank: int, name: str) -> torch.Tensor | None:
-        """Return another tensor that a rank has written, if it has."""
+        """Return a rank's tensor with this name, None if missing."""
         file = self._files.get(rank)
         return file.get_tensor(name) if file is not None and name in file.keys() else None  # noqa: SIM118 (not a mapping)
 
     def flat(self, kind: str, rule: Rule, place: Place, start: int, stop: int) -> torch.Tensor:
-        """Return a parameter of this layout as a flat tensor in which only one range is read, the rest is 0.
+        """Return a flat parameter of the current layout, with one range read and zeros elsewhere.
 
         Args:
-            kind: one of `kinds`, or VALUE for a parameter that the optimizer does not step.
+            kind: one of `kinds`, or VALUE for a parameter that the optimizer does not update.
             rule: rule of the parameter.
-            place: place of the rank that has the parameter.
-            start: first element of the range.
-            stop: end of the range.
+            place: coordinates of the rank with the parameter.
         """
         layout = self._now.layout
         size = Matrices.of(rule, layout.grid(expert=rule.expert))

@@ -1,7 +1,7 @@
 """Saves and restores a rank's part of a run's state: masters, moments, steps, random states.
 
-The state is read from and written into torch's optimizers themselves: megatron's own checkpoint path of the
-distributed optimizer refuses torch's AdamW on reload.
+The state is read from and written to torch's optimizers directly, because megatron's checkpoint code for the
+distributed optimizer rejects torch's AdamW on reload.
 """
 
 import json
@@ -36,16 +36,16 @@ def copy_part(
     model: TrainedModel,
     rank: int,
 ) -> HostState:
-    """Return this rank's files, which the package's docstring lists, copied to host memory.
+    """Return this rank's checkpoint files, copied to host memory. The package's docstring lists the files.
 
-    State that several ranks have alike is written by the first one.
+    State that several ranks share is written by the first of them.
 
     Args:
         copies: makes the copies.
         parameters: trained parameters by megatron name.
-        optimizer: holds masters and moments.
+        optimizer: optimizer with masters and moments.
         model: the trained model and its layout.
-        rank: this process's.
+        rank: global rank of this process.
     """
     tensors = {STEPS: torch.tensor(optimizer.steps), RANDOM_CPU: torch.get_rng_state()}
     if torch.cuda.is_available():
@@ -82,15 +82,12 @@ def restore_part(
 ) -> None:
     """Load this rank's part of a checkpoint, bit for bit, from any saved layout.
 
-    Random states come from the rank with the same number; a rank that has none there keeps its own.
+    Random states are restored from the rank with the same number. A rank without saved states keeps its own.
 
     Args:
-        directory: the checkpoint.
-        parameters: as of `copy_part`.
-        optimizer: as of `copy_part`.
-        model: as of `copy_part`.
-        rank: as of `copy_part`.
-        fill: whether the parameters are written, too.
+        directory: directory of the checkpoint.
+        parameters, optimizer, model, rank: as in `copy_part`.
+        fill: whether to write the parameters too.
 
     Raises:
         SettingsError: the checkpoint is of another model or format, or incomplete; the state is
@@ -122,7 +119,7 @@ def restore_part(
 
 
 def _restore_rest(reader: CheckpointReader, optimizer: Optimizer, rank: int) -> None:
-    """Load what there is of the factor of the loss, and of random states."""
+    """Load the loss scale and the random states, if saved."""
     scale = reader.tensor(0, LOSS_SCALE)
     if scale is not None and optimizer.loss_scale is not None:
         optimizer.loss_scale.value, optimizer.loss_scale.finite_steps = float(scale[0]), int(scale[1])
@@ -135,7 +132,7 @@ def _restore_rest(reader: CheckpointReader, optimizer: Optimizer, rank: int) -> 
 
 
 def _written(model: TrainedModel, rank: int) -> set[str]:
-    """Return the parameters that a rank writes its part of."""
+    """Return the parameters whose parts this rank writes."""
     layout = model.layout
     place = layout.place_of(rank)
     return {

@@ -1,1 +1,4 @@
-"""Applies conversion rules: plans the pieces of each rank and exports tensors. Knows no family of models."""
+"""Applies conversion rules: plans the pieces of each rank and exports tensors.
+
+Independent of model families.
+"""

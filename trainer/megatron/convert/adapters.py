@@ -1,6 +1,6 @@
-"""Defines the rules by which adapters are exported: where A and B of each weight lie on the ranks.
+"""Defines the export rules of adapters: the positions of A and B of each weight on the ranks.
 
-No torch here: `tether check` finds by them the layers that cannot have adapters.
+Does not import torch: `tether check` uses the rules to find layers that cannot have adapters.
 """
 
 from collections.abc import Iterable
@@ -11,7 +11,7 @@ from trainer.megatron.convert.rules import Direct, ExpertStack, Interleaved, Rul
 
 
 def lora_rules(rules: Iterable[Rule], config: LoraConfig) -> list[Rule]:
-    """Return the rules of the adapters of the parameters that `rules` name.
+    """Return the adapter rules for the parameters of `rules`.
 
     Raises:
         SettingsError: a layer cannot have adapters, or no layer has a target module.

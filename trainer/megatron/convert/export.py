@@ -1,7 +1,7 @@
-"""Exports a model's tensors by their Hugging Face names: each gathered on one rank, or by pieces on all.
+"""Exports a model's tensors by Hugging Face name: gathered on one rank, or by pieces on all ranks.
 
-Rows that several ranks have are published by the rank with the fewest bytes so far, so that the data-parallel
-copies of a model share the work.
+Rows on several ranks are published by the rank with the fewest bytes so far, which balances the work over the
+data-parallel copies of a model.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -25,19 +25,19 @@ from trainer.ranks.publication import Publication
 
 @dataclass(frozen=True, slots=True)
 class PublishedPiece:
-    """A box of a tensor on one rank."""
+    """Box of a tensor on one rank."""
 
     tensor: int
-    """Index into the plans."""
+    """Index of the tensor's plan."""
     box: Box
     rows: tuple[Segment, ...]
-    """Rows of the rank's parameter that make up the box, in order."""
+    """Rows of the rank's parameter that form the box, in order."""
     held: Mapping[int, tuple[Segment, ...]]
-    """Number of each rank that has the box, in the grid of the parameter -> its rows."""
+    """Grid number of each rank with the box -> its rows."""
 
 
 def joined(plan: TensorPlan, rows: Sequence[Segment], parameter: torch.Tensor) -> torch.Tensor:
-    """Return the box that rows of a parameter make up: a view, if they follow each other there, or a copy."""
+    """Return the box formed by rows of a parameter: a view if the rows are contiguous, else a copy."""
     views = _views(plan, rows, parameter)
     found: torch.Tensor = (views[0] if len(views) == 1 else torch.cat(views, plan.dim)).detach()
     return found if rows[0].matrix is None else found.unsqueeze(0)
@@ -48,28 +48,28 @@ def _views(plan: TensorPlan, rows: Iterable[Segment], parameter: torch.Tensor) -
 
 
 class Exporter:
-    """One rank's part of an export."""
+    """Export of a model by one rank."""
 
     def __init__(
         self, layout: Layout, position: Position, dtype: torch.dtype, held: Callable[[str], torch.Tensor]
     ) -> None:
-        """Export a model of this layout.
+        """Bind to a layout.
 
         Args:
-            layout: the model's.
-            position: the place of this rank.
-            dtype: the parameters'.
-            held: returns this rank's part of a parameter by its name.
+            layout: layout of the model.
+            position: position of this rank.
+            dtype: dtype of the parameters.
+            held: returns this rank's part of a parameter by name.
         """
         self._layout = layout
         self._position = position
         self._dtype = dtype
         self._held = held
         self._published: tuple[Sequence[TensorPlan], tuple[tuple[PublishedPiece, ...], ...]] = ((), ())
-        """Plans, and what each rank publishes of them, which takes Python milliseconds to plan."""
+        """Cached plans and each rank's published pieces, whose planning takes milliseconds."""
 
     def publication(self, plans: Sequence[TensorPlan]) -> Publication:
-        """Return which rank publishes which box of the planned tensors; equal on every rank."""
+        """Return the boxes of the planned tensors that each rank publishes; equal on every rank."""
         parts = tuple(
             tuple(WeightPiece(piece.tensor, piece.box) for piece in part) for part in self._parts(plans)
         )
@@ -77,7 +77,7 @@ class Exporter:
         return found if self._layout.ranks > 1 else found.gathered()
 
     def pieces(self, plans: Sequence[TensorPlan]) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield this rank's pieces of the publication of these plans; no other rank takes part."""
+        """Yield this rank's pieces of the publication. Not a collective."""
         for piece in self._parts(plans)[self._position.rank]:
             plan = plans[piece.tensor]
             yield plan.name, joined(plan, piece.rows, self._held(plan.parameter))
@@ -85,7 +85,7 @@ class Exporter:
     def gathered(
         self, plans: Iterable[TensorPlan], owners: Mapping[str, int] = MappingProxyType({})
     ) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield each tensor whole on its owner, rank 0 if it is not named; the others send it their parts."""
+        """Yield each whole tensor on its owner, by default rank 0; the other ranks send their parts."""
         for plan in plans:
             owner = owners.get(plan.name, 0)
             if self._position.rank == owner:
@@ -96,7 +96,7 @@ class Exporter:
     def ahead(
         self, plans: Sequence[TensorPlan], begin: Callable[[Tensors], None] | None, updates: int
     ) -> EarlyExport:
-        """Return an export of these tensors while they are made; none where ranks have to gather them."""
+        """Return an export that overlaps the optimizer step; a disabled one if ranks must gather tensors."""
         alone = self._layout.ranks == 1
         return EarlyExport(begin if alone else None, partial(self._when_final, plans), updates)
 
@@ -114,7 +114,7 @@ class Exporter:
         return self._published[1]
 
     def _receive(self, plan: TensorPlan) -> torch.Tensor:
-        """Assemble a tensor here: copy the pieces of this rank, receive another's in one message."""
+        """Assemble a tensor on this rank from its own pieces and one message from each other holder."""
         dtype = torch.float32 if plan.exact else self._dtype
         tensor = torch.empty(plan.shape, dtype=dtype, device=self._position.device)
         for number in sorted({piece.rank for piece in plan.pieces}):
@@ -143,7 +143,7 @@ class Exporter:
 
 
 def published_pieces(plans: Sequence[TensorPlan], layout: Layout) -> tuple[tuple[PublishedPiece, ...], ...]:
-    """Return what each rank publishes, by global rank; together every element once."""
+    """Return the pieces that each global rank publishes; every element is published exactly once."""
     parts: list[list[PublishedPiece]] = [[] for _ in range(layout.ranks)]
     elements = [0] * layout.ranks
     for index, plan in enumerate(plans):
@@ -169,7 +169,7 @@ def published_pieces(plans: Sequence[TensorPlan], layout: Layout) -> tuple[tuple
 
 
 def _holders(plan: TensorPlan, numbers: Sequence[int], layout: Layout) -> list[int]:
-    """Return the global ranks that have one of these numbers in the grid of the parameter."""
+    """Return the global ranks whose grid number is in `numbers`."""
     first = plan.stage * layout.stage_ranks
     return [
         rank
@@ -179,7 +179,7 @@ def _holders(plan: TensorPlan, numbers: Sequence[int], layout: Layout) -> list[i
 
 
 def adjacent(pieces: Iterable[Segment]) -> list[tuple[Segment, ...]]:
-    """Group pieces that follow each other in the tensor."""
+    """Group pieces that are contiguous in the tensor."""
     runs: list[list[Segment]] = []
     for piece in pieces:
         last = runs[-1][-1] if runs else None
@@ -191,7 +191,7 @@ def adjacent(pieces: Iterable[Segment]) -> list[tuple[Segment, ...]]:
 
 
 def box_of_rows(plan: TensorPlan, rows: Sequence[Segment]) -> Box:
-    """Return the box of a tensor that rows which follow each other are."""
+    """Return the box of a tensor formed by contiguous rows."""
     first, last = rows[0], rows[-1]
     box = list(whole(plan.shape))
     dim = plan.dim

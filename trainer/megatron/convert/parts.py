@@ -1,4 +1,4 @@
-"""Views of a rank's parameters that are parts of a checkpoint's tensors, and of parts that are parameters."""
+"""Maps between a rank's parameters and its parts of a checkpoint's tensors, as views without copies."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -13,7 +13,7 @@ from trainer.megatron.convert.rules import Segment
 from trainer.megatron.layout import Layout, Place
 
 Slices = dict[str, tuple[Box, torch.Tensor]]
-"""Name of a tensor -> box of it, and a view that is this box as `matches_layout` says."""
+"""Name of a tensor -> box, and view of the box in the layout that `matches_layout` requires."""
 
 
 def slices_of(
@@ -22,16 +22,16 @@ def slices_of(
     layout: Layout = Layout(),  # noqa: B008 (frozen)
     place: Place = Place(),  # noqa: B008 (frozen)
 ) -> Slices:
-    """Return the parts of a checkpoint's tensors that a rank has, by name.
+    """Return a rank's parts of a checkpoint's tensors, by name.
 
     Args:
-        plans: of the tensors.
-        parameters: the rank's.
+        plans: plans of the tensors.
+        parameters: parameters of the rank.
         layout: layout of the model, of one pipeline stage.
-        place: place of the rank.
+        place: coordinates of the rank.
 
     Raises:
-        SettingsError: a part is scattered over a parameter in unequal pieces or distances, or is no box.
+        SettingsError: a part is scattered over a parameter in unequal pieces or distances, or is not a box.
     """
     found: Slices = {}
     for plan in plans:
@@ -56,18 +56,18 @@ def parameters_in(
     layout: Layout,
     place: Place,
 ) -> dict[str, torch.Tensor]:
-    """Return views of an engine's memory that have the layout of whole parameters, by their names.
+    """Return views of an engine's memory as whole parameters, by parameter name.
 
     Args:
-        plans: of every tensor of the checkpoint.
-        own: the parameters of this rank.
-        engine: the parts of tensors that the same rank of the engine has, by checkpoint name.
-        layout: see `slices_of`.
-        place: see `slices_of`.
+        plans: plans of every tensor of the checkpoint.
+        own: parameters of this rank.
+        engine: parts of tensors on the same rank of the engine, by checkpoint name.
+        layout: layout of the model, of one pipeline stage.
+        place: coordinates of the rank.
 
     Raises:
-        SettingsError: naming the first tensor that the engine lacks, or does not have where the parameter has
-            it.
+        SettingsError: the engine lacks a tensor, or stores it elsewhere than the parameter. The message names
+            the first such tensor.
     """
     found: dict[str, torch.Tensor] = {}
     for plan in plans:
@@ -85,7 +85,7 @@ def parameters_in(
                 plan.parameter, tensor.as_strided(parameter.shape, parameter.stride(), start)
             )
             alike = _place(_part(plan, whole, pieces)) == _place(tensor)
-        except RuntimeError:  # the engine's memory ends before such a parameter would
+        except RuntimeError:  # the engine's memory is too short for this parameter
             alike = False
         if not alike:
             turns = f" alternates with others, in {part.shape[0]} turns," if part.ndim > tensor.ndim else ""

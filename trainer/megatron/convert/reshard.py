@@ -1,8 +1,7 @@
-"""Plans for each Hugging Face tensor the training ranks' rows that make it up: pure, plain data.
+"""Plans the source rows of each Hugging Face tensor on the training ranks, as plain data.
 
-The plan names the pieces of every tensor: segments of the ranks' parameters. Loading reads the plan
-backwards. An engine with ranks of its own needs no other plan: it cuts these pieces once more, at the
-boundaries of its ranks.
+A plan lists the pieces of every tensor: segments of the ranks' parameters. Loading applies the plan in
+reverse. An engine with its own ranks uses the same plan, and cuts the pieces at its ranks' boundaries.
 """
 
 from collections.abc import Iterable, Sequence
@@ -16,7 +15,7 @@ from trainer.megatron.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class TensorPlan:
-    """Source of a Hugging Face tensor. `pieces` cover it exactly once; rows count along `dim`."""
+    """Source of a Hugging Face tensor. `pieces` cover the tensor exactly once; rows count along `dim`."""
 
     name: str
     shape: tuple[int, ...]
@@ -24,28 +23,27 @@ class TensorPlan:
     stage: int
     """Pipeline rank."""
     parameter: str
-    """Name on the ranks of that stage."""
+    """Name of the parameter on the ranks of the stage."""
     pieces: tuple[Segment, ...]
     expert: bool = False
-    """Whether the parameter is an expert's."""
+    """Whether the parameter belongs to an expert."""
     exact: bool = False
-    """Whether the tensor is float32 even if the others are not."""
+    """Whether the tensor is always float32."""
 
     def on_rank(self, number: int) -> list[Segment]:
-        """Return the pieces that the rank with this number in the grid has, in order."""
+        """Return the pieces on the rank with a given grid number, in order."""
         return [each for piece in self.pieces for each in (piece, *piece.copies) if each.rank == number]
 
 
 def plan_of(parts: Iterable[tuple[int, Sequence[Rule]]], layout: Layout) -> tuple[TensorPlan, ...]:
-    """Plan the tensors that rules name, in the order of the rules.
+    """Plan the tensors of rules, in the order of the rules.
 
     Args:
         parts: pairs (pipeline stage, rules of its parameters).
         layout: layout of the model.
 
-
     Raises:
-        SettingsError: the layout does not divide a parameter, or a name has two sources.
+        SettingsError: the layout does not divide a parameter, or a tensor has two sources.
     """
     plans: dict[str, TensorPlan] = {}
     for stage, rules in parts:
@@ -72,7 +70,7 @@ def _tensor_plans(rule: Rule, layout: Layout, stage: int) -> list[TensorPlan]:
             rule.dim,
             stage,
             rule.parameter,
-            # Replicated rows come from the first rank that has them.
+            # Replicated rows come from the first rank with the rows.
             tuple(replace(found[0], copies=tuple(found[1:])) for _, found in sorted(holders[name].items())),
             rule.expert,
             rule.exact,
@@ -82,7 +80,7 @@ def _tensor_plans(rule: Rule, layout: Layout, stage: int) -> list[TensorPlan]:
 
 
 def in_turns(plans: Iterable[TensorPlan]) -> TensorPlan | None:
-    """Return the first tensor that alternates with others in a rank's parameter; None: there is none."""
+    """Return the first tensor that alternates with others in a rank's parameter; None if there is none."""
     return next((plan for plan in plans if len(plan.on_rank(0)) > 1), None)
 
 

@@ -1,8 +1,8 @@
-"""Maps one megatron parameter to the Hugging Face tensors that it is assembled from, and back.
+"""Maps one megatron parameter to its Hugging Face tensors, and back.
 
-A rule lists segments: stretches of rows (or columns) that are the same in a Hugging Face tensor and in a
-rank's part of the megatron parameter. Reading the list from left to right loads, from right to left exports,
-so a rule cannot disagree with its inverse. The names are in `trainer/megatron/families/`.
+A rule lists segments: ranges of rows (or columns) that are equal in a Hugging Face tensor and in a rank's
+part of the megatron parameter. Loading and exporting apply the same list in opposite directions, so a rule
+cannot disagree with its inverse. `trainer/megatron/families/` defines the names.
 """
 
 from abc import ABC, abstractmethod
@@ -18,8 +18,8 @@ from trainer.megatron.layout import Grid
 class Segment:
     """Rows of a Hugging Face tensor that are rows of one rank's parameter, along `Rule.dim`.
 
-    `length` rows of tensor `name` from `start` are at `local_start` of the parameter of the rank with number
-    `rank` in the rule's grid.
+    `length` rows of tensor `name` from `start` on are at `local_start` in the parameter of the rank with
+    number `rank` in the rule's grid.
     """
 
     name: str
@@ -28,28 +28,28 @@ class Segment:
     local_start: int
     length: int
     local_matrix: int | None = None
-    """Index in a parameter that is a stack of matrices; None if it is one matrix or vector."""
+    """Index of the matrix in a stacked parameter; None for a single matrix or vector."""
     matrix: int | None = None
-    """Index in a Hugging Face tensor that is a stack of matrices; None if it is one matrix or vector."""
+    """Index of the matrix in a stacked Hugging Face tensor; None for a single matrix or vector."""
     copies: tuple["Segment", ...] = ()
     """In a plan: segments with the same rows on other ranks of the grid."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule(ABC):
-    """Rule of one megatron parameter: the Hugging Face tensors that it is assembled from."""
+    """Rule of one megatron parameter, with the Hugging Face tensors that form it."""
 
     parameter: str
     """Name in megatron, within its pipeline stage."""
 
     dim: int = 0
-    """Dimension along which segments count."""
+    """Dimension of the segments."""
     owner: bool = True
     """False for a second copy of tensors that another rule exports."""
     expert: bool = False
-    """Whether the parameter is a stack of experts, split over their ranks, `Layout.grid(expert=True)`."""
+    """Whether the parameter is a stack of experts, split over `Layout.grid(expert=True)`."""
     exact: bool = False
-    """Whether the parameter is float32 even if the others are not."""
+    """Whether the parameter is always float32."""
 
     @property
     @abstractmethod
@@ -58,10 +58,10 @@ class Rule(ABC):
 
     @abstractmethod
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
-        """Return the segments of all ranks of a grid; replicated rows appear once for each rank.
+        """Return the segments of all ranks of a grid. Replicated rows appear once per rank.
 
         Raises:
-            SettingsError: the tensors cannot be split over so many ranks.
+            SettingsError: the tensors cannot be split over the grid.
         """
 
     def local_shape(self, grid: Grid) -> tuple[int, ...]:
@@ -85,7 +85,7 @@ class TensorRule(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Direct(TensorRule):
-    """One tensor, the same on every tensor rank."""
+    """One tensor, replicated on every tensor rank."""
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
         return tuple(Segment(self.name, 0, rank, 0, self.shape[self.dim]) for rank in range(grid.tp))
@@ -96,7 +96,7 @@ class Split(TensorRule):
     """One tensor in equal parts along `dim`."""
 
     unit: int = 1
-    """Rows that stay on one rank, such as a head's rows."""
+    """Number of rows that stay together on one rank, such as the rows of a head."""
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
         units = self.shape[self.dim] // self.unit
@@ -112,15 +112,15 @@ class FusedQKV(Rule):
     """
 
     gated: bool = False
-    """Whether the rows of each query head are followed in the checkpoint by the rows of its output's gate. A
-    group has its gates after its queries."""
+    """Whether the checkpoint stores the rows of a query head's output gate after the head's rows. A group
+    stores its gates after its queries."""
 
     names: tuple[str, str, str]
-    """Tensors of query, key and value."""
+    """Names of the query, key and value tensors."""
     groups: int
-    """Key-value heads."""
+    """Number of key-value heads."""
     queries: int
-    """Query heads of one group."""
+    """Number of query heads per group."""
     head_dim: int
     columns: tuple[int, ...]
     """The hidden size for a weight, empty for a bias."""
@@ -154,25 +154,25 @@ class FusedQKV(Rule):
 
 @dataclass(frozen=True, slots=True)
 class GroupRows:
-    """Rows of a tensor that belong to one group of several."""
+    """Rows of a tensor, repeated for each group."""
 
     name: str
     first: int
-    """The first row of the first group."""
+    """First row of the first group."""
     rows: int
-    """Rows of each group."""
+    """Number of rows per group."""
     every: int = 0
-    """Rows from one group's first to the next one's; 0: as many as a group has."""
+    """Distance between the first rows of consecutive groups; 0: `rows`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Interleaved(Rule):
-    """Stretches of tensors, group by group; a rank has whole groups."""
+    """Row ranges of several tensors, interleaved by group; a rank has whole groups."""
 
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
     """Name and shape of each tensor."""
     stretches: tuple[GroupRows, ...]
-    """Rows of a group, in their order."""
+    """Rows of one group, in order."""
     groups: int
 
     @property
@@ -188,11 +188,11 @@ class Interleaved(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GatedMLP(Rule):
-    """Gate and up projection: every rank holds its rows of the gate, then its rows of the up projection."""
+    """Gate and up projection: every rank stores its gate rows, then its up rows."""
 
     names: tuple[str, str]
     shape: tuple[int, ...]
-    """Shape of each of the two: of weights, or of biases."""
+    """Shape of each of the two tensors, weights or biases."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -209,11 +209,11 @@ class GatedMLP(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stacked(Rule):
-    """The tensors of another rule as one tensor of the checkpoint, in which their rows follow each other."""
+    """Tensors of another rule, concatenated to one tensor of the checkpoint."""
 
     name: str
     rule: Rule
-    """Its own names count nowhere else."""
+    """Rule of the parts; its tensor names are internal."""
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
@@ -231,13 +231,13 @@ class Stacked(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertStack(Rule):
-    """The tensors of all experts of a layer, in a parameter that stacks a rank's experts.
+    """Tensors of all experts of a layer, in a parameter that stacks a rank's experts.
 
-    Its first dimension counts experts, so `dim` counts within the matrix of one.
+    The first dimension counts experts. `dim` counts within an expert's matrix.
     """
 
     rules: tuple[Rule, ...]
-    """Rules of the experts in order, each as if there were no others; all of the same kind and shapes."""
+    """Rules of the experts in order, each for a single expert; all of the same kind and shapes."""
     expert: bool = True
 
     @property
@@ -259,13 +259,13 @@ class ExpertStack(Rule):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ExpertTensor(TensorRule):
-    """One tensor of the checkpoint with a matrix for each expert of a layer; a rank has some of them.
+    """One checkpoint tensor with a matrix per expert of a layer; a rank has some of the experts.
 
-    The matrices are split over the ranks that share experts along `dim`, which counts within a matrix.
+    Each matrix is split along `dim`, which counts within a matrix, over the ranks that share experts.
     """
 
     unit: int = 1
-    """Rows that stay on one rank."""
+    """Number of rows that stay together on one rank."""
     expert: bool = True
 
     def segments(self, grid: Grid) -> tuple[Segment, ...]:
@@ -299,7 +299,7 @@ class Vocabulary(TensorRule):
 
 
 def padded_vocabulary(vocabulary: int, tp: int) -> int:
-    """Return the number of rows, at least `vocabulary`, that splits evenly over `tp` ranks."""
+    """Return the smallest number of rows >= `vocabulary` that splits evenly over `tp` ranks."""
     return -(-vocabulary // tp) * tp
 
 
@@ -321,7 +321,7 @@ def _share(name: str, size: int, grid: Grid, kind: str = "rows") -> int:
 
 
 def _interleaved(stretches: Iterable[GroupRows], groups: int, part: int) -> tuple[Segment, ...]:
-    """Return the segments of stretches that alternate group by group, where ranks have `part` rows."""
+    """Return the segments of row ranges that are interleaved by group, for ranks with `part` rows."""
     result: list[Segment] = []
     offset = 0
     for group in range(groups):
@@ -332,7 +332,7 @@ def _interleaved(stretches: Iterable[GroupRows], groups: int, part: int) -> tupl
 
 
 def _cut(name: str, start: int, offset: int, length: int, part: int) -> list[Segment]:
-    """Cut rows that are at `offset` of the whole parameter where ranks of `part` rows begin."""
+    """Cut rows at `offset` of the whole parameter at the boundaries of ranks with `part` rows."""
     result = []
     while length:
         rank, local = divmod(offset, part)

@@ -1,1 +1,4 @@
-"""Describes families of models: numbers and conversion rules. No torch: checks before a run read it."""
+"""Describes families of models: numbers and conversion rules.
+
+Does not import torch, for checks before a run.
+"""

@@ -1,4 +1,4 @@
-"""Reads config.json of a Hugging Face checkpoint, and checks the JSON types of the fields that are used."""
+"""Reads config.json of a Hugging Face checkpoint, and validates the JSON types of the fields in use."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -79,9 +79,9 @@ KINDS: Mapping[str, tuple[type | UnionType, tuple[str, ...]]] = {
 }
 """JSON type -> its Python types, and the fields of that type in config.json and its rope tables."""
 SIZES = ("hidden_size", "intermediate_size", "num_attention_heads", "num_hidden_layers", "vocab_size")
-"""Fields that every model needs."""
+"""Required fields of every model."""
 LATENT_SIZES = ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-"""Fields that latent attention needs, too."""
+"""Additional required fields of latent attention."""
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
@@ -95,14 +95,14 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def check_types(path: Path, table: Mapping[str, Any]) -> None:
-    """Check the types of a table's fields; null stands for an absent field.
+    """Validate the types of a table's fields; null counts as absent.
 
     Args:
         path: path of config.json, for errors.
         table: content of the file, or a rope table in it.
 
     Raises:
-        SettingsError: a field has another type; names it.
+        SettingsError: a field has another type. The message names the field.
     """
     for kind, (types, names) in KINDS.items():
         for name in names:
@@ -111,10 +111,10 @@ def check_types(path: Path, table: Mapping[str, Any]) -> None:
 
 
 def check_present(path: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:
-    """Check that config.json has the fields that a model needs.
+    """Check that config.json has the required fields.
 
     Raises:
-        SettingsError: a field is absent or null; names all such fields.
+        SettingsError: fields are absent or null. The message names them.
     """
     if missing := [name for name in names if config.get(name) is None]:
         raise SettingsError(f"{path} lacks what a model needs: {', '.join(missing)}")

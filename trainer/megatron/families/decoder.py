@@ -1,4 +1,4 @@
-"""Defines the rules of a decoder, layer by layer, as its family names and combines the tensors."""
+"""Defines the conversion rules of a decoder, layer by layer, with its family's tensor names."""
 
 import re
 
@@ -27,7 +27,7 @@ _NOT_WEIGHTS = re.compile(r"model\.layers\.\d+\.self_attn\.rotary_emb\.inv_freq"
 
 
 def embedding_rules(architecture: Architecture) -> list[Rule]:
-    """Return the rules of the embedding, which the first pipeline stage has."""
+    """Return the rules of the embedding, on the first pipeline stage."""
     shape = (architecture.vocabulary, architecture.hidden)
     return [Vocabulary(parameter="embedding.word_embeddings.weight", name=EMBEDDING, shape=shape)]
 
@@ -66,7 +66,7 @@ def _norm_rules(architecture: Architecture, parameter: str, name: str) -> list[R
 
 
 def _mixer_rules(architecture: Architecture, layer: int, here: str, there: str) -> list[Rule]:
-    """Return the rules of what mixes a layer's tokens: attention, or a gated delta net."""
+    """Return the rules of a layer's token mixer: attention or a gated delta net."""
     if architecture.delta and architecture.is_delta(layer):
         names = architecture.family.delta
         return delta_rules(architecture.delta, names, architecture.hidden, here, there + "linear_attn.")
@@ -159,11 +159,11 @@ def _stacked(name: str, rule: Rule) -> Rule:
 
 
 def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Rule]:
-    """Return the rules of final norm and output layer, which the last pipeline stage has.
+    """Return the rules of final norm and output layer, on the last pipeline stage.
 
     Args:
         architecture: architecture of the model.
-        with_embedding: whether the stage has the embedding, too. A tied output layer then has no parameter.
+        with_embedding: whether the stage also has the embedding. A tied output layer then has no parameter.
     """
     norm = f"model.{architecture.family.final_norm}"
     rules = _norm_rules(architecture, "decoder.final_layernorm", norm)
@@ -184,9 +184,9 @@ def output_rules(architecture: Architecture, *, with_embedding: bool) -> list[Ru
 
 
 def ignorable(architecture: Architecture, name: str) -> bool:
-    """Return whether a checkpoint may hold this tensor although the model does not need it.
+    """Return whether a checkpoint may contain this tensor although the model does not need it.
 
-    These are a second copy of a tied output layer, rotary buffers, and layers that predict further tokens.
+    Such tensors are a second copy of a tied output layer, rotary buffers, and multi-token prediction layers.
     """
     if (architecture.tied or architecture.value_head) and name == OUTPUT:
         return True

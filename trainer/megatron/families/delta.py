@@ -1,4 +1,4 @@
-"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464) in place of attention: layers, sizes, and rules."""
+"""Gated delta nets (Yang et al. 2024, arXiv 2412.06464), which replace attention: layers, sizes and rules."""
 
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,12 +10,12 @@ from trainer.megatron.convert.rules import Direct, GroupRows, Interleaved, Rule,
 Tables = list[tuple[str, tuple[int, ...], tuple[int, ...]]]
 
 KINDS = ("linear_attention", "full_attention")
-"""Entries of `layer_types`, the one of a gated delta net first."""
+"""Values of `layer_types`; the first is a gated delta net."""
 
 
 @dataclass(frozen=True, slots=True)
 class DeltaNet:
-    """Layers with a gated delta net and its sizes. Each key head serves equally many value heads."""
+    """Layers with a gated delta net, and its sizes. Each key head serves the same number of value heads."""
 
     layers: tuple[int, ...]
     """Indices of the layers, ascending."""
@@ -26,26 +26,26 @@ class DeltaNet:
     value: int
     """Dimensions of a head's value."""
     kernel: int
-    """Tokens that the convolution over queries, keys and values sees, the token itself included."""
+    """Width in tokens of the convolution over queries, keys and values, including the token itself."""
 
     @property
     def values_of_key(self) -> int:
-        """Value heads of a key head."""
+        """Number of value heads per key head."""
         return self.value_heads // self.key_heads
 
     @property
     def sizes(self) -> tuple[int, int, int, int, int, int]:
-        """Rows of a key head in the input projection: query, key, values, their gates, strengths, decays."""
+        """Input projection rows per key head: query, key, values, gates of the values, strengths, decays."""
         heads = self.values_of_key
         return self.key, self.key, heads * self.value, heads * self.value, heads, heads
 
     @property
     def state_flops(self) -> int:
-        """Operations of a token on the states, forward and backward: reading twice, and adding a product."""
+        """Operations per token on the states, forward and backward: two reads, and one product to add."""
         return 3 * 3 * 2 * self.value_heads * self.key * self.value
 
     def weights(self, hidden: int) -> int:
-        """Return the elements of a layer's matrices."""
+        """Return the number of elements of a layer's matrices."""
         return hidden * (self.key_heads * sum(self.sizes) + self.value_heads * self.value)
 
 
@@ -85,7 +85,7 @@ def check_generation(delta: DeltaNet | None) -> None:
     """Check that the engine `megatron` can generate with a model.
 
     Raises:
-        SettingsError: a layer has a state, which the engine's cache does not hold.
+        SettingsError: the model has gated delta nets, whose states the engine's cache does not support.
     """
     if delta:
         raise SettingsError(
@@ -95,12 +95,12 @@ def check_generation(delta: DeltaNet | None) -> None:
 
 
 def delta_rules(delta: DeltaNet, inputs: str, hidden: int, here: str, there: str) -> list[Rule]:
-    """Return the rules of a layer: a tensor rank has a share of the key heads, with their value heads.
+    """Return the rules of a layer. A tensor rank has a share of the key heads, with their value heads.
 
     Args:
         delta: sizes.
-        inputs: `by_head`: two tensors have the rows of the input projection key head by key head, one of them
-            those for strengths and decays; `apart`: each kind of rows is together.
+        inputs: format of the input projection. `by_head`: two tensors interleave their rows by key head, one
+            of them with strengths and decays. `apart`: each kind of rows is a separate block.
         hidden: hidden size.
         here: prefix of the parameters in megatron.
         there: prefix of the tensors in the checkpoint.
@@ -136,9 +136,9 @@ def delta_rules(delta: DeltaNet, inputs: str, hidden: int, here: str, there: str
 
 
 def _by_key_head(delta: DeltaNet, parameter: str, tables: Tables) -> Rule:
-    """Return the rule of a parameter whose rows go key head by key head.
+    """Return the rule of a parameter whose rows are ordered by key head.
 
-    `tables` are tensors of the checkpoint: name, rows of a key head by kind, other dimensions.
+    `tables` lists the checkpoint's tensors: name, rows per key head by kind, other dimensions.
     """
     heads = delta.key_heads
     return Interleaved(

@@ -1,4 +1,4 @@
-"""Layers with experts: their numbers in config.json, their names in a checkpoint, and their rules."""
+"""Layers with experts: their sizes in config.json, their names in a checkpoint, and their rules."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -13,18 +13,18 @@ from trainer.megatron.convert.rules import Direct, ExpertStack, ExpertTensor, Ga
 
 @dataclass(frozen=True, slots=True)
 class Experts:
-    """Numbers of layers in which each token chooses a few experts instead of one MLP."""
+    """Sizes and routing of layers in which each token uses a few experts instead of one MLP."""
 
     count: int = 0
-    """Experts of a layer, on all ranks together; 0: no layer has experts."""
+    """Number of experts of a layer, over all ranks; 0: no layer has experts."""
     per_token: int = 0
-    """Experts that a token passes through."""
+    """Number of experts per token."""
     intermediate: int = 0
     """Width of an expert."""
     shared_intermediate: int = 0
-    """Width of the shared MLP, which every token passes through in addition; 0: no shared MLP."""
+    """Width of the shared MLP, which processes every token in addition; 0: no shared MLP."""
     shared_gate: bool = False
-    """Whether a learnt sigmoid gate scales the output of the shared MLP for each token."""
+    """Whether a learned sigmoid gate scales the shared MLP's output of each token."""
     dense_layers: tuple[int, ...] = ()
     """Indices of the layers with an ordinary MLP, ascending."""
     scoring: str = "softmax"
@@ -36,19 +36,19 @@ class Experts:
     scale: float = 1.0
     """Factor of the experts' output."""
     groups: int = 1
-    """Groups of equally many experts."""
+    """Number of equal groups of experts."""
     groups_per_token: int = 1
-    """Groups that a token's experts are chosen from: those with the highest scores."""
+    """Number of best-scored groups from which a token's experts are chosen."""
     best_of_group: int = 1
-    """Number of a group's best experts whose scores add up to the group's score."""
+    """Number of a group's best experts whose scores are summed to the group's score."""
     precise: bool = False
     """Whether logits are computed in float32 even if the weights have another dtype."""
     biases: bool = False
     """Whether the router's logits and the experts have trained biases."""
     swiglu_limit: float = 0.0
-    """Bound of the outputs of gate and up projection; their columns then alternate. 0: no bound."""
+    """Bound of the outputs of gate and up projection, whose columns are then interleaved. 0: unbounded."""
     swiglu_alpha: float = 1.0
-    """Factor inside the gate's sigmoid; used with a bound only."""
+    """Factor inside the gate's sigmoid; used only with `swiglu_limit`."""
 
     def is_sparse(self, layer: int) -> bool:
         """Return whether a layer has experts."""
@@ -61,16 +61,16 @@ class Experts:
 
 NO_EXPERTS = Experts()
 COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
-"""Fields of config.json that hold the number of experts."""
+"""Fields of config.json with the number of experts."""
 SWIGLU = ("swiglu_limit", "swiglu_alpha")
-"""Fields of config.json for the bounded activation; read in families whose defaults have them."""
+"""Fields of config.json for the bounded activation; read only if the family's defaults include them."""
 
 
 def check_ranks(experts: Experts, parallel: ParallelConfig) -> None:
-    """Check that a layout suits the experts. Whether its sizes divide them is checked by the rules.
+    """Check that a layout fits the experts. The rules check divisibility.
 
     Raises:
-        SettingsError: the model has no experts to divide, or tensor ranks would have the same tokens.
+        SettingsError: the model has no experts to split, or tensor ranks would process the same tokens.
     """
     for field in ("expert_model_parallel_size", "expert_tensor_parallel_size"):
         if (size := getattr(parallel, field)) > 1 and not experts.count:
@@ -87,9 +87,9 @@ def check_ranks(experts: Experts, parallel: ParallelConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ExpertNames:
-    """Names of a family's experts below `model.layers.0.` in checkpoints, and defaults of their numbers.
+    """Names of a family's experts below `model.layers.0.` in checkpoints, and defaults of `Experts`.
 
-    The defaults are the names of Qwen3-MoE.
+    The default names are Qwen3-MoE's.
     """
 
     block: str = "mlp"
@@ -98,29 +98,30 @@ class ExpertNames:
     down: str = "down_proj"
     router: str = "gate"
     shared: str = ""
-    """Name of the shared MLP; empty: the family has none."""
+    """Name of the shared MLP; empty: no shared MLP."""
     shared_gate: str = ""
-    """Name of the shared MLP's gate; empty: it has none."""
+    """Name of the shared MLP's gate; empty: no gate."""
     normalized: bool = False
     """Default of `norm_topk_prob` in transformers."""
     stacked: bool = False
-    """Whether one tensor of the checkpoint holds all experts of a layer; its matrices are transposed."""
+    """Whether one tensor of the checkpoint has all experts of a layer, with transposed matrices."""
     defaults: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Values of `Experts` in the whole family; config.json may change the fields in `SWIGLU`."""
+    """Fields of `Experts` for the whole family; config.json may override the fields in `SWIGLU`."""
     fixed: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
     """Field of config.json -> its supported values, the default of transformers first."""
 
 
 def experts_of(path: Path, config: dict[str, Any], names: ExpertNames) -> Experts:
-    """Read the experts' numbers from the config.json of a family with experts.
+    """Read the numbers of experts from the config.json of a family with experts.
 
     Args:
         path: path of the file, for errors.
         config: content of the file.
-        names: the family's names.
+        names: names of the family.
 
     Raises:
-        SettingsError: tokens cannot choose so many experts, or the router is not supported; names the field.
+        SettingsError: the number of chosen experts is invalid, or the router is not supported. The message
+            names the field.
     """
     layers = int(config["num_hidden_layers"])
     dense = _dense_layers(config, layers)
@@ -170,7 +171,7 @@ def _refuse_other_routers(path: Path, config: dict[str, Any], names: ExpertNames
 
 
 def _groups(path: Path, config: dict[str, Any], count: int, names: ExpertNames) -> dict[str, int]:
-    """Return the fields of `Experts` that limit a token's choice to some groups; empty: no limit."""
+    """Return the fields of `Experts` that limit a token's choice to some groups; empty without limit."""
     groups, chosen = int(config.get("n_group") or 1), int(config.get("topk_group") or 1)
     methods = names.fixed.get("topk_method", ("",))
     if groups == 1 or config.get("topk_method", methods[0]) == "greedy":
@@ -226,7 +227,7 @@ def _router_rules(experts: Experts, hidden: int, here: str, there: str) -> list[
 def _stacked_rules(experts: Experts, hidden: int, here: str, there: str) -> list[Rule]:
     """Return the rules of experts with biases, whose matrices are transposed in the checkpoint.
 
-    Gate and up alternate, so pairs of columns stay on one rank.
+    Gate and up columns are interleaved, so pairs of columns stay on one rank.
     """
     count, wide = experts.count, experts.intermediate
 

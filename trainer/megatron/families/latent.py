@@ -10,22 +10,22 @@ from trainer.megatron.convert.rules import Direct, Rule, Split
 
 @dataclass(frozen=True, slots=True)
 class Latent:
-    """Sizes of a layer. Queries are made of one vector of low rank, keys and values of another.
+    """Sizes of a layer. Queries are projected from one low-rank vector, keys and values from another.
 
-    The last `rope` dimensions of a head's query and key carry the position. All heads have the same key in
-    these dimensions.
+    The last `rope` dimensions of a head's query and key encode the position. All heads share the key in these
+    dimensions.
     """
 
     kv_rank: int
     """Rank of keys and values."""
     nope: int
-    """Dimensions of a head's query and key without a position."""
+    """Dimensions of a head's query and key without position encoding."""
     rope: int
-    """Dimensions of a head's query and key with a position."""
+    """Dimensions of a head's query and key with position encoding."""
     value: int
     """Dimensions of a head's value."""
     query_rank: int = 0
-    """Rank of queries; 0: queries are projected from the hidden state directly."""
+    """Rank of queries; 0: queries are projected directly from the hidden state."""
 
     @property
     def head_dim(self) -> int:
@@ -59,12 +59,12 @@ def latent_of(path: Path, config: dict[str, Any]) -> Latent:
 
 
 def latent_rules(latent: Latent, hidden: int, heads: int, here: str, there: str) -> list[Rule]:
-    """Return the rules of a layer: a tensor rank has a share of the heads, and all matrices of low rank.
+    """Return the rules of a layer. A tensor rank has a share of the heads, and all low-rank matrices.
 
     Args:
         latent: sizes of the attention.
         hidden: hidden size.
-        heads: heads of the whole model.
+        heads: number of heads of the whole model.
         here: prefix of the parameters in megatron.
         there: prefix of the tensors in the checkpoint.
     """

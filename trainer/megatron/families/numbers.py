@@ -13,7 +13,7 @@ from trainer.megatron.families.table import FAMILIES, Family
 
 @dataclass(frozen=True, slots=True)
 class Architecture:
-    """Numbers that define a decoder. Sizes are of the whole model, not of one rank."""
+    """Numbers that define a decoder. Sizes refer to the whole model, not to one rank."""
 
     model_type: str
     name: str
@@ -30,31 +30,31 @@ class Architecture:
     max_positions: int
     rope: Rope
     window: int = 0
-    """Tokens that each token attends to, including itself; 0: all before it."""
+    """Attention window in tokens, including the token itself; 0: unlimited."""
     windows: tuple[int, ...] = ()
-    """`window` of each layer, where layers differ; `window` is then 0."""
+    """`window` of each layer, if layers differ; `window` is then 0."""
     local_rope: Rope | None = None
-    """Rotary embedding of layers with a window; None: all layers have the same."""
+    """Rotary embedding of layers with a window; None: same as the other layers."""
     biases: tuple[str, ...] = ()
-    """Projections that config.json gives biases: `qkv`, `output` of attention, `mlp`."""
+    """Projections with biases according to config.json: `qkv`, `output` of attention, `mlp`."""
     score_scale: float = 0.0
-    """Factor of attention's scores; 0: 1 / sqrt(head_dim)."""
+    """Factor of attention scores; 0: 1 / sqrt(head_dim)."""
     score_softcap: float = 0.0
-    """Bound c of attention's scores s, which become c tanh(s / c); 0: none."""
+    """Bound c of attention scores s, which become c tanh(s / c); 0: unbounded."""
     logit_softcap: float = 0.0
-    """Bound c of the logits, applied in the same way; 0: none."""
+    """Bound c of the logits, applied in the same way; 0: unbounded."""
     embedding_scale: float = 1.0
     """Factor of the embeddings."""
     without_qk_norm: bool = False
-    """Whether config.json switches off the family's norm of queries and keys."""
+    """Whether config.json disables the family's norm of queries and keys."""
     latent: Latent | None = None
-    """Sizes of latent attention; None: attention is not latent."""
+    """Sizes of latent attention; None without latent attention."""
     delta: DeltaNet | None = None
-    """Layers with a gated delta net in the place of attention, and its sizes; None: all have attention."""
+    """Layers with a gated delta net instead of attention, and its sizes; None: all layers have attention."""
     experts: Experts = NO_EXPERTS
     """Numbers of the layers with experts."""
     value_head: bool = False
-    """Whether the model is a critic: it ends with one value for each token instead of the output layer."""
+    """Whether the model is a critic: one value per token replaces the output layer."""
 
     @property
     def family(self) -> Family:
@@ -66,7 +66,7 @@ class Architecture:
 
     @property
     def output_bias(self) -> bool:
-        """Whether there is an output layer, and it has a bias."""
+        """Whether there is an output layer with a bias."""
         return self.family.output_bias and not self.value_head
 
     @property
@@ -76,7 +76,7 @@ class Architecture:
 
     @property
     def value_dim(self) -> int:
-        """Dimensions of a head's value. Its query and key have `head_dim`."""
+        """Dimensions of a head's value. Queries and keys have `head_dim`."""
         return self.latent.value if self.latent else self.head_dim
 
     @property
@@ -86,7 +86,7 @@ class Architecture:
 
     @property
     def attention_weights(self) -> int:
-        """Elements of the matrices of a layer's attention."""
+        """Number of elements of the matrices of a layer's attention."""
         queries, values = self.heads * self.head_dim, self.heads * self.value_dim
         if (low := self.latent) is None:
             gates = queries if self.family.output_gate else 0
@@ -97,7 +97,7 @@ class Architecture:
 
     @property
     def ropes(self) -> tuple[Rope, ...]:
-        """Rotary embeddings of the model; the one for layers with a window comes second."""
+        """Rotary embeddings of the model; the second is for layers with a window."""
         return (self.rope,) if self.local_rope is None else (self.rope, self.local_rope)
 
     def is_delta(self, layer: int) -> bool:
@@ -115,13 +115,12 @@ class Architecture:
     def layer_flops(self, tokens: Any, *, frozen: bool = False) -> Any:
         """Return the floating-point operations of all layers, forward and backward, on one sequence.
 
-        Weights: six operations for each weight and each token that passes through it, four if `frozen`.
-        Causal attention: the pairs of tokens that see each other, in two products, once forward and twice
-        backward. The output layer is not counted, see `head_flops`.
+        Weights: six operations per weight and token, four if `frozen`. Causal attention: all visible pairs of
+        tokens, two products, once forward and twice backward. `head_flops` counts the output layer.
 
         Args:
             tokens: length of the sequence, a number or an array of numbers.
-            frozen: whether the weights take no gradient.
+            frozen: whether the weights have no gradient.
         """
         attending = [layer for layer in range(self.layers) if not self.is_delta(layer)]
         weights = len(attending) * self.attention_weights + sum(map(self.mlp_weights, range(self.layers)))
@@ -138,7 +137,7 @@ class Architecture:
         return total
 
     def mlp_weights(self, layer: int) -> int:
-        """Return the number of weights of a layer's MLP that a token passes through, including its router."""
+        """Return the number of weights of a layer's MLP that each token uses, including the router."""
         experts, projections = self.experts, 3 if self.family.gated else 2
         if not experts.is_sparse(layer):
             return projections * self.hidden * self.intermediate
@@ -146,5 +145,5 @@ class Architecture:
         return self.hidden * (projections * wide + experts.count)
 
     def head_flops(self, trained: int, *, frozen: bool = False) -> int:
-        """Return the floating-point operations of the output layer, computed for trained tokens only."""
+        """Return the floating-point operations of the output layer, which only processes trained tokens."""
         return (4 if frozen else 6) * self.hidden * self.vocabulary * trained

@@ -26,33 +26,33 @@ ACTIVATIONS = {
     "geglu": ("gelu_pytorch_tanh",),
     "gelu": ("gelu_pytorch_tanh", "gelu_new"),
 }
-"""Kind of MLP -> the names of its activation in config.json."""
+"""Kind of MLP -> names of its activation in config.json."""
 
 
 def read_architecture(model_dir: Path) -> Architecture:
     """Read `config.json`.
 
     Raises:
-        SettingsError: the file is missing, or has an unsupported value; names the field.
+        SettingsError: the file is missing, or has an unsupported value. The message names the field.
     """
     return architecture_of(read_config(model_dir), model_dir / "config.json")
 
 
 def read_critic(model_dir: Path) -> Architecture:
-    """Read `config.json` of a critic, which gets a value head; raises the errors of `read_architecture`."""
+    """Read `config.json` of a critic and add a value head. Raises the errors of `read_architecture`."""
     return as_critic(read_architecture(model_dir))
 
 
 def as_critic(architecture: Architecture) -> Architecture:
-    """Return an architecture with a value head in the place of its output layer."""
+    """Return an architecture with a value head instead of its output layer."""
     return replace(architecture, value_head=True, tied=False)
 
 
 def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
-    """Return the architecture that a config.json describes; `path` names the file in errors.
+    """Return the architecture from a config.json. `path` names the file in errors.
 
     Raises:
-        SettingsError: a field is missing, or its value has another type or is not supported; names it.
+        SettingsError: a field is missing, has another type or is not supported; the message names it.
     """
     check_types(path, config)
     model_type = config.get("model_type")
@@ -101,7 +101,7 @@ def architecture_of(config: dict[str, Any], path: Path) -> Architecture:
 
 
 def _windows(windows: tuple[int, ...]) -> dict[str, Any]:
-    """Return the fields of `Architecture` for these windows: one number where all layers have the same."""
+    """Return the fields of `Architecture` for these windows: a single number if all layers are equal."""
     alike = len(set(windows)) <= 1
     return {"window": windows[0] if alike and windows else 0, "windows": () if alike else windows}
 
@@ -132,7 +132,7 @@ def _refuse_unsupported(path: Path, config: dict[str, Any], family: Family, bias
     bidirectional = "use_bidirectional_attention"
     unsupported = {
         family.activation_field: config.get(family.activation_field, activations[0]) not in activations,
-        # No published model has biases in the MLP only; megatron gives all projections of a layer biases.
+        # No published model has biases only in the MLP; megatron adds biases to all projections of a layer.
         "mlp_bias": bool(config.get("mlp_bias")) and not {"qkv", "output", "mlp"} <= set(biases),
         bidirectional: bool(config.get(bidirectional)),
         "qk_layernorm": bool(config.get("qk_layernorm")),

@@ -1,4 +1,4 @@
-"""Reads the rotary embedding that a config.json asks for."""
+"""Reads the rotary embedding from a config.json."""
 
 import math
 from dataclasses import dataclass
@@ -11,12 +11,12 @@ from trainer.megatron.families.table import Family
 
 ROPE_TYPES = ("default", "linear", "llama3", "yarn", "longrope")
 GEMMA_THETAS = {"full_attention": ("rope_theta", 1e6), "sliding_attention": ("rope_local_base_freq", 1e4)}
-"""Kind of layer -> (field of the theta in older checkpoints, its default)."""
+"""Kind of layer -> (field of theta in older checkpoints, default)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Rotary embedding. All types except `default` use `factor`, some types the fields below it."""
+    """Rotary embedding. All types except `default` use `factor`; some types use the fields after it."""
 
     theta: float
     type: str = "default"
@@ -31,9 +31,9 @@ class Rope:
     attention_factor: float = 1.0
     """yarn and longrope: factor of rotated queries and keys."""
     score_factor: float = 1.0
-    """yarn with latent attention: further factor of the scores."""
+    """yarn with latent attention: additional factor of the scores."""
     partial_rotary_factor: float = 1.0
-    """Share of each head's dimensions that is rotated, from the first one."""
+    """Share of each head's dimensions that is rotated, starting with the first."""
     interleaved: bool = False
     """Whether dimension 2 i is paired with 2 i + 1; otherwise the first half is paired with the second."""
     short_factor: tuple[float, ...] = ()
@@ -49,7 +49,7 @@ class Rope:
 def ropes_of(
     path: Path, config: dict[str, Any], family: Family, positions: int, head_dim: int
 ) -> tuple[Rope, Rope | None]:
-    """Read the rotary embedding, and a second one where layers with a window have their own.
+    """Read the rotary embedding, and the second embedding of layers with a window, if any.
 
     Args:
         path: path of config.json, for errors.
@@ -59,7 +59,7 @@ def ropes_of(
         head_dim: dimensions of a head.
 
     Raises:
-        SettingsError: an embedding is not supported; names the field.
+        SettingsError: an embedding is not supported. The message names the field.
     """
     if not family.local_rope:
         return _rope_of(path, config, family, positions, head_dim), None
@@ -90,7 +90,7 @@ def _rope_of(path: Path, config: dict[str, Any], family: Family, positions: int,
     theta = float(values.get("rope_theta", config.get("rope_theta", 10000.0)))
     kind = values.get("rope_type", values.get("type", "default"))
     if config["model_type"] == "phi3" and kind in ("su", "yarn"):
-        kind = "longrope"  # the first checkpoints of phi3 call it so
+        kind = "longrope"  # name in the first checkpoints of phi3
     if kind not in ROPE_TYPES:
         raise SettingsError(
             f"{path}: {field} of type {kind!r} is not supported; supported are {', '.join(ROPE_TYPES)}"
@@ -104,7 +104,7 @@ def _rope_of(path: Path, config: dict[str, Any], family: Family, positions: int,
     shape: dict[str, Any] = {"partial_rotary_factor": share, "interleaved": interleaved}
     if kind == "default":
         return Rope(theta, **shape)
-    # transformers prefers the field outside the table, which some families have.
+    # transformers prefers this field outside the table, if present.
     original = config.get("original_max_position_embeddings") or values.get(
         "original_max_position_embeddings", positions
     )
@@ -127,7 +127,7 @@ def _rope_of(path: Path, config: dict[str, Any], family: Family, positions: int,
 
 
 def _factors(path: Path, field: str, values: dict[str, Any], count: int) -> dict[str, tuple[float, ...]]:
-    """Read the divisors of longrope, one for each frequency."""
+    """Read the divisors of longrope, one per frequency."""
     if unknown := sorted({"short_mscale", "long_mscale"} & set(values)):
         raise SettingsError(f"{path}: {field} with {unknown[0]} is not supported by the megatron backend")
     found = {}
@@ -141,7 +141,7 @@ def _factors(path: Path, field: str, values: dict[str, Any], count: int) -> dict
 
 
 def _attention_factor(kind: str, values: dict[str, Any], factor: float, original: int) -> float:
-    """Return the factor of queries and keys: the given one, or one derived from the growth of the context."""
+    """Return the factor of queries and keys: as given, or derived from the growth of the context."""
     if kind not in ("yarn", "longrope"):
         return 1.0
     if values.get("attention_factor") is not None:

@@ -18,10 +18,10 @@ def stage_rules(architecture: Architecture, layout: Layout, stage: int) -> list[
 
 
 def export_plan(architecture: Architecture, layout: Layout) -> tuple[TensorPlan, ...]:
-    """Plan all tensors of the model in the order of the export: embedding, layers, final norm, output layer.
+    """Plan all tensors of the model in export order: embedding, layers, final norm, output layer.
 
     Raises:
-        SettingsError: the layout does not divide the model or its samples, or a name has two sources.
+        SettingsError: the layout does not divide the model or its samples, or a tensor has two sources.
     """
     if architecture.delta and layout.cp > 1:
         raise SettingsError(
@@ -39,7 +39,7 @@ def export_plan(architecture: Architecture, layout: Layout) -> tuple[TensorPlan,
 def _chunk_rules(architecture: Architecture, layout: Layout, stage: int, chunk: int) -> list[Rule]:
     """Return the rules of one model chunk of a stage.
 
-    Where a stage has several chunks, the names of the parameters begin with the chunk's number.
+    With several chunks per stage, parameter names begin with the index of the chunk.
     """
     first = (stage, chunk) == (0, 0)
     last = (stage, chunk) == (layout.pp - 1, layout.chunks - 1)

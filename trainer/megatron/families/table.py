@@ -1,7 +1,7 @@
 """Lists the supported families of models and their differences from Llama.
 
-Llama's names are in `decoder.py`, with the defaults of `Family`; names of experts are the defaults of
-`ExpertNames` in `experts.py`.
+`decoder.py` and the defaults of `Family` define Llama's names; the defaults of `ExpertNames` define names of
+experts.
 """
 
 from collections.abc import Mapping
@@ -40,60 +40,61 @@ class Family:
     qkv_bias: bool = False
     """Whether the projections to queries, keys and values have biases in every model of the family."""
     biases: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Switch in config.json -> the projections that it gives biases: `qkv`, `output` of attention, `mlp`."""
+    """Switch in config.json -> projections with biases if set: `qkv`, `output` of attention, `mlp`."""
     qk_norm: str = ""
     """Norm of queries and keys before rotation: `head`, over each head; `projection`, over all heads."""
     qk_norm_switch: str = ""
-    """Field of config.json that switches this norm on; empty: it is always on."""
+    """Field of config.json that enables this norm; empty: always enabled."""
     norm: str = "rms"
     """Kind of norm: `rms`; `rms_from_one`, weighted by 1 + weight; `layer`, with mean and bias."""
     norms: Mapping[str, str] = field(default_factory=lambda: PRE_NORMS)
-    """Norms of a layer: name in megatron -> in the checkpoint."""
+    """Norms of a layer: megatron name -> checkpoint name."""
     mlp: str = "swiglu"
     """Kind of the MLP: `swiglu`; `geglu`, gated by gelu with tanh; `gelu`, gelu with tanh without a gate."""
     mlp_names: tuple[str, ...] = ("gate_proj", "up_proj", "down_proj")
-    """Projections of the MLP in the checkpoint."""
+    """Checkpoint names of the MLP's projections."""
     activations: tuple[str, ...] = ()
-    """What config.json may call the MLP's activation; empty: the usual names of its kind."""
+    """Names of the MLP's activation in config.json; empty: the usual names of its kind."""
     beside: bool = False
-    """Whether the MLP reads what attention reads, and both are added to the residual stream."""
+    """Whether attention and MLP run in parallel: same input, and both outputs are added to the residual."""
     attention_output: str = "o_proj"
-    """Output projection of attention in the checkpoint."""
+    """Checkpoint name of attention's output projection."""
     final_norm: str = "norm"
-    """Norm after the last layer in the checkpoint."""
+    """Checkpoint name of the norm after the last layer."""
     unused_dropouts: tuple[str, ...] = ()
-    """Dropouts of pretraining that published files still name; they are not applied."""
+    """Dropouts of pretraining that published files still contain; not applied."""
     output_bias: bool = False
     """Whether the output layer has a bias."""
     fused_qkv: bool = False
-    """Whether the checkpoint holds q, k and v as one tensor."""
+    """Whether the checkpoint stores q, k and v as one tensor."""
     fused_gate_up: bool = False
-    """Whether the checkpoint holds gate and up as one tensor."""
+    """Whether the checkpoint stores gate and up as one tensor."""
     windows: str = ""
-    """Layers that `sliding_window` applies to: `all`; `layer_types`, the layers that this field names;
-    `switch`, the same if `use_sliding_window` is set. Empty: none, a config.json with a window is refused."""
+    """Layers with the window `sliding_window`: `all`; `layer_types`, the layers that this field names;
+    `switch`, the same if `use_sliding_window` is set. Empty: none, and a config.json with a window is
+    refused."""
     full_every: int = 0
-    """Without `layer_types`, one layer out of this number has no window; 0: all have one."""
+    """n: without `layer_types`, every n-th layer has no window; 0: all layers have a window."""
     local_rope: bool = False
-    """Whether layers with a window have another rotary embedding than the other layers."""
+    """Whether layers with a window have their own rotary embedding."""
     partial_rotation: bool = False
-    """Whether `partial_rotary_factor` is read, the share of each head that is rotated."""
+    """Whether `partial_rotary_factor` is supported, the share of each head that is rotated."""
     interleaved: bool = False
-    """Whether rotation pairs neighbours in a head, instead of its halves."""
+    """Whether rotation pairs adjacent dimensions of a head, instead of its halves."""
     scaled_embedding: bool = False
-    """Whether embeddings are multiplied by the root of the hidden size."""
+    """Whether embeddings are multiplied by the square root of the hidden size."""
     activation_field: str = "hidden_act"
     eps_field: str = "rms_norm_eps"
     latent: bool = False
     """Whether attention is latent (MLA), see `Latent`."""
     output_gate: bool = False
-    """Whether each head's output is multiplied by a gate, whose rows follow its query's."""
+    """Whether each head's output is multiplied by a gate, whose rows follow the head's query rows."""
     delta: str = ""
     """Names of the input projections of gated delta nets, see `delta.INPUTS`; empty: no layer has one."""
     sinks: bool = False
-    """Whether each head has a sink: a learnt score in the softmax that has no value."""
+    """Whether each head has a sink: a learned score in the softmax without a value."""
     extra_layers: bool = False
-    """Whether checkpoints may hold layers after the last one that predict further tokens (MTP)."""
+    """Whether checkpoints may contain multi-token prediction (MTP) layers after the last layer."""
     experts: ExpertNames | None = None
     """Names of the experts in checkpoints; None: no layer has experts."""
     defaults: Mapping[str, Any] = field(default_factory=dict)
@@ -133,7 +134,7 @@ FAMILIES = {
             fixed={
                 "scoring_func": ("softmax",),
                 "topk_method": ("greedy", "group_limited_greedy"),
-                "norm_topk_prob": (False,),  # transformers ignores it
+                "norm_topk_prob": (False,),  # ignored by transformers
             },
         ),
     ),
@@ -145,7 +146,7 @@ FAMILIES = {
         biases=ATTENTION_BIAS,
         norm="rms_from_one",
         mlp="geglu",
-        activations=("gelu_pytorch_tanh", "gelu"),  # the first files say gelu, and transformers takes tanh
+        activations=("gelu_pytorch_tanh", "gelu"),  # the first files say gelu, but transformers uses tanh
         scaled_embedding=True,
         defaults={"tie_word_embeddings": True, "head_dim": 256},
     ),
@@ -244,7 +245,7 @@ FAMILIES = {
     ),
     "phi": Family(
         "PhiForCausalLM",
-        biases={"use_bias": ("qkv", "output", "mlp")},  # no file has the switch: every model has them
+        biases={"use_bias": ("qkv", "output", "mlp")},  # not in config.json: every model has biases
         norm="layer",
         norms={"input_layernorm": "input_layernorm"},
         mlp="gelu",
@@ -313,4 +314,4 @@ FAMILIES = {
         defaults={"tie_word_embeddings": True, "use_bias": True, "norm_epsilon": 1e-5},
     ),
 }
-"""model_type -> family. docs/models.md says how to add one."""
+"""model_type -> family. docs/models.md describes how to add one."""

@@ -1,4 +1,4 @@
-"""Reads the sliding windows of layers that a config.json asks for."""
+"""Reads the layers' sliding windows from a config.json."""
 
 from pathlib import Path
 from typing import Any
@@ -13,20 +13,20 @@ KINDS = {"full_attention": False, "sliding_attention": True}
 def windows_of(
     path: Path, config: dict[str, Any], family: Family, layers: int, positions: int
 ) -> tuple[int, ...]:
-    """Return the window of each layer, 0 for none.
+    """Return the window of each layer, 0 for unlimited.
 
-    A window of at least the model's positions is read as none, except in a family whose layers with a window
-    have another rotary embedding.
+    A window that covers the model's positions counts as unlimited, unless layers with a window have their own
+    rotary embedding.
 
     Args:
         path: path of config.json, for errors.
         config: content of the file.
-        family: the model's family.
+        family: family of the model.
         layers: number of layers.
         positions: longest sequence of the model, in tokens.
 
     Raises:
-        SettingsError: the family has no windows but config.json asks for one, or a kind of layer is unknown.
+        SettingsError: the family does not support the windows in config.json, or a kind of layer is unknown.
     """
     window = config.get("sliding_window")
     kinds = _has_windows(path, config, family, layers)

@@ -1,7 +1,7 @@
 """Attends to keys and values in the pages of a `PagedCache`.
 
-Shapes: S tokens of each of N sequences in a prefill, one of each of B in a decode step; W tokens in the pages
-of the longest sequence; D size of a head's query and key, V of its value.
+Shapes: S tokens of each of N sequences in a prefill, one token of each of B sequences in a decode step; W
+tokens in the pages of the longest sequence; D size of a head's query and key, V size of its value.
 """
 
 import math
@@ -20,7 +20,7 @@ from trainer.megatron.layers.lora import adapted_weight
 
 
 class CachedSelfAttention(SelfAttention):
-    """Self-attention that rotates queries and keys for their positions before keys are stored."""
+    """Self-attention that rotates queries and keys before storing the keys."""
 
     def forward(  # type: ignore[override]
         self,
@@ -30,7 +30,7 @@ class CachedSelfAttention(SelfAttention):
         inference_context: PagedCache,
         **unused: Any,
     ) -> Any:
-        """Map [S, N, H] to the same shape; returns it with the bias of the projection, if it has one."""
+        """Map [S, N, H] to the same shape; return the output and the projection's bias, or None."""
         query, key, value = self.get_query_key_value_tensors(hidden_states)
         query, key = inference_context.angles[self.core_attention.terms.rope].rotate(query, key)
         keys, values = inference_context.store(self.layer_number, key, value)
@@ -38,9 +38,9 @@ class CachedSelfAttention(SelfAttention):
 
 
 class CachedCore(PackedAttention):
-    """The training layer's attention, with its parameters, over sequences that are padded on the right.
+    """Core attention of the training layer, with its parameters, over right-padded sequences.
 
-    Causality alone then excludes the padding of a prefill, without a mask.
+    In a prefill, causality excludes the padding without a mask.
     """
 
     def forward(  # type: ignore[override]
@@ -55,9 +55,9 @@ class CachedCore(PackedAttention):
 
         Args:
             query: heads of this tensor rank; [1, B, heads, D] in a decode step.
-            key: [B, W, kv heads, D] in a decode step, else as `query`, with fewer heads if they are grouped.
-            value: shaped as `key`.
-            attention_mask: None for causal attention; in a decode step window -> bias [B, 1, 1, W], see
+            key: [B, W, kv heads, D] in a decode step, otherwise like `query`, with fewer heads if grouped.
+            value: [..., V] with the leading dimensions of `key`.
+            attention_mask: None for causal attention. In a decode step, window -> bias [B, 1, 1, W], see
                 `PagedCache.biases`.
         """
         terms, sinks = self.terms, self.sinks if self.terms.sinks else None
@@ -65,8 +65,8 @@ class CachedCore(PackedAttention):
             q, k, v = (x.permute(1, 2, 0, 3) for x in (query, key, value))
             out = causal_attention(q, k, v, terms.scale, terms.window, terms.softcap, sinks)
             return out.permute(2, 0, 1, 3).flatten(2)
-        # The query heads of a group attend like tokens of a sequence, so that no key is copied for each of
-        # them.
+        # The query heads of a group attend like the tokens of a sequence, which avoids one copy of the keys
+        # per head.
         k, v = key.transpose(1, 2), value.transpose(1, 2)
         grouped_queries = query.reshape(*k.shape[:2], -1, query.size(3))
         bias = attention_mask[terms.window]
@@ -77,7 +77,7 @@ class CachedCore(PackedAttention):
             )
             return out.flatten(1)[None]
         if sinks is not None:
-            # A sink is a key whose score is given, and whose value is zero.
+            # A sink is equivalent to a key with the given score and a zero value.
             k, v = F.pad(k, (0, 0, 0, 1)), F.pad(v, (0, 0, 0, 1))
             bias = _with_sinks(bias, sinks.to(bias.dtype).view(1, k.size(1), -1, 1))
         out = F.scaled_dot_product_attention(grouped_queries, k, v, attn_mask=bias, scale=terms.scale)
@@ -85,10 +85,10 @@ class CachedCore(PackedAttention):
 
 
 class CachedLatentAttention(LatentAttention):
-    """Multi-head latent attention that stores the vector of low rank, and the key's rotated part behind it.
+    """Multi-head latent attention whose cache stores the low-rank vector, then the key's rotated part.
 
-    A decode step attends to these vectors themselves, as one key head that all heads share: the matrix that
-    would expand them to keys is applied to the queries, and the one for values to the result.
+    A decode step attends directly to the stored vectors, as one key head shared by all heads. The matrix that
+    expands vectors to keys is applied to the queries, and the matrix for values to the result.
     """
 
     def __init__(self, config: Any, *, layer_number: int, **others: Any) -> None:
@@ -103,7 +103,7 @@ class CachedLatentAttention(LatentAttention):
         inference_context: PagedCache,
         **unused: Any,
     ) -> Any:
-        """Map [S, N, H] to the same shape; returns it with None, as megatron does where there is no bias."""
+        """Map [S, N, H] to the same shape; return the output and None, megatron's convention without bias."""
         sizes, shape = self.latent, hidden_states.shape[:2]
         queries = self._queries(hidden_states.flatten(0, 1)[:, None]).unflatten(0, shape)
         plain, rotated = queries.split([sizes.nope, sizes.rope], dim=-1)
@@ -134,7 +134,7 @@ class CachedLatentAttention(LatentAttention):
     def _decode(
         self, plain: torch.Tensor, rotated: torch.Tensor, kept: torch.Tensor, bias: torch.Tensor
     ) -> torch.Tensor:
-        """Return [1, B, heads * V] from the kept vectors [B, W, 1, rank + R]."""
+        """Return [1, B, heads * V] from the stored vectors `kept`, [B, W, 1, rank + R]."""
         sizes, terms = self.latent, self.core_attention.terms
         matrices = adapted_weight(self.linear_kv_up_proj).unflatten(0, (-1, sizes.nope + sizes.value))
         to_keys, to_values = matrices.split([sizes.nope, sizes.value], dim=1)  # [heads, nope or V, rank]
@@ -147,10 +147,10 @@ class CachedLatentAttention(LatentAttention):
 
 
 def _with_sinks(bias: torch.Tensor, sinks: torch.Tensor) -> torch.Tensor:
-    """Return the bias of scores, [B, kv heads, group, W + 1]: the sinks are the last column.
+    """Return the bias of scores, [B, kv heads, group, W + 1], with the sinks as last column.
 
     Args:
-        bias: of tokens, [B, 1, 1, W].
+        bias: bias of the tokens, [B, 1, 1, W].
         sinks: [1, kv heads, group, 1].
     """
     columns = bias.expand(-1, sinks.size(1), sinks.size(2), -1), sinks.expand(len(bias), -1, -1, -1)

@@ -1,11 +1,11 @@
-"""Holds keys and values in pages of a few tokens, so that a sequence takes memory as it grows.
+"""Stores keys and values in pages of a few tokens, so the memory of a sequence grows with its length.
 
-megatron-core's dynamic context is paged too, but it allocates on CUDA alone, its attention is flash-attn's
-kernels, and it has neither sinks nor windows that differ by layer. So its static context is the interface to
-the model here, and the memory behind it is this module's.
+megatron-core's dynamic context is paged too, but requires CUDA and flash-attn's kernels, and supports neither
+sinks nor windows that differ by layer. This module therefore implements the interface of the static context
+with its own memory.
 
-Shapes: N sequences, S tokens of the longest; B sequences that get one token each; P pages of the longest of
-them; E the shape of one entry of a token in a layer.
+Shapes: N sequences, S tokens of the longest; B sequences with one new token each; P pages of the longest of
+them; E shape of a token's entry in a layer.
 """
 
 import math
@@ -18,14 +18,14 @@ from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers.attention.rotary import Angles, Rotary
 
 PAGE = 16
-"""Tokens of a page."""
+"""Number of tokens per page."""
 
 
 def entry_shapes(architecture: Architecture, ranks: int) -> tuple[tuple[int, ...], ...]:
-    """Return the shapes of a token's entries in each layer, on one of so many tensor ranks.
+    """Return the shapes of a token's entries in each layer, on one of `ranks` tensor ranks.
 
-    These are its key, rotated, and its value; with latent attention the vector that both are made of, and
-    behind it the rotated part of the key, which every rank has.
+    The entries are the rotated key and the value. With latent attention, the single entry is the low-rank
+    vector followed by the rotated part of the key, on every rank.
     """
     if (latent := architecture.latent) is not None:
         return ((1, latent.kv_rank + latent.rope),)
@@ -33,32 +33,33 @@ def entry_shapes(architecture: Architecture, ranks: int) -> tuple[tuple[int, ...
 
 
 def page_bytes(architecture: Architecture, itemsize: int, ranks: int = 1) -> int:
-    """Return the bytes of a page in all layers, on one of so many tensor ranks."""
+    """Return the bytes of a page in all layers, on one of `ranks` tensor ranks."""
     return PAGE * architecture.layers * itemsize * sum(map(math.prod, entry_shapes(architecture, ranks)))
 
 
 def pages_for(tokens: int) -> int:
-    """Return how many pages so many tokens take."""
+    """Return the number of pages for `tokens` tokens."""
     return -(-tokens // PAGE)
 
 
 class PagedCache(StaticInferenceContext):
-    """Memory of all layers, and where the tokens of the current pass are in it.
+    """KV cache of all layers, and the cache positions of the current pass.
 
-    Contents of a page are undefined until `clear`; whoever hands it to a sequence clears it first.
+    The contents of a page are undefined until `clear`. Callers clear a page before assigning it to a
+    sequence.
     """
 
     def __init__(
         self, pages: int, length: int, architecture: Architecture, like: torch.Tensor, ranks: int = 1
     ) -> None:
-        """Allocate all of it.
+        """Allocate the whole cache.
 
         Args:
-            pages: in each layer.
+            pages: number of pages per layer.
             length: tokens of the longest sequence.
-            architecture: the model's.
-            like: a tensor of its dtype, on its device.
-            ranks: tensor ranks, of which this is one.
+            architecture: architecture of the model.
+            like: tensor with the cache's dtype and device.
+            ranks: number of tensor ranks.
         """
         super().__init__(pages, length)
         self.materialize_only_last_token_logits = False
@@ -66,32 +67,32 @@ class PagedCache(StaticInferenceContext):
             like.new_empty((architecture.layers, pages, PAGE, *shape))
             for shape in entry_shapes(architecture, ranks)
         ]
-        """[layers, pages, PAGE, *E] for each entry."""
+        """[layers, pages, PAGE, *E], one tensor per entry."""
         self._layers = [
             [(kept.flatten(0, 1), kept.flatten(1)) for kept in entries]
             for entries in zip(*(tensor.unbind() for tensor in self.tensors), strict=True)
         ]
-        """For each layer its entries by tokens, [pages * PAGE, *E], and by pages, [pages, PAGE * E]."""
+        """Views of each layer's entries, by token [pages * PAGE, *E] and by page [pages, PAGE * E]."""
         self.positions = torch.empty(0)
-        """int64: positions of this pass's tokens, [S, 1] in a prefill, [1, B] when sequences get one each."""
+        """int64: positions of this pass's tokens, [S, 1] in a prefill, [1, B] in a decode step."""
         self.angles: tuple[Angles, ...] = ()
-        """Angles of these positions, for each rotary embedding; [S, 1, 1, R] or [1, B, 1, R]."""
+        """Angles of these positions per rotary embedding; [S, 1, 1, R] or [1, B, 1, R]."""
         self._tables = torch.empty(0)
         """int64 [N, P]: pages of each sequence; short rows repeat their first page."""
         self._rows = torch.empty(0)
-        """int64 [N * P]: the tables of a decode step, one after the other."""
+        """int64 [N * P]: flattened tables of a decode step."""
         self._sources = torch.empty(0)
-        """int64: which tokens of a prefill, flattened, are not padding."""
+        """int64: indices of the non-padding tokens in a flattened prefill."""
         self._targets = torch.empty(0)
-        """int64: where each token to store goes, counted in tokens from the first page."""
+        """int64: cache position of each token to store, in tokens from the first page."""
 
     @property
     def width(self) -> int:
-        """Tokens that the pages of the longest sequence of this pass hold."""
+        """Capacity in tokens of the longest sequence's pages in this pass."""
         return self._tables.size(1) * PAGE
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zero pages, because masked entries are multiplied by 0, which keeps a NaN of an earlier use."""
+        """Zero pages. Masked entries are multiplied by 0, which would keep NaNs of an earlier use."""
         index = torch.tensor(pages, device=self.tensors[0].device)
         for kept in self.tensors:
             kept.index_fill_(1, index, 0)
@@ -104,7 +105,7 @@ class PagedCache(StaticInferenceContext):
         Args:
             tables: pages of each sequence, enough for its tokens.
             lengths: tokens of each sequence.
-            rotaries: the model's.
+            rotaries: rotary embeddings of the model.
         """
         self.enable_prefill_mode()
         self._tables = self._padded(tables)
@@ -117,12 +118,12 @@ class PagedCache(StaticInferenceContext):
         self._place(positions, rotaries)
 
     def begin_decode(self, tables: torch.Tensor, positions: torch.Tensor, rotaries: Sequence[Rotary]) -> None:
-        """Begin a pass over one token of each of B sequences; the host does not wait for the device.
+        """Begin a pass over one token of each of B sequences, without synchronizing host and device.
 
         Args:
-            tables: int64 [B, P]: pages of each sequence, enough for the token too; see `_tables`.
-            positions: int64 [B]: tokens that each sequence holds before it.
-            rotaries: the model's.
+            tables: int64 [B, P]: pages of each sequence, with space for the new token; see `_tables`.
+            positions: int64 [B]: number of cached tokens of each sequence.
+            rotaries: rotary embeddings of the model.
         """
         self.enable_decode_mode()
         self._tables, self._rows = tables, tables.flatten()
@@ -131,14 +132,15 @@ class PagedCache(StaticInferenceContext):
         self._place(positions[None], rotaries)
 
     def store(self, layer: int, *entries: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Store this pass's entries of a layer; returns all that its queries attend to.
+        """Store this pass's entries of a layer; return all entries that its queries attend to.
 
         Args:
-            layer: from 1.
-            entries: [S, N, *E] in a prefill, [1, B, *E] when sequences get one token each.
+            layer: number of the layer, from 1.
+            entries: [S, N, *E] in a prefill, [1, B, *E] in a decode step.
 
-        Returns: the entries themselves in a prefill; else [B, width, *E], of which a bias hides what does not
-            belong to the sequence.
+        Returns:
+            The given entries in a prefill; in a decode step [B, width, *E], of which a bias hides the entries
+            outside the sequence.
         """
         kept = self._layers[layer - 1]
         if not self.is_decode_only():
@@ -152,9 +154,9 @@ class PagedCache(StaticInferenceContext):
         return tuple(found)
 
     def biases(self, windows: set[int]) -> dict[int, torch.Tensor]:
-        """Return window -> [B, 1, 1, width] in the cache's dtype: 0 where a sequence's token attends.
+        """Return window -> [B, 1, 1, width] in the cache's dtype: 0 where a token attends, else -inf.
 
-        Elsewhere it is -inf. torch would make the same of a mask, in each layer.
+        Computed once, because torch would convert a mask to this bias in each layer.
         """
         last = self.positions[0][:, None]
         places = torch.arange(self.width, device=last.device)
@@ -164,7 +166,10 @@ class PagedCache(StaticInferenceContext):
         return {window: zeros.masked_fill(~mask, -torch.inf)[:, None, None] for window, mask in shown.items()}
 
     def _padded(self, tables: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Return [N, P]; the page that fills a row is the sequence's own, so that no other's NaN is read."""
+        """Return [N, P].
+
+        Rows are padded with the sequence's own page, so NaNs of other sequences are not read.
+        """
         longest = max(map(len, tables))
         rows = [[*table, *[table[0]] * (longest - len(table))] for table in tables]
         return torch.tensor(rows, device=self.tensors[0].device)
@@ -172,7 +177,7 @@ class PagedCache(StaticInferenceContext):
     def _place(self, positions: torch.Tensor, rotaries: Sequence[Rotary]) -> None:
         """Set the positions of the pass.
 
-        longrope rotates all sequences as if they were as long as the longest, so that keys stay valid.
+        longrope rotates all sequences as if they had the maximum length, so cached keys stay valid.
         """
         self.positions = positions
         longest = torch.full_like(positions.flatten(), self.max_sequence_length)
@@ -183,6 +188,6 @@ class PagedCache(StaticInferenceContext):
 
 
 def _shaped(angles: Angles, positions: torch.Tensor) -> Angles:
-    """Return angles of flattened positions with the positions' shape in front."""
+    """Return the angles of flattened positions, reshaped to the positions' shape."""
     cos, sin = (x.view(*positions.shape, 1, -1) for x in (angles.cos, angles.sin))
     return Angles(cos, sin, angles.interleaved)

@@ -1,10 +1,10 @@
-"""Replays decode steps as CUDA graphs, one for each padded number of sequences and of their pages.
+"""Replays decode steps as CUDA graphs, one per padded number of sequences and pages.
 
-A graph computes from the addresses that its capture saw: of its inputs, of the weights, which commits
-overwrite in place, and of the cache. Where these are released, as in sleep, the graphs have to go, too.
-Without a GPU the same padded steps are computed without a capture.
+A graph uses the memory addresses of its capture: inputs, weights (which commits overwrite in place) and
+cache. When these are released, for example in sleep, the graphs must be dropped. Without a GPU, the same
+padded steps run without capture.
 
-Shapes: B sequences that get one token each, P pages of the longest, V vocabulary.
+Shapes: B sequences with one new token each, P pages of the longest, V vocabulary.
 """
 
 from collections.abc import Callable, Sequence
@@ -18,12 +18,12 @@ from trainer.megatron.inference.cache import pages_for
 from trainer.megatron.layers.experts.layer import counts_stay_on_device
 
 LEAST_PAGES = 8
-"""Pages of the narrowest graph; each further one is twice as wide."""
+"""Number of pages of the narrowest graph; each further width doubles."""
 
 
 @dataclass(frozen=True, slots=True)
 class PaddedStep:
-    """A decode step with a fixed number of sequences and of pages."""
+    """Decode step with a fixed number of sequences and pages."""
 
     inputs: torch.Tensor
     """int64 [B, 2 + P], on the device; see `decode_inputs`."""
@@ -32,30 +32,30 @@ class PaddedStep:
 
 
 class DecodeGraphs:
-    """The padded steps of a model, each made when it is first needed. Not thread-safe."""
+    """Padded decode steps of a model, created on first use. Not thread-safe."""
 
     def __init__(self, step: Callable[[torch.Tensor], torch.Tensor], running: int, length: int) -> None:
-        """Make none yet.
+        """Start without steps.
 
         Args:
-            step: maps inputs [B, 2 + P], on the device, to logits [B, V]; it may be called again.
-            running: most sequences of a step.
+            step: maps inputs [B, 2 + P], on the device, to logits [B, V]; may be called repeatedly.
+            running: maximum number of sequences of a step.
             length: tokens of the longest sequence.
         """
         self.on = False
-        """Whether decode steps are padded, and on a GPU captured; only if `why_eager` returns no reason."""
+        """Whether decode steps are padded and, on a GPU, captured; requires that `why_eager` is empty."""
         self._step, self._running, self._pages = step, running, pages_for(length)
         self.steps: dict[tuple[int, int], PaddedStep] = {}
-        """By B and P."""
+        """(B, P) -> padded step."""
         self._logits = torch.empty(0)
-        """float32 [running, V]: those of the last step."""
+        """float32 [running, V]: logits of the last step."""
 
     def logits(self, inputs: Sequence[Sequence[int]], device: torch.device) -> torch.Tensor:
         """Return logits [B, V], which the next step overwrites.
 
         Args:
-            inputs: see `decode_inputs`.
-            device: the model's.
+            inputs: result of `decode_inputs`.
+            device: device of the model.
 
         Raises:
             EngineError: a step cannot be captured.
@@ -76,7 +76,7 @@ class DecodeGraphs:
         self._logits = torch.empty(0)
 
     def _make(self, inputs: torch.Tensor) -> PaddedStep:
-        """Return the step for inputs of this shape; the first ones belong to a step that is due."""
+        """Return a step for inputs of this shape; `inputs` belong to the current step."""
 
         def run() -> None:
             found = self._step(inputs)
@@ -87,10 +87,10 @@ class DecodeGraphs:
         return PaddedStep(inputs, self._captured(run, *inputs.shape) if inputs.is_cuda else run)
 
     def _captured(self, run: Callable[[], None], count: int, width: int) -> Callable[[], object]:
-        """Capture a step on a stream on which it has run, so that all kernels are compiled and loaded.
+        """Capture a step after a first run on the same stream, which compiles and loads all kernels.
 
-        All graphs use one pool of memory, since one replays after the other. Other threads, as the one that
-        stages a version, may use the device meanwhile.
+        All graphs share one memory pool, because they replay one at a time. Other threads, such as one that
+        stages a version, may use the device during the capture.
         """
         if not self.steps:
             self._stream, self._pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()
@@ -112,9 +112,9 @@ class DecodeGraphs:
 def decode_inputs(
     tokens: Sequence[int], lengths: Sequence[int], tables: Sequence[Sequence[int]]
 ) -> list[list[int]]:
-    """Return [B, 2 + P]: the token of each sequence, how many it holds before, and its pages.
+    """Return [B, 2 + P]: the token of each sequence, its number of cached tokens, and its pages.
 
-    The page that fills a row is the sequence's own, so that no other's NaN is read.
+    Rows are padded with the sequence's own page, so NaNs of other sequences are not read.
     """
     longest = max(map(len, tables))
     return [
@@ -124,21 +124,21 @@ def decode_inputs(
 
 
 def padded_inputs(inputs: Sequence[Sequence[int]], count: int, pages: int) -> list[list[int]]:
-    """Return inputs of `count` sequences and `pages`; further sequences are copies of the first.
+    """Return inputs padded to `count` sequences and `pages` pages with copies of the first sequence.
 
-    A copy stores the same entries in the same place.
+    A copy stores the same entries at the same position.
     """
     rows = [[*row, *[row[2]] * (2 + pages - len(row))] for row in inputs]
     return rows + rows[:1] * (count - len(rows))
 
 
 def rung(number: int, most: int) -> int:
-    """Return the least power of two that holds a number, but no more than `most`."""
+    """Return the smallest power of two that is at least `number`, but at most `most`."""
     return min(most, 1 << (number - 1).bit_length())
 
 
 def why_eager(architecture: Architecture, dtype: torch.dtype, records_experts: bool, ranks: int) -> str:
-    """Return why no decode step of a model can be a graph; empty: all can that have no adapter by name."""
+    """Return why no decode step of a model can be a graph; empty if steps without named adapters can."""
     experts = architecture.experts
     if ranks > 1:
         return "there are several tensor ranks"

@@ -1,9 +1,9 @@
 """Generates with the training model: a GPTModel with a paged KV cache, one step at a time.
 
-megatron-core's own static engine runs a batch to its end, with one length for all rows. Here each sequence
-has its own length and pages: requests start and end between two steps, and weights may change there.
+megatron-core's static engine runs a batch to its end, with the same length for all rows. Here, each sequence
+has its own length and pages. Requests start and end between two steps, and weights may change there.
 
-Shapes: B sequences that get one token each; N sequences, S tokens of the longest; V vocabulary.
+Shapes: B sequences with one new token each; N sequences, S tokens of the longest; V vocabulary.
 """
 
 from collections.abc import Iterable, Sequence
@@ -38,15 +38,15 @@ from trainer.megatron.model import DTYPES, PackedModel, buffers_of, build_model,
 VOCABULARY = (EMBEDDING, OUTPUT, OUTPUT_BIAS)
 """Tensors that are padded to a multiple of the ranks."""
 NONE_NAMED: NamedTensors = {}
-"""No adapters by name."""
+"""No named adapters."""
 INITIAL_DEVIATION = 0.02
 """Standard deviation of the random weights of a model without a checkpoint."""
 
 
 class OutputRows:
-    """A selection of the rows whose logits are computed, so that prompts and padding are free.
+    """Selection of the rows whose logits are computed. Logits of prompts and padding are skipped.
 
-    Set `index` (int64 [T] into the flattened [S, B]) before a forward pass; the model then returns logits [1,
+    Set `index` (int64 [T] into the flattened [S, B]) before a forward pass. The model then returns logits [1,
     T, V / P].
     """
 
@@ -64,9 +64,10 @@ class OutputRows:
 
 
 class CachedModel(parallel.GroupMember):
-    """The model, or one tensor rank's part, beside other users of megatron-core. Not thread-safe.
+    """Model for generation, or one tensor rank's shard of it. Not thread-safe.
 
-    Several ranks call the same methods with the same arguments in the same order, and get the same logits.
+    The process may have other users of megatron-core. All ranks call the same methods with the same arguments
+    in the same order, and get the same logits.
     """
 
     def __init__(
@@ -82,26 +83,26 @@ class CachedModel(parallel.GroupMember):
         named: NamedTensors = NONE_NAMED,
         ranks: int = 1,
     ) -> None:
-        """Load a checkpoint; a directory without one gives random weights.
+        """Load a checkpoint; without safetensors in the directory, weights are random.
 
         Args:
-            model_dir: directory with config.json, and safetensors if it is one.
+            model_dir: directory with config.json and, for a checkpoint, safetensors.
             dtype: one of `DTYPES`.
-            running: most sequences at a time.
+            running: maximum number of concurrent sequences.
             length: tokens of the longest sequence.
-            buffer_bytes: limit of this rank's KV cache; 0: it holds `running` sequences of `length`.
-            records_experts: whether `experts_of_pass` tells which experts were chosen.
-            adapters: what versions bring, with the scaling in B; at first they change nothing.
-            named: adapters that sequences may name, which versions do not change; only without `adapters`.
-            ranks: tensor ranks; with several, torch.distributed is initialized.
+            buffer_bytes: limit of this rank's KV cache; 0: space for `running` sequences of `length`.
+            records_experts: whether to record the chosen experts for `experts_of_pass`.
+            adapters: adapters that versions update, with the scaling in B; initially without effect.
+            named: fixed adapters that sequences select by name; only without `adapters`.
+            ranks: number of tensor ranks; above 1, torch.distributed must be initialized.
 
         Raises:
-            SettingsError: the model or adapters are not supported, or the buffer does not hold `length`.
-            RuntimeError: there is no room.
+            SettingsError: the model or adapters are not supported, or the buffer is too small for `length`.
+            RuntimeError: out of memory.
         """
         self.architecture = read_architecture(model_dir)
         self.pages = _pages(self.architecture, DTYPES[dtype].itemsize, length, running, buffer_bytes, ranks)
-        """Pages of the KV cache, enough for one sequence of `length` at least."""
+        """Number of pages of the KV cache, enough for at least one sequence of `length`."""
         parts = _ranks(self.architecture, ranks)
         self._layout = Layout.of(parts, self.architecture.layers)
         self._plan = {plan.name: plan for plan in _plans(self.architecture, self._layout, adapters)}
@@ -133,7 +134,7 @@ class CachedModel(parallel.GroupMember):
         self.base: dict[str, torch.Tensor] = dict(self.module.named_parameters())
         self._fill(model_dir)
         self.parameters = self._add(adapters, position) if adapters.rank else self.base
-        """Those that versions change; `base` are the model's own."""
+        """Parameters that versions update; `base` are the model's parameters."""
         rules = stage_rules(self.architecture, self._layout, position.place.pp)
         self._named = SequenceAdapters(self.module, rules, position, named)
 
@@ -141,19 +142,19 @@ class CachedModel(parallel.GroupMember):
         if any(model_dir.glob("*.safetensors")):
             load_checkpoint(model_dir, self.architecture, self.base, self._layout, self._place)
             return
-        generator = torch.Generator(self._device).manual_seed(0)  # ranks have the same norms
+        generator = torch.Generator(self._device).manual_seed(0)  # the same norms on all ranks
         for parameter in self.base.values():
             parameter.normal_(0, INITIAL_DEVIATION, generator=generator)
 
     def _add(self, adapters: LoraConfig, position: parallel.Position) -> dict[str, torch.Tensor]:
-        """Put adapters into the layers; returns their parameters."""
+        """Add adapters to the layers; return their parameters."""
         rules = stage_rules(self.architecture, self._layout, position.place.pp)
         added = lora.attach(self.module, rules, as_scaled(adapters), position, 0)
         self.module.requires_grad_(False)
         return added
 
     def load(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Copy whole tensors of a version into the parameters, by the plan of the trainer's export."""
+        """Copy whole tensors of a version into the parameters, following the trainer's export plan."""
         for name, tensor in tensors:
             plan = self._plan[name]
             number = self._layout.number_of(self._place, expert=plan.expert)
@@ -166,11 +167,11 @@ class CachedModel(parallel.GroupMember):
                 held[end:].zero_()  # the padding of the last ranks
 
     def slices(self) -> Slices:
-        """Return the parts of a version's tensors that this rank computes with."""
+        """Return this rank's parts of a version's tensors, as views."""
         return slices_of(self._plan.values(), self.parameters, self._layout, self._place)
 
     def buffers(self) -> dict[str, torch.Tensor]:
-        """Return the tensors other than parameters that it computes with."""
+        """Return the model's tensors other than parameters."""
         return buffers_of(self.module)
 
     @torch.no_grad()
@@ -180,12 +181,12 @@ class CachedModel(parallel.GroupMember):
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str] = (),
     ) -> torch.Tensor:
-        """Fill the cache with N sequences; returns logits [N, V] after the end of each.
+        """Fill the cache with N sequences; return logits [N, V] after the last token of each.
 
         Args:
             sequences: token ids.
-            tables: pages of each sequence, cleared, enough for its tokens.
-            adapters: the adapter of each sequence by name, "" for none; none at all: no sequence has one.
+            tables: cleared pages of each sequence, enough for its tokens.
+            adapters: name of each sequence's adapter, "" for none; empty: no sequence has an adapter.
         """
         self._named.choose(adapters)
         lengths = list(map(len, sequences))
@@ -206,13 +207,13 @@ class CachedModel(parallel.GroupMember):
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str] = (),
     ) -> torch.Tensor:
-        """Append a token to each of B sequences; returns logits [B, V] after it.
+        """Append a token to each of B sequences; return logits [B, V] after it.
 
         Args:
-            tokens: one for each sequence.
-            lengths: tokens that the cache holds of each before.
-            tables: pages of each sequence, cleared before their first use, enough for the token too.
-            adapters: see `prefill`.
+            tokens: new token of each sequence.
+            lengths: number of cached tokens of each sequence.
+            tables: pages of each sequence, cleared before first use, with space for the new token.
+            adapters: names of adapters, as in `prefill`.
         """
         self._named.choose(adapters)
         inputs = decode_inputs(tokens, lengths, tables)
@@ -221,7 +222,7 @@ class CachedModel(parallel.GroupMember):
         return self._step(torch.tensor(inputs, device=self._device))
 
     def _step(self, inputs: torch.Tensor) -> torch.Tensor:
-        """Return logits [B, V] of `decode_inputs` on the device, for which the host does not wait."""
+        """Return logits [B, V] of `decode_inputs` on the device, without synchronizing host and device."""
         self.cache.begin_decode(inputs[:, 2:], inputs[:, 1], self.module.rotaries)
         self._rows.index = None
         return self._logits(inputs[:, :1], self.cache.biases(self._windows))[:, 0]
@@ -229,7 +230,8 @@ class CachedModel(parallel.GroupMember):
     def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
         """Return the experts of the last pass, int64 [S, N, layers with experts, k] on the host.
 
-        S tokens of each of N `sequences`, 1 of each if it was not a prefill. None if they are not recorded.
+        S is the number of tokens per sequence, 1 in a decode step; N is `sequences`. None if experts are not
+        recorded.
         """
         return None if self._recorder is None else self._recorder.take().unflatten(0, (-1, sequences))
 
@@ -250,7 +252,7 @@ class CachedModel(parallel.GroupMember):
 
 
 def _ranks(architecture: Architecture, ranks: int) -> ParallelConfig:
-    """Return a layout of tensor ranks, which share the matrices of experts as all others."""
+    """Return a layout of tensor ranks, which also split the matrices of experts."""
     shares = ranks if architecture.experts.count else 1
     return ParallelConfig(tensor_model_parallel_size=ranks, expert_tensor_parallel_size=shares)
 
@@ -273,7 +275,7 @@ def _build(architecture: Architecture, position: parallel.Position, dtype: torch
 def _pages(
     architecture: Architecture, itemsize: int, length: int, running: int, buffer_bytes: int, ranks: int
 ) -> int:
-    """Return how many pages the KV cache has."""
+    """Return the number of pages of the KV cache."""
     check_generation(architecture.delta)
     longest, each = pages_for(length), page_bytes(architecture, itemsize, ranks)
     if 0 < buffer_bytes < longest * each:

@@ -1,6 +1,6 @@
-"""Adds what the adapter that a sequence names puts out to its row of a batch, by hooks on megatron's layers.
+"""Adds the output of each sequence's named adapter to its row of a batch, by hooks on megatron's layers.
 
-Shapes: S tokens of each of N sequences, in this order: the sequence varies fastest.
+Shapes: S tokens of each of N sequences; the sequence index varies fastest.
 """
 
 from collections.abc import Mapping, Sequence
@@ -15,27 +15,27 @@ from trainer.megatron.layers import lora
 from trainer.megatron.parallel import Position
 
 NamedTensors = Mapping[str, tuple[LoraConfig, Mapping[str, torch.Tensor]]]
-"""Name of an adapter -> its settings, and A and scaling B by their PEFT names."""
+"""Name of an adapter -> its settings; A and B, with the scaling in B, by PEFT name."""
 MERGED = "linear_kv_up_proj"
-"""Layer of latent attention whose weight a decode step uses itself, for all sequences."""
+"""Layer of latent attention whose weight a decode step uses directly, for all sequences."""
 
 
 class SequenceAdapters:
-    """This rank's shares of the adapters of a model, and which of them each row of the next pass has."""
+    """Shards of a model's named adapters on this rank, and the adapter of each row of the next pass."""
 
     def __init__(
         self, model: torch.nn.Module, rules: list[Rule], position: Position, adapters: NamedTensors
     ) -> None:
-        """Put hooks on the layers that an adapter changes.
+        """Register hooks on the layers with adapters.
 
         Args:
-            model: the whole model, or this tensor rank's part.
-            rules: its rules, without adapters.
-            position: this rank's place.
-            adapters: the adapters.
+            model: the whole model, or this tensor rank's shard.
+            rules: rules of the model without adapters.
+            position: position of this rank.
+            adapters: named adapters.
 
         Raises:
-            SettingsError: naming the adapter that has a layer that can have none here.
+            SettingsError: an adapter changes an unsupported layer. The message names the adapter.
         """
         self._rows: Sequence[str] = ()
         layers: dict[str, dict[str, lora.Adapters]] = {}
@@ -55,7 +55,7 @@ class SequenceAdapters:
             model.get_submodule(layer).register_forward_hook(_hook(self, named))
 
     def choose(self, rows: Sequence[str]) -> None:
-        """Set the adapter of each row of the next pass; "" is none, and no rows are none at all."""
+        """Set the adapter of each row of the next pass; "" means none. Empty `rows`: no adapters."""
         self._rows = rows if any(rows) else ()
 
     def add(
@@ -65,9 +65,9 @@ class SequenceAdapters:
         x: torch.Tensor,
         output: torch.Tensor,
     ) -> torch.Tensor:
-        """Return a layer's output with its rows' adapters, [S, N, width] or [S * N, 1, width].
+        """Return a layer's output plus its rows' adapters, [S, N, width] or [S * N, 1, width].
 
-        All tensor ranks take the adapters in one order, because some are sums over the ranks.
+        All tensor ranks process the adapters in the same order, because some need sums over the ranks.
         """
         found = output.clone(memory_format=torch.contiguous_format)
         inputs, outputs = (values.reshape(-1, len(self._rows), values.shape[-1]) for values in (x, found))
@@ -79,7 +79,7 @@ class SequenceAdapters:
 
     @property
     def is_on(self) -> bool:
-        """Whether a row of the pass has an adapter."""
+        """Whether any row of the pass has an adapter."""
         return bool(self._rows)
 
 

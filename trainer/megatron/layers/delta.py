@@ -1,11 +1,11 @@
-"""Computes gated delta nets (Yang et al. 2024, arXiv 2412.06464) over packed samples with a state each.
+"""Computes gated delta nets (Yang et al. 2024, arXiv 2412.06464) over packed samples with separate states.
 
-megatron's own layer refuses packed samples, and needs flash-linear-attention also where its kernels do not
-run. Here the convolution and the delta rule are those that transformers chooses: the kernels of causal-conv1d
-and flash-linear-attention where these are installed, else plain torch.
+megatron's own layer does not support packed samples, and requires flash-linear-attention even where its
+kernels do not run. This layer uses the same convolution and delta rule as transformers: the kernels of
+causal-conv1d and flash-linear-attention if installed, otherwise plain torch.
 
-Shapes: T tokens, t of them on this rank (all without sequence parallelism); H hidden size; n samples of a
-segment, L tokens of its longest; heads are this tensor rank's.
+Shapes: T tokens, t of them on this rank (t = T without sequence parallelism); H hidden size; n samples of a
+segment, L tokens of the longest. Heads are the heads of this tensor rank.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
@@ -28,17 +28,17 @@ from trainer.megatron.layers.tensor_parallel import empty_parameter
 
 
 class DeltaNetLayer(MegatronModule):
-    """A layer's gated delta net. Tensor ranks split the key heads, each with its value heads.
+    """Gated delta net of a layer. Tensor ranks split the key heads, each with its value heads.
 
-    A segment's samples are rows that are padded on the right, where padding changes no state that is read.
+    The samples of a segment are right-padded rows. Padding affects no state that is used.
     """
 
     def __init__(self, config: TransformerConfig, *, delta: DeltaNet, **unused: Any) -> None:
-        """Make the layer's parameters, uninitialized."""
-        from transformers.models.qwen3_next import modeling_qwen3_next as published  # imports much
+        """Create the layer's parameters, uninitialized."""
+        from transformers.models.qwen3_next import modeling_qwen3_next as published  # slow import
 
         super().__init__(config=config)
-        # before 5.19 these are the kernels themselves, None where they are not installed
+        # before transformers 5.19, these names are the kernels themselves, None if not installed
         self._convolve = published.causal_conv1d_fn or convolved
         kernel = getattr(published, "chunk_gated_delta_rule", None)
         self._delta_rule = kernel or published.torch_chunk_gated_delta_rule
@@ -61,7 +61,7 @@ class DeltaNetLayer(MegatronModule):
         packed_seq_params: RotarySequences,
         **unused: Any,
     ) -> Any:
-        """Map [t, 1, H] to the same shape; returns it with None, as megatron does where there is no bias."""
+        """Map [t, 1, H] to the same shape; return the output and None, megatron's convention without bias."""
         delta = self.delta
         sizes = [sum(delta.sizes[:3]), *delta.sizes[3:]]
         rows = self.in_proj(hidden_states)[0][:, 0].unflatten(-1, (-1, sum(sizes)))
@@ -70,12 +70,12 @@ class DeltaNetLayer(MegatronModule):
         decays = -self.a_log.float().exp() * F.softplus(decays.flatten(1).float() + self.dt_bias)
         out = torch.cat(
             [
-                # Kept, what its chunks compute would take more memory than all else of the layer.
+                # Storing the intermediates of its chunks would need more memory than the rest of the layer.
                 checkpoint(self._segment, mixed, strengths, decays, segment, use_reentrant=False)
                 for segment in packed_seq_params.segments
             ]
         )
-        # Each rank norms its own heads, so the weight's gradient is a sum over the ranks.
+        # Each rank normalizes its own heads, so the weight's gradient is a sum over the ranks.
         weight = copy_to_tensor_model_parallel_region(self.norm.weight)
         normed = rms_norm(out.float(), weight.float(), self.config.layernorm_epsilon)
         gated = normed * F.silu(gates.unflatten(-1, (-1, delta.value)).flatten(1, 2).float())
@@ -91,10 +91,10 @@ class DeltaNetLayer(MegatronModule):
         """Return the outputs of a segment's tokens, [tokens, value heads, V].
 
         Args:
-            mixed: [T, key heads, R], a head's query, key and values before the convolution.
+            mixed: [T, key heads, R], query, key and values of each head before the convolution.
             strengths: [T, value heads].
             decays: [T, value heads], logarithms.
-            segment: of the T tokens.
+            segment: segment of the T tokens.
         """
         delta = self.delta
         heads = mixed.size(1)
@@ -114,13 +114,13 @@ class DeltaNetLayer(MegatronModule):
 
 
 def convolved(x: torch.Tensor, weight: torch.Tensor, bias: None, activation: Literal["silu"]) -> torch.Tensor:
-    """Return the causal convolution of each channel with its own kernel; as causal-conv1d's function.
+    """Return the causal convolution of each channel with its own kernel. Signature as in causal-conv1d.
 
     Args:
         x: [n, C, L].
         weight: [C, length of the kernel].
-        bias: has to be None.
-        activation: applied to the result.
+        bias: must be None.
+        activation: activation of the result.
     """
     padded = F.pad(x, (weight.size(1) - 1, 0))
     return F.silu(F.conv1d(padded, weight[:, None], groups=x.size(1)))

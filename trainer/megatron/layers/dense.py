@@ -1,4 +1,4 @@
-"""Defines the computations of single tokens: norms, activations, MLPs, and the head of a critic."""
+"""Defines per-token computations: norms, activations, MLPs, and the value head of a critic."""
 
 import copy
 import functools
@@ -27,9 +27,9 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 def swiglu(x: torch.Tensor) -> torch.Tensor:
-    """Return silu(gate) * up of [..., 2 F], in which the gate comes first.
+    """Return silu(gate) * up of [..., 2 F], where the gate comes first.
 
-    On a GPU it is megatron's fused kernel, which keeps its input alone for the backward pass.
+    On a GPU, megatron's fused kernel stores only its input for the backward pass.
     """
     if x.is_cuda:
         fused: torch.Tensor = SwiGLUFunction.apply(x, False, False)
@@ -39,14 +39,14 @@ def swiglu(x: torch.Tensor) -> torch.Tensor:
 
 
 def gelu(x: torch.Tensor) -> torch.Tensor:
-    """Return the gelu by its approximation with tanh."""
+    """Return the tanh approximation of gelu."""
     return F.gelu(x, approximate="tanh")
 
 
 def geglu(x: torch.Tensor) -> torch.Tensor:
-    """Return gelu(gate) * up of [..., 2 F], in which the gate comes first.
+    """Return gelu(gate) * up of [..., 2 F], where the gate comes first.
 
-    On a GPU it is a compiled kernel, which keeps its input alone for the backward pass.
+    On a GPU, a compiled kernel stores only its input for the backward pass.
     """
     return (_compiled_geglu() if x.is_cuda else _geglu)(x)
 
@@ -62,10 +62,10 @@ def _compiled_geglu() -> Callable[[torch.Tensor], torch.Tensor]:
 
 
 class RMSNorm(torch.nn.Module):
-    """Root mean square norm over the last dimension, which sequence-parallel regions may contain.
+    """Root mean square norm over the last dimension, with support for sequence parallelism.
 
-    There each tensor rank has only its tokens; the mark on the weight, which megatron's own norm lacks, makes
-    megatron add up its gradient over the ranks.
+    With sequence parallelism, each tensor rank has only its own tokens. An attribute of the weight, missing
+    in megatron's norm, makes megatron sum its gradient over the ranks.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
@@ -78,7 +78,7 @@ class RMSNorm(torch.nn.Module):
 
 
 class NormFromOne(RMSNorm):
-    """Root mean square norm whose weight is the difference from 1; float32 until it is rounded once."""
+    """Root mean square norm weighted by 1 + weight; computed in float32 and rounded once."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__(config, hidden_size, eps)
@@ -89,7 +89,7 @@ class NormFromOne(RMSNorm):
 
 
 class LayerNorm(RMSNorm):
-    """Norm by mean and deviation over the last dimension, with a bias."""
+    """Norm by mean and standard deviation over the last dimension, with a bias."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **unused: Any) -> None:
         super().__init__(config, hidden_size, eps)
@@ -100,19 +100,22 @@ class LayerNorm(RMSNorm):
 
 
 NORMS: dict[str, type[RMSNorm]] = {"rms": RMSNorm, "rms_from_one": NormFromOne, "layer": LayerNorm}
-"""`Family.norm` -> the norm of its layers, of heads, and at the end."""
+"""`Family.norm` -> class of the layers' norms, the head norms and the final norm."""
 
 
 class ProjectionNorm(torch.nn.Module):
-    """Root mean square norm over all heads of a projection, divided among the tensor ranks.
+    """Root mean square norm over all heads of a projection, split over the tensor ranks.
 
-    Neither its weight nor its gradient is the same on two ranks, unlike other norms' weights.
+    Unlike other norms' weights, the weight and its gradient differ between ranks.
     """
 
     def __init__(
         self, config: TransformerConfig, hidden_size: int, heads: int, eps: float = 1e-6, **unused: Any
     ) -> None:
-        """Take the size of a head as `hidden_size`, and the number of heads over all ranks."""
+        """Create the norm.
+
+        `hidden_size` is the size of a head, `heads` the number of heads over all ranks.
+        """
         super().__init__()
         here = heads * hidden_size // config.tensor_model_parallel_size
         self.weight = torch.nn.init.ones_(empty_parameter(config, here))
@@ -123,19 +126,19 @@ class ProjectionNorm(torch.nn.Module):
         """Map [..., heads of this rank, D] to the same shape."""
         flat = x.flatten(-2)
         squares = torch.linalg.vector_norm(flat, dim=-1, keepdim=True, dtype=torch.float32).square()
-        # Every rank's output depends on the sum, so its gradient is a sum over the ranks, too.
+        # Every rank's output depends on the sum, so the gradient of the sum is also a sum over the ranks.
         whole = copy_to_tensor_model_parallel_region(reduce_from_tensor_model_parallel_region(squares))
         normed = flat * torch.rsqrt(whole / self.size + self.eps)
         return (self.weight * normed).to(x.dtype).view_as(x)
 
 
 class SwigluMLP(MLP):
-    """megatron's MLP with this project's activations. The bias of what it puts out is added after it."""
+    """megatron's MLP with this project's activations. The caller adds the output bias."""
 
     activation = staticmethod(swiglu)
 
     def __init__(self, config: TransformerConfig, width: int = 0, **unused: Any) -> None:
-        """Build it, as wide as `config` says or else `width`."""
+        """Build the MLP with the given width, by default the width in `config`."""
         if width:
             config = copy.copy(config)
             config.ffn_hidden_size = width
@@ -153,28 +156,28 @@ class SwigluMLP(MLP):
 
 
 class GegluMLP(SwigluMLP):
-    """An MLP that is gated by a gelu."""
+    """MLP with a gelu gate."""
 
     activation = staticmethod(geglu)
 
 
 class GeluMLP(SwigluMLP):
-    """An MLP with a gelu and no gate."""
+    """MLP with gelu and without a gate."""
 
     activation = staticmethod(gelu)
 
 
 MLPS: dict[str, type[SwigluMLP]] = {"swiglu": SwigluMLP, "geglu": GegluMLP, "gelu": GeluMLP}
-"""`Family.mlp` -> the MLP of its layers."""
+"""`Family.mlp` -> class of the layers' MLPs."""
 
 
 def by_heads(config: TransformerConfig, inputs: int, outputs: int) -> ColumnParallelLinear:
-    """Return a projection without a bias whose outputs the tensor ranks split."""
+    """Return a projection without bias, with outputs split over the tensor ranks."""
     return ColumnParallelLinear(inputs, outputs, config=config, init_method=config.init_method, bias=False)
 
 
 def joining_heads(config: TransformerConfig, inputs: int) -> RowParallelLinear:
-    """Return a projection to the hidden size without a bias, of inputs that the tensor ranks split."""
+    """Return a projection to the hidden size without bias, with inputs split over the tensor ranks."""
     return RowParallelLinear(
         inputs,
         config.hidden_size,
@@ -187,20 +190,20 @@ def joining_heads(config: TransformerConfig, inputs: int) -> RowParallelLinear:
 
 
 class BiasedRow(RowParallelLinear):
-    """megatron's row-parallel layer with a bias, also where other layers have none."""
+    """megatron's row-parallel layer that always has a bias."""
 
     def __init__(self, *sizes: int, bias: bool, **others: Any) -> None:
         super().__init__(*sizes, bias=True, **others)
 
 
 class ValueHead(torch.nn.Module):
-    """A linear layer from hidden states to one value each, in the place of a critic's output layer.
+    """Linear layer from a hidden state to one value, which replaces a critic's output layer.
 
-    It is the same on every tensor rank.
+    Replicated on every tensor rank.
     """
 
     def __init__(self, hidden: int, dtype: torch.dtype, device: torch.device) -> None:
-        """Leave the weights uninitialized."""
+        """Create the layer with uninitialized weights."""
         super().__init__()
         self.weight = torch.nn.Parameter(torch.empty(1, hidden, dtype=dtype, device=device))
         self.bias = torch.nn.Parameter(torch.empty(1, dtype=dtype, device=device))

@@ -1,7 +1,7 @@
-"""Defines the layers of a model: attention and MLP around the residual stream, in the orders that they have.
+"""Defines the layers of a model: attention and MLP around the residual stream, in the supported orders.
 
-megatron's own layer asks in every pass about features that no model here has: cross-attention, dropout,
-activations in host memory, fused communication. Its parameters and its choice of what is recomputed are kept.
+megatron's own layer checks in every pass for features that no model here has: cross-attention, dropout,
+activation offloading, fused communication. Its parameters and its recomputation choices are kept.
 """
 
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from trainer.megatron.layers.dense import RMSNorm
 
 
 class Layer(TransformerLayer):
-    """A layer whose attention and MLP read the normed residual stream, one after the other."""
+    """Sequential pre-norm layer: attention, then MLP, each on the normed residual stream."""
 
     def forward(  # type: ignore[override]
         self,
@@ -29,7 +29,7 @@ class Layer(TransformerLayer):
         padding_mask: Any = None,
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute the layer, with the arguments and recomputation of megatron's."""
+        """Compute the layer, with the arguments and recomputation of megatron's layer."""
         norm, discard = _discarding(self.input_layernorm, self.recompute_input_layernorm)
         attended = self.self_attention(
             norm(hidden_states),
@@ -47,7 +47,7 @@ class Layer(TransformerLayer):
 
 
 class PostNormLayer(Layer):
-    """A layer that norms what attention and MLP put out, before it is added to the residual stream."""
+    """Layer that norms the outputs of attention and MLP before adding them to the residual stream."""
 
     def __init__(self, config: TransformerConfig, norm: type[RMSNorm], **others: Any) -> None:
         super().__init__(config=config, **others)
@@ -59,7 +59,7 @@ class PostNormLayer(Layer):
 
 
 class BesideLayer(TransformerLayer):
-    """A layer whose MLP reads what attention reads; both outputs are added to the residual stream."""
+    """Parallel layer: attention and MLP have the same input, and both outputs are added to the residual."""
 
     def forward(
         self,
@@ -69,7 +69,7 @@ class BesideLayer(TransformerLayer):
         packed_seq_params: Any = None,
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
-        """Compute the layer, with the arguments and recomputation of megatron's."""
+        """Compute the layer, with the arguments and recomputation of megatron's layer."""
         norm, discard = _discarding(self.input_layernorm, self.recompute_input_layernorm)
         normed = norm(hidden_states)
         attended = self.self_attention(
@@ -85,9 +85,9 @@ class BesideLayer(TransformerLayer):
 
 
 def residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
-    """Return megatron's bias-dropout-add without the dropout, which the models here never have.
+    """Return megatron's bias-dropout-add without dropout, which no model here has.
 
-    With a `norm`, the addend of the residual stream goes through it.
+    With a `norm`, the addend of the residual stream is normed first.
     """
 
     def add(
@@ -102,9 +102,10 @@ def residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
 def _discarding(
     norm: Any, recomputes: bool
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], object]]:
-    """Return a norm, and a function to call with a result of its output.
+    """Return a norm, and a function to call with a result computed from its output.
 
-    If the norm is to be recomputed, the function discards the output; the result's gradient makes it again.
+    If the norm is recomputed, the function discards the output, and the backward pass of the result
+    recomputes it.
     """
     if not recomputes:
         return norm, _keep
@@ -113,7 +114,7 @@ def _discarding(
 
 
 def _keep(result: torch.Tensor) -> None:
-    """Leave the output of a norm as it is."""
+    """Keep the output of a norm."""
 
 
 def _with_bias(output_and_bias: tuple[torch.Tensor, torch.Tensor | None]) -> torch.Tensor:

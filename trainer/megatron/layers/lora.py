@@ -1,8 +1,8 @@
-"""Puts adapters on megatron's parallel layers, split as these are.
+"""Adds LoRA adapters to megatron's parallel layers, split like the layers.
 
-`trainer/megatron/convert/adapters.py` has their rules. A column-parallel layer (qkv, gate and up) has A on
-every tensor rank and the rank's rows of B; a row-parallel one (output, down) the rank's columns of A and B on
-every rank. Fused layers have an adapter for each tensor that they hold, under megatron's layer:
+`trainer/megatron/convert/adapters.py` defines their rules. A column-parallel layer (qkv, gate and up) has A
+on every tensor rank and the rank's rows of B. A row-parallel layer (output, down) has the rank's columns of A
+and B on every rank. Fused layers have one adapter per fused tensor, below megatron's layer:
 
     decoder.layers.0.self_attention.linear_qkv.lora.q_proj.a
 """
@@ -32,7 +32,7 @@ from trainer.megatron.parallel import Position
 
 
 class LowRank(torch.nn.Module):
-    """This rank's share of A and B of one Hugging Face weight."""
+    """This rank's shards of A and B of one Hugging Face weight."""
 
     def __init__(self, a: torch.Tensor, b: torch.Tensor) -> None:
         super().__init__()
@@ -40,34 +40,34 @@ class LowRank(torch.nn.Module):
 
 
 class Adapters(torch.nn.ModuleDict, AdapterSwitch):
-    """The adapters of one layer, whose submodule `lora` it is, by the last part of the weight's name."""
+    """Adapters of one layer, registered as submodule `lora`; keys are the last part of the weight's name."""
 
     scaling: float
     """Factor of B A."""
     groups: int
-    """Key-value heads of this rank; set for qkv only, as is `head_dim`."""
+    """Number of key-value heads of this rank; set only for qkv, like `head_dim`."""
     head_dim: int
     gated: bool
-    """Whether each query head is followed by the gate of its output; set as these are."""
+    """Whether each query head is followed by the gate of its output; set only for qkv."""
     sequence_parallel: bool
     tp: tuple[int, int]
-    """Tensor rank, and how many there are."""
+    """Tensor rank, and number of tensor ranks."""
 
 
 def attach(
     model: torch.nn.Module, rules: list[Rule], config: LoraConfig, position: Position, seed: int
 ) -> dict[str, torch.Tensor]:
-    """Freeze the model and put this rank's share of the adapters into it; returns their parameters.
+    """Freeze the model and add this rank's shards of the adapters; return their parameters.
 
     Args:
-        model: this rank's part, see `whole_part`.
+        model: this rank's shard of the model, see `whole_part`.
         rules: rules of this rank's pipeline stage, without adapters.
         config: rank, scaling and target modules.
-        position: this rank's place in the layout.
-        seed: the initial values' seed.
+        position: this rank's position in the layout.
+        seed: seed of the initial values.
 
     Returns:
-        megatron's name -> parameter.
+        megatron name -> parameter.
 
     Raises:
         SettingsError: the adapters cannot be split over the tensor ranks.
@@ -93,17 +93,14 @@ def shares(
     position: Position,
     tensors: Mapping[str, torch.Tensor],
 ) -> dict[str, Adapters]:
-    """Return this rank's share of A and B by the name of their layer, which does not have them yet.
+    """Return this rank's shards of A and B by layer name, without adding them to the layers.
 
     Args:
-        model: see `attach`.
-        rules: see `attach`.
-        config: see `attach`.
-        position: see `attach`.
-        tensors: A and B by their PEFT name; layers without any have no adapter.
+        model, rules, config, position: as in `attach`.
+        tensors: A and B by PEFT name; layers without tensors have no adapter.
 
     Raises:
-        SettingsError: see `attach`.
+        SettingsError: the adapters cannot be split over the tensor ranks.
     """
     grid = Grid(position.config.tensor_model_parallel_size)
     heads = {rule.parameter: rule for rule in rules if isinstance(rule, FusedQKV)}
@@ -119,20 +116,20 @@ def shares(
         found[name][key] = pair = LowRank(
             *(_share(tensors, rule, grid, position.place.tp).to(like.device, like.dtype) for rule in (a, b))
         )
-        # With sequence parallelism each rank has only its tokens of a row-parallel layer's output: the mark
-        # makes megatron add up the gradients.
+        # With sequence parallelism, each rank has only its tokens of a row-parallel layer's output. The
+        # attribute makes megatron sum the gradients.
         pair.b.sequence_parallel = position.sequence_parallel and isinstance(b, Direct)  # type: ignore[attr-defined]
     return found
 
 
 def added(layer: torch.nn.Module, adapters: Adapters, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return what adapters add to the output of a layer, shaped as `output`, for inputs x."""
+    """Return the adapters' addend to the output of a layer, shaped as `output`, for inputs x."""
     kind = next(kind for kind in _ADDED if isinstance(layer, kind))
     return adapters.scaling * _ADDED[kind](adapters, x, output)
 
 
 def adapted_weight(layer: Any) -> torch.Tensor:
-    """Return W + scaling B A of a column-parallel layer that is fused with no other; W without an adapter."""
+    """Return W + scaling B A of an unfused column-parallel layer; W without an adapter."""
     weight: torch.Tensor = layer.weight
     adapters: Adapters | None = getattr(layer, "lora", None)
     if adapters is None or not adapters.is_on:
@@ -161,7 +158,7 @@ def _empty(rule: FusedQKV | None, config: LoraConfig, position: Position) -> Ada
 def _share(tensors: Mapping[str, torch.Tensor], rule: Rule, grid: Grid, rank: int) -> torch.Tensor:
     (segment,) = (segment for segment in rule.segments(grid) if segment.rank == rank)
     share = tensors[segment.name].narrow(rule.dim, segment.start, segment.length)
-    return share.clone(memory_format=torch.contiguous_format)  # not a view that keeps the whole
+    return share.clone(memory_format=torch.contiguous_format)  # a view would keep the whole tensor alive
 
 
 def _hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
@@ -172,7 +169,7 @@ def _hook(layer: Any, inputs: tuple[torch.Tensor, ...], output: Any) -> Any:
 
 
 def _to_column(adapters: Adapters, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-    """Return B A x of a column-parallel layer, in the order of its rows."""
+    """Return B A x of a column-parallel layer, in the order of the layer's rows."""
     if adapters.sequence_parallel:
         x = gather_from_sequence_parallel_region(x, tensor_parallel_output_grad=False)
     deltas = {key: _column(adapters.dropped(x), pair) for key, pair in adapters.items()}
@@ -180,22 +177,22 @@ def _to_column(adapters: Adapters, x: torch.Tensor, output: torch.Tensor) -> tor
 
 
 def _column(x: torch.Tensor, pair: Any) -> torch.Tensor:
-    # Each rank sees only its rows of B, so the gradient of what lies before them is a sum over the ranks.
+    # Each rank sees only its rows of B, so the gradient with respect to B's input is a sum over the ranks.
     inner: torch.Tensor = copy_to_tensor_model_parallel_region(F.linear(x, pair.a))
     return F.linear(inner, pair.b)
 
 
 def _in_order(adapters: Adapters, deltas: Mapping[str, torch.Tensor], output: torch.Tensor) -> torch.Tensor:
-    """Arrange the deltas as the fused layer's rows; zeros where there is no adapter."""
+    """Arrange the deltas in the row order of the fused layer; zeros where there is no adapter."""
     lead = output.shape[:-1]
     if "gate_proj" in deltas or "up_proj" in deltas:
         half = output.new_zeros(*lead, output.shape[-1] // 2)
         return torch.cat([deltas.get("gate_proj", half), deltas.get("up_proj", half)], dim=-1)
-    if not hasattr(adapters, "groups"):  # a projection that is fused with no other
+    if not hasattr(adapters, "groups"):  # an unfused projection
         return next(iter(deltas.values()))
     groups, head_dim = adapters.groups, adapters.head_dim
     queries = output.shape[-1] // (groups * head_dim) - 2
-    if adapters.gated and "q_proj" in deltas:  # the layer has a group's gates after its queries
+    if adapters.gated and "q_proj" in deltas:  # the layer stores a group's gates after its queries
         by_head = deltas["q_proj"].view(*lead, groups, queries // 2, 2, head_dim)
         deltas = {**deltas, "q_proj": by_head.transpose(-2, -3).contiguous()}
     parts = [

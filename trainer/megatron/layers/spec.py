@@ -1,4 +1,4 @@
-"""Chooses the modules of each layer of a model, by its number in the whole model."""
+"""Selects the modules of each layer of a model, by the layer's index in the whole model."""
 
 import math
 from typing import Any
@@ -25,10 +25,10 @@ def layer_spec(
     """Return the modules of a layer.
 
     Args:
-        architecture: the whole model's.
-        layer: its number in the whole model, from 0.
+        architecture: architecture of the whole model.
+        layer: index of the layer in the whole model, from 0.
         attention: class of self-attention; None for training.
-        core_attention: class of what computes the attention itself; it takes `terms`.
+        core_attention: class of the core attention, which takes `terms`.
     """
     family, experts = architecture.family, architecture.experts
     norm = NORMS[family.norm]
@@ -56,7 +56,7 @@ def attention_terms(architecture: Architecture, layer: int) -> AttentionTerms:
     """Return the terms of a layer's attention."""
     number = architecture.rope_of(layer)
     rope, head_dim = architecture.ropes[number], architecture.head_dim
-    # A factor of rotated queries and of keys is its square in their products, if all of them is rotated.
+    # If all dimensions are rotated, a factor of rotated queries and keys is squared in their products.
     is_whole = rope.dimensions(architecture.positioned_dim) == head_dim
     factor = rope.score_factor * (rope.attention_factor**2 if is_whole else 1.0)
     scale = None

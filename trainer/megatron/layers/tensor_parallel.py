@@ -1,4 +1,4 @@
-"""Prepares megatron's tensor-parallel layers: their parameters, marks, weight gradients, skipped steps."""
+"""Prepares megatron's tensor-parallel layers: parameters, attributes, weight gradients, collectives."""
 
 from collections.abc import Iterable, Mapping
 from types import SimpleNamespace
@@ -24,10 +24,10 @@ def empty_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Paramete
 
 
 def whole_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
-    """Return an uninitialized parameter that every tensor rank has whole.
+    """Return an uninitialized parameter that is replicated on every tensor rank.
 
-    With `sequence_parallel` each rank has only its tokens: the mark makes megatron add up its gradient over
-    the ranks.
+    With `sequence_parallel`, each rank has only its own tokens, and an attribute makes megatron sum the
+    gradient over the ranks.
     """
     parameter = empty_parameter(config, *shape)
     parameter.sequence_parallel = config.sequence_parallel  # type: ignore[attr-defined]
@@ -37,12 +37,12 @@ def whole_parameter(config: TransformerConfig, *shape: int) -> torch.nn.Paramete
 def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) -> None:
     """Mark the parameters that are split over tensor ranks.
 
-    Gradient norms count marked parameters on every rank, and replicated ones once. megatron sets the marks
-    when it initializes weights at random, and weights of a checkpoint are not initialized.
+    Gradient norms count marked parameters on every rank, and replicated parameters once. megatron sets the
+    marks during random initialization, which weights of a checkpoint skip.
 
     Args:
-        parameters: name in megatron -> parameter.
-        rules: rules of parameters to mark.
+        parameters: megatron name -> parameter.
+        rules: rules of the parameters to mark.
     """
     for rule in rules:
         parameter = parameters[rule.parameter]
@@ -51,9 +51,10 @@ def mark_split(parameters: Mapping[str, torch.Tensor], rules: Iterable[Rule]) ->
 
 
 def skip_collectives(model: torch.nn.Module) -> None:
-    """Have the linear layers of a rank that shares no tensor call no collective.
+    """Disable the collectives in linear layers that are not split over ranks.
 
-    megatron's collectives of one rank return their input, but each is a function of autograd in both passes.
+    With one rank, megatron's collectives return their input, but each adds an autograd function to both
+    passes.
     """
     for layer in model.modules():
         if isinstance(layer, ColumnParallelLinear):
@@ -63,7 +64,7 @@ def skip_collectives(model: torch.nn.Module) -> None:
 
 
 def skip_gradients(model: torch.nn.Module) -> None:
-    """Have linear layers multiply outside of autograd, by the operator that megatron's function calls."""
+    """Make linear layers multiply outside autograd, with the operator that megatron's function calls."""
     for layer in model.modules():
         if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
             layer._forward_impl = _product  # type: ignore[method-assign]
@@ -77,10 +78,10 @@ def _product(
 
 
 def install_weight_gradients() -> None:
-    """Have linear layers add weight gradients to their float32 buffers, without a 16-bit copy between.
+    """Make linear layers accumulate weight gradients in their float32 buffers, without a 16-bit copy.
 
-    megatron does that by `gradient_accumulation_fusion` with a kernel of an extension (Apex); torch has the
-    same product. Call it before a model is built.
+    megatron's `gradient_accumulation_fusion` needs a kernel of an extension (Apex) for this; torch has an
+    equal product. Call before building a model.
     """
     products = SimpleNamespace(wgrad_gemm_accum_fp32=_accumulate, wgrad_gemm_accum_fp16=_accumulate)
     layers.fused_weight_gradient_mlp_cuda = products

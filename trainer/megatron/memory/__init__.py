@@ -1,1 +1,1 @@
-"""Holds what decides how much memory a rank takes: recompute, the optimizer's place, budgets."""
+"""Computes and controls the memory of a rank: recomputation, optimizer offload, budgets."""

@@ -1,6 +1,7 @@
-"""Lists the activations that a model's layers keep for the backward pass, by token. No torch here.
+"""Lists the activations that a model's layers store for the backward pass, per token. Does not import torch.
 
-Latent attention keeps keys of low rank and for all heads, and values in their own size and as wide as keys.
+Latent attention stores keys both at low rank and for all heads, and values both at their own size and padded
+to the size of keys.
 """
 
 from collections.abc import Callable
@@ -13,23 +14,23 @@ from trainer.megatron.families.delta import DeltaNet
 from trainer.megatron.families.numbers import Architecture
 
 CHUNK = 64
-"""Tokens that the delta rule computes at once."""
+"""Chunk size of the delta rule, tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Activation:
-    """A tensor that each layer keeps of its forward pass for the backward pass."""
+    """Tensor of the forward pass that each layer stores for the backward pass."""
 
     name: str
     elements: Callable[[Architecture], int]
-    """Elements of a token, over all tensor ranks."""
+    """Number of elements per token, over all tensor ranks."""
     module: str = ""
-    """The entry of `recompute_modules` with which it is not kept; empty: it always is."""
+    """Entry of `recompute_modules` that avoids storing the tensor; empty: always stored."""
     split: str = "tensor"
-    """tensor: each tensor rank has its part; sequence: only with sequence parallelism; rows: as sequence, and
-    each rank that shares an expert has all rows of it."""
+    """tensor: split over the tensor ranks; sequence: split only with sequence parallelism; rows: as
+    `sequence`, but each rank that shares an expert stores all of its rows."""
     item_bytes: int = 0
-    """0: as `trainer.dtype`."""
+    """Bytes per element; 0: as `trainer.dtype`."""
 
 
 COMMON = (
@@ -52,8 +53,8 @@ COMMON = (
         item_bytes=4,
     ),
 )
-"""Activations of every layer. With norms after attention and MLP instead of before it is as much: the norms'
-inputs instead of their outputs."""
+"""Activations of every layer. Norms after attention and MLP instead of before need the same memory: inputs of
+the norms instead of outputs."""
 ATTENTION = (
     Activation("what makes q, k, v, before and after its norms", lambda a: _low_ranks(a), split="sequence"),
     Activation("q, k, v together, of which v stays a view", lambda a: _projected(a)),
@@ -87,7 +88,7 @@ DELTA = (
     Activation("output, normed, gate and both products", lambda a: 5 * _delta_values(a), item_bytes=4),
     Activation("input of the output projection", lambda a: _delta_values(a)),
 )
-"""Activations of a gated delta net, whose convolution and delta rule are computed again."""
+"""Activations of a gated delta net, whose convolution and delta rule are recomputed."""
 MLP = (
     Activation("gate and up, or what has no gate", lambda a: mlp_projections(a) * a.intermediate, "mlp"),
     Activation("product, input of the projection down", lambda a: a.intermediate, "mlp"),
@@ -101,19 +102,19 @@ EXPERTS = (
     Activation("outputs of experts", lambda a: a.experts.per_token * a.hidden, "mlp", "sequence"),
     Activation("activations of the MLP for all tokens", lambda a: 3 * a.experts.shared_intermediate, "mlp"),
 )
-"""Activations of experts, if all ranks get as many rows."""
+"""Activations of experts, if rows are spread evenly over the ranks."""
 
 
 def activations_of(*, sparse: bool = False, delta: bool = False) -> tuple[Activation, ...]:
-    """Return the activations that a layer keeps, with experts if `sparse`, a gated delta net if `delta`."""
+    """Return a layer's stored activations: with experts if `sparse`, a gated delta net if `delta`."""
     return *COMMON, *(DELTA if delta else ATTENTION), *(EXPERTS if sparse else MLP)
 
 
 def delta_rule_elements(a: Architecture) -> int:
-    """Return the float32 elements of a token in the convolution and the delta rule, over all tensor ranks.
+    """Return the float32 elements per token in the convolution and the delta rule, over all tensor ranks.
 
-    They are of transformers' own functions, measured on a CPU: the kernels of libraries take less. Chunks of
-    64 tokens have their products and a state.
+    Measured for transformers' own functions on a CPU; library kernels need less. Each chunk of 64 tokens
+    stores its products and a state.
     """
     if (delta := a.delta) is None:
         return 0
@@ -123,11 +124,11 @@ def delta_rule_elements(a: Architecture) -> int:
 
 
 def key_copies(a: Architecture, trainer: TrainerConfig) -> KeyCopies:
-    """Return which copies of shared keys take room of tokens in a micro-batch.
+    """Return the memory of copied shared keys, in tokens of a micro-batch.
 
-    torch's kernel makes them for layers with a window, and again for the backward pass of a layer, with
-    gradients for every head; the few for other layers fit where the MLP's gradients do. Other kernels keep
-    them.
+    torch's kernel copies keys in layers with a window, and again in the backward pass of a layer, with
+    gradients for every head. The few copies in other layers fit into the memory of the MLP's gradients. Other
+    kernels store their copies.
     """
     without = trainer.recompute_modules if trainer.recompute_granularity == "selective" else ()
     kept = sum(
@@ -155,7 +156,7 @@ def _heads(a: Architecture) -> int:
 
 
 def _projected(a: Architecture) -> int:
-    """Return the elements of the projections' outputs that are kept as they are."""
+    """Return the number of elements of the projections' outputs that are stored unchanged."""
     return a.heads * (a.latent.nope + a.latent.value) if a.latent else _heads(a) * a.head_dim
 
 
@@ -168,12 +169,12 @@ def _widened(a: Architecture) -> int:
 
 
 def mlp_projections(a: Architecture) -> int:
-    """Return how many projections lead into an MLP."""
+    """Return the number of input projections of an MLP."""
     return 2 if a.family.gated else 1
 
 
 def _own_input(a: Architecture) -> int:
-    """Return the elements of the MLP's input where attention has another one."""
+    """Return the elements of the MLP's input, 0 if attention has the same input."""
     return 0 if a.family.beside else a.hidden
 
 
@@ -182,7 +183,7 @@ def _both_norms(a: Architecture) -> bool:
 
 
 def _in_float32(a: Architecture) -> bool:
-    """Return whether norms compute with float32 copies of their inputs."""
+    """Return whether norms use float32 copies of their inputs."""
     return a.family.norm == "rms_from_one"
 
 

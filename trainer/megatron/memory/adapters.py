@@ -1,11 +1,11 @@
-"""Counts what adapters add to a layer of a family. No torch here."""
+"""Computes the sizes of adapters in a layer of a family. Does not import torch."""
 
 from protocol.weights.lora import ALL_LINEAR, LoraConfig
 from trainer.megatron.families.numbers import Architecture
 
 
 def adapted_sizes(a: Architecture, adapters: LoraConfig) -> list[tuple[int, int]]:
-    """Return the sizes (in, out) of a layer's weights that have an adapter, over all tensor ranks."""
+    """Return the sizes (in, out) of a layer's weights with adapters, over all tensor ranks."""
     q, k = a.heads * a.head_dim, a.kv_heads * a.head_dim
     into, out_of = (a.hidden, a.intermediate), (a.intermediate, a.hidden)
     sizes = {
@@ -31,7 +31,7 @@ def adapted_sizes(a: Architecture, adapters: LoraConfig) -> list[tuple[int, int]
 
 
 def _linear_names(a: Architecture) -> set[str]:
-    """Return the layers that "all-linear" chooses; those of dense layers among experts are not counted."""
+    """Return the layers that "all-linear" selects, without those of dense layers in models with experts."""
     names = {a.family.attention_output}
     if low := a.latent:
         names |= {"kv_b_proj", "q_b_proj" if low.query_rank else "q_proj"}

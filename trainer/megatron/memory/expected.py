@@ -1,4 +1,4 @@
-"""Computes from the settings a rank's device memory at the peak of a step. No torch here.
+"""Computes a rank's peak device memory of a step from the settings. Does not import torch.
 
 Shapes: H hidden size, F of the MLP, D of a head, A query heads, K key heads, V vocabulary; P tensor ranks.
 """
@@ -26,23 +26,23 @@ from trainer.megatron.memory.adapters import adapted_sizes
 from trainer.memory.expected import ITEM_BYTES, ExpectedMemory
 
 RECOMPUTES: tuple[RecomputeGranularity, ...] = ("", "selective", "full")
-"""What can be recomputed, the cheapest first."""
+"""Kinds of recomputation, cheapest first."""
 SCORE_COPIES = 3
-"""Tensors of the size of the bounded scores that exist at a time: scores, their gradient, an intermediate."""
+"""Number of score-sized tensors at a time with softcapped scores: scores, gradient, an intermediate."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenShape:
-    """A model that is never trained."""
+    """Frozen model: its architecture and placement."""
 
     architecture: Architecture
     offload: bool = False
-    """Whether it is on the device only during its own passes."""
+    """Whether the model is on the device only during its own passes."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Workload:
-    """Facts that the memory of a rank depends on."""
+    """Facts that determine the memory of a rank."""
 
     architecture: Architecture
     parallel: ParallelConfig
@@ -50,13 +50,13 @@ class Workload:
     optimizer: OptimizerConfig
     adapters: LoraConfig = NO_ADAPTERS
     reference: bool = False
-    """Whether a copy of the model is kept as the reference."""
+    """Whether a copy of the model is stored as the reference."""
     frozen: tuple[FrozenShape, ...] = ()
-    """Other models, which are never trained."""
+    """Other models that are never trained."""
     shared: bool = False
-    """Whether an engine computes with the parameters, so that masters are apart in every dtype."""
+    """Whether an engine shares the parameters, which requires separate masters in every dtype."""
     critic: Architecture | None = None
-    """Critic that is trained, too; its passes come after the policy's."""
+    """Critic that is trained too; its passes run after the policy's."""
 
     @property
     def layout(self) -> Layout:
@@ -64,7 +64,7 @@ class Workload:
 
     @property
     def models(self) -> tuple["Workload", ...]:
-        """The workload of each model that is trained, the policy's first."""
+        """Workload of each trained model, the policy first."""
         if self.critic is None:
             return (self,)
         critic = Workload(
@@ -73,7 +73,7 @@ class Workload:
         return replace(self, critic=None), critic
 
     def layers_of(self, stage: int) -> int:
-        """Return how many layers a stage has."""
+        """Return the number of layers of a stage."""
         return sum(map(len, self.layout.stages[stage]))
 
     @property
@@ -81,11 +81,11 @@ class Workload:
         return ITEM_BYTES[self.trainer.dtype]
 
     def expected(self, tokens: int) -> ExpectedMemory:
-        """Return the memory of a step with micro-batches of so many tokens."""
+        """Return the memory of a step with micro-batches of `tokens` tokens."""
         return expected_memory(self, tokens)
 
     def alternatives(self) -> Iterator[tuple[str, "Workload"]]:
-        """Yield settings that take less memory and the workload with them, the cheapest first."""
+        """Yield settings that need less memory, each with its workload, cheapest first."""
         offloads = (False, True) if not (self.optimizer.cpu_offload or self.shared) else (None,)
         first = RECOMPUTES.index(self.trainer.recompute_granularity)
         for offload in offloads:
@@ -116,11 +116,11 @@ def _named(work: Workload, changed: Workload) -> str:
 
 
 def expected_memory(work: Workload, tokens: int) -> ExpectedMemory:
-    """Return the memory of the rank that takes the most.
+    """Return the memory of the rank with the highest peak.
 
     Args:
-        work: the run.
-        tokens: of a micro-batch on each rank.
+        work: workload of the run.
+        tokens: tokens per micro-batch on each rank.
     """
     stages = range(work.parallel.pipeline_model_parallel_size)
     return max((_memory_of_models(work, tokens, stage) for stage in stages), key=lambda found: found.peak)
@@ -167,12 +167,12 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
 
 
 def frozen_layout(parallel: ParallelConfig) -> ParallelConfig:
-    """Return the layout of a frozen model: the policy's, with the layers divided evenly between stages."""
+    """Return the layout of a frozen model: the policy's, with layers split evenly over the stages."""
     return replace(parallel, num_layers_in_first_pipeline_stage=0, num_layers_in_last_pipeline_stage=0)
 
 
 def frozen_bytes(work: Workload, stage: int, *, offload: bool) -> list[int]:
-    """Return the bytes that a rank has of each frozen model that is, or is not, offloaded between passes."""
+    """Return a rank's bytes of each frozen model whose `offload` equals the argument."""
     architectures = [shape.architecture for shape in work.frozen if shape.offload == offload]
     parallel = frozen_layout(work.parallel)
     return [sum(_sizes(a, Layout.of(parallel, a.layers), stage)) * work.item for a in architectures]
@@ -184,7 +184,7 @@ def _trained(work: Workload, stage: int) -> int:
 
 
 def stepped_of_stage(work: Workload, stage: int) -> int:
-    """Return how many of its trained parameters a rank of a pipeline stage steps."""
+    """Return the number of parameters that the optimizer of a rank of a pipeline stage updates."""
     trained = _trained(work, stage)
     if not work.parallel.use_distributed_optimizer:
         return trained
@@ -195,7 +195,7 @@ def stepped_of_stage(work: Workload, stage: int) -> int:
 
 
 def expert_parameters_of_stage(work: Workload, stage: int) -> int:
-    """Return the number of experts' parameters on a rank."""
+    """Return the number of expert parameters on a rank."""
     return _sizes(work.architecture, work.layout, stage)[0]
 
 
@@ -205,11 +205,10 @@ def parameters_of_stage(work: Workload, stage: int) -> int:
 
 
 def passes_under_way(layout: Layout, stage: int) -> int:
-    """Return of how many forward passes of a chunk a stage keeps the activations at a time, at most.
+    """Return the maximum number of forward passes of a chunk whose activations a stage stores at a time.
 
-    In 1F1B it is one for each stage from this one on. In the interleaved schedule a stage makes, before its
-    first backward pass, a group of passes, one for each stage, for every chunk but the last, and twice as
-    many more as there are stages after it.
+    1F1B: one per stage from this stage on. Interleaved schedule: before its first backward pass, a stage runs
+    a group of passes, one per stage, for every chunk except the last, plus two per stage after this stage.
     """
     after = layout.pp - stage - 1
     if layout.chunks == 1:
@@ -219,7 +218,7 @@ def passes_under_way(layout: Layout, stage: int) -> int:
 
 @functools.cache
 def _sizes(architecture: Architecture, layout: Layout, stage: int) -> tuple[int, int]:
-    """Return how many parameters of a rank are experts', and how many are not."""
+    """Return a rank's number of expert parameters and of other parameters."""
     found = [0, 0]
     for rule in stage_rules(architecture, layout, stage):
         found[not rule.expert] += prod(rule.local_shape(layout.grid(expert=rule.expert)))
@@ -234,16 +233,16 @@ def bytes_of_layer(
     delta: bool = False,
     without: tuple[str, ...] = (),
 ) -> int:
-    """Return the bytes that a layer keeps of a micro-batch.
+    """Return the bytes that a layer stores of a micro-batch.
 
     Args:
-        work: the run.
-        tokens: of the micro-batch.
+        work: workload of the run.
+        tokens: tokens per micro-batch.
         sparse: whether the layer has experts.
-        delta: whether it has a gated delta net.
+        delta: whether the layer has a gated delta net.
         without: modules that are recomputed.
     """
-    if not work.architecture.family.pre_norms:  # those after are not computed again
+    if not work.architecture.family.pre_norms:  # norms after attention and MLP are not recomputed
         without = tuple(name for name in without if name != "layernorm")
     seen = 0 if "core_attn" in without else _keys_seen(work, tokens)
     seen += _dropped_bytes(work, tokens)
@@ -257,7 +256,7 @@ def bytes_of_layer(
 def _bytes_of_layers(
     work: Workload, tokens: int, layers: Sequence[int], *, without: tuple[str, ...] = ()
 ) -> list[int]:
-    """Return the bytes that each of some layers keeps."""
+    """Return the bytes that each of some layers stores."""
     a = work.architecture
     kinds = [(a.experts.is_sparse(layer), a.is_delta(layer)) for layer in layers]
     found = {
@@ -268,18 +267,18 @@ def _bytes_of_layers(
 
 
 def _kept(work: Workload, tokens: int, layers: Sequence[int]) -> int:
-    """Return the bytes that a chunk keeps of a micro-batch, and what recomputing a piece of it takes.
+    """Return the bytes that a chunk stores of a micro-batch, including the recomputation of one piece.
 
     Args:
-        work: the run.
-        tokens: of the micro-batch.
-        layers: of the chunk.
+        work: workload of the run.
+        tokens: tokens per micro-batch.
+        layers: layers of the chunk.
     """
     trainer, a = work.trainer, work.architecture
     stream, layer_bytes = _stream(work, tokens), _bytes_of_layers(work, tokens, layers)
     whole = max(layer_bytes)
     angles = 2 * len(a.ropes) * tokens * a.positioned_dim * work.item
-    ends = 2 * stream + angles  # the last norm's input and output
+    ends = 2 * stream + angles  # input and output of the final norm
     if trainer.recompute_granularity == "full":
         pieces = trainer.recompute_num_layers
         if trainer.recompute_method == "uniform":
@@ -293,16 +292,17 @@ def _kept(work: Workload, tokens: int, layers: Sequence[int]) -> int:
 
 
 def _layer_backward_bytes(work: Workload, tokens: int) -> int:
-    """Return the bytes that the backward pass of an MLP takes: gradients of activations and of a weight.
+    """Return the bytes of an MLP's backward pass: gradients of activations and of a weight.
 
-    Gradients of activations cover the product and its factors. Bounded scores can take more, and so can, with
-    context parallelism, gradients of keys and values that are seen, and of those that ranks have.
+    Gradients of activations include the product and its factors. Softcapped scores can need more. With
+    context parallelism, so can the gradients of visible keys and values together with the gradients of the
+    ranks' own.
     """
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
     gradients, width = mlp_projections(a) + 1, a.intermediate / tp
     experts, layout = a.experts, work.layout
     weight = mlp_projections(a) * a.intermediate * a.hidden // tp
-    if experts.count:  # rows of experts pass, too, and the gradients of a rank's experts are a stack
+    if experts.count:  # rows of experts count too, and the gradients of a rank's experts are stacked
         own = experts.per_token / _pieces(work, COMMON[0])
         rows = own * (gradients * experts.intermediate + 2 * a.hidden * layout.etp) / gradients
         width = max(width, rows)
@@ -315,10 +315,10 @@ def _layer_backward_bytes(work: Workload, tokens: int) -> int:
 
 
 def _keys_seen(work: Workload, tokens: int) -> int:
-    """Return the bytes of keys and values that a context rank lays out for its pieces of sequences.
+    """Return the bytes of keys and values that a context rank gathers or copies for its pieces.
 
-    A sequence that is all of a micro-batch is seen whole by its last piece, and of 2 C parts one is seen once
-    more by the first piece, on the rank that has both.
+    If one sequence fills a micro-batch, its last piece sees the whole sequence. The rank with the last of the
+    2 C pieces also has the first, whose keys count twice.
     """
     a, ranks = work.architecture, work.parallel.context_parallel_size
     if ranks == 1:
@@ -328,14 +328,14 @@ def _keys_seen(work: Workload, tokens: int) -> int:
 
 
 def _head(work: Workload, tokens: int, table: int) -> int:
-    """Return the bytes of the head if every token is trained: logits, gradients of what made them."""
+    """Return the bytes of the head if every token is trained: logits, and gradients of their inputs."""
     a, tp = work.architecture, work.parallel.tensor_model_parallel_size
-    if a.value_head:  # it reads hidden states in float32
+    if a.value_head:  # reads float32 hidden states
         return 2 * tokens * a.hidden * 4
     logits = min(tokens * padded_vocabulary(a.vocabulary, tp) // tp * work.item, LOGITS_MOST_BYTES)
     weight = 0 if work.adapters.rank else table * work.item
     if weight and work.item < 4 and not work.optimizer.grad_reduce_in_fp32:
-        weight += 4 * table  # it is added up in float32 first
+        weight += 4 * table  # the gradient is first summed in float32
     return logits + weight + 2 * tokens * a.hidden * work.item
 
 
@@ -345,7 +345,7 @@ def _output_table(work: Workload) -> int:
 
 
 def _adapter_parameters(work: Workload, stage: int) -> int:
-    """Return the parameters of this rank's adapters: A and B of each target of its layers."""
+    """Return the number of parameters of this rank's adapters: A and B of each target of its layers."""
     return (
         work.layers_of(stage)
         * work.adapters.rank
@@ -354,7 +354,7 @@ def _adapter_parameters(work: Workload, stage: int) -> int:
 
 
 def _dropped_bytes(work: Workload, tokens: int) -> int:
-    """Return the bytes of the adapters' inputs after dropout, with their masks, that a layer keeps."""
+    """Return the bytes of the adapters' inputs after dropout, with masks, that a layer stores."""
     width = (
         sum(inputs for inputs, _ in adapted_sizes(work.architecture, work.adapters))
         if work.adapters.dropout

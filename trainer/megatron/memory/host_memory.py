@@ -1,4 +1,4 @@
-"""Computes from the settings the host memory of `megatron` ranks. No torch here."""
+"""Computes the host memory of `megatron` ranks from the settings. Does not import torch."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -19,14 +19,14 @@ from trainer.memory.host import STATE_BYTES, ExpectedHostMemory, HostRun, transf
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostWorkload(HostRun[Workload]):
-    """Run of `megatron` ranks."""
+    """Host workload of `megatron` ranks."""
 
     def expected(self) -> ExpectedHostMemory:
-        """Return the memory of the host that takes the most."""
+        """Return the memory of the host with the highest total."""
         return max((_host_bytes(self, host) for host in range(self.hosts)), key=lambda found: found.total)
 
     def alternatives(self) -> Iterator[tuple[str, "HostWorkload"]]:
-        """Yield settings that may take less memory and the run with them, the cheapest first."""
+        """Yield settings that may need less memory, each with its workload, cheapest first."""
         work = self.work
         parallel = replace(work.parallel, use_distributed_optimizer=True)
         distributed = replace(work, parallel=parallel)
@@ -37,14 +37,14 @@ class HostWorkload(HostRun[Workload]):
 
 
 def _host_bytes(given: HostWorkload, host: int) -> ExpectedHostMemory:
-    """Return the memory of one host: its ranks follow each other, and ranks of a stage do, too."""
+    """Return the memory of one host. Hosts have consecutive ranks, and so do pipeline stages."""
     optimizer = transfers = checkpoint = model = 0
     ranks = range(host * given.ranks, (host + 1) * given.ranks)
     for work, rank in product(given.work.models, ranks):
         place = work.layout.place_of(rank)
         stepped = stepped_of_stage(work, place.pp)
         if work.parallel.use_distributed_optimizer or place.dp == place.cp == 0:
-            checkpoint += stepped * STATE_BYTES  # of what several ranks have, the first one writes it
+            checkpoint += stepped * STATE_BYTES  # replicated state is written by the first rank
         model += _device_bytes(given, work, place.pp)
         if work.optimizer.cpu_offload:
             optimizer += stepped * STATE_BYTES
@@ -59,7 +59,7 @@ def _host_bytes(given: HostWorkload, host: int) -> ExpectedHostMemory:
 
 
 def _device_bytes(given: HostWorkload, work: Workload, stage: int) -> int:
-    """Return the bytes of a rank that are on the host because it has no device, or not always."""
+    """Return a rank's bytes of models in host memory: without a device, or while offloaded."""
     found, resting = memory_of_stage(work, 1, stage), sum(frozen_bytes(work, stage, offload=True))
     if not given.on_gpu:
         return found.parameters + found.gradients + found.optimizer + resting

@@ -1,9 +1,9 @@
-"""Steps AdamW on masters and moments in host memory, without a copy on the device.
+"""Runs AdamW on masters and moments in host memory, without copies on the device.
 
-Results are the same as of the optimizer on the device; so are the checkpoints, and a run may change from one
-to the other.
+Results and checkpoints equal those of the optimizer on the device, so a run may switch between the two.
 
-megatron's own HybridDeviceOptimizer needs CUDA, and with bfloat16 its precision-aware distributed optimizer.
+megatron's own HybridDeviceOptimizer needs CUDA and, for bfloat16, megatron's precision-aware distributed
+optimizer.
 """
 
 import trainer.megatron.cpu  # noqa: F401 (before megatron-core)
@@ -29,14 +29,14 @@ from trainer.megatron.parallel import Position
 
 @dataclass(frozen=True, slots=True, eq=False)
 class MasterSlice(HostSlice):
-    """This rank's slice of a parameter: all of it, or its share with the distributed optimizer.
+    """This rank's slice of a parameter: the whole parameter or, with the distributed optimizer, a share.
 
-    Its master is shaped as the parameter if it is all of it, else [stop - start].
+    The master has the parameter's shape for a whole parameter, otherwise [stop - start].
     """
 
     start: int
     stop: int
-    """In the flat parameter."""
+    """Range in the flat parameter."""
 
     @property
     def values(self) -> torch.Tensor:
@@ -45,17 +45,17 @@ class MasterSlice(HostSlice):
 
     @property
     def gradient(self) -> torch.Tensor:
-        """The slice of its gradient, on the device, in the type that gradients are added up in."""
+        """The slice of the gradient, on the device, in the dtype of gradient reduction."""
         return self.parameter.main_grad.view(-1)[self.start : self.stop]  # type: ignore[attr-defined]
 
     @property
     def is_of_experts(self) -> bool:
-        """Whether the parameter is a stack of experts, whose copies are on other ranks than of all else."""
+        """Whether the parameter is a stack of experts, which has other replicas than other parameters."""
         return not getattr(self.parameter, "allreduce", True)
 
 
 class HostOptimizer(Optimizer):
-    """AdamW with clipping, in host memory; the interface is `Optimizer`'s."""
+    """AdamW with clipping, in host memory; implements the interface of `Optimizer`."""
 
     def __init__(
         self,
@@ -66,10 +66,10 @@ class HostOptimizer(Optimizer):
         *,
         apart: bool = False,
     ) -> None:
-        """Build on the wrapped chunks, whose weights must be loaded; arguments as in `Optimizer`.
+        """Build on wrapped chunks with loaded weights; arguments as in `Optimizer`.
 
         Raises:
-            SettingsError: masters are to be where an engine reads them.
+            SettingsError: an engine would read the masters on the device.
         """
         if apart:
             raise SettingsError(
@@ -80,7 +80,7 @@ class HostOptimizer(Optimizer):
         self._chunks, self._distributed = list(chunks), is_distributed(position)
         self._parameters, self._fills = {}, True
         ordered = list(_slices(self._chunks, distributed=self._distributed))
-        # megatron's rule: neither norms nor biases decay
+        # as in megatron, norms and biases have no weight decay
         decayed = [part for part in ordered if part.parameter.ndim > 1]
         others = [part for part in ordered if part.parameter.ndim == 1]
         self._slices = [*decayed, *others]
@@ -133,13 +133,13 @@ class HostOptimizer(Optimizer):
         experts = [part for part in self._slices if part.is_of_experts]
         if self._distributed:
             return self._norm_of([*dense, *experts], mpu.get_intra_distributed_optimizer_instance_group())
-        # each rank steps all that it has, and other ranks have other experts
+        # each rank updates all of its parameters, and other ranks have other experts
         dense_norm = self._norm_of(dense, mpu.get_model_parallel_group())
         expert_norm = self._norm_of(experts, mpu.get_expert_tensor_model_pipeline_parallel_group())
         return math.sqrt(dense_norm**2 + expert_norm**2) if expert_norm else dense_norm
 
     def _norm_of(self, parts: Sequence[MasterSlice], group: dist.ProcessGroup) -> float:
-        """Return the norm of the gradients of some slices and of those on the other ranks of a group."""
+        """Return the norm of the gradients of some slices over all ranks of a group."""
         norms = [
             torch.linalg.vector_norm(part.gradient, dtype=torch.float32)
             for part in parts
@@ -153,7 +153,7 @@ class HostOptimizer(Optimizer):
 
 
 def _slices(chunks: Sequence[Any], *, distributed: bool) -> Iterator[MasterSlice]:
-    """Yield this rank's slices in the order of the model, in which versions are exported, too."""
+    """Yield this rank's slices in model order, which is also the export order."""
     for chunk in chunks:
         yield from _shares(chunk) if distributed else _wholes(chunk)
 
@@ -166,7 +166,7 @@ def _wholes(chunk: Any) -> Iterator[MasterSlice]:
 
 
 def _shares(chunk: Any) -> Iterator[MasterSlice]:
-    """Yield what this rank has of each parameter: an equal range of each of megatron's buckets."""
+    """Yield this rank's share of each parameter: equal ranges of megatron's buckets."""
     for buffer in (*chunk.buffers, *chunk.expert_parallel_buffers):
         group = buffer.data_parallel_group
         for bucket in buffer.buckets:

@@ -1,4 +1,7 @@
-"""Lists the layouts of some GPUs in which a model fits, by the expected peak of a step. No torch here."""
+"""Lists the layouts in which a model fits on some GPUs, by the expected peak of a step.
+
+Does not import torch.
+"""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -12,33 +15,33 @@ from trainer.megatron.memory.expected import Workload
 from trainer.memory.expected import USED_SHARE, ExpectedMemory, largest_budget
 
 TENSOR_RANKS = (1, 2, 4, 8)
-"""Tensor ranks exchange activations in every layer, so they are on one host."""
+"""Candidate numbers of tensor ranks. They exchange activations in every layer, so they share a host."""
 
 
 @dataclass(frozen=True, slots=True)
 class FittingLayout:
-    """A layout in which a step fits, and its largest micro-batch."""
+    """Layout in which a step fits, with its largest micro-batch."""
 
     parallel: ParallelConfig
     tokens: int
     """Largest micro-batch of a rank, tokens."""
     memory: ExpectedMemory
-    """Expected memory with that micro-batch."""
+    """Expected memory with the largest micro-batch."""
 
     @property
     def model_ranks(self) -> int:
-        """Ranks that share one copy of the model."""
+        """Number of ranks that share one copy of the model."""
         return self.parallel.world_size // self.parallel.data_parallel_size
 
 
 def fitting_layouts(work: Workload, gpus: int, gpu_bytes: int, sample_tokens: int) -> list[FittingLayout]:
-    """Return the layouts of all GPUs that fit, the ones with the fewest ranks a model first.
+    """Return the fitting layouts of all GPUs, those with the fewest ranks per model first.
 
     Args:
-        work: the run; tensor, pipeline, data and expert ranks of its layout are replaced.
-        gpus: GPUs of the trainer.
-        gpu_bytes: memory of one GPU, bytes. A peak may take `USED_SHARE` of it.
-        sample_tokens: longest sample, prompt included, which a micro-batch has to hold.
+        work: workload of the run. The tensor, pipeline, data and expert ranks of its layout are ignored.
+        gpus: number of GPUs of the trainer.
+        gpu_bytes: memory of one GPU, bytes. A peak may use `USED_SHARE` of it.
+        sample_tokens: length of the longest sample with prompt, which must fit in a micro-batch.
     """
     fitting = []
     for parallel in _layouts(work, gpus):

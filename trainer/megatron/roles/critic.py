@@ -1,4 +1,4 @@
-"""Trains a critic with megatron-core, on the policy's ranks and in its layout, or on ranks of its own."""
+"""Trains a critic with megatron-core, on the policy's ranks and layout, or on separate ranks."""
 
 from collections.abc import Iterable
 from pathlib import Path
@@ -28,7 +28,7 @@ from trainer.storage.host_state import HostCopies, HostState
 
 
 class MegatronCritic(parallel.GroupMember, Offloadable, Critic):
-    """A Hugging Face checkpoint whose output layer is a value head."""
+    """Hugging Face checkpoint with a value head instead of its output layer."""
 
     def __init__(
         self,
@@ -43,10 +43,10 @@ class MegatronCritic(parallel.GroupMember, Offloadable, Critic):
         """Load the model. A collective.
 
         Args:
-            layout: of its ranks.
-            tokens: of a micro-batch, to begin with.
+            layout: parallel sizes of the critic's ranks.
+            tokens: initial number of tokens per micro-batch.
             model_dir: Hugging Face directory.
-            optimizer: the policy's.
+            optimizer: settings of the policy's optimizer.
             trainer: settings of the backend.
             config: settings of the critic.
 
@@ -56,7 +56,7 @@ class MegatronCritic(parallel.GroupMember, Offloadable, Critic):
         self.config, self._trainer = config, trainer
         spec = read_critic(model_dir)
         check_ranks(spec.experts, layout)
-        Layout.of(layout, spec.layers)  # refuses before ranks meet
+        Layout.of(layout, spec.layers)  # raises before ranks connect
         self._position = parallel.initialize(
             layout, trainer.device, trainer.seed, trainer.process_group_timeout_s
         )
@@ -111,7 +111,7 @@ class MegatronCritic(parallel.GroupMember, Offloadable, Critic):
 def load_critic_apart(
     spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[Critic, Replicas]:
-    """Load a critic; as `trainer.registry.make_critic_apart`. A collective.
+    """Load a critic on separate ranks; arguments as in `trainer.registry.make_critic_apart`. A collective.
 
     Raises:
         SettingsError: the model is not supported, or does not fit the layout or its devices.

@@ -1,4 +1,4 @@
-"""Holds this rank's part of a model that is never trained, in the layout of the policy."""
+"""Holds this rank's shard of a frozen model, in the layout of the policy."""
 
 import dataclasses
 from collections.abc import Sequence
@@ -23,16 +23,16 @@ from trainer.roles.row_scores import numbers_of
 
 
 def load_part(spec: FrozenSpec, position: Position, trainer: TrainerConfig, passes: OomRetry) -> FrozenModel:
-    """Load this rank's part. A collective.
+    """Load this rank's shard of a frozen model. A collective.
 
     Args:
-        spec: which model.
-        position: this rank's place in the policy's layout.
+        spec: the frozen model.
+        position: this rank's position in the policy's layout.
         trainer: dtype, and limits of a micro-batch.
-        passes: the budget of its passes.
+        passes: out-of-memory retry of the model's passes.
 
     Raises:
-        SettingsError: the model is not supported, or does not fit the layout; names the setting.
+        SettingsError: the model is not supported, or does not fit the layout. The message names the setting.
     """
     try:
         architecture, layout = _read(spec), frozen_layout(position.config)
@@ -55,10 +55,10 @@ def load_part(spec: FrozenSpec, position: Position, trainer: TrainerConfig, pass
 
 
 def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:
-    """Return the facts that the memory of frozen models on the policy's ranks depends on.
+    """Return the shapes of the frozen models on the policy's ranks, for the expected memory.
 
     Raises:
-        SettingsError: one is not supported; names the setting.
+        SettingsError: a model is not supported. The message names the setting.
     """
     shapes = []
     for spec in specs:

@@ -1,4 +1,4 @@
-"""Runs models with a value head of megatron-core, of critics and reward models."""
+"""Runs megatron-core models with a value head: critics and reward models."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from trainer.megatron.micro_batches import MicroBatch
 
 
 class ValueRunner(Runner):
-    """Runs a model over batches, in the place of log-probabilities with values."""
+    """Runner whose outputs are values instead of log-probabilities."""
 
     def _score(
         self, temperature: float, finish: Finish | None, micro: MicroBatch, hidden: torch.Tensor

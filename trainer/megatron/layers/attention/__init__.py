@@ -1,1 +1,1 @@
-"""Attention as Megatron's layers have it: with rotation, over the context ranks, with latent keys."""
+"""Attention of megatron's layers: with rotation, context parallelism, and latent keys."""

@@ -1,11 +1,11 @@
-"""Makes attention over packed sequences the core of megatron's layers.
+"""Uses attention over packed sequences as the core attention of megatron's layers.
 
-Shapes: T tokens, D size of a head's query and key, V of its value, mostly the same; heads are this tensor
-rank's.
+Shapes: T tokens, D size of a head's query and key, V size of its value, mostly V = D. Heads are the heads of
+this tensor rank.
 
-Queries of stretches behind a shared one, and of the pieces of context parallelism, see keys that lie
-elsewhere. A rank gathers keys and values of all context ranks. They are few compared with the queries that
-share them, so they are gathered whole; a ring would take less memory and more messages.
+With shared prefixes or context parallelism, queries attend to keys at other positions or ranks. A rank
+all-gathers keys and values of all context ranks. The keys are few compared with the queries that share them,
+so whole keys are gathered. A ring would need less memory and more messages.
 """
 
 from typing import Any
@@ -29,13 +29,13 @@ from megatron.core.tensor_parallel import (
 
 
 def gather_keys(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the keys and values of all context ranks, rank by rank. A collective of these.
+    """All-gather keys and values over the context ranks, ordered by rank. A collective of the context ranks.
 
-    Both go in one message. In the backward pass their gradients are added up over the ranks that saw them.
+    Keys and values share one message. The backward pass sums their gradients over the ranks.
 
     Args:
-        key: [T, kv heads, D], of this rank's tokens, with rotation.
-        value: [T, kv heads, any size], of this rank's tokens.
+        key: [T, kv heads, D], rotated keys of this rank's tokens.
+        value: [T, kv heads, any size], values of this rank's tokens.
 
     Returns:
         Keys [C T, kv heads, D] and values [C T, kv heads, any size].
@@ -50,7 +50,7 @@ def gather_keys(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, t
 
 
 def sum_over_context_ranks(values: torch.Tensor) -> torch.Tensor:
-    """Return the sum of every context rank's array; every rank's use of it adds to the gradients of all."""
+    """Return the sum of an array over the context ranks; gradients of all ranks' uses are summed, too."""
     group = mpu.get_context_parallel_group()
     mine = copy_to_tensor_model_parallel_region(values, group)
     total: torch.Tensor = reduce_from_tensor_model_parallel_region(mine, group)
@@ -58,7 +58,7 @@ def sum_over_context_ranks(values: torch.Tensor) -> torch.Tensor:
 
 
 class PackedAttention(MegatronModule):
-    """Attention of a training layer; it also rotates queries and keys, so that recomputing it keeps less."""
+    """Core attention for training. Includes the rotation, so recomputation stores less."""
 
     def __init__(self, config: TransformerConfig, terms: AttentionTerms, **unused: Any) -> None:
         super().__init__(config=config)
@@ -88,5 +88,5 @@ class PackedAttention(MegatronModule):
     def rotated(
         self, query: torch.Tensor, key: torch.Tensor, sequences: RotarySequences
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys rotated for their positions."""
+        """Return queries and keys, rotated by position."""
         return sequences.angles[self.terms.rope].rotate(query, key)

@@ -1,10 +1,11 @@
 """Computes multi-head latent attention (MLA; DeepSeek-V2, arXiv 2405.04434) over packed sequences.
 
-megatron's own refuses packed sequences without TransformerEngine. Keys and values are expanded for all heads,
-as in a prefill: in training they have no cache whose size would matter.
+megatron's MLA does not support packed sequences without TransformerEngine. Keys and values are expanded for
+all heads, as in a prefill: in training, there is no cache to keep small.
 
-Shapes: T tokens, t of them on this rank (all without sequence parallelism); H hidden size; D of a head's
-query and key, whose last R carry the position; V of a head's value; heads are this tensor rank's.
+Shapes: T tokens, t of them on this rank (t = T without sequence parallelism); H hidden size; D size of a
+head's query and key, whose last R dimensions encode the position; V size of a head's value. Heads are the
+heads of this tensor rank.
 """
 
 from functools import partial
@@ -27,15 +28,15 @@ from trainer.megatron.layers.dense import RMSNorm, by_heads, joining_heads
 from trainer.megatron.layers.tensor_parallel import whole_parameter
 
 EPS = 1e-6
-"""Epsilon of the norms of low rank: transformers has it fixed, regardless of `rms_norm_eps`."""
+"""Epsilon of the low-rank norms; fixed in transformers, independent of `rms_norm_eps`."""
 
 
 class LatentAttention(MegatronModule):
-    """Self-attention of a layer. Tensor ranks split the heads; each makes the vectors of low rank itself.
+    """Self-attention of a layer. Tensor ranks split the heads, and each computes the low-rank vectors itself.
 
-    The gradient of a tensor that all ranks have is whole on each of them without sequence parallelism,
-    because the layers and regions after it add up the ranks' parts. With it each rank has the gradient of its
-    own tokens, and marks make megatron add these up.
+    Without sequence parallelism, every rank has the full gradient of replicated tensors, because later layers
+    and regions sum over ranks. With sequence parallelism, each rank has the gradient of its own tokens, and
+    parameter attributes make megatron sum the gradients.
     """
 
     def __init__(
@@ -47,7 +48,7 @@ class LatentAttention(MegatronModule):
         rotary_factor: float,
         **unused: Any,
     ) -> None:
-        """Make the layer's parameters, uninitialized; other arguments as of its core."""
+        """Create the layer's parameters, uninitialized; other arguments as in `LatentCore`."""
         super().__init__(config=config)
         self.latent = latent
         hidden, heads = config.hidden_size, config.num_attention_heads
@@ -74,7 +75,7 @@ class LatentAttention(MegatronModule):
         packed_seq_params: RotarySequences,
         **unused: Any,
     ) -> Any:
-        """Map [t, 1, H] to the same shape; returns it with None, as megatron does where there is no bias."""
+        """Map [t, 1, H] to the same shape; return the output and None, megatron's convention without bias."""
         tensors = self._queries(hidden_states), *self._keys_and_values(hidden_states)
         attention: Any = self.core_attention
         core = partial(attention, attention_mask=None, packed_seq_params=packed_seq_params)
@@ -91,14 +92,14 @@ class LatentAttention(MegatronModule):
         return queries.view(len(queries), -1, self.latent.head_dim)
 
     def _keys_and_values(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return [T, heads, D], not yet rotated, and [T, heads, V]."""
+        """Return unrotated keys [T, heads, D] and values [T, heads, V]."""
         sizes = self.latent
         low, positioned = self.linear_kv_down_proj(hidden).split([sizes.kv_rank, sizes.rope], dim=-1)
         expanded = self.linear_kv_up_proj(self.kv_layernorm(low))[0]
         keys, values = expanded.view(len(expanded), -1, sizes.nope + sizes.value).split(
             [sizes.nope, sizes.value], dim=-1
         )
-        # Each rank uses it for its heads only, so its gradient is a sum over the ranks.
+        # Each rank uses `positioned` only for its own heads, so its gradient is a sum over the ranks.
         if self.config.sequence_parallel:
             positioned = gather_from_sequence_parallel_region(positioned)
         else:
@@ -107,7 +108,7 @@ class LatentAttention(MegatronModule):
 
 
 class LatentCore(PackedAttention):
-    """Attention of queries and keys that are rotated in their last dimensions only."""
+    """Core attention with rotation of only the last dimensions of queries and keys."""
 
     def __init__(
         self, config: TransformerConfig, terms: AttentionTerms, latent: Latent, rotary_factor: float
@@ -115,10 +116,11 @@ class LatentCore(PackedAttention):
         """Bind to a layer.
 
         Args:
-            config: the model's.
-            terms: of the layer.
+            config: megatron's configuration of the model.
+            terms: attention terms of the layer.
             latent: sizes of the attention.
-            rotary_factor: yarn's, of the rotated dimensions alone, so that it cannot be part of the scale.
+            rotary_factor: yarn's factor of the rotated dimensions; not of all, so it cannot be part of the
+                scale.
         """
         super().__init__(config, terms)
         self.latent, self.rotary_factor = latent, rotary_factor
@@ -135,7 +137,7 @@ class LatentCore(PackedAttention):
 
 
 class ReplicatedLinear(torch.nn.Module):
-    """A linear layer that every tensor rank has whole, without a bias."""
+    """Linear layer without bias, replicated on every tensor rank."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()

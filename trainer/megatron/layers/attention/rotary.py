@@ -1,6 +1,6 @@
-"""Computes rotary position embeddings, once for a micro-batch, and describes its sequences with them.
+"""Computes rotary position embeddings once per micro-batch, as part of its packed-sequence metadata.
 
-Shapes: T tokens, D head size, R dimensions of a head that are rotated.
+Shapes: T tokens, D head size, R rotated dimensions of a head.
 """
 
 import functools
@@ -18,19 +18,19 @@ from trainer.megatron.layers.experts.balance import RoutedTokens
 
 @dataclass(frozen=True, slots=True)
 class Angles:
-    """Cosine and sine of the angles of tokens."""
+    """Cosine and sine of the rotation angles of tokens."""
 
     cos: torch.Tensor
-    """[..., 1, R], on the device: of the angles of each token's position, from 0 in every sequence."""
+    """[..., 1, R], on the device: cosines for each token's position, from 0 in every sequence."""
     sin: torch.Tensor
-    """Shaped as `cos`: negative for the first dimension of each pair, which takes minus the second one."""
+    """Shaped as `cos`. Negative for the first dimension of each pair, from which the second is subtracted."""
     interleaved: bool = False
     """See `Rotary`."""
 
     def rotate(self, query: torch.Tensor, key: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return queries and keys [..., heads, D] rotated; what comes after the first R stays as it is.
+        """Return rotated queries and keys [..., heads, D]. Only the first R dimensions change.
 
-        On a GPU one compiled kernel does each of the two directions, for any number of tokens.
+        On a GPU, one compiled kernel each for forward and backward supports any number of tokens.
         """
         if not query.is_cuda:
             return _rotate(query, key, self.cos, self.sin, self.interleaved)
@@ -41,7 +41,7 @@ class Angles:
 
 @dataclass(frozen=True, slots=True)
 class Rotary:
-    """A rotary embedding on a device."""
+    """Rotary embedding on a device."""
 
     frequencies: torch.Tensor
     """float32 [R / 2]."""
@@ -49,9 +49,9 @@ class Rotary:
     """longrope: frequencies of sequences longer than `original`."""
     original: int = 0
     factor: float = 1.0
-    """Factor of the rotated vectors; 1 where it is part of the scale of the scores."""
+    """Factor of the rotated vectors; 1 if it is part of the scale of the scores."""
     interleaved: bool = False
-    """Whether dimension 2 i is paired with 2 i + 1; else i with i + R / 2."""
+    """Whether dimension 2 i is paired with 2 i + 1; otherwise i with i + R / 2."""
 
     @classmethod
     def of(cls, rope: Rope, head_dim: int, device: torch.device) -> "Rotary":
@@ -67,8 +67,8 @@ class Rotary:
 
         Args:
             positions: integers [T], on the device.
-            lengths: integers [T], on the device: tokens of the sequence that each is of.
-            dtype: the queries' and keys'.
+            lengths: integers [T], on the device: length of each token's sequence.
+            dtype: dtype of queries and keys.
         """
         cos, sin = rotation(positions, self.frequencies, torch.float32)
         if self.long is not None:
@@ -82,7 +82,7 @@ class Rotary:
         return Angles(cos, sin, self.interleaved)
 
     def halves(self, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return cosine and sine of each angle once, float32 [T, R / 2], of sequences that end there."""
+        """Return cosine and sine of each angle once, float32 [T, R / 2]; sequences end at `positions`."""
         found = self.angles(positions, positions + 1, torch.float32)
         each = slice(None, None, 2) if self.interleaved else slice(len(self.frequencies))
         return found.cos[:, 0, each], -found.sin[:, 0, each]
@@ -91,8 +91,8 @@ class Rotary:
 def inverse_frequencies(rope: Rope, dimensions: int, *, long: bool = False) -> torch.Tensor:
     """Return the rotary frequencies, float32 [R / 2].
 
-    llama3 and yarn: long wavelengths are stretched by `factor`, short ones kept, those between interpolated.
-    longrope: each is divided by a factor of its own, by another one in `long` sequences.
+    llama3 and yarn: long wavelengths are stretched by `factor`, short ones kept, and wavelengths between are
+    interpolated. longrope: each frequency is divided by its own factor; `long` sequences have other factors.
     """
     exponents = torch.arange(0, dimensions, 2, dtype=torch.int64).float() / dimensions
     frequencies = 1.0 / rope.theta**exponents
@@ -112,10 +112,10 @@ def inverse_frequencies(rope: Rope, dimensions: int, *, long: bool = False) -> t
 
 
 def _kept_by_yarn(rope: Rope, dimensions: int) -> torch.Tensor:
-    """Return the share of each frequency that stays (Peng et al. 2023, arXiv 2309.00071), float32 [R / 2].
+    """Return the weight of each original frequency (Peng et al. 2023, arXiv 2309.00071), float32 [R / 2].
 
-    It falls from 1 to 0 between the dimensions that turn `beta_fast` and `beta_slow` times in the original
-    context.
+    The weight falls from 1 to 0 between the dimensions that rotate `beta_fast` and `beta_slow` times within
+    the original context.
     """
 
     def dimension(turns: float) -> float:
@@ -139,7 +139,7 @@ def rotation(
 
 
 def _pair_dim(interleaved: bool) -> int:
-    """Return the dimension of a pair's two members, where R is unflattened into pairs."""
+    """Return the pair dimension after R is unflattened into pairs."""
     return -1 if interleaved else -2
 
 
@@ -152,7 +152,7 @@ def _rotate(
 def _rotated(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor, interleaved: bool) -> torch.Tensor:
     dimensions = cos.size(-1)
     turned, rest = x[..., :dimensions], x[..., dimensions:]
-    # a flip, and signs in the sine: concatenated halves are read twice in the compiled kernel
+    # a flip and signs in the sine, because the compiled kernel would read concatenated halves twice
     pairs = turned.unflatten(-1, (-1, 2) if interleaved else (2, -1))
     partners = pairs.flip(_pair_dim(interleaved)).flatten(-2)
     turned = turned * cos + partners * sin
@@ -166,15 +166,15 @@ def _compiled() -> Callable[..., tuple[torch.Tensor, torch.Tensor]]:
 
 @dataclass(frozen=True, slots=True)
 class RotarySequences(PackedSequences):
-    """Sequences and the angles of their tokens; megatron hands it to every layer as `packed_seq_params`."""
+    """Packed sequences with rotation angles; megatron passes them to every layer as `packed_seq_params`."""
 
     angles: tuple[Angles, ...] = ()
-    """Angles of the tokens, for each rotary embedding of the model; positions are from 0 in every whole
+    """Angles of the tokens per rotary embedding of the model. Positions start at 0 in every whole
     sequence."""
     routed: RoutedTokens | None = None
-    """What routers have to know of the tokens; None where no layer has experts."""
+    """Token metadata for routers; None without experts."""
     qkv_format: str = "thd"
-    """megatron's name of the packed format: it drops the dimension of the batch before attention."""
+    """megatron's name of the packed format, for which megatron drops the batch dimension before attention."""
 
 
 def packed_sequences(
@@ -185,15 +185,15 @@ def packed_sequences(
     *,
     segmented: bool,
 ) -> RotarySequences:
-    """Describe sequences for the device of the rotary embeddings; see `PackedSequences.of`.
+    """Describe sequences on the device of the rotary embeddings; see `PackedSequences.of`.
 
     Args:
         lengths: tokens of each sequence.
-        rotaries: the model's.
-        dtype: the queries' and keys'.
-        keys: keys that the sequences see, on the host, if they are pieces of longer ones; then those for
-            layers that do not attend to keys apart, if there are both kinds.
-        segmented: whether attention goes by segments.
+        rotaries: rotary embeddings of the model.
+        dtype: dtype of queries and keys.
+        keys: visible keys, on the host, if the sequences are pieces of longer sequences. With two kinds of
+            layers, the second entry is for layers that copy keys.
+        segmented: whether attention runs by segments.
     """
     device = rotaries[0].frequencies.device
     sizes = torch.tensor(lengths)

@@ -1,15 +1,15 @@
 """Computes layers whose MLP is a choice of experts for each token.
 
-`layer.ExpertLayer` is what a layer spec names; it makes an `ExpertMLP` (or a class that derives from it) of a
-router and the experts of this rank:
+A layer spec names `layer.ExpertLayer`, which builds an `ExpertMLP` (or a subclass) from a router and this
+rank's experts:
 
     experts and weights of each token    router.ExpertRouter(x [T, H], RoutedTokens | None) -> Routing
     rows sorted by expert                dispatch.ExpertOrder.rows_of(x) -> [R, H]
     to the ranks of the experts          dispatch.Exchange.send
-    what experts compute                 layer.LocalExperts(rows [R, H], rows of each expert [L]) -> [R, H],
+    outputs of the experts               layer.LocalExperts(rows [R, H], rows of each expert [L]) -> [R, H],
     back, and summed for each token      dispatch.Exchange.give_back, ExpertOrder.combine
 
-A family with another choice extends `router.scores_of`, `choose` and `weights_of`, by fields of
-`families.experts.Experts`; one with other experts overrides `ExpertMLP.make_experts`. Where
-`RoutedTokens.experts` is set, routers choose these.
+A family with another routing rule extends `router.scores_of`, `choose` and `weights_of`, with new fields of
+`families.experts.Experts`. A family with other experts overrides `ExpertMLP.make_experts`. If
+`RoutedTokens.experts` is set, routers use these experts.
 """

@@ -1,7 +1,7 @@
-"""Describes a micro-batch's tokens to routers, and keeps a step's tokens spread over the experts.
+"""Describes a micro-batch's tokens to routers, and balances a step's tokens over the experts.
 
-Shapes: T tokens of this rank, S rows of the micro-batch (samples, or branches of them), E experts of the
-layer, k of them for a token.
+Shapes: T tokens of this rank, S rows of the micro-batch (samples or branches of samples), E experts of the
+layer, k of them per token.
 """
 
 from collections.abc import Sequence
@@ -18,27 +18,27 @@ from trainer.megatron.families.experts import Experts
 
 @dataclass(frozen=True, slots=True)
 class RoutedTokens:
-    """Rows that a rank's tokens belong to. Shapes: T tokens of this rank, S rows, N tokens of them.
+    """Assignment of a rank's tokens to rows. Shapes: T tokens of this rank, S rows, N tokens of rows.
 
-    A row is a sample, or a branch of one. A token that is computed once for several rows counts in each, and
-    padding in none.
+    A row is a sample or a branch of a sample. A token computed once for several rows counts in each row;
+    padding counts in none.
     """
 
     places: torch.Tensor
-    """int64 [N], on the device: which of this rank's tokens each token of a row is."""
+    """int64 [N], on the device: index of each row token among this rank's tokens."""
     rows: torch.Tensor
-    """int64 [N], on the device: which row."""
+    """int64 [N], on the device: row of each token."""
     weights: torch.Tensor
-    """float32 [S], on the device: weight of a token of each row in a mean over the samples of a step of means
-    over the tokens of all their rows."""
+    """float32 [S], on the device: weight of each row's tokens in the mean over the step's samples of the
+    means over each sample's tokens."""
     lengths: torch.Tensor
-    """float32 [S], on the device: tokens of each row over all ranks."""
+    """float32 [S], on the device: number of tokens of each row over all ranks."""
     experts: torch.Tensor | None = None
-    """int64 [layers with experts, T, k], on the device: the experts that every router has to choose, -1 where
-    it chooses itself; None: it does everywhere."""
+    """int64 [layers with experts, T, k], on the device: experts that routers must use, -1 where they choose;
+    None: routers always choose."""
 
     def __len__(self) -> int:
-        """Return S."""
+        """Return the number of rows, S."""
         return len(self.weights)
 
 
@@ -58,15 +58,14 @@ def routed_tokens(
 
     Args:
         lengths: tokens of each of the S rows, over all ranks.
-        rows: int64 [N]: the row, from 0, of each token of a row that this context rank has.
-        places: int64 [N]: which of its tokens it is.
-        size: tokens that this context rank has, with padding behind.
-        samples: number in the whole step; at least 1.
+        rows: int64 [N]: row index, from 0, of each row token on this context rank.
+        places: int64 [N]: index of each row token among this context rank's tokens.
+        size: number of tokens on this context rank, including padding at the end.
+        samples: number of samples of the whole step; at least 1.
         shares: float32 [S]: each row's share of its sample's tokens; None: each row is a sample.
-        experts: int16 [tokens without padding, layers with experts, k]: their recorded experts, if
-            routers are to choose these again.
-        part: number of this rank among the ranks that divide these tokens into equal pieces.
-        parts: so many pieces.
+        experts: int16 [tokens without padding, layers with experts, k]: recorded experts to replay, if any.
+        part: index of this rank among the ranks that split these tokens equally.
+        parts: number of these ranks.
     """
     whole = torch.tensor(lengths, dtype=torch.float32).clamp_min(1)
     weights = 1 / (whole * max(samples, 1))
@@ -82,10 +81,10 @@ def routed_tokens(
 
 
 def set_balance(config: Any, experts: Experts, trainer: TrainerConfig) -> None:
-    """Set the coefficients in megatron's `config`, from which routers take them.
+    """Set the balancing coefficients in megatron's `config`, which routers read.
 
     Raises:
-        SettingsError: the model has no experts that could be balanced so.
+        SettingsError: the model has no router biases to update.
     """
     if trainer.moe_router_bias_update_rate and not experts.bias:
         raise SettingsError(
@@ -98,12 +97,12 @@ def set_balance(config: Any, experts: Experts, trainer: TrainerConfig) -> None:
 
 
 def tokens_by_sample(chosen: torch.Tensor, experts: int, tokens: RoutedTokens) -> torch.Tensor:
-    """Count the tokens of each row by chosen expert; padding is not counted.
+    """Count the tokens of each row by chosen expert, without padding.
 
     Args:
         chosen: int64 [T, k].
         experts: E.
-        tokens: of this rank.
+        tokens: metadata of this rank's tokens.
 
     Returns:
         float32 [S, E].
@@ -122,17 +121,17 @@ def auxiliary_loss(
 ) -> torch.Tensor:
     """Return this rank's summand of the balancing loss of a layer.
 
-    It is the mean over the samples of the step of E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961,
-    equations 4 to 6, for each sequence), f_e being the share of the row's choices that expert e got and P_e
-    the mean of its score. A sample of several rows has their mean, each by its share of the tokens. Rows are
-    the same in every layout, and so is the loss.
+    The loss is the mean over the step's samples of E * sum_e f_e P_e (Switch Transformer, arXiv 2101.03961,
+    equations 4 to 6, per sequence). f_e is expert e's share of the row's choices, P_e its mean score. A
+    sample with several rows has their mean, weighted by their shares of its tokens. Rows do not depend on the
+    layout, so neither does the loss.
 
     Args:
-        scores: float32 [T, E], with a sum of 1 for each token.
-        counts: float32 [S, E]: what `tokens_by_sample` returns.
-        tokens: of this rank.
+        scores: float32 [T, E], summing to 1 for each token.
+        counts: float32 [S, E]: result of `tokens_by_sample`.
+        tokens: metadata of this rank's tokens.
         per_token: k.
-        group: ranks that have other tokens of the same samples; None: there are none.
+        group: ranks with other tokens of the same samples; None: there are no such ranks.
     """
     if group is not None:
         dist.all_reduce(counts, group=group)
@@ -142,34 +141,33 @@ def auxiliary_loss(
 
 
 def z_loss(logits: torch.Tensor, tokens: RoutedTokens) -> torch.Tensor:
-    """Return this rank's summand of the mean of the squared log-sum-exp of the logits, float32 [T, E].
+    """Return this rank's summand of the mean squared log-sum-exp of the logits, float32 [T, E].
 
-    ST-MoE, arXiv 2202.08906, equation 5; the mean is over the samples of the step, of means over their
-    tokens.
+    ST-MoE, arXiv 2202.08906, equation 5. The mean is over the step's samples, of the means over their tokens.
     """
     squares = torch.logsumexp(logits, -1).square()
     return (squares[tokens.places] * tokens.weights[tokens.rows]).sum()
 
 
 def updated_bias(bias: torch.Tensor, loads: torch.Tensor, rate: float) -> torch.Tensor:
-    """Return the biases of a layer's choice after a step, without a loss (arXiv 2408.15664, algorithm 1).
+    """Return a layer's updated expert biases for loss-free balancing (arXiv 2408.15664, algorithm 1).
 
     Args:
         bias: [E].
-        loads: [E]: tokens that each expert got in the whole step.
-        rate: by how much a bias changes.
+        loads: [E]: tokens per expert in the whole step.
+        rate: absolute change of each bias.
     """
     return bias + rate * torch.sign(loads.mean() - loads).to(bias.dtype)
 
 
 def extremes(loads: torch.Tensor) -> tuple[float | None, float | None]:
-    """Return the largest and the smallest load of an expert in any layer, relative to an even one.
+    """Return the largest and the smallest expert load in any layer, relative to an even load.
 
     Args:
-        loads: [layers, E]: tokens that each expert got, 0 in layers without experts.
+        loads: [layers, E]: tokens per expert, 0 in layers without experts.
 
     Returns:
-        (None, None) if there are none.
+        (None, None) if all loads are 0.
     """
     sparse = loads[loads.any(-1)].double()
     if not len(sparse):
@@ -179,7 +177,7 @@ def extremes(loads: torch.Tensor) -> tuple[float | None, float | None]:
 
 
 def loads_by_layer(loads: Sequence[tuple[int, torch.Tensor]], layers: int, experts: int) -> torch.Tensor:
-    """Arrange the loads (layer, [E]) of this rank's layers as float64 [layers, E], 0 for others."""
+    """Arrange the loads (layer, [E]) of this rank's layers as float64 [layers, E], 0 for other layers."""
     table = torch.zeros(layers, experts, dtype=torch.float64)
     for layer, load in loads:
         table[layer] += load.double().cpu()

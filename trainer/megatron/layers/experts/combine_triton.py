@@ -1,6 +1,6 @@
-"""Combines the outputs of each token's experts, and computes the gradients, on a GPU, reading rows once.
+"""Combines the expert outputs of each token on a GPU, and computes the gradients, reading each row once.
 
-Shapes: T tokens, H hidden size, k experts of a token; R = T k rows.
+Shapes: T tokens, H hidden size, k experts per token; R = T k rows.
 """
 
 # mypy: disable-error-code="no-untyped-def"
@@ -14,11 +14,11 @@ BLOCK = 1024
 def combine(
     rows: torch.Tensor, places: torch.Tensor, weights: torch.Tensor | None, copies: int
 ) -> torch.Tensor:
-    """Return the sum of each token's rows, [T, H], added up in float32.
+    """Return the sum of each token's rows, [T, H], accumulated in float32.
 
     Args:
         rows: [R, H], contiguous.
-        places: int64 [R]: places in `rows` of the first token's k rows, then of the next one's.
+        places: int64 [R]: indices into `rows`, k per token, ordered by token.
         weights: [T, k], contiguous: factors of the rows; None: 1.
         copies: k.
     """
@@ -45,10 +45,8 @@ def combine_backward(
     """Return the gradients of `combine` with respect to rows, [R, H], and weights, [T, k].
 
     Args:
-        grad: [T, H], contiguous: the gradient of the combined rows.
-        rows: as in `combine`.
-        places: as in `combine`.
-        weights: as in `combine`.
+        grad: [T, H], contiguous: gradient of the combined rows.
+        rows, places, weights: as in `combine`.
     """
     rows_grad, weights_grad = torch.empty_like(rows), torch.empty_like(weights)
     if len(rows):

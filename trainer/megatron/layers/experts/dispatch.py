@@ -1,7 +1,7 @@
-"""Sends rows to the ranks that have their experts, and what these make of them back.
+"""Sends rows to the ranks of their experts, and returns the outputs.
 
-Shapes: T tokens of this rank, H hidden size, E experts of the layer, k of them for a token; R = T k rows, one
-for each expert of each token. A group has P ranks with different experts times Q that share each expert.
+Shapes: T tokens of this rank, H hidden size, E experts of the layer, k of them per token; R = T k rows, one
+per token and chosen expert. A group has P Q ranks: P with different experts, times Q that share each expert.
 """
 
 from typing import Any
@@ -14,13 +14,13 @@ from trainer.layers.attention.visible import to_device
 
 
 class ExpertOrder:
-    """The order of rows by expert, within an expert by token."""
+    """Order of rows by expert, then by token."""
 
     def __init__(self, chosen: torch.Tensor, experts: int) -> None:
-        """Sort.
+        """Sort the rows.
 
         Args:
-            chosen: int64 [T, k]: the experts of each token.
+            chosen: int64 [T, k]: experts of each token.
             experts: E.
         """
         rows = chosen.flatten()
@@ -28,15 +28,15 @@ class ExpertOrder:
         self.index = rows.argsort(stable=True)
         self.inverse = _inverse(self.index)
         self.counts = torch.zeros(experts, dtype=torch.int64, device=rows.device)
-        """int64 [E], on the device: rows of each expert."""
+        """int64 [E], on the device: number of rows per expert."""
         self.counts.scatter_add_(0, rows, torch.ones_like(rows))
 
     def rows_of(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the rows [R, H] of tokens [T, H], sorted."""
+        """Return the sorted rows [R, H] of tokens [T, H]."""
         return _take(x, self.index, self.inverse, self.copies)
 
     def combine(self, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-        """Return for each token the weighted sum of its rows, [T, H].
+        """Return the weighted sum of each token's rows, [T, H].
 
         Args:
             rows: [R, H], sorted.
@@ -50,19 +50,19 @@ class ExpertOrder:
 
 
 class Exchange:
-    """The way of sorted rows to the ranks of their experts and back. Gradients go the same way.
+    """All-to-all exchange of sorted rows with the ranks of their experts. The backward pass exchanges gradients.
 
-    Each of the Q ranks that share an expert gets all of its rows, and puts out a summand of the result.
+    Each of the Q ranks that share an expert receives all of its rows, and computes a summand of the result.
     """
 
     def __init__(self, counts: torch.Tensor, size: int, copies: int, group: dist.ProcessGroup) -> None:
-        """Let all ranks know how much they will get. A collective; the host waits for the device.
+        """Exchange the row counts. A collective that synchronizes host and device.
 
         Args:
-            counts: int64 [E], on the device: rows of this rank for each expert.
+            counts: int64 [E], on the device: number of this rank's rows per expert.
             size: P.
             copies: Q.
-            group: the P Q ranks; ranks that share experts are neighbours.
+            group: group of the P Q ranks; ranks that share experts are adjacent.
         """
         self.group, self._copies = group, copies
         sent = counts.view(size, -1).repeat_interleave(copies, 0)
@@ -71,7 +71,7 @@ class Exchange:
         to, of = torch.stack([sent, received]).cpu()
         self._sent, self._received = to.sum(1).tolist(), of.sum(1).tolist()
         self.counts = of.sum(0)
-        """int64 [E / P], on the host: rows of each expert of this rank."""
+        """int64 [E / P], on the host: number of rows per expert of this rank."""
         experts = torch.arange(of.size(1)).repeat(of.size(0)).repeat_interleave(of.flatten())
         self._index = to_device(experts.argsort(stable=True), counts.device)
         self._inverse = _inverse(self._index)
@@ -85,7 +85,7 @@ class Exchange:
         return _take(received, self._index, self._inverse, 1)
 
     def give_back(self, rows: torch.Tensor) -> torch.Tensor:
-        """Return what became of this rank's own rows, in the order in which they were sent."""
+        """Return the outputs of this rank's own rows, in the order in which they were sent."""
         rows = _take(rows, self._inverse, self._index, 1)
         rows = all_to_all(self.group, rows, self._sent, self._received)
         if self._copies == 1:
@@ -96,7 +96,7 @@ class Exchange:
 
 
 class _Take(torch.autograd.Function):
-    """Rows in another order, some of them several times; the gradient is a sum in a fixed order, too."""
+    """Gather of rows, possibly with repetition. The gradient is a sum in a fixed order."""
 
     @staticmethod
     def forward(
@@ -118,7 +118,7 @@ class _Take(torch.autograd.Function):
 
 
 class _Combine(torch.autograd.Function):
-    """`ExpertOrder.combine` on a GPU."""
+    """Autograd function of `ExpertOrder.combine` on a GPU."""
 
     @staticmethod
     def forward(ctx: Any, rows: torch.Tensor, weights: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -136,7 +136,7 @@ class _Combine(torch.autograd.Function):
 
 
 def _kernels() -> Any:
-    """Return the module of kernels, which only GPU hosts can import."""
+    """Return the module of kernels, which only hosts with a GPU can import."""
     from trainer.megatron.layers.experts import combine_triton
 
     return combine_triton

@@ -1,7 +1,7 @@
-"""Defines the layer whose MLP is a choice of experts for each token, and the experts, stacked on a rank.
+"""Defines the layer whose MLP is a choice of experts per token, and the stacked experts of a rank.
 
 Shapes: S, B leading dimensions; T = S B tokens of this rank, H hidden size; E experts of the layer, L of them
-on a rank; k experts for a token; F width of an expert, F' columns of it on a rank.
+on a rank; k experts per token; F width of an expert, F' columns of it on a rank.
 """
 
 from typing import Any
@@ -21,13 +21,14 @@ from trainer.megatron.layers.layer import Layer
 from trainer.megatron.layers.tensor_parallel import empty_parameter, whole_parameter
 
 ALIGNED = 8
-"""Sizes of bfloat16 matrices that torch's grouped product takes are multiples of it: 16 bytes."""
+"""Sizes of bfloat16 matrices in torch's grouped product must be multiples of this number: 16 bytes."""
 
 
 def stack(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
     """Return an uninitialized parameter of experts.
 
-    The mark makes megatron add up its gradients over the ranks with the same experts, and step it apart.
+    An attribute makes megatron reduce its gradients over the ranks with the same experts, and update it
+    separately.
     """
     parameter = empty_parameter(config, *shape)
     parameter.allreduce = False  # type: ignore[attr-defined]
@@ -35,12 +36,12 @@ def stack(config: TransformerConfig, *shape: int) -> torch.nn.Parameter:
 
 
 def expert_products(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Return [R, m]; on a GPU in bfloat16 by one kernel, elsewhere expert by expert.
+    """Return the products [R, m]: with one kernel on a GPU in bfloat16, otherwise one product per expert.
 
     Args:
         rows: [R, n], sorted by expert.
         weights: [L, m, n].
-        counts: int64 [L]: rows of each expert, on the host or on the device.
+        counts: int64 [L]: number of rows per expert, on the host or on the device.
     """
     if rows.is_cuda and counts_stay_on_device(rows.dtype, *weights.shape[1:]):
         return grouped(rows, weights, counts)
@@ -48,36 +49,36 @@ def expert_products(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Ten
 
 
 def counts_stay_on_device(dtype: torch.dtype, *sizes: int) -> bool:
-    """Return whether a GPU multiplies matrices of these sizes without the host knowing the rows of each."""
+    """Return whether a GPU multiplies matrices of these sizes without the row counts on the host."""
     return dtype is torch.bfloat16 and not any(size % ALIGNED for size in sizes)
 
 
 def grouped(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute `expert_products` by torch's grouped product; the host does not wait for the device."""
+    """Compute `expert_products` with torch's grouped product, without synchronizing host and device."""
     ends = counts.to(rows.device, non_blocking=True).cumsum(0).int()
     return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 
 
 def one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
-    """Compute `expert_products` with a product for each expert: what `grouped` must equal."""
+    """Compute `expert_products` with one product per expert; the reference of `grouped`."""
     parts = rows.split(counts.tolist())
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
 
 
 def clamped_swiglu(x: torch.Tensor, limit: float, alpha: float) -> torch.Tensor:
-    """Return (up + 1) * gate * sigmoid(alpha * gate) of [..., 2 F], in which gate and up alternate.
+    """Return (up + 1) * gate * sigmoid(alpha * gate) of [..., 2 F], where gate and up columns alternate.
 
-    The gate is bounded by `limit` above, up by it on both sides.
+    `limit` bounds the gate from above, and up from both sides.
     """
     gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
     return (up + 1) * gate * torch.sigmoid(alpha * gate)
 
 
 class ClampedExperts(torch.nn.Module):
-    """This rank's experts, as the checkpoint has them: `fc1` [L, H, 2 F'], `fc2` [L, F', H], and biases.
+    """This rank's experts in the checkpoint's format: `fc1` [L, H, 2 F'], `fc2` [L, F', H], and biases.
 
-    `fc1_bias` is [L, 2 F']. Ranks that share experts add up what they put out, so each has its part of
-    `fc2_bias` [L, H] and adds that.
+    `fc1_bias` is [L, 2 F']. The outputs of ranks that share experts are summed, so each rank has and adds
+    only its part of `fc2_bias` [L, H].
     """
 
     def __init__(self, config: TransformerConfig, experts: Experts) -> None:
@@ -104,12 +105,12 @@ class ClampedExperts(torch.nn.Module):
 
 
 def _biases_of_rows(biases: torch.Tensor, counts: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """Return for each row the bias of its expert, [R, n] of [L, n]."""
+    """Return the bias of each row's expert, [R, n], from biases [L, n]."""
     return biases.repeat_interleave(counts.to(rows.device, non_blocking=True), 0, output_size=len(rows))
 
 
 class ExpertLayer(Layer):
-    """A layer whose MLP is an `ExpertMLP`; in a spec its `mlp` is empty."""
+    """Layer with an `ExpertMLP`; its `mlp` in a spec is empty."""
 
     def __init__(
         self,
@@ -120,14 +121,14 @@ class ExpertLayer(Layer):
         mlp: type["ExpertMLP"] | None = None,
         **others: Any,
     ) -> None:
-        """Build it.
+        """Build the layer.
 
         Args:
-            config: megatron's.
-            experts: the model's.
-            layer: its number in the whole model.
-            mlp: class of the MLP, `ExpertMLP` or what derives from it.
-            others: what `Layer` takes.
+            config: megatron's configuration of the model.
+            experts: numbers of the model's experts.
+            layer: index of the layer in the whole model.
+            mlp: class of the MLP, `ExpertMLP` or a subclass.
+            others: arguments of `Layer`.
         """
         super().__init__(config=config, **others)
         self.mlp = (mlp or ExpertMLP)(config, experts, layer)
@@ -137,15 +138,15 @@ class ExpertLayer(Layer):
     ) -> Any:
         """Compute the layer.
 
-        The router's data about the tokens goes to the MLP as megatron's `padding_mask`, the only argument
-        that it hands over, also where it recomputes the MLP.
+        The routers' token metadata is passed to the MLP as megatron's `padding_mask`, the only argument that
+        megatron forwards even when it recomputes the MLP.
         """
         others["padding_mask"] = None if packed_seq_params is None else packed_seq_params.routed
         return super().forward(hidden_states, packed_seq_params=packed_seq_params, **others)
 
 
 class LocalExperts(torch.nn.Module):
-    """This rank's experts, a stack for each projection: `fc1` [L, 2 F', H], gate first; `fc2` [L, H, F']."""
+    """This rank's experts, stacked per projection: `fc1` [L, 2 F', H], gate first; `fc2` [L, H, F']."""
 
     def __init__(self, config: TransformerConfig, experts: Experts) -> None:
         super().__init__()
@@ -160,16 +161,16 @@ class LocalExperts(torch.nn.Module):
 
         Args:
             rows: [R, H], sorted by expert.
-            counts: int64 [L]: rows of each expert, on the host or on the device.
+            counts: int64 [L]: number of rows per expert, on the host or on the device.
 
         Returns:
-            [R, H]: this rank's summand, if others share its experts.
+            [R, H]: this rank's summand, if other ranks share its experts.
         """
         return expert_products(swiglu(expert_products(rows, self.fc1, counts)), self.fc2, counts)
 
 
 class SharedGate(torch.nn.Module):
-    """Weight of the shared MLP for each token: a sigmoid of one product."""
+    """Weight of the shared MLP for each token: the sigmoid of a dot product."""
 
     def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
@@ -181,10 +182,10 @@ class SharedGate(torch.nn.Module):
 
 
 class ExpertMLP(torch.nn.Module):
-    """Router, experts, and the exchange between them, plus an MLP for all tokens if the model has one.
+    """Router, experts, and their exchange, plus the shared MLP if the model has one.
 
-    Every token is computed, for any number of tokens that choose an expert. Tensor ranks that all have the
-    same tokens, as in generation, share the matrices of every expert: each makes a summand for all tokens.
+    No token is dropped, for any number of tokens per expert. Tensor ranks with the same tokens, as in
+    generation, split the matrices of every expert, and each computes a summand for all tokens.
     """
 
     def __init__(self, config: TransformerConfig, experts: Experts, layer: int) -> None:
@@ -199,17 +200,17 @@ class ExpertMLP(torch.nn.Module):
         self.sums = config.tensor_model_parallel_size > 1 and not config.sequence_parallel
 
     def make_experts(self, config: TransformerConfig, experts: Experts) -> torch.nn.Module:
-        """Return this rank's experts; called as (rows sorted by expert, rows of each expert)."""
+        """Return this rank's experts, a module of (rows sorted by expert, number of rows per expert)."""
         return (ClampedExperts if experts.swiglu_limit else LocalExperts)(config, experts)
 
     def forward(
         self, hidden_states: torch.Tensor, padding_mask: RoutedTokens | None = None
     ) -> tuple[torch.Tensor, None]:
-        """Map [S, B, H] to the same shape, and no bias.
+        """Map [S, B, H] to the same shape, and None as bias.
 
         Args:
-            hidden_states: inputs.
-            padding_mask: describes the tokens, see `ExpertLayer`.
+            hidden_states: inputs of the MLP.
+            padding_mask: metadata of the tokens, see `ExpertLayer`.
         """
         x = hidden_states.flatten(0, 1)
         routing = self.router(x, padding_mask)

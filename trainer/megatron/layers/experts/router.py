@@ -1,6 +1,6 @@
-"""Chooses the experts of each token and their weights, records the choice, and checks records to replay.
+"""Chooses the experts of each token and their weights, records the choice, and validates recorded choices.
 
-Shapes: T tokens of this rank, H hidden size, E experts of the layer, k of them for a token.
+Shapes: T tokens of this rank, H hidden size, E experts of the layer, k of them per token.
 
 Routing replay: arXiv 2510.11370.
 """
@@ -23,32 +23,32 @@ from trainer.megatron.layers.tensor_parallel import whole_parameter
 
 @dataclass(frozen=True, slots=True)
 class Routing:
-    """Choice of a router."""
+    """Choice of a router for its tokens."""
 
     experts: torch.Tensor
     """int64 [T, k]."""
     weights: torch.Tensor
-    """float32 [T, k]: factor of what each of them puts out."""
+    """float32 [T, k]: factor of each chosen expert's output."""
 
 
 class ExpertRouter(torch.nn.Module):
-    """The router of one layer, the same on every rank.
+    """Router of one layer, replicated on every rank.
 
-    Scores are computed in float32 of logits in the parameters' dtype, as Hugging Face and vLLM do. In
-    sequence-parallel regions each tensor rank has other tokens: the mark on the weight makes megatron add up
-    its gradient.
+    Scores are float32, computed from logits in the parameters' dtype, as in Hugging Face and vLLM. In
+    sequence-parallel regions, tensor ranks have different tokens, and an attribute of the weight makes
+    megatron sum its gradient.
     """
 
     loads: torch.Tensor
-    """float32 [E]: how many tokens of this rank chose each expert in training passes since `forget`."""
+    """float32 [E]: this rank's tokens per expert in training passes since `forget`."""
 
     def __init__(self, config: TransformerConfig, experts: Experts, layer: int) -> None:
-        """Make it with an uninitialized weight.
+        """Create the router with an uninitialized weight.
 
         Args:
-            config: megatron's, also for the coefficients of balancing.
-            experts: the model's.
-            layer: its number in the whole model.
+            config: megatron's configuration, including the balancing coefficients.
+            experts: numbers of the model's experts.
+            layer: index of the layer in the whole model.
         """
         super().__init__()
         self.config, self.experts, self.layer = config, experts, layer
@@ -63,11 +63,11 @@ class ExpertRouter(torch.nn.Module):
         self.loads = torch.zeros(self.experts.count, device=self.weight.device)
 
     def forward(self, x: torch.Tensor, tokens: RoutedTokens | None) -> Routing:
-        """Route [T, H].
+        """Route tokens [T, H].
 
         Args:
             x: inputs of the layer's experts.
-            tokens: describes them; None: loads are neither counted nor balanced.
+            tokens: metadata of the tokens; None: loads are neither counted nor balanced.
         """
         logits = self._logits(x)
         scores = scores_of(logits, self.experts)
@@ -76,13 +76,13 @@ class ExpertRouter(torch.nn.Module):
             given = tokens.experts[self.experts.sparse_layers_before(self.layer)]
             chosen = torch.where(given >= 0, given, chosen)
         weights = weights_of(scores, chosen, self.experts)
-        # Where layers are recomputed only the second pass has gradients, so it alone counts.
+        # With recomputation, only the second pass has gradients, so only that pass is counted.
         if tokens is not None and torch.is_grad_enabled():
             weights = self._balanced(weights, logits, scores, chosen, tokens)
         return Routing(chosen, weights)
 
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
-        """Return float32 [T, E]."""
+        """Return the router's logits, float32 [T, E]."""
         weight, bias = self.weight, self.logit_bias
         if not self.experts.precise:
             return F.linear(x, weight, bias).float()
@@ -96,7 +96,7 @@ class ExpertRouter(torch.nn.Module):
         chosen: torch.Tensor,
         tokens: RoutedTokens,
     ) -> torch.Tensor:
-        """Count the choices, and return weights that carry the gradients of balancing losses."""
+        """Count the choices; return the weights with the gradients of the balancing losses attached."""
         counts = tokens_by_sample(chosen, self.experts.count, tokens)
         self.loads += counts.sum(0)
         if self.config.moe_aux_loss_coeff:
@@ -112,15 +112,15 @@ class ExpertRouter(torch.nn.Module):
 
 
 def scores_of(logits: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Return float32 [T, E] of logits float32 [T, E]."""
+    """Return the scores, float32 [T, E], of logits, float32 [T, E]."""
     return torch.softmax(logits, -1) if experts.scoring == "softmax" else torch.sigmoid(logits)
 
 
 def choose(scores: torch.Tensor, experts: Experts, bias: torch.Tensor | None = None) -> torch.Tensor:
-    """Return the experts of each token, int64 [T, k], by scores [T, E] and their bias, [E].
+    """Return the experts of each token, int64 [T, k], chosen by scores [T, E] plus bias [E].
 
-    Where experts are in groups, only those of a token's best groups are chosen from (DeepSeek-V2 and V3,
-    arXiv 2405.04434 and 2412.19437).
+    With groups of experts, only the experts of a token's best groups can be chosen (DeepSeek-V2 and V3, arXiv
+    2405.04434 and 2412.19437).
     """
     scores = scores.detach()
     if bias is not None:
@@ -135,7 +135,7 @@ def choose(scores: torch.Tensor, experts: Experts, bias: torch.Tensor | None = N
 
 
 def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> torch.Tensor:
-    """Return the weights of the experts `chosen` (int64 [T, k]), float32 [T, k], by scores [T, E]."""
+    """Return the weights, float32 [T, k], of `chosen` experts (int64 [T, k]) from scores [T, E]."""
     weights = scores.gather(-1, chosen)
     if experts.normalized:
         weights = weights / weights.sum(-1, keepdim=True)
@@ -143,20 +143,20 @@ def weights_of(scores: torch.Tensor, chosen: torch.Tensor, experts: Experts) -> 
 
 
 def _ranks_of_samples(config: TransformerConfig) -> dist.ProcessGroup | None:
-    """Return the ranks that have other tokens of the same samples; None if there are none."""
+    """Return the ranks with other tokens of the same samples; None if there are no such ranks."""
     if config.sequence_parallel:
         return mpu.get_tensor_and_context_parallel_group()
     return mpu.get_context_parallel_group() if config.context_parallel_size > 1 else None
 
 
 class RouterRecorder:
-    """The experts of the last forward pass."""
+    """Recorder of the experts chosen in the last forward pass."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Put hooks on the routers of a model that is on this rank as a whole.
+        """Register hooks on the routers of a model that is entirely on this rank.
 
         Raises:
-            SettingsError: it has none.
+            SettingsError: the model has no routers.
         """
         self._chosen: list[torch.Tensor] = []
         routers = [module for module in model.modules() if isinstance(module, ExpertRouter)]
@@ -166,7 +166,7 @@ class RouterRecorder:
             router.register_forward_hook(self._record)
 
     def take(self) -> torch.Tensor:
-        """Return the experts of all tokens of the last pass and forget them.
+        """Return and clear the experts of all tokens of the last pass.
 
         int64 [tokens, layers with experts, k], on the host.
         """
@@ -182,11 +182,11 @@ def check_recorded(recorded: torch.Tensor | None, experts: Experts, layers: int)
 
     Args:
         recorded: [t, L, K], see `Batch.experts`.
-        experts: the model's.
-        layers: of the model.
+        experts: numbers of the model's experts.
+        layers: number of layers of the model.
 
     Raises:
-        TetherError: there are none, or they are another model's; names their shape.
+        TetherError: experts are not recorded, or are from another model. The message names their shape.
     """
     if recorded is None:
         raise TetherError(
