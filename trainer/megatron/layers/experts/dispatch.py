@@ -50,7 +50,7 @@ class ExpertOrder:
 
 
 class Exchange:
-    """All-to-all exchange of sorted rows with the ranks of their experts. The backward pass exchanges gradients.
+    """All-to-all exchange of sorted rows with the ranks of their experts, and of gradients in backward.
 
     Each of the Q ranks that share an expert receives all of its rows, and computes a summand of the result.
     """
