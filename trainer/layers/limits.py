@@ -6,7 +6,7 @@ LOGITS_CHUNK_BYTES = {"cpu": 1 << 26, "cuda": 1 << 30}
 """Device -> size of a chunk of logits, bytes."""
 LOGITS_KEPT_BYTES = {"cpu": 1 << 30, "cuda": 6 << 30}
 """Device -> largest size of a micro-batch's logits that are kept for the backward pass, bytes. Larger logits
-are recomputed. That costs a third more arithmetic in the output layer, the largest part of a small model's."""
+are recomputed. That costs a third more arithmetic in the output layer, the largest part of a small model."""
 LOGITS_MOST_BYTES = max(LOGITS_KEPT_BYTES["cuda"], 2 * LOGITS_CHUNK_BYTES["cuda"])
 """Maximum memory of logits on a GPU: kept logits, or two consecutive chunks."""
 SCORES_CHUNK_BYTES = 1 << 28
