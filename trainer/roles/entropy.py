@@ -1,6 +1,7 @@
 """Adapts the entropy bonus of a run to a target, from step to step and in checkpoints."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -62,10 +63,14 @@ class EntropyControl:
         self.bonus = EntropyBonus.first(config)
 
     def note(self, updates: list[StepStats]) -> None:
-        """Follow the measurements of a step's updates; the mean over their tokens counts."""
-        measured = [u for u in updates if u.entropy is not None]
-        tokens = sum(u.trained_tokens for u in measured)
-        total = sum((u.entropy or 0.0) * u.trained_tokens for u in measured)
+        """Follow the measurements of a step's updates; the mean over their tokens counts.
+
+        An update that was skipped for numbers that are not finite may have measured one.
+        """
+        found = [(u.entropy, u.trained_tokens) for u in updates if u.entropy is not None]
+        measured = [(entropy, tokens) for entropy, tokens in found if math.isfinite(entropy)]
+        tokens = sum(tokens for _, tokens in measured)
+        total = sum(entropy * tokens for entropy, tokens in measured)
         self.bonus = self.bonus.after(total / tokens if tokens else None, self._config)
 
     def added_to(self, state: HostState) -> HostState:
