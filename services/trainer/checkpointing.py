@@ -28,6 +28,7 @@ from services.trainer.uploads import FINISH_S, Destination, HubModel, RemoteRun,
 from trainer.execution.commands import ExportCommand, SaveCommand
 from trainer.lora import save_adapter
 from trainer.storage.call_store import CallStore
+from trainer.storage.checkpoints import NAME
 from trainer.storage.hf_export import finish_hf, shards_of
 from trainer.storage.remote import RemoteDirectory
 from trainer.storage.stored import MissingRecords
@@ -137,6 +138,13 @@ class Checkpointer:
         """Have a complete checkpoint copied, unless an earlier trainer has done so."""
         for uploader in self._uploaders:
             await self._in_thread(uploader.resume, version, self._run.spool, self._export_of(version))
+
+    async def remove_exports_after(self, version: int) -> None:
+        """Remove exports of later versions than the one that the run continues from: it makes others."""
+        for export in self._export_of(version).parent.glob("step_*"):
+            found = NAME.fullmatch(export.name)
+            if found and int(found[1]) > version:
+                await self._in_thread(_remove_export, export)
 
     async def finish(self) -> None:
         """Wait until no write is in progress.

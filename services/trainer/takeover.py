@@ -60,6 +60,7 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
     model = await _replay(run, runner, status, start, initial)
     if model is None or not await ledger.resume(run.epoch, status.version, model.digest):
         model = await _rewind(run, runner, status, checkpoint, initial)
+    await checkpointer.remove_exports_after(model.version)
     if checkpoint is None and model.version == 0:  # so that there is always one to go back to
         await checkpointer.save(0, model.digest, status.sequence)
     elif checkpoint is not None and checkpoint.version:

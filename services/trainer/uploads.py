@@ -14,7 +14,7 @@ import time
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import count, takewhile
 from pathlib import Path
 from typing import ClassVar, Protocol
 
@@ -211,6 +211,7 @@ class Uploader:
         shutil.rmtree(self._staged, ignore_errors=True)  # of a trainer that was killed
         self._to, self._held, self._metrics = destination, held, metrics
         self._newest = 0
+        self._stages = count()
         self._changed = threading.Condition()
         self._waiting: Job | None = None
         self._copying: Job | None = None
@@ -236,26 +237,26 @@ class Uploader:
         """
         if self._to.needs_export and not export.is_dir():
             return
-        stage = self._staged / f"step_{version:08d}"
+        # in a place of its own: a copy of the same version may be in the making
+        stage = self._staged / str(next(self._stages)) / f"step_{version:08d}"
         self._newest = version
         self._note(version, QUEUED)
         try:
-            shutil.rmtree(stage, ignore_errors=True)
             stage.mkdir(parents=True)
             files = self._to.stage(stage, version, spool, export)
         except (TetherError, OSError) as error:
             self._fail(version, str(error))
-            shutil.rmtree(stage, ignore_errors=True)
+            shutil.rmtree(stage.parent, ignore_errors=True)
             return
         with self._changed:
             self._held.add(version)
-            if (late := self._waiting) is not None:
+            late, self._waiting = self._waiting, Job(version, files, stage, export)
+            if late is not None:
                 self._release(late)
                 self._metrics.count(f"{self._to.name}.skipped")
                 log.warning(
                     "%s.skipped version=%d reason=a newer one is complete", self._to.name, late.version
                 )
-            self._waiting = Job(version, files, stage, export)
             self._changed.notify_all()
 
     def warnings(self) -> tuple[str, ...]:
@@ -342,5 +343,7 @@ class Uploader:
                 note_copy(self._run_dir, self._to.name, CopyState(version, problem, self._to.place))
 
     def _release(self, job: Job) -> None:
-        self._held.discard(job.version)
-        shutil.rmtree(job.staged, ignore_errors=True)
+        others = (other for other in (self._waiting, self._copying) if other not in (None, job))
+        if all(other.version != job.version for other in others):
+            self._held.discard(job.version)
+        shutil.rmtree(job.staged.parent, ignore_errors=True)

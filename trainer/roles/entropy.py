@@ -1,6 +1,7 @@
 """Adapts the entropy bonus of a run to a target, after each step and across checkpoints."""
 
 import json
+import math
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
@@ -61,10 +62,14 @@ class EntropyControl:
         self.bonus = EntropyBonus.first(config)
 
     def note(self, updates: list[StepStats]) -> None:
-        """Adapt the bonus to the token-weighted mean entropy of a step's updates."""
-        measured = [u for u in updates if u.entropy is not None]
-        tokens = sum(u.trained_tokens for u in measured)
-        total = sum((u.entropy or 0.0) * u.trained_tokens for u in measured)
+        """Adapt the bonus to the token-weighted mean entropy of a step's updates.
+
+        Non-finite entropies, which a skipped update may have, are ignored.
+        """
+        found = [(u.entropy, u.trained_tokens) for u in updates if u.entropy is not None]
+        measured = [(entropy, tokens) for entropy, tokens in found if math.isfinite(entropy)]
+        tokens = sum(tokens for _, tokens in measured)
+        total = sum(entropy * tokens for entropy, tokens in measured)
         self.bonus = self.bonus.after(total / tokens if tokens else None, self._config)
 
     def added_to(self, state: HostState) -> HostState:

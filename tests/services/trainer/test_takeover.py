@@ -17,15 +17,17 @@ from services.bus.broadcast import Broadcaster
 from services.runtime import writing
 from services.runtime.process import Process
 from services.runtime.writing import StoppedWaiting
+from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import ModelVersion, OpenRun
-from services.trainer.takeover import reclaim
+from services.trainer.takeover import reclaim, take_over
 from tests.contracts.ledger_rig import Driver, MemoryRig
 from tests.integration.loop import settings_for
 from tests.small_disks import small_disk
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import TrainerConfig
 from trainer.roles.models import RankModels
+from trainer.storage.checkpoints import Checkpoints
 from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
 from trainer.weights.files import disk_sender, http_sender
@@ -45,7 +47,8 @@ async def holding(tmp_path: Path, *overrides: str) -> AsyncIterator[Held]:
         make = http_sender if settings.weights.url else disk_sender
         runner = ModelRunner(models, make(settings.weights, tmp_path), thread, engine_dtype="float32")
         async with Broadcaster(WEIGHTS, run="r", incarnation="trainer", config=settings.bus) as broadcaster:
-            run = OpenRun(process, "e1", spool, None, None, None, broadcaster)  # type: ignore[arg-type]
+            checkpoints = Checkpoints(settings.run_dir / "checkpoints", keep=2)
+            run = OpenRun(process, "e1", spool, None, checkpoints, None, broadcaster)  # type: ignore[arg-type]
             await driver.scored(3)
             manifest = await runner.publish("e1", 0)
             yield run, runner, driver, ModelVersion(0, manifest.digest, manifest)
@@ -105,6 +108,18 @@ async def test_trainer_that_never_publishes_starts_again_to_have_the_initial_wei
             run, runner, model, MissingRecords({(batch[0].group, batch[0].token): "group 0: damaged"})
         )
     assert (await driver.ledger.head()).published == -1
+
+
+async def test_exports_of_versions_that_the_run_has_left_are_removed(held: Held) -> None:
+    run, runner, *_ = held
+    exports = run.process.settings.run_dir / "exports"
+    for name in ("step_00000000", "step_00000003", "adapter_step_00000003", "best_step_00000003-0f"):
+        (exports / name).mkdir(parents=True)
+    run.epoch = "e2"
+    async with Checkpointer(run, runner) as checkpointer:
+        model = await take_over(run, runner, checkpointer)
+    assert model.version == 0
+    assert sorted(path.name for path in exports.iterdir()) == ["best_step_00000003-0f", "step_00000000"]
 
 
 async def waits_of_trainer(driver: Driver) -> list[str]:

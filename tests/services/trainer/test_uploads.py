@@ -335,44 +335,42 @@ def test_an_upload_that_a_stop_cut_off_is_made_by_the_next_start(run: Run, hub: 
     assert run.end("run.hub=some-org/other") == ["version 2 is at some-org/other"]
 
 
-def hold_copies(monkeypatch: pytest.MonkeyPatch) -> threading.Event:
-    """Have copies wait for the event that is returned."""
+@pytest.fixture
+def may_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
+    """Have copies wait for the event; version 1 is being copied."""
     copy, may_copy = RemoteRun.copy, threading.Event()
-
-    def held(to: RemoteRun, job: uploads.Job) -> None:
-        assert may_copy.wait(60)
-        copy(to, job)
-
-    monkeypatch.setattr(RemoteRun, "copy", held)
-    return may_copy
-
-
-def test_a_copy_that_takes_too_long_is_reported_once_and_goes_on(
-    run: Run, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    may_copy = hold_copies(monkeypatch)
-    monkeypatch.setattr(uploads, "LATE_S", -1.0)
+    monkeypatch.setattr(RemoteRun, "copy", lambda to, job: may_copy.wait(60) and copy(to, job))
     run.save(1)
     with run.uploader._changed:
         assert run.uploader._changed.wait_for(lambda: run.uploader._copying, 60)
+    return may_copy
+
+
+@pytest.mark.parametrize("again", [0, 1, 2])
+def test_a_copy_that_takes_too_long_is_reported_once_and_goes_on(
+    run: Run, may_copy: threading.Event, again: int
+) -> None:
+    run.uploader._late_at = -1.0
     (warning,) = run.uploader.warnings()
     assert warning.startswith("the checkpoint of version 1 was not copied: it has taken ")
     assert run.uploader.warnings() == ()
     assert run.end(f"run.remote={run.url}")[0].startswith("warning: version 1 is not at ")
+    for _ in range(again):  # as after an export that found no room: one copy waits for the other
+        run.uploader.put(1, run.spool, run.directory / "exports/none")
+        assert run.checkpoints.held == {1}
     may_copy.set()
     run.uploader.finish()
     assert run.uploader.warnings() == ()
-    assert (run.counted("remote.failed"), run.counted("remote.copied")) == (1, 1)
+    assert (run.counted("remote.failed"), run.counted("remote.copied")) == (1, 1 + bool(again))
     assert run.end(f"run.remote={run.url}") == [f"version 1 is at {run.url}"]
+    RemoteDirectory(run.url).check(1)
+    assert not run.checkpoints.held
 
 
 def test_an_older_copy_that_is_complete_does_not_hide_that_a_newer_one_waits(
-    run: Run, monkeypatch: pytest.MonkeyPatch
+    run: Run, may_copy: threading.Event
 ) -> None:
-    may_copy = hold_copies(monkeypatch)
-    run.save(1)
     with run.uploader._changed:
-        assert run.uploader._changed.wait_for(lambda: run.uploader._copying, 60)
         run.save(2)
         run.uploader._ended = True  # the process ends when the first is copied
     may_copy.set()

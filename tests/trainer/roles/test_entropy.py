@@ -1,5 +1,6 @@
 """Tests the adaptive entropy bonus by hand, and in checkpoints."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -23,9 +24,13 @@ def test_the_bonus_follows_the_mean_over_the_tokens_of_a_step() -> None:
             StepStats(trained_tokens=1, entropy=0.5),
             StepStats(trained_tokens=9, entropy=0.1),
             StepStats(trained_tokens=0, skipped="nothing to train"),
+            StepStats(trained_tokens=9, skipped="the gradient's norm is nan", entropy=math.nan),
         ]
     )
     assert control.bonus == EntropyBonus(pytest.approx(0.0011), True)  # type: ignore[arg-type]
+    before = control.bonus
+    control.note([StepStats(trained_tokens=9, skipped="the gradient's norm is nan", entropy=math.nan)])
+    assert control.bonus == before
 
 
 def test_a_checkpoint_has_the_bonus(tmp_path: Path) -> None:
