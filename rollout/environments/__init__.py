@@ -1,1 +1,1 @@
-"""Provides environments. An environment turns one prompt into one sample."""
+"""Environments, each of which turns one prompt into one sample."""
