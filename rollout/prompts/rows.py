@@ -171,9 +171,7 @@ class RowSource:
         )
         self.size = self._order.size
         content = b"\n".join(encoded_prompt(p) for p in (*self._train, *self._held_out))
-        if own or len(self._held_out) < len(
-            candidates
-        ):  # `prompts.held_out` does not determine the split here
+        if own or len(self._held_out) < len(candidates):  # `prompts.held_out` does not give the split
             content += b"\0%d" % len(self._train)
         self.fingerprint = fingerprint_of(config, content)
 
