@@ -184,7 +184,7 @@ class Completion:
     """Number of prompt tokens found in the prefix cache; 0 without such a cache."""
 
     def stopped_at(self, count: int) -> "Completion":
-        """Return the completion cut to `count` tokens, with finish reason "stop"; unchanged if `count` >= T."""
+        """Return the first `count` tokens with finish reason "stop"; unchanged if `count` >= T."""
         less = len(self.tokens) - count
         if less <= 0:
             return self
