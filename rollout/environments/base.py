@@ -40,13 +40,13 @@ class Environment(ABC):
             Exception: any other error, such as a time limit of `[environment]`, fails only this attempt.
         """
 
-    def configured(self, config: EnvironmentConfig) -> None:  # noqa: B027  most environments need only their options
+    def configured(self, config: EnvironmentConfig) -> None:  # noqa: B027  most need only their options
         """Store the `[environment]` section. Called before all other methods."""
 
     def answered_by(self, engine: EngineConfig) -> None:  # noqa: B027  most environments ignore the engine
         """Store the settings of the engine that answers model calls. Called before the first sample."""
 
-    def check(self, model_dir: str) -> None:  # noqa: B027  most environments have no model-dependent options
+    def check(self, model_dir: str) -> None:  # noqa: B027  most do not depend on it
         """Check model-dependent options; may take seconds.
 
         Args:
