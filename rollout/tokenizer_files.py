@@ -41,7 +41,7 @@ class PlainTokenizer:
         return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **unused: bool) -> str:
-        """Return the text of token ids. `clean_up_tokenization_spaces` is ignored; callers never set it."""
+        """Return the text of token ids; `clean_up_tokenization_spaces` is ignored, and False in all calls."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 

@@ -1,1 +1,1 @@
-"""Environments, each of which turns one prompt into one sample."""
+"""Environments, which turn one prompt into one sample."""

@@ -5,7 +5,9 @@ the verifiers' sandbox; `bubblewrap` runs it as the ancestor of all commands.
 
 One command: reads {"command", "files", "wall_s", "output", "directory"} as JSON and writes {"said", "ended",
 "status", "files"}. `files` is the working directory as a base64 archive, packed and unpacked only in the
-sandbox. `serve`: each request and each reply is a line of JSON with `bytes`, followed by this many bytes. `one`
+sandbox.
+
+`serve`: each request and each reply is a line of JSON with `bytes`, followed by this number of bytes. `one`
 handles one such request, as root of a machine that also runs other processes.
 """
 

@@ -50,7 +50,7 @@ def _branch(
     """Return the row of a sequence of calls.
 
     Args:
-        row: calls, each of which continues the previous call.
+        row: calls that continue one another.
         context: unshared tokens of the first call's context.
         parent, shared: as in `Branch`.
         places: indices of the calls in the session.

@@ -107,7 +107,7 @@ class LoaderTrace:
 
     @property
     def unplaced(self) -> set[str]:
-        """Names of checkpoint tensors of which this rank has no shard."""
+        """Names of checkpoint tensors without a shard on this rank."""
         return self._shapes.keys() - self._copies.keys()
 
     def copies(self) -> Iterator[Copy]:

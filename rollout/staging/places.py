@@ -103,7 +103,7 @@ def needs_of(place: str, sizes: Sequence[int], largest: int, *, on_gpu: bool, sh
 
 
 def choose(room: StagingRoom, live: Iterable[torch.Tensor], largest: int, shadow: int = 0) -> StagingPlace:
-    """Return the place for staging these parameters; allocates nothing yet.
+    """Return the place for staging these parameters, before any allocation.
 
     Args:
         room: staging settings.

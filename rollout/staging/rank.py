@@ -27,7 +27,7 @@ class RankPlan(Protocol):
 
     @property
     def unplaced(self) -> Iterable[str]:
-        """Tensors of the model of which the rank has no shard."""
+        """Tensors of the model without a shard on the rank."""
 
     def calibrate(self) -> None:
         """Raise EngineError if the plan does not reproduce the live weights."""
@@ -77,7 +77,7 @@ class RankStaging:
         self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
         """Size of the live parameters that versions contain, bytes."""
         self.unplaced = sorted(plan.unplaced)
-        """Tensors of the model of which this rank has no shard."""
+        """Tensors of the model without a shard on this rank."""
 
     def divide(self, nowhere: Sequence[str]) -> None:
         """Accept versions with tensors that belong only to other ranks.

@@ -57,7 +57,7 @@ class AllRanksStaging:
         """Send each rank the tensors that belong to no rank, after all ranks have traced their loaders.
 
         Args:
-            unplaced: for each rank, the tensors of which it has no shard.
+            unplaced: for each rank, the tensors without a shard on it.
         """
         nowhere = set(unplaced[0]).intersection(*unplaced[1:])
         if any(len(names) > len(nowhere) for names in unplaced):

@@ -98,7 +98,7 @@ class PartReceiver:
             receiver.close()
 
     def _has_planned(self, manifest: WeightManifest, wanted: Wanted, place: Destination) -> bool:
-        """Plan a version; return whether plan and destinations are those of the previous version."""
+        """Plan a version; return whether the previous version had the same plan and destinations."""
         layout, boxes = layout_digest(manifest), encode_wanted(wanted)
         known = self._plans
         if (layout, boxes, place) == (known.layout, known.boxes, known.place):

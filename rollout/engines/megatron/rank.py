@@ -65,7 +65,7 @@ class RankLoaded(msgspec.Struct, frozen=True):
     pages: int
     """Number of KV cache pages."""
     unplaced: list[str]
-    """Tensors of a version of which this rank has no shard."""
+    """Tensors of a version without a shard on this rank."""
 
 
 class TensorRank:

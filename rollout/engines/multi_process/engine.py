@@ -61,7 +61,7 @@ class RequestGate:
             self._aborted.discard(request_id)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort those of the requests that are waiting."""
+        """Abort requests that are waiting; ignore others."""
         self._aborted |= self._waiting.keys() & set(request_ids)
         self.notify()
 

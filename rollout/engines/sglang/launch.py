@@ -240,7 +240,7 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         values["max-total-tokens"] = kv_tokens(config, read_config(model_dir))
     if config.enforce_eager or not on_gpu:
         flags.append("disable-cuda-graph")
-    else:  # by default SGLang captures graphs only for half of the possible batch sizes
+    else:  # by default SGLang captures graphs for half as many requests as a GPU decodes
         values["cuda-graph-max-bs-decode"] = config.max_running
     if config.enable_sleep_mode and on_gpu:
         flags.append("enable-memory-saver")

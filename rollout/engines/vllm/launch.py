@@ -325,7 +325,7 @@ def launch(arguments: dict[str, Any]) -> Any:
 
         is_served = has_server(arguments["enforce_eager"], arguments["tensor_parallel_size"])
         with forked_from_server(is_served):
-            # the usage context determines the token budget of a step: that of a server with many requests
+            # selects the token budget per step of a server with many requests
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**arguments), usage_context=UsageContext.OPENAI_API_SERVER
             )
