@@ -29,7 +29,7 @@ LINGER_MS = 1000
 MAX_SHOWN = 300
 """Characters of a server error to show."""
 NO_VARIABLE = "TETHER_SESSION_KEY"
-"""Name of an unset variable on the server, because each task has its own key. The headers contain the key; the
+"""Name of an unset variable on the server, because each task has its own key. Headers contain the key; the
 package overwrites one of them, depending on the API."""
 MAX_SOCKETS = 1 << 16
 """Maximum concurrent samples."""
