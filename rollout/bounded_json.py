@@ -30,7 +30,6 @@ def parsed_json(text: str, more: int = 0) -> Any:
     """Parse JSON, and check that the result can be serialized again.
 
     Args:
-        text: the document.
         more: values allowed in addition to `MOST_VALUES`, such as the tokens of a context.
 
     Raises:

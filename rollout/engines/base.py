@@ -33,8 +33,7 @@ class EngineConfig:
     """Section `[engine]`. Engines refuse settings that they do not support; the error names the field."""
 
     name: Annotated[str, Predicate(NameIn("rollout.engines.registry:ENGINES"))] = set_first("vllm")
-    """Engine name in `rollout/engines/registry.py`, or your own engine as `MODULE:NAME` (docs/own_code.md).
-    """
+    """Engine in `rollout/engines/registry.py`, or your own as `MODULE:NAME` (docs/own_code.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of your own engine."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
@@ -84,7 +83,7 @@ class EngineConfig:
     (file transports only). copy: device or host, whichever fits first. auto: the first of all that fits and
     that the transport allows. docs/weights.md compares the costs. sglang_jax supports only device."""
     staging_mb: Annotated[int, Interval(ge=0, le=10**9)] = 0
-    """Memory limit of the staging copy on each rank, MiB. 0: the size of the weights."""
+    """Memory limit of the staging copy on each rank, MiB. 0: no limit."""
     threads: Annotated[int, Interval(ge=1, le=4096)] = 1
     """CPU threads of the engine. auto: its share of the cores; 1 for an engine on GPU."""
     kv: KvPolicy = KvPolicy.RECOMPUTE

@@ -44,7 +44,6 @@ def read_named(adapters: Mapping[str, Path], model_dir: Path) -> dict[str, Named
 
     Args:
         adapters: name -> directory.
-        model_dir: model directory.
 
     Raises:
         SettingsError: an adapter cannot be read, is of an unsupported kind, or does not fit the model.
@@ -70,9 +69,7 @@ def write_peft(directory: Path, tensors: Mapping[str, torch.Tensor], rank: int) 
     `lora_alpha` equals the rank, because B of published adapters already includes the scaling.
 
     Args:
-        directory: target directory.
         tensors: PEFT name -> A or scaled B.
-        rank: rank of the adapter.
     """
     safetensors.torch.save_file(dict(tensors), directory / TENSORS)
     config = {

@@ -158,7 +158,6 @@ def make_engine(
     """Create the engine `config.name`, not started.
 
     Args:
-        config: engine settings.
         model_dir: directory of the model's config and, optionally, weights.
         incarnation: name of this engine in errors and logs.
         lora: adapter that versions contain, if any.

@@ -127,7 +127,6 @@ def check_request(
     """Raise if the engine cannot run a request.
 
     Args:
-        request: the request.
         vocab_size: size of the model's vocabulary.
         max_model_len: maximum length of prompt plus completion, tokens.
         running: ids of running requests.

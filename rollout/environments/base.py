@@ -29,7 +29,6 @@ class Environment(ABC):
         Cancelling the call cancels the generation in progress and releases all resources.
 
         Args:
-            prompt: the prompt.
             prompt_tokens: token ids of the prompt.
             generate: generates a continuation of tokens.
             renderer: tokenizes and detokenizes text.

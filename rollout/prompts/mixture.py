@@ -32,9 +32,7 @@ class MixtureSource:
         """Mix sources.
 
         Args:
-            names: name of each source.
             quota: places per block of each source.
-            sources: the sources.
             seed: seed of the assignment of places.
         """
         self._names, self._sources, self._seed = names, sources, seed

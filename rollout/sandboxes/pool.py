@@ -78,7 +78,6 @@ async def created(
 
     Args:
         making: creates the result; cannot be interrupted.
-        remove: removes the result.
         failed: exceptions that mean that there is no result.
     """
     task = asyncio.ensure_future(making)  # noqa: TID251  no task group: it must survive cancellation

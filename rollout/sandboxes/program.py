@@ -49,7 +49,6 @@ class SandboxedProgram:
         Args:
             url: base URL of the sample's session on this machine.
             key: API key of the session.
-            task: task of the sample.
 
         Raises:
             ProgramKilled: a signal ended the program, or its sandbox died; the next attempt replays the

@@ -81,7 +81,6 @@ class ApiServer(ABC):
             config: listen address, TLS and advertised URL.
             model: default model name of requests without one.
             prefix: path prefix of all routes.
-            apis: APIs to serve.
             body_mb: maximum request body, MiB.
             max_connections, header_s: see `LimitedListener`.
             body_s: timeout for receiving a request body, seconds.

@@ -76,7 +76,6 @@ def read_message(message: Any, where: str) -> Message:
     """Return a message of a request in chat template form.
 
     Args:
-        message: message from the request.
         where: path of the message, for errors.
 
     Raises:

@@ -171,7 +171,6 @@ class SampleRecord:
             key: lookup key of the call, see `key_of`.
             parent: number of the call whose tokens this call continues; -1: none.
             inserted: tokens between the parent's answer and this answer.
-            generate: generates the answer.
             on_replayed: callback for an answer from the record.
             sampling: as in `Call`.
 

@@ -84,10 +84,6 @@ class ServedCall:
         """Serve a pending call.
 
         Args:
-            api: API of the client.
-            request: HTTP request.
-            session: session of the call.
-            pending: the parsed call.
             name: id of the answer.
             size: request size, bytes.
         """

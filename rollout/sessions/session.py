@@ -142,7 +142,6 @@ class Session:
         A refusal changes no state.
 
         Args:
-            body: request body.
             parse: converts the decoded body to a request.
 
         Raises:

@@ -258,7 +258,6 @@ def record(
     """Run `load` on meta tensors, and record its copies and fills.
 
     Args:
-        load: loader of the model.
         parameters: all parameters of the model; tied ones may occur repeatedly.
         shapes: checkpoint name -> shape of the whole tensor.
         dtype: dtype of the meta tensors.

@@ -192,9 +192,7 @@ def check_rank(rank: int, status: RankStatus, manifest: WeightManifest) -> None:
     """Check a rank's status against the manifest that it staged.
 
     Args:
-        rank: index of the rank.
         status: status after staging has ended.
-        manifest: the version.
 
     Raises:
         WeightError: the rank failed, or staged something else; the message contains the reason.

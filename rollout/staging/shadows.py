@@ -68,7 +68,6 @@ class LayerShadow:
         """Find the tensors that the loader fills.
 
         Args:
-            processing: processing of the layer.
             shapes, recorder: see `LoaderTrace`.
             device: device of the live layer.
 
@@ -339,7 +338,6 @@ def shadowed_plan(
     Args:
         live, shapes, recorder: see `LoaderTrace`; live parameters on `meta` are inputs of `processings`.
         processings: one per processed layer, in the engine's processing order.
-        room: settings of the staging copy.
         model_dir: files that the live weights were loaded from.
 
     Raises:

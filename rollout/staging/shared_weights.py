@@ -197,7 +197,6 @@ def share_parameters(
     """Move a model's parameter objects into memory that other processes can map.
 
     Args:
-        model: the model.
         buffers: name -> buffer that the trainer compares with its own.
 
     Returns: the memory, and copies of `buffers` in it.
@@ -225,7 +224,6 @@ def describe(
 
     Args:
         shared: memory of all the tensors.
-        path: path of the file.
         parameters: checkpoint name -> live weight.
         buffers: name -> buffer that the trainer compares with its own.
 

@@ -44,8 +44,7 @@ class StagingPlan(LoaderTrace):
         """Device memory of the copy, released during sleep."""
         self._memory = ReleasableMemory(self.releasable)
         self._padding: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(part of the buffer, saved values) of padding, which versions do not contain; only while released.
-        """
+        """(part of the buffer, saved values) of padding, which versions lack; only while released."""
 
     def staging(self, *, architecture: str, tied: bool) -> Staging:
         """Return a staging that fills the buffer."""
@@ -117,7 +116,6 @@ def make_plan(
 
     Args:
         live, shapes, recorder: see `LoaderTrace`.
-        room: settings of the staging copy.
 
     Raises:
         EngineError: the plan cannot be created, or memory is insufficient.
@@ -141,7 +139,6 @@ def trace(
 
     Args:
         load, parameters, shapes, dtype: see `record`.
-        room: settings of the staging copy.
 
     Raises:
         EngineError: see `record` and `make_plan`.

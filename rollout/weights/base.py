@@ -58,8 +58,7 @@ class WeightReceiver(Protocol):
         stream. Connections are kept for the next version.
 
         Args:
-            manifest: the version.
-            wanted: disjoint boxes of its tensors.
+            wanted: disjoint boxes of the version's tensors.
             deadline_s: timeout for receiving everything, seconds.
             place: optional destinations. A receiver that copies a slice anyway may copy it to a dense
                 destination, and then yields that memory.

@@ -45,8 +45,6 @@ class ConnectedReceiver:
         """Request a version, yield the items of `receive`, and confirm the version.
 
         Args:
-            manifest: the version.
-            deadline: deadline of the version.
             receive: receives the bytes, given the sender's answer and the connection; waits for them and may
                 refuse them.
             wanted: encoded slices, see `SenderConnection.request`.

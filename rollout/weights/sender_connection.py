@@ -54,8 +54,6 @@ class SenderConnection(LineConnection):
         """Request a version and return the sender's answer.
 
         Args:
-            manifest: the version.
-            deadline: deadline of the version.
             wanted: encoded slices to send, see `encode_wanted`; transmitted only if changed since the last
                 request.
             keeps: whether this end still has the previous version, if it was confirmed on this connection.

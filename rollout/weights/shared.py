@@ -78,7 +78,6 @@ def check_held(held: torch.Tensor | None, manifest: WeightManifest) -> None:
 
     Args:
         held: version number in the masters, in the trainer's memory; None: not mapped.
-        manifest: the version.
 
     Raises:
         WeightError: the masters no longer contain the version.

@@ -74,9 +74,8 @@ class SliceVerification:
         """Add a received slice, which is referenced until its read is queued on the current stream.
 
         Args:
-            index: index of its tensor.
+            index: index of the slice's tensor.
             box: position in the tensor.
-            tensor: elements of the slice.
             copy: dense memory to copy the slice to in the same pass; complete after `launch`.
         """
         if self._received is None:

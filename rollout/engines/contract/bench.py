@@ -111,7 +111,6 @@ class Bench:
         Args:
             rows: (end, model name).
             prompt: token ids.
-            completion: completion of the prompt.
         """
         assert len(completion.logprobs) == len(completion.tokens)
         if not self.computes:

@@ -122,10 +122,6 @@ def write_shared(
     """Write the file that describes a trainer's masters.
 
     Args:
-        path: path of the file.
-        tensors: values of the masters.
-        version: version number.
-        epoch: epoch of the version.
         dtype: dtype of the version; None: dtype of the masters.
 
     Returns:

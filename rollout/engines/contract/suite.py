@@ -356,7 +356,6 @@ def assert_switched(
     """Check that tokens equal plain transformers', switched between models at the recorded tokens.
 
     Args:
-        bench: bench with the models.
         found: completions of `PROMPTS`.
         names: model names of each completion's spans.
         strict: whether a switch one token earlier or later must give other tokens.

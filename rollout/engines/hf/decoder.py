@@ -26,7 +26,6 @@ class HfDecoder:
         """Create a decoder.
 
         Args:
-            model: transformers model.
             recorder: recorder of routed experts, if wanted.
             adapters: named adapters of the model's layers, if any.
         """

@@ -31,7 +31,6 @@ class MergedStaging(Staging):
 
         Args:
             targets: weights with an adapter.
-            rank: rank of the adapter.
             base: checkpoint name -> W of each target; read-only.
             copy: destination of merged weights, in the layout of `base`.
             architecture: class name of the model in transformers.

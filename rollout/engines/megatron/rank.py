@@ -215,7 +215,6 @@ def main(directory: Path, file: int, rank: int, ranks: int) -> None:
         directory: directory of the ranks' sockets and rendezvous file.
         file: descriptor of the file that rank 0 shares with the engine.
         rank: index of this rank.
-        ranks: number of ranks.
     """
     exit_with_parent(lambda _: os._exit(1))
     part = TensorRank(directory, file, rank, ranks)

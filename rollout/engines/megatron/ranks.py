@@ -42,10 +42,6 @@ class RankedModel:
         """Start the ranks and load the model.
 
         Args:
-            config: engine settings.
-            settings: settings of each rank.
-            architecture: architecture of the model.
-            name: engine name, for errors.
             loop: event loop of the engine.
 
         Raises:

@@ -90,7 +90,6 @@ class MultiProcessEngine(Engine):
         """Create an engine that is not started.
 
         Args:
-            config: engine settings.
             model_dir: directory of the model's config and weights.
             incarnation: name of this engine in errors and logs.
             lora: adapter that versions contain, if any.

@@ -114,7 +114,6 @@ def plan_of(
         layers_of: returns the processed layers in the engine's processing order. Its argument is the set of
             live parameters whose values differ from the loader's.
         shapes, dtype: see `record`.
-        room: settings of the staging copy.
         model_dir: files that the live weights were loaded from.
 
     Raises:
@@ -148,7 +147,6 @@ def processings(
 
     Args:
         model: model of the engine.
-        rules: rules of the engine.
         is_processed: (layer, its original parameters, whether a live value differs from the loader's) ->
             whether the layer is processed.
         differing: names of live parameters whose values differ from the loader's.

@@ -52,8 +52,6 @@ class RankProcesses:
 
         Args:
             module: module that serves a rank.
-            config: engine settings.
-            name: engine name, for errors.
             loop: event loop of the connections.
             file: descriptor that the ranks inherit.
             python: interpreter of the ranks; empty: this interpreter.

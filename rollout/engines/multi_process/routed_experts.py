@@ -70,7 +70,6 @@ def recorded_experts(
     Missing rows at the end of an aborted request are unknown, too.
 
     Args:
-        request_id: id of the request.
         rows: [inputs, layers of the model, K] as reported by the engine; None: not reported.
         mixture: expert layout of the model.
         inputs: number of prompt and generated tokens, without the last one.

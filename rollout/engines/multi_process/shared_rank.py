@@ -49,7 +49,6 @@ def traced_slices(trace: LoaderTrace, shapes: Mapping[str, tuple[int, ...]]) -> 
     """Return the shards that a rank's loader copied into parameters.
 
     Args:
-        trace: trace of the loader.
         shapes: shapes of the whole tensors.
 
     Raises:

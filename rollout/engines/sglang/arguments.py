@@ -207,7 +207,6 @@ def check_bounded_scores(model: Mapping[str, Any], model_dir: Path) -> None:
 
     Args:
         model: parsed config.json.
-        model_dir: model directory.
 
     Raises:
         EngineSettingsError: the model caps attention scores (Gemma 2).

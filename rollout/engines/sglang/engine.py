@@ -231,8 +231,6 @@ def completion_of(request: Request, answer: dict[str, Any], mixture: Mixture | N
     """Decode SGLang's response to /generate.
 
     Args:
-        request: the request.
-        answer: the response.
         mixture: expert layout of the model; None: experts are not recorded.
 
     Raises:

@@ -40,10 +40,8 @@ def write_adapter(
     """Write an adapter into a new directory; it is a no-op if `given` is empty.
 
     Args:
-        directory: directory to create.
         shapes: checkpoint name -> shape of the model's tensors.
         lora: rank and modules of the adapter; modules that SGLang fuses with them are added.
-        dtype: dtype of the tensors.
         given: PEFT name -> nonzero A or B.
     """
     modules = {target.last for target in adapter_targets(shapes, lora)}

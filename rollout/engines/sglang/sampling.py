@@ -57,7 +57,6 @@ def record_version(output: Any, version: int) -> None:
 
     Args:
         output: SGLang's LogitsProcessorOutput.
-        version: live version.
     """
     rows = len(output.next_token_logits)
     output.customized_info = {**(output.customized_info or {}), VERSIONS: [version] * rows}

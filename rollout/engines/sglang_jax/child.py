@@ -76,9 +76,7 @@ class ModelProcess:
 
         Args:
             shapes: name -> shape of each tensor that versions change.
-            dtype: dtype of the model.
             slots: number of sequences in the KV cache.
-            vocab: vocabulary size.
         """
         places, end = [], 0
         for shape in shapes.values():

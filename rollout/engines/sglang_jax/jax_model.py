@@ -57,7 +57,6 @@ class JaxModel:
         """Load a model.
 
         Args:
-            model_dir: model directory.
             random: use random weights, because the directory has none.
             dtype: dtype of parameters and KV cache.
             overrides: config fields that this interpreter's transformers would not find.
@@ -106,7 +105,6 @@ class JaxModel:
 
         Args:
             names: tensors that versions change; with adapters, a subset of the tensors returned by `load`.
-            nbytes: size of the memory.
             places: byte offset of each tensor.
             logits_at: byte offset of the logits, float32 [N, V].
         """

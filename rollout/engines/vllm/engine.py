@@ -282,7 +282,6 @@ class VllmEngine(MultiProcessEngine):
         """Return the experts recorded by vLLM; None if recording is off or no token was sampled.
 
         Args:
-            request: the request.
             answer: vLLM's output of the request.
             count: number of tokens of the completion.
         """

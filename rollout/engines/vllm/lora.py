@@ -32,7 +32,6 @@ def lora_arguments(lora: LoraConfig, model_dir: Path, named: int = 0) -> dict[st
 
     Args:
         lora: adapter of the first slot.
-        model_dir: model directory.
         named: number of further adapters, one slot each.
 
     Raises:
@@ -65,7 +64,6 @@ def first_adapter(
         directory: existing empty directory.
         shapes: checkpoint name -> shape of the model's tensors.
         lora: adapter that versions contain.
-        dtype: dtype of the tensors.
     """
     from vllm.lora.request import LoRARequest
 

@@ -79,7 +79,7 @@ class SampledTokens:
 
         Args:
             request: vLLM's Request.
-            waits: whether its tokens are needed only at its end.
+            waits: whether the request's tokens are needed only at the request's end.
         """
         self._running[request.request_id] = _RequestTokens(request, self._version, waits)
         self._ids[_number(request.request_id)] = request.request_id

@@ -39,9 +39,7 @@ def answer_content(
     Args:
         request: the answered request.
         context: tokens before the answer.
-        tokens: tokens of the answer.
         read: parsed parts of the answer; None for completions.
-        renderer: detokenizes.
     """
     dialogue, prompt = request.dialogue, request.prompt
     stop = request.sampling.stop if request.sampling is not None else ()

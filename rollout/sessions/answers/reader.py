@@ -90,8 +90,6 @@ class AnswerReader:
         """Parse an answer; unparsable parts remain text.
 
         Args:
-            renderer: detokenizes.
-            tokens: tokens of the answer.
             before: tokens inserted before the answer.
             tools: functions that the model may call; empty: tool calls are not parsed.
         """

@@ -37,7 +37,6 @@ def draft_arguments(config: EngineConfig, model_dir: Path) -> dict[str, Any]:
     """Return vLLM's AsyncEngineArgs for drafting; empty if drafting is off.
 
     Args:
-        config: engine settings.
         model_dir: directory of the target model.
 
     Raises:
@@ -63,7 +62,6 @@ def check_draft_model(
     """Check that vLLM can draft with the configured draft model.
 
     Args:
-        config: engine settings.
         model: config.json of the target model.
         model_dir: directory of the target model.
         lora: adapter of the target, if any.
