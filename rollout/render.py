@@ -32,7 +32,7 @@ _MARK = "\x02assistant\x03"
 
 
 class ChatTemplate(StrEnum):
-    """When to wrap prompts in the tokenizer's chat template."""
+    """Policy for wrapping prompts in the tokenizer's chat template."""
 
     AUTO = "auto"  # if the tokenizer has a chat template
     ON = "on"
@@ -76,7 +76,7 @@ class PromptTooLong(SettingsError):
 
 
 class Renderer:
-    """Renders prompts with the tokenizer of a model directory."""
+    """Converter between text and tokens, with the tokenizer of a model directory."""
 
     def __init__(self, model_dir: Path, config: RenderConfig) -> None:
         """Load the tokenizer.
@@ -137,10 +137,10 @@ class Renderer:
         Args:
             text: message of the environment.
             after: sampled tokens before the turn. If they end with the end-of-turn token, it is not repeated.
-            most: see `encode`.
+            most: token limit; 0: none. Checked as in `encode`.
 
         Raises:
-            PromptTooLong: see `encode`.
+            PromptTooLong: the text certainly exceeds the limit.
         """
         if not self._chat:
             return self.encode(text, most=most)

@@ -96,7 +96,7 @@ class Sample:
 
 
 class SampleBuilder:
-    """Builds a sample turn by turn."""
+    """Builder of a sample, turn by turn."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []

@@ -344,7 +344,7 @@ class Engine(ABC):
         """Reallocate the memory; requests continue after the next commit. Idempotent.
 
         Raises:
-            Unsupported: see `sleep`.
+            Unsupported: `capabilities.sleep` is false.
             EngineError: not enough memory. A multi-process engine is then poisoned; an in-process engine
                 stays asleep.
         """

@@ -77,7 +77,7 @@ class Sandbox(Protocol):
         """Write a file, creating its directories.
 
         Raises:
-            SandboxDied: see `exec`.
+            SandboxDied: the sandbox does not respond.
             SandboxFull: the file exceeds the size limit, or its path is invalid.
         """
 
@@ -85,7 +85,7 @@ class Sandbox(Protocol):
         """Return the contents of a regular file; None if there is none.
 
         Raises:
-            SandboxDied: see `exec`.
+            SandboxDied: the sandbox does not respond.
             SandboxFull: the file has more than `most` bytes.
         """
 
@@ -93,7 +93,7 @@ class Sandbox(Protocol):
         """Return a value for `Start.snapshot`: a name, or the files themselves. Processes are not saved.
 
         Raises:
-            SandboxDied: see `exec`.
+            SandboxDied: the sandbox does not respond.
             SandboxFull: the files are too large.
         """
 

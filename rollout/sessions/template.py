@@ -14,7 +14,7 @@ def whole(renderer: Renderer, dialogue: Dialogue, most: int = 0) -> tuple[int, .
     """Return the tokens of a dialogue, up to the start of the model's answer; `most`: see `Renderer.encode`.
 
     Raises:
-        PromptTooLong: see `Renderer.encode`.
+        PromptTooLong: the text certainly exceeds the limit `most`.
         SettingsError: the chat template rejects the dialogue.
     """
     text = _written(renderer, dialogue.messages, dialogue.tools)
@@ -35,10 +35,10 @@ def added(
         dialogue: the request.
         first: index of the first new message; the message before it is the answer.
         sampled: tokens of the answer.
-        most: see `Renderer.encode`.
+        most: token limit; 0: none. Checked as in `Renderer.encode`.
 
     Raises:
-        PromptTooLong: see `Renderer.encode`.
+        PromptTooLong: the text certainly exceeds the limit.
         SettingsError: the template cannot render messages after an answer.
     """
     if not renderer.has_template:

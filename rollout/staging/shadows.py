@@ -68,7 +68,8 @@ class LayerShadow:
         """Find the tensors that the loader fills.
 
         Args:
-            shapes, recorder: see `LoaderTrace`.
+            shapes: checkpoint name -> shape of the whole tensor.
+            recorder: recorded copies and fills of the loader.
             device: device of the live layer.
 
         Raises:
@@ -275,7 +276,7 @@ class ShadowedPlan:
 
     @property
     def unplaced(self) -> set[str]:
-        """See `LoaderTrace`."""
+        """Names of checkpoint tensors without a shard on this rank."""
         return self._plain.unplaced - {name for shadow in self.shadows for name in shadow.sources}
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
@@ -284,7 +285,7 @@ class ShadowedPlan:
         return tensor if name is None else self._copy[name].to(tensor.device)
 
     def sources(self) -> dict[str, ExpectedTensor]:
-        """See `StagingPlan`."""
+        """Return the checkpoint tensors of plain parameters and of processed layers, with their targets."""
         sources = self._plain.sources()
         for shadow in self.shadows:
             for name, source in shadow.sources.items():
@@ -294,11 +295,11 @@ class ShadowedPlan:
         return sources
 
     def staging(self, *, architecture: str, tied: bool) -> Staging:
-        """See `StagingPlan`."""
+        """Return a staging that fills the plain buffer and the shadows."""
         return ShadowedStaging(self, architecture=architecture, tied=tied)
 
     def calibrate(self) -> None:
-        """See `StagingPlan`; shadows were compared at creation."""
+        """Check that staging the plain live weights reproduces them; shadows were compared at creation."""
         self._plain.calibrate()
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
@@ -309,19 +310,19 @@ class ShadowedPlan:
                 yield path, tensor, False
 
     def release(self) -> None:
-        """See `StagingPlan`."""
+        """Release the device memory of buffers, shadows and staged copies. Idempotent."""
         self._plain.release()
         for shadow in self.shadows:
             shadow.close()
         self._memory.release()
 
     def restore(self) -> None:
-        """See `StagingPlan`."""
+        """Reallocate the memory. Idempotent. Raises EngineError if memory is insufficient."""
         self._memory.restore()
         self._plain.restore()
 
     def apply(self) -> None:
-        """See `StagingPlan`."""
+        """Copy the staged tensors over the live ones."""
         copy_over(self._live, self._copy)
 
 

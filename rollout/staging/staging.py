@@ -39,7 +39,7 @@ class LiveAndStaged:
     copy: dict[str, torch.Tensor]
 
     def apply(self) -> None:
-        """See `Committable`."""
+        """Copy the staging copy over the live parameters."""
         copy_over(self.live, self.copy)
 
 

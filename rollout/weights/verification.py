@@ -52,7 +52,7 @@ class Deadline:
         return left
 
     def sleep(self, seconds: float, doing: str) -> None:
-        """Sleep, at most until the deadline or a cancellation; `doing` and errors: see `remaining`."""
+        """Sleep until the deadline at most. Raises WeightError if it has passed or was cancelled."""
         self._cancelled.wait(min(seconds, self.remaining(doing)))
 
 

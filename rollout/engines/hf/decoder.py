@@ -34,7 +34,7 @@ class HfDecoder:
         self._device = next(model.parameters()).device
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """See `Decoder`."""
+        """Drop the KV cache of rows."""
         for row in rows:
             row.kv = None
 
@@ -47,7 +47,7 @@ class PaddingDecoder(HfDecoder):
 
     @torch.no_grad()
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
+        """Sample one token per row: prefill new rows in one batch, decode the others in another."""
         fresh = [row for row in rows if row.kv is None]
         for batch, forward in (
             (fresh, self._prefill),
@@ -112,7 +112,7 @@ class RowDecoder(HfDecoder):
 
     @torch.no_grad()
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
+        """Sample one token per row, with one forward pass per row."""
         for row in rows:
             take_tokens([row], self._logits(row)[None], version)
 
@@ -139,7 +139,7 @@ class WholeDecoder(HfDecoder):
 
     @torch.no_grad()
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
+        """Sample one token per row, recomputing the row from its first token."""
         for row in rows:
             if self._adapters is not None:
                 self._adapters.choose([row.request.adapter])

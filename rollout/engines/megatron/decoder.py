@@ -62,7 +62,7 @@ class PagedDecoder:
         return 1 - len(self._free) / self._model.pages
 
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
+        """Decode one token for each running row, then start waiting rows while pages are free."""
         held = self._grow([row for row in rows if row.kv])
         if held:
             before = [row.length - 1 for row in held]
@@ -77,7 +77,7 @@ class PagedDecoder:
             take_tokens(batch, logits, version)
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """See `Decoder`."""
+        """Return the pages of rows to the free list."""
         for row in rows:
             if row.kv:
                 self._free += row.kv

@@ -138,7 +138,7 @@ class TensorRank:
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str],
     ) -> bytes:
-        """Clear pages, then run `CachedModel.prefill`; result: see `_show`."""
+        """Clear pages, run `CachedModel.prefill`, and publish its logits and experts with `_show`."""
         self._clear(clear)
         return self._show(self._model.prefill(sequences, tables, adapters))
 
@@ -150,16 +150,16 @@ class TensorRank:
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str],
     ) -> bytes:
-        """Clear pages, then run `CachedModel.decode`; result: see `_show`."""
+        """Clear pages, run `CachedModel.decode`, and publish its logits and experts with `_show`."""
         self._clear(clear)
         return self._show(self._model.decode(tokens, lengths, tables, adapters))
 
     def stage(self, manifest: bytes, deadline_s: float) -> str:
-        """See `RankStaging.stage`."""
+        """Start staging a version on this rank; return the reason of a refusal, or ""."""
         return self.staging.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
 
     def commit(self, manifest: bytes) -> RankCommit:
-        """See `RankStaging.commit`."""
+        """Commit the staged version on this rank."""
         return self.staging.commit(msgspec.msgpack.decode(manifest, type=WeightManifest))
 
     def sleep(self) -> str:

@@ -94,7 +94,7 @@ class RankedModel:
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str] = (),
     ) -> torch.Tensor:
-        """See `CachedModel`; the next pass overwrites the logits."""
+        """Prefill sequences on all ranks; return logits [N, V], which the next pass overwrites."""
         return self._pass(len(sequences), "prefill", sequences, tables, adapters)
 
     def decode(
@@ -108,7 +108,7 @@ class RankedModel:
         return self._pass(len(tokens), "decode", tokens, lengths, tables, adapters)
 
     def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
-        """See `CachedModel`."""
+        """Return the experts of the last pass; None if not recorded."""
         if not self._chosen:
             return None
         chosen = np.frombuffer(self._chosen, EXPERTS).astype(np.int64)

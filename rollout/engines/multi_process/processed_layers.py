@@ -43,7 +43,7 @@ class LayerRules(Protocol):
         """Return whether a layer loads no weights and computes with other layers' weights."""
 
     def process(self, shadow: Any, staged: Staged) -> None:
-        """Process a shadow's weights in place; `staged`: see `Processing`."""
+        """Process a shadow's weights in place; `staged` returns staged copies of other layers' weights."""
 
 
 class LayerProcessing:
@@ -64,11 +64,11 @@ class LayerProcessing:
         return self._shadow(self._unprocessed)
 
     def live(self) -> dict[str, torch.Tensor]:
-        """See `Processing`."""
+        """Return path -> tensor of the live layer."""
         return dict(self._tensors(self.layer))
 
     def process(self, inputs: Mapping[str, torch.Tensor], staged: Staged) -> dict[str, torch.Tensor]:
-        """See `Processing`."""
+        """Process loaded weights on a shadow; return path -> tensor created by processing."""
         shadow = self._shadow(
             {key: like(tensor, inputs[f"{self.name}.{key}"]) for key, tensor in self._unprocessed.items()}
         )
@@ -113,7 +113,8 @@ def plan_of(
         model: model of the engine.
         layers_of: returns the processed layers in the engine's processing order. Its argument is the set of
             live parameters whose values differ from the loader's.
-        shapes, dtype: see `record`.
+        shapes: checkpoint name -> shape of the whole tensor.
+        dtype: dtype of the checkpoint tensors in the trace.
         model_dir: files that the live weights were loaded from.
 
     Raises:

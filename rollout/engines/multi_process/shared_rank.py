@@ -78,7 +78,8 @@ class SharedRankStaging(Staging):
         Args:
             slices: shards on this rank.
             rank: index of this rank.
-            architecture, tied: see `Staging`.
+            architecture: class name of the model in transformers; empty: any.
+            tied: whether input and output embeddings are tied in this engine.
         """
         self._dtype = next(iter(slices.values())).live.dtype
         kind = dtype_name(self._dtype)

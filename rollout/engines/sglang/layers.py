@@ -82,7 +82,7 @@ class SglangRules:
                 self._attention[id(tensors)] = attention
 
     def unprocessed(self, layer: nn.Module) -> Mapping[str, torch.Tensor]:
-        """See `LayerRules`."""
+        """Return a layer's recorded original parameters; empty if SGLang does not process the layer."""
         return _made.get(layer, {})
 
     def is_latent(self, layer: nn.Module) -> bool:
@@ -90,7 +90,7 @@ class SglangRules:
         return UNLOADED in vars(layer) and not _made[layer]
 
     def process(self, shadow: Any, staged: Staged) -> None:
-        """See `LayerRules`."""
+        """Process a shadow's weights in place, and derive the tensors of its latent attention, if any."""
         if EXPANSION in vars(shadow):
             attention: Any = copied(self._attention[id(vars(shadow)[EXPANSION])])
             vars(shadow)[EXPANSION] = self._expand(attention, shadow)

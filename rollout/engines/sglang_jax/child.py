@@ -95,17 +95,17 @@ class ModelProcess:
         return self._staged
 
     def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """See `Slots`; the next pass overwrites the logits."""
+        """Prefill slots from `first` on; return logits [N, V], which the next pass overwrites."""
         self.call("prefill", first, sequences)
         return self._logits[: len(sequences)]
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """See `Slots`; the next pass overwrites the logits."""
+        """Append a token to each slot in use; return logits [B, V], which the next pass overwrites."""
         self.call("decode", tokens, lengths)
         return self._logits[: len(tokens)]
 
     def move(self, source: int, target: int) -> None:
-        """See `Slots`."""
+        """Move the sequence in slot `source` to slot `target`; `source` becomes free."""
         self.call("move", source, target)
 
     def apply(self) -> None:

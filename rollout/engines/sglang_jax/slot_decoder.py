@@ -40,7 +40,7 @@ class SlotDecoder:
         """Row of each slot in use."""
 
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
+        """Decode one token for each running row, then prefill new rows."""
         self._drop_all_but(set(rows))
         held = list(self._held)
         if held:
@@ -52,7 +52,7 @@ class SlotDecoder:
             take_tokens(batch, logits, version)
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """See `Decoder`."""
+        """Free the slots of rows."""
         self._drop_all_but(set(self._held).difference(rows))
 
     def _drop_all_but(self, rows: Set[RunningRequest]) -> None:

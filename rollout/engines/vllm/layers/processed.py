@@ -36,7 +36,7 @@ class VllmRules:
         self.kept: Collection[str] = frozenset(meta.SKIP_TENSORS)
 
     def unprocessed(self, layer: nn.Module) -> Mapping[str, torch.Tensor]:
-        """See `LayerRules`."""
+        """Return a layer's original parameters, which vLLM recorded, with their loaders."""
         from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -49,13 +49,13 @@ class VllmRules:
         return found
 
     def is_latent(self, layer: nn.Module) -> bool:
-        """See `LayerRules`."""
+        """Return whether a layer is latent attention, which loads no weights of its own."""
         from vllm.model_executor.layers.attention import MLAAttention
 
         return isinstance(layer, MLAAttention)
 
     def process(self, shadow: Any, staged: Staged) -> None:
-        """See `LayerRules`."""
+        """Process a shadow's weights in place, with vLLM's processing of the layer."""
         from vllm.config import set_current_vllm_config
 
         vars(shadow).pop(DONE, None)
