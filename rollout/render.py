@@ -140,7 +140,7 @@ class Renderer:
             most: token limit; 0: none. Checked as in `encode`.
 
         Raises:
-            PromptTooLong: the text certainly exceeds the limit.
+            PromptTooLong: the text cannot fit into `most` tokens.
         """
         if not self._chat:
             return self.encode(text, most=most)

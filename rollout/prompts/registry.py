@@ -1,7 +1,7 @@
 """Creates prompt sources: built-in ones by name, a user's by `MODULE:NAME`.
 
-    def rows(*, most: int = 100) -> Iterable[dict]: ...          rows, as a file of them has
-    class Stream:                                                or a `PromptSource`
+    def rows(*, most: int = 100) -> Iterable[dict]: ...          a function returns rows
+    class Stream:                                                a class is a `PromptSource`
         def __init__(self, config: PromptConfig, *, most: int = 100): ...
 
 `[prompts] options` are passed as keyword arguments. docs/own_code.md describes both forms.

@@ -42,9 +42,10 @@ class ModelCalls:
         """Start with no calls.
 
         Args:
-            engine, sampling, config, max_model_len, record: as the fields of `Episodes`.
+            engine, sampling, config, max_model_len: as the fields of `Episodes`.
+            record: record of the sample's calls; None: calls are not recorded.
             name: template of request ids, contains `{turn}`.
-            end_reason: `Episodes.ended`.
+            end_reason: returns why the group was ended from outside; empty: it was not.
             renderer: finds stop strings; None: no stop strings.
             adapter: as in `Request`.
         """

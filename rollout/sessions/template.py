@@ -14,7 +14,7 @@ def whole(renderer: Renderer, dialogue: Dialogue, most: int = 0) -> tuple[int, .
     """Return the tokens of a dialogue, up to the start of the model's answer; `most`: see `Renderer.encode`.
 
     Raises:
-        PromptTooLong: the text certainly exceeds the limit `most`.
+        PromptTooLong: the text cannot fit into `most` tokens.
         SettingsError: the chat template rejects the dialogue.
     """
     text = _written(renderer, dialogue.messages, dialogue.tools)
@@ -38,7 +38,7 @@ def added(
         most: token limit; 0: none. Checked as in `Renderer.encode`.
 
     Raises:
-        PromptTooLong: the text certainly exceeds the limit.
+        PromptTooLong: the text cannot fit into `most` tokens.
         SettingsError: the template cannot render messages after an answer.
     """
     if not renderer.has_template:

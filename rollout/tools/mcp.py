@@ -1,7 +1,7 @@
 """Calls tools of an MCP server, with the client of the package `mcp`.
 
-A call names the server. Its first word is the tool; the rest is a JSON object of arguments. An empty call
-lists the server's tools:
+An empty call lists the server's tools. Otherwise the first word of a call is the tool, and the rest is a JSON
+object of arguments. A call names the server:
 
     ```files
     read {"path": "notes.txt"}
