@@ -12,8 +12,8 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 LARGE = 8192
-"""Number of characters above which text is parsed, rendered and tokenized in a thread. Shorter text takes a few
-milliseconds; the round trip to a thread takes about 0.1 ms."""
+"""Number of characters above which text is parsed, rendered and tokenized in a thread. Shorter text takes a
+few milliseconds; the round trip to a thread takes about 0.1 ms."""
 TOKEN = 8
 """Characters that one token counts as."""
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="large-text")
