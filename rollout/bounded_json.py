@@ -1,7 +1,8 @@
-"""Parses JSON of strangers: it can be written again, and is no more work than its reader allows.
+"""Parses untrusted JSON with a limit on the number of values.
 
-The standard library's parser lets no other thread run until it has read all. So the Python half of it reads a
-large document, value by value, up to the last value that is allowed.
+Every parsed value can be serialized again. The parser of the standard library holds the GIL until the whole
+document is parsed. Large documents are therefore parsed by its Python implementation, which stops at the
+limit.
 """
 
 import json
@@ -13,30 +14,29 @@ from collections.abc import Callable
 from typing import Any
 
 WHOLE = 1 << 16
-"""Characters of a document that is parsed in one piece."""
+"""Documents up to this number of characters are parsed in one piece."""
 MOST_VALUES = 100_000
-"""Values of a larger document, besides as many as its reader expects."""
+"""Limit on the values of a larger document, in addition to the values that the caller expects."""
 _NUMBERS = re.compile(r"[0-9,\s]*\]")
 
 Scan = Callable[[str, int], tuple[Any, int]]
 
 
 class TooManyValues(ValueError):
-    """JSON with more values than are read."""
+    """JSON with more values than the limit."""
 
 
 def parsed_json(text: str, more: int = 0) -> Any:
-    """Parse JSON that can be written again.
+    """Parse JSON, and check that the result can be serialized again.
 
     Args:
-        text: the document.
-        more: values that a document may have besides `MOST_VALUES`, such as the tokens of a context.
+        more: values allowed in addition to `MOST_VALUES`, such as the tokens of a context.
 
     Raises:
-        TooManyValues: there are more.
-        ValueError: it is no JSON, a number in it is not finite, or a string has half of a surrogate pair,
-            which is no text.
-        RecursionError: it is nested too deeply.
+        TooManyValues: the document has more values than allowed.
+        ValueError: the document is not JSON, a number is not finite, or a string contains half of a surrogate
+            pair.
+        RecursionError: the document is nested too deeply.
     """
     if len(text) <= WHOLE:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
@@ -48,7 +48,7 @@ def parsed_json(text: str, more: int = 0) -> Any:
 
 
 class _BoundedDecoder(json.JSONDecoder):
-    """Decoder of one document, which counts the values in its arrays and objects."""
+    """JSON decoder that counts the values in arrays and objects, for one document."""
 
     def __init__(self, most: int) -> None:
         super().__init__(parse_float=_finite, parse_constant=_finite)
@@ -72,7 +72,7 @@ class _BoundedDecoder(json.JSONDecoder):
 
     def _array(self, place: tuple[str, int], scan: Scan) -> tuple[Any, int]:
         text, at = place
-        if numbers := _NUMBERS.match(text, at):  # the ids of tokens are worth one piece
+        if numbers := _NUMBERS.match(text, at):  # parse a list of token ids in one piece
             self._count(text.count(",", at, numbers.end()) + 1)
             return self._scan_numbers(text, at - 1)
         found: tuple[Any, int] = json.decoder.JSONArray(place, self._counted(scan))  # type: ignore[attr-defined]

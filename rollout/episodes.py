@@ -1,7 +1,7 @@
-"""Runs the episodes of a group: with time limits, bounded attempts, and a reason for each that fails.
+"""Runs the episodes of a group, with time limits, bounded attempts and a reason for each failure.
 
-A failed episode fails one sample, never its group's others, and is never a reward. What fails a whole group
-is what no other attempt would change: a dead engine, or a prompt that does not fit the environment.
+A failed episode fails one sample and never counts as a reward. The whole group fails only for causes that a
+retry cannot change: a dead engine, or a prompt that does not fit the environment.
 """
 
 import asyncio
@@ -27,14 +27,13 @@ from rollout.strays import Strays
 FAILURES = ("call_s", "episode_s", "length", "replay", "error", CANCELLED)
 """Reasons of failed episodes.
 
-- `call_s`, `episode_s`: a time limit of `[environment]`.
+- `call_s`, `episode_s`: a time limit of `[environment]` expired.
 - `length`: the environment did not handle `EpisodeOver`.
-- `replay`: calls are recorded, but the harness must not be run again, or all of them are too old to train.
-- `error`: any exception of the environment.
-- `cancelled`: `sampling.keep_first` other samples of the group had finished before.
-"""
+- `replay`: calls are recorded, but the harness must not run again, or all calls are too old to train.
+- `error`: the environment raised an exception.
+- `cancelled`: `sampling.keep_first` other samples of the group finished first."""
 MAX_ERROR = 500
-"""Characters of an error that are reported."""
+"""Maximum characters of a reported error."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,48 +43,48 @@ class EpisodeReport:
     sample: int
     """Index in the group."""
     attempt: int
-    """Counted from 0."""
+    """Attempt number, from 0."""
     turns: int
-    """Calls of the model that were answered."""
+    """Number of answered model calls."""
     tokens: int
-    """Tokens that the model sampled, replayed ones included."""
+    """Sampled tokens, including replayed calls."""
     seconds: float
     failure: str = ""
-    """One of `FAILURES`; empty: there is a sample."""
+    """One of `FAILURES`; empty if the attempt produced a sample."""
     error: str = ""
     first_prompt: PromptTokens = NOTHING_READ
-    """Tokens of the first call's prompt."""
+    """Prompt tokens of the first call."""
     later_prompts: PromptTokens = NOTHING_READ
-    """Tokens of all other calls' prompts, each with the whole history."""
+    """Prompt tokens of all later calls; each prompt contains the whole history."""
     replayed: int = 0
-    """Calls that were answered from the record."""
+    """Number of calls answered from the record."""
     diverged: int = 0
-    """Recorded calls that the harness did not ask for again."""
+    """Number of recorded calls that the harness did not repeat."""
 
 
 @dataclass(slots=True)
 class Race:
-    """The attempts of a group that run, of which the first `keep` samples to finish are kept."""
+    """Running attempts of a group that keeps only the first `keep` samples to finish."""
 
     keep: int
-    """0: all are."""
+    """Number of samples to keep; 0: all."""
     finished: int = 0
-    """Samples that are kept so far."""
+    """Number of samples kept so far."""
     running: set[ModelCalls] = field(default_factory=set)
 
     @property
     def is_over(self) -> bool:
-        """Whether no further sample is kept."""
+        """Whether `keep` samples have finished."""
         return 0 < self.keep <= self.finished
 
     def finish(self) -> None:
-        """Count a sample that has finished. Raises EpisodeError if it is not kept."""
+        """Count a finished sample. Raises EpisodeError if the race is already over."""
         if self.is_over:
             raise EpisodeError(CANCELLED, ENOUGH)
         self.finished += 1
 
     async def cancel_rest(self) -> None:
-        """End the attempts that still run, once the race is over."""
+        """Cancel the running attempts if the race is over."""
         async with asyncio.TaskGroup() as tasks:
             for calls in self.running if self.is_over else ():
                 tasks.create_task(calls.cancel(), name=f"cancel-{calls.name}")
@@ -93,7 +92,7 @@ class Race:
 
 @dataclass(frozen=True, slots=True)
 class Episodes:
-    """Everything that the samples of a group have in common."""
+    """Runner of a group's episodes, with everything that the samples share."""
 
     environment: Environment
     prompt: Prompt
@@ -103,32 +102,32 @@ class Episodes:
     sampling: Sampling
     config: EnvironmentConfig
     max_model_len: int
-    """Tokens of prompt and sample together; 0: no limit is known."""
+    """Limit on prompt plus sample, tokens; 0: unknown."""
     report: Callable[[EpisodeReport], None]
-    """Is called after each attempt at a sample."""
+    """Callback after each attempt at a sample."""
     ended: Callable[[], str] = lambda: ""
-    """Returns why the group is ended from outside, to be asked once its episodes are cancelled."""
+    """Returns why the group was ended from outside. Called after its episodes are cancelled."""
     recording: Recording | None = None
-    """Records the calls of sessions; None: calls are not recorded."""
+    """Recorder of session calls; None: calls are not recorded."""
     strays: Strays = field(default_factory=Strays)
-    """Has the episodes that do not end when they are cancelled, of all groups of the process."""
+    """Abandoned episodes of the process: those still running after their cancellation."""
 
     async def samples(self, n: int, least: int, name: str, keep: int = 0) -> list[Sample]:
-        """Return the samples of `n` that did not fail, at least `least`.
+        """Return the samples that did not fail, at least `least` of `n`.
 
-        If the group fails, all samples are cancelled. Cancelling leaves no request on the engine.
+        A failure of the group cancels all samples. Cancelling the call leaves no request on the engine.
 
         Args:
             n: samples to generate.
-            least: samples that must remain.
-            keep: samples after which the others are cancelled; 0: all are waited for.
-            name: ids of requests, with `{sample}` and `{turn}` in it; contains the lease token, so that they
-                differ if the group is leased again.
+            least: minimum number of successful samples.
+            keep: cancel the other samples after this many have finished; 0: wait for all.
+            name: template of request ids, with `{sample}` and `{turn}`. It contains the lease token, because
+                ids must differ when the group is leased again.
 
         Raises:
-            EngineError: the engine failed, or aborted a request itself.
+            EngineError: the engine failed, or aborted a request on its own.
             SettingsError: the prompt does not fit the environment.
-            EpisodeError: fewer samples remain.
+            EpisodeError: fewer than `least` samples succeeded.
         """
         race = Race(keep)
         try:
@@ -148,7 +147,7 @@ class Episodes:
         return samples
 
     async def _sample(self, index: int, name: str, race: Race) -> Sample | EpisodeError:
-        """Return a sample, or why its last attempt failed."""
+        """Return a sample, or the failure of its last attempt."""
         failure = EpisodeError("error", "not tried")
         began = time.monotonic()
         recorded = self.recording is not None and self.environment.has_calls
@@ -199,7 +198,7 @@ class Episodes:
         return result
 
     async def _attempt(self, calls: ModelCalls, left_s: float) -> Sample:
-        """Run one attempt. Raises EpisodeError if it failed, EngineError and SettingsError as `sample`."""
+        """Run one attempt. Raises EpisodeError if the attempt failed, and the errors of `samples`."""
         failure: EpisodeError | None = None
         sample: Sample | None = None
         prompt = replace(self.prompt, metadata=own_copy(self.prompt.metadata))
@@ -219,10 +218,10 @@ class Episodes:
                     failure = EpisodeError("error", located(error))  # raised by the environment itself
                 except EpisodeOver as error:
                     failure = EpisodeError("length", str(error))
-                except (Exception, BaseExceptionGroup, SystemExit) as error:  # it may raise anything
+                except (Exception, BaseExceptionGroup, SystemExit) as error:  # user code may raise anything
                     failure = EpisodeError("error", located(error)[:MAX_ERROR])
         except TimeoutError:
-            pass  # `limit` has expired: other exceptions inside are caught there
+            pass  # `limit` has expired; other TimeoutErrors are caught inside
         if calls.error is not None:
             raise calls.error
         if calls.surplus and not calls.late:
@@ -242,7 +241,7 @@ class Episodes:
 
 @contextlib.asynccontextmanager
 async def _limited(calls: ModelCalls, seconds: float) -> AsyncIterator[asyncio.Timeout]:
-    """Cancel the block after some time; its model calls see the reason before it is cancelled."""
+    """Cancel the block after `seconds`; model calls see the reason before the cancellation."""
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
 

@@ -27,7 +27,7 @@ from rollout.trajectory import assemble, turn_texts
 
 DEFAULT = EnvironmentConfig()
 ENGINE = "engine"
-"""Reason of a group that its engine failed, independent of its prompt."""
+"""Failure reason of a group whose engine failed, independent of its prompt."""
 
 
 async def generate_group(
@@ -53,19 +53,19 @@ async def generate_group(
 ) -> Rollout:
     """Generate the n samples of a group.
 
-    If the group fails, all its samples are cancelled. Cancelling the call leaves no request on the engine.
+    A failure of the group cancels all its samples. Cancelling the call leaves no request on the engine.
 
     Args:
-        engine, renderer: generate, render the prompt, and detokenize the samples.
-        environment, prompt: the producer of each sample, and its input.
+        engine, renderer: generate the samples; render the prompt and detokenize.
+        environment, prompt: producer of each sample, and its input.
         group, token, engine_name: fields of the message, see `Rollout`.
-        n, least, keep: as in `Episodes.samples`; no least: all that are kept.
-        sampling, config, max_model_len: parameters of each generation, limits of episodes and of tokens.
-        report, ended, recording, strays: as in `Episodes`; no strays: a new set for this group alone.
-        with_turn_texts: whether verifiers may ask for the text of each turn.
+        n, least, keep: see `Episodes.samples`; `least` None: every kept sample is required.
+        sampling, config, max_model_len: sampling parameters, episode limits and token limit.
+        report, ended, recording, strays: see `Episodes`; `strays` None: a new set for this group.
+        with_turn_texts: whether to include the text of each turn for verifiers.
 
     Raises:
-        SettingsError: the prompt cannot be rendered; and any error of `Episodes.samples`.
+        SettingsError: the prompt cannot be rendered. Further errors: see `Episodes.samples`.
     """
     began, attempts, size = time.perf_counter(), _Attempts(report), size_of((prompt.text, prompt.messages))
     prompt_tokens = await off_loop(size, functools.partial(renderer.prompt_tokens, prompt))
@@ -83,7 +83,7 @@ async def generate_group(
 
 
 def failure_reason(error: Exception) -> str:
-    """Return why a group was not generated or sent: `episode`, `engine` or `prompt`."""
+    """Return why generating or sending a group failed: `episode`, `engine` or `prompt`."""
     if isinstance(error, EpisodeError):
         return "episode"
     return ENGINE if isinstance(error, EngineError) and not isinstance(error, InvalidRequest) else "prompt"
@@ -91,13 +91,13 @@ def failure_reason(error: Exception) -> str:
 
 @dataclass(slots=True)
 class _Attempts:
-    """Sums over all attempts at the samples of a group; reports each."""
+    """Token counts over all attempts at the samples of a group; forwards each report."""
 
     report: Callable[[EpisodeReport], None]
     read: PromptTokens = NOTHING_READ
-    """Tokens that the engine was given to continue."""
+    """Prompt tokens sent to the engine."""
     cancelled: list[int] = field(default_factory=list)
-    """Tokens that each cancelled sample had."""
+    """Tokens generated for each cancelled sample."""
 
     def add(self, attempt: EpisodeReport) -> None:
         for prompts in (attempt.first_prompt, attempt.later_prompts):
@@ -107,7 +107,7 @@ class _Attempts:
         self.report(attempt)
 
     def counted_in(self, rollout: Rollout) -> Rollout:
-        """Return the message of the group with these sums."""
+        """Return the group's message with the token counts filled in."""
         return msgspec.structs.replace(
             rollout,
             read_tokens=self.read.total,
@@ -124,7 +124,7 @@ def _rollout(
     with_turn_texts: bool,
     **fields: Any,
 ) -> Rollout:
-    """Return the message of some samples, with texts of rows if a response is not the text of its sample."""
+    """Return the message of the samples, with row texts if a response differs from the text of its sample."""
     responses = [
         renderer.text(sample.tokens) if sample.response is None else sample.response for sample in samples
     ]
@@ -139,5 +139,5 @@ def _rollout(
 
 
 def _length(sample: Sample) -> int:
-    """Return the tokens of all rows of a sample."""
+    """Return the number of tokens in all rows of a sample."""
     return len(sample.tokens) + sum(len(branch.tokens) for branch in sample.branches)

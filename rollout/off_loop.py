@@ -1,7 +1,7 @@
-"""Runs the work of large texts in threads, so that the event loop extends leases meanwhile.
+"""Runs work on large texts in threads, to keep the event loop free to extend leases.
 
-Two threads do it for all sessions of a process. Waiting work is dropped with its caller, so at most one for
-each connection and episode waits.
+All sessions of a process share two threads. Cancelling a caller removes its queued work, so each connection
+and episode has at most one work item in the queue.
 """
 
 import asyncio
@@ -12,20 +12,17 @@ from typing import Any, TypeVar
 Result = TypeVar("Result")
 
 LARGE = 8192
-"""Characters of text; longer text is parsed, rendered and tokenized in a thread. Less takes some
-milliseconds, and the way to a thread and back takes a tenth of one."""
+"""Number of characters above which text is parsed, rendered and tokenized in a thread. Shorter text takes a
+few milliseconds; the round trip to a thread takes about 0.1 ms."""
 TOKEN = 8
-"""Characters that count for a token."""
+"""Characters that one token counts as."""
 _THREADS = ThreadPoolExecutor(2, thread_name_prefix="large-text")
 
 
 async def off_loop(size: int, work: Callable[[], Result]) -> Result:
-    """Return the result of `work`, run in a thread if it is about more than `LARGE` characters.
+    """Return the result of `work`; run it in a thread if `size` exceeds `LARGE` characters.
 
-    Cancelled, work that has begun runs to its end, and its result is lost.
-
-    Raises:
-        Exception: any exception of `work`.
+    If the call is cancelled, work that has started runs to its end, and its result is discarded.
     """
     if size <= LARGE:
         return work()
@@ -33,7 +30,7 @@ async def off_loop(size: int, work: Callable[[], Result]) -> Result:
 
 
 def size_of(value: Any) -> int:
-    """Return how many characters a JSON value has, roughly; some number over `LARGE` if there are more."""
+    """Return the approximate number of characters of a JSON value; stop counting above `LARGE`."""
     size, rest = 0, [value]
     while rest and size <= LARGE:
         value_inside = rest.pop()

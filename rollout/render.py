@@ -26,67 +26,70 @@ NO_TOOLS = (
 )
 _TOOL = {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}}
 _NO_LETTER = "\U0010ffff"
-"""A character that no text has: its tokens are those of an unknown one, if the tokenizer has such."""
+"""Character that occurs in no text. Its token is the tokenizer's unknown token, if there is one."""
 _MARK = "\x02assistant\x03"
-"""Placeholder for an assistant's message, at which a rendered template is cut."""
+"""Placeholder for an assistant message; rendered templates are split at it."""
 
 
 class ChatTemplate(StrEnum):
-    """Whether prompts are wrapped in the tokenizer's chat template."""
+    """Policy for wrapping prompts in the tokenizer's chat template."""
 
-    AUTO = "auto"  # if the tokenizer has one
+    AUTO = "auto"  # if the tokenizer has a chat template
     ON = "on"
     OFF = "off"
 
 
 @dataclass(frozen=True, slots=True)
 class RenderConfig:
-    """Section `[render]`: how a prompt becomes tokens."""
+    """Section `[render]`: conversion of prompts into tokens."""
 
     chat_template: ChatTemplate = set_first(ChatTemplate.AUTO)
-    """Whether prompts are wrapped in the tokenizer's chat template. `auto`: if it has one."""
+    """Whether prompts are wrapped in the tokenizer's chat template. `auto`: if it has a template."""
     chat_template_file: FilePath = ""
-    """File with the chat template (Jinja) to use instead of the tokenizer's. Empty: the tokenizer's."""
+    """Jinja file with a chat template that replaces the tokenizer's. Empty: use the tokenizer's."""
     chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Variables that the chat template gets besides messages and tools, such as enable_thinking = false."""
+    """Variables passed to the chat template besides messages and tools, such as enable_thinking = false."""
     tokenizer: FilePath = ""
-    """Directory of the tokenizer, with the chat template. Empty: the model's."""
+    """Directory of the tokenizer and its chat template. Empty: the model directory."""
     system: str = set_first("")
-    """System message before each prompt that has none. Without a chat template it is text before the
+    """System message prepended to prompts that lack one. Without a chat template, plain text before the
     prompt."""
     suffix: str = ""
     """Text appended to each prompt, such as " Answer with only the number."."""
     stop: tuple[str, ...] = ()
-    """Strings that end a sample besides the end-of-sequence token, at the token that completes one. A string
-    of one token ends generation at once. Engines know tokens alone: at a longer one they generate on, to the
-    end of the sequence or `sampling.max_tokens`, and what follows it is thrown away."""
+    """Additional stop strings. A sample ends at the token that completes a stop string, or at the
+    end-of-sequence token. A single-token string stops generation at once. For longer strings, the engine
+    generates up to the end of the sequence or `sampling.max_tokens`, and the tokens after the string are
+    discarded."""
     stop_at_eos: bool = True
     """Whether the end-of-sequence token ends a sample."""
     max_prompt_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
-    """Longest rendered prompt, tokens. The group of a longer one is dropped. 0: `engine.max_model_len` less
-    `sampling.max_tokens`."""
+    """Maximum length of a rendered prompt, tokens. Groups with longer prompts are dropped. 0:
+    `engine.max_model_len` minus `sampling.max_tokens`."""
 
 
 class PromptTooLong(SettingsError):
-    """A text has more tokens than it may have.
+    """Text that exceeds its token limit.
 
-    The group of a prompt over `render.max_prompt_tokens` is dropped for that, and the run continues.
+    If a prompt exceeds `render.max_prompt_tokens`, its group is dropped and the run continues.
     """
 
 
 class Renderer:
-    """Renders prompts with the tokenizer of a model directory."""
+    """Converter between text and tokens, with the tokenizer of a model directory."""
 
     def __init__(self, model_dir: Path, config: RenderConfig) -> None:
-        """Load the tokenizer; `config.max_prompt_tokens` 0 is no limit here, see `Settings.rendering`.
+        """Load the tokenizer.
+
+        `config.max_prompt_tokens` 0 means no limit here; `Settings.rendering` fills in the default.
 
         Raises:
-            SettingsError: there is none, it has no chat template although the settings require one, the
-                template takes no such variable, or a stop string is empty.
+            SettingsError: the tokenizer is missing, lacks the required chat template, or its template does
+                not read a configured variable; or a stop string is empty.
         """
         self._config = config
         self.model_dir = Path(config.tokenizer or model_dir)
-        """Where the tokenizer is."""
+        """Directory of the tokenizer."""
         self._tokenizer = load_tokenizer(self.model_dir, alone=not config.chat_template_file)
         if config.chat_template_file:
             self._tokenizer.chat_template = _template_of(config)
@@ -100,18 +103,18 @@ class Renderer:
         self._check_variables()
         self._parts = self._chat and _takes_parts(self._tokenizer, config.chat_template_kwargs)
         self._tools_seen = False
-        """Whether tools were offered, and the text was searched for them."""
+        """Whether tools were offered and the rendered text was checked for them."""
         self.longest_piece = max(map(len, self._tokenizer.get_vocab()), default=1)
-        """Characters of the vocabulary's longest token; of bytes, if it is of bytes."""
+        """Length of the longest vocabulary token, characters; bytes for byte-level vocabularies."""
         self.stop_token_ids = self._stop_ids(Path(model_dir))
-        """Ids of the tokens that end a sample, in ascending order."""
+        """Ids of the tokens that end a sample, ascending."""
 
     def prompt_tokens(self, prompt: Prompt) -> tuple[int, ...]:
-        """Return the tokens of a prompt, for an engine to continue.
+        """Return the token ids of a prompt, for an engine to continue.
 
         Raises:
-            PromptTooLong: it exceeds `max_prompt_tokens`; names the prompt's index.
-            SettingsError: it has no tokens, or the chat template refuses its messages.
+            PromptTooLong: the prompt exceeds `max_prompt_tokens`; the message names its index.
+            SettingsError: the prompt has no tokens, or the chat template rejects its messages.
         """
         if self._chat:
             text = self._templated(self._messages(prompt), prompt.index)
@@ -129,15 +132,15 @@ class Renderer:
         return tokens
 
     def turn_tokens(self, text: str, *, after: tuple[int, ...] = (), most: int = 0) -> tuple[int, ...]:
-        """Return the tokens of another user turn, up to where the model continues.
+        """Return the tokens of a further user turn, up to the start of the model's answer.
 
         Args:
             text: message of the environment.
-            after: the sampled tokens before it; if they end with the end of turn, that is not repeated.
-            most: as for `encode`.
+            after: sampled tokens before the turn. If they end with the end-of-turn token, it is not repeated.
+            most: token limit; 0: none. Checked as in `encode`.
 
         Raises:
-            PromptTooLong: as for `encode`.
+            PromptTooLong: the text cannot fit into `most` tokens.
         """
         if not self._chat:
             return self.encode(text, most=most)
@@ -146,14 +149,13 @@ class Renderer:
         return tail[1:] if after and tail and after[-1] == tail[0] else tail
 
     def completion_tokens(self, text: str, *, append_eos: bool) -> tuple[int, ...]:
-        """Return the tokens of an answer that no model gave.
+        """Return the tokens of an answer that was not generated by a model.
 
         Args:
-            text: the answer.
-            append_eos: whether the end-of-sequence token follows.
+            append_eos: whether to append the end-of-sequence token.
 
         Raises:
-            SettingsError: it shall follow, and the tokenizer has none.
+            SettingsError: the tokenizer has no end-of-sequence token to append.
         """
         end = self._tokenizer.eos_token_id if append_eos else None
         if append_eos and end is None:
@@ -164,22 +166,22 @@ class Renderer:
         return self._encode(text) + (() if end is None else (int(end),))
 
     def characters_without_tokens(self, texts: Iterable[str]) -> str:
-        """Return the characters of texts, in order, that the model would not read; spaces are not tried."""
+        """Return the sorted characters that the tokenizer drops or cannot represent, except spaces."""
         unread: set[tuple[int, ...]] = {()}
-        with suppress(Exception):  # of a tokenizer that refuses unknown characters, also in prompts
+        with suppress(Exception):  # the tokenizer may reject unknown characters, also in prompts
             unread.add(self._encode(_NO_LETTER))
         tried = sorted({letter for text in texts for letter in text if not letter.isspace()})
         return "".join(letter for letter in tried if self._encode(letter) in unread)
 
     @property
     def has_template(self) -> bool:
-        """Whether messages are written by a chat template."""
+        """Whether a chat template renders messages."""
         return self._chat
 
     @property
     def writes_tools(self) -> bool:
-        """Whether the model would see tools that are offered with a message of the user."""
-        with suppress(Exception):  # of jinja, or the template's own
+        """Whether the chat template renders tools offered with a user message."""
+        with suppress(Exception):  # exceptions of jinja or the template
             return self._writes_tools([{"role": "user", "content": "f"}])
         return False
 
@@ -198,16 +200,16 @@ class Renderer:
         messages: Sequence[Mapping[str, Any]],
         tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """Return messages up to where the model answers, as the chat template writes them.
+        """Return messages as rendered by the chat template, up to the start of the model's answer.
 
-        Without a template they are their texts, line by line.
+        Without a template, the message contents are joined by newlines.
 
         Args:
-            messages: as templates take them.
-            tools: functions that are offered to the model.
+            messages: messages in the form that chat templates read.
+            tools: functions offered to the model.
 
         Raises:
-            SettingsError: the template refuses them.
+            SettingsError: the template rejects the messages.
         """
         try:
             text = self._applied(messages, tools) if self._chat else _lines(messages)
@@ -215,7 +217,7 @@ class Renderer:
                 self._tools_seen = True
                 if not self._writes_tools(messages):
                     log.warning("render.no_tools said=%s", NO_TOOLS)
-        except Exception as error:  # templates raise any exception of jinja or their own
+        except Exception as error:  # templates raise exceptions of jinja or their own
             raise SettingsError(f"the chat template refuses the messages: {_reason(error)}") from error
         return text
 
@@ -223,13 +225,12 @@ class Renderer:
         """Tokenize a text.
 
         Args:
-            text: any.
-            special: whether the tokens that the tokenizer puts around a text are added.
-            most: tokens that it may have; 0: any number.
+            special: whether to add the tokenizer's special tokens around the text.
+            most: token limit; 0: none.
 
         Raises:
-            PromptTooLong: so many characters are more tokens, even if each is the longest one. A text with
-                fewer characters is tokenized, however many tokens it has.
+            PromptTooLong: the text exceeds the limit even if every token is the longest of the vocabulary.
+                Other texts are tokenized, even if the result exceeds the limit.
         """
         least = -(-len(text) // self.longest_piece)
         if 0 < most < least:
@@ -237,7 +238,7 @@ class Renderer:
         return self._encode(text, special)
 
     def piece(self, token: int) -> str:
-        """Return the text of one token, special ones included."""
+        """Return the text of one token; special tokens are included."""
         text: str = self._tokenizer.decode([token], skip_special_tokens=False)
         return text
 
@@ -249,9 +250,10 @@ class Renderer:
         return text
 
     def stopped_length(self, tokens: tuple[int, ...], more: tuple[str, ...] = ()) -> int:
-        """Return how many of some sampled tokens there are up to the one that completes a string of `stop`.
+        """Return the number of tokens up to the end of the first stop string; all if there is none.
 
-        That is all of them if none is in their text. `more` are further such strings.
+        Args:
+            more: stop strings in addition to `RenderConfig.stop`.
         """
         strings = (*self._config.stop, *more)
 
@@ -266,7 +268,7 @@ class Renderer:
         return bisect.bisect_left(range(len(tokens)), True, key=stops)
 
     def marked(self, tokens: tuple[int, ...]) -> str:
-        """Detokenize with special tokens, but for one that has ended a sample."""
+        """Detokenize with special tokens, except a final stop token."""
         kept = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
         text: str = self._tokenizer.decode(
             list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -307,7 +309,7 @@ class Renderer:
         conversation = [{"role": role, "content": content} for role, content in messages]
         try:
             return self._applied(conversation)
-        except Exception as error:  # templates raise any exception of jinja or their own
+        except Exception as error:  # templates raise exceptions of jinja or their own
             raise SettingsError(f"prompt {index}: the chat template refuses it: {_reason(error)}") from error
 
     def _writes_tools(self, messages: Sequence[Mapping[str, Any]]) -> bool:
@@ -315,7 +317,7 @@ class Renderer:
         return self._chat and self._applied(messages, tools) != self._applied(messages)
 
     def _applied(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] = ()) -> str:
-        """Return the chat template's text of messages, in the form of content that it takes."""
+        """Return the rendered chat template, with message content in the form that the template reads."""
         given = [_in_parts(message) for message in messages] if self._parts else list(messages)
         text: str = self._tokenizer.apply_chat_template(
             given,
@@ -342,10 +344,10 @@ class Renderer:
 
 
 def checked_length(tokens: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return tokens, if there are at most `most`, or that is 0.
+    """Return `tokens` if there are at most `most`, or if `most` is 0.
 
     Raises:
-        PromptTooLong: there are more.
+        PromptTooLong: there are more than `most` tokens.
     """
     if 0 < most < len(tokens):
         raise PromptTooLong(f"{len(tokens)} tokens")
@@ -357,18 +359,18 @@ def _lines(messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a message whose text is a part of its content."""
+    """Return a message with its text wrapped in a content part."""
     return {**message, "content": [{"type": "text", "text": message["content"]}]}
 
 
 def _reason(error: Exception) -> str:
-    """Return the message of a template's error, with the line of a syntax error."""
+    """Return the text of a template error, with the line number of a syntax error."""
     line = getattr(error, "lineno", None)
     return f"line {line}: {error}" if line else str(error)
 
 
 def _template_of(config: RenderConfig) -> str:
-    """Return the text of the template's file."""
+    """Return the content of the configured template file."""
     try:
         text = Path(config.chat_template_file).read_text(encoding="utf-8")
     except (OSError, ValueError) as error:
@@ -382,15 +384,12 @@ def _template_of(config: RenderConfig) -> str:
 
 
 def _takes_parts(tokenizer: Any, variables: Mapping[str, Any]) -> bool:
-    """Return whether a chat template writes the parts of a message but not its text.
-
-    Templates of models that also see images do.
-    """
+    """Return whether a chat template renders content parts but not plain text, as multimodal templates do."""
 
     def writes(message: dict[str, Any]) -> bool:
         try:
             return _MARK in tokenizer.apply_chat_template([message], tokenize=False, **variables)
-        except Exception:  # it refuses a single message, or this form of one
+        except Exception:  # the template may reject a lone message or this content form
             return False
 
     message = {"role": "user", "content": _MARK}

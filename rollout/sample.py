@@ -1,4 +1,4 @@
-"""Defines one sample: its tokens, its branches, and the calls of the model that make it."""
+"""Defines one sample: its tokens, its branches, and the model calls that produce them."""
 
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
@@ -10,20 +10,20 @@ from protocol.messages import UNKNOWN_EXPERT
 from rollout.engines.base import Completion
 
 Generate = Callable[[tuple[int, ...], int | None], Awaitable[Completion]]
-"""(tokens, max_tokens) -> their continuation by at most that many tokens; None: as many as `[sampling]` and
-`engine.max_model_len` allow. Raises `EpisodeOver` if the episode has no turn or no room left."""
+"""(tokens, max_tokens) -> continuation of at most `max_tokens` tokens; None: as many as `[sampling]` and
+`engine.max_model_len` allow. Raises `EpisodeOver` if the episode has no turn or no tokens left."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptTokens:
-    """Tokens of the prompts of some calls."""
+    """Prompt token counts, summed over calls."""
 
     total: int = 0
     cached: int = 0
-    """Those that the engine had in its prefix cache."""
+    """Tokens found in the engine's prefix cache."""
 
     def plus(self, total: int, cached: int) -> "PromptTokens":
-        """Return the sum with another call."""
+        """Return the sum with the counts of another call."""
         return PromptTokens(self.total + total, self.cached + cached)
 
 
@@ -31,30 +31,30 @@ NOTHING_READ = PromptTokens()
 
 
 class EpisodeOver(Exception):
-    """Raised by a model call for which the episode has no turn or no room left; no token was generated.
+    """Raised by a model call when the episode has no turn or no tokens left; no token was generated.
 
-    The sample is truncated, which is no failure: an `Episode` ends with its turns so far.
+    The sample is truncated, not failed: an `Episode` ends with its turns so far.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Branch:
-    """One row of a sample with several, T tokens behind those that it shares with an earlier row."""
+    """Additional row of a sample: T tokens after a prefix shared with an earlier row."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
     loss_mask: tuple[int, ...]
     spans: tuple[tuple[int, int], ...]
-    """All as in `Sample`."""
+    """`tokens` to `spans`: as in `Sample`."""
     parent: int
-    """Index of the row, within the sample, with whose first `shared` tokens it begins; -1: none."""
+    """Index, within the sample, of the row that provides the first `shared` tokens; -1: no parent."""
     shared: int
-    """Tokens, the prompt's included."""
+    """Length of the shared prefix including the prompt, tokens."""
     calls: tuple[tuple[int, int, int], ...] = ()
-    """Rows (number, first, end): tokens of the row that are the answer of a recorded call."""
+    """Rows (number, first, end): token range of the row that holds the answer of a recorded call."""
     turns: tuple[tuple[int, int, int], ...] = ()
-    """Rows (place, first, end): tokens of the row that are a turn of the model, and its place in the order in
-    which the sample's turns were made. Empty: the row is one turn."""
+    """Rows (place, first, end): token range of a model turn, and the turn's position in the sample's
+    chronological order. Empty: the row is one turn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,39 +64,39 @@ class Sample:
     tokens: tuple[int, ...]
     """[T]."""
     logprobs: tuple[float, ...]
-    """[T] nats, behaviour log-probabilities; 0 where the environment inserted the token."""
+    """[T], nats: behaviour log-probabilities; 0 for inserted tokens."""
     loss_mask: tuple[int, ...]
-    """[T]: 1 where the model sampled the token, 0 where the environment inserted it."""
+    """[T]: 1 for tokens sampled by the model, 0 for tokens inserted by the environment."""
     spans: tuple[tuple[int, int], ...]
-    """Rows (end, version) over all T tokens, the last end being T. An inserted token has the version of the
+    """Rows (end, version) covering all T tokens; the last end is T. An inserted token has the version of the
     sampled token before it."""
     finish_reason: str
-    """"stop", "length", or "environment" if the environment ended it."""
+    """"stop", "length", or "environment" if the environment ended the sample."""
     reward: float | None = None
-    """Reward of the environment, if it gives one."""
+    """Reward from the environment, if any."""
     experts: NDArray[np.uint16] | None = None
-    """[P + T, L, K], the prompt's first, as in `Completion`; None: not recorded."""
+    """[P + T, L, K] routed experts, prompt first, as in `Completion`; None: not recorded."""
     prompt: tuple[int, ...] | None = None
-    """[P]: what its tokens continue; None: the prompt's tokens, as they were given to `run`."""
+    """[P] prompt of this sample; None: the `prompt_tokens` passed to `run`."""
     branches: tuple[Branch, ...] = ()
-    """More rows of the sample; the tokens above are row 0."""
+    """Additional rows of the sample; `tokens` is row 0."""
     response: str | None = None
-    """Text for verifiers; None: the text of the tokens."""
+    """Text for verifiers; None: the detokenized `tokens`."""
     calls: tuple[tuple[int, int, int], ...] = ()
     """As in `Branch`."""
     recorded: tuple[int, tuple[int, ...]] | None = None
-    """Index of the sample in the record of its calls, and the numbers of recorded calls that are in no row;
-    None: no call was recorded."""
+    """(index of the sample in the call record, numbers of recorded calls that appear in no row); None: no
+    call was recorded."""
     turns: tuple[tuple[int, int, int], ...] = ()
     """As in `Branch`."""
 
     def is_trained(self) -> bool:
-        """Return whether a token of any row was sampled and may be trained."""
+        """Return whether any row has a sampled token that may be trained."""
         return any(self.loss_mask) or any(any(branch.loss_mask) for branch in self.branches)
 
 
 class SampleBuilder:
-    """Builds a sample turn by turn."""
+    """Builder of a sample, turn by turn."""
 
     def __init__(self) -> None:
         self._tokens: list[int] = []
@@ -108,11 +108,11 @@ class SampleBuilder:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The tokens so far."""
+        """Tokens so far."""
         return tuple(self._tokens)
 
     def sampled(self, completion: Completion, *, trained: bool = True) -> None:
-        """Append a completion of the model; one that may not be trained is context."""
+        """Append a completion of the model; with `trained` False it is context without gradient."""
         start, count = len(self._tokens), len(completion.tokens)
         self._tokens += completion.tokens
         self._logprobs += completion.logprobs if trained else [0.0] * count
@@ -121,12 +121,12 @@ class SampleBuilder:
         for end, version in completion.spans:
             self._extend(start + end, version)
         if completion.experts is not None:
-            # A token's first pass counts, in an earlier turn.
+            # Keep the experts of a token's first forward pass, which an earlier turn recorded.
             known = sum(map(len, self._experts))
             self._experts.append(completion.experts[known:])
 
     def inserted(self, tokens: tuple[int, ...]) -> None:
-        """Append tokens of the environment; the model must have sampled some before."""
+        """Append tokens of the environment. At least one sampled token must precede them."""
         self._tokens += tokens
         self._logprobs += [0.0] * len(tokens)
         self._loss_mask += [0] * len(tokens)
@@ -136,7 +136,7 @@ class SampleBuilder:
         """Return the sample."""
         experts = None
         if self._experts:
-            # The last token has been no input.
+            # The last token was never an input.
             experts = np.pad(
                 np.concatenate(self._experts), ((0, 1), (0, 0), (0, 0)), constant_values=UNKNOWN_EXPERT
             )

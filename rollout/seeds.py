@@ -1,13 +1,13 @@
-"""Gives each part of a run a seed of its own, from one seed."""
+"""Derives seeds for parts of a run from the run's seed."""
 
 import xxhash
 
 
 def seed_within(seed: int | None, place: int) -> int | None:
-    """Return the seed of one part, which depends on `seed` and on the part's place alone.
+    """Return a seed that depends only on the parent `seed` and the part's index; None if `seed` is None.
 
     Args:
-        seed: of the whole; None: it has none, and neither has a part.
-        place: of the part: a group's number, a sample's index in its group, the number of a call.
+        seed: seed of the whole, or None for unseeded sampling.
+        place: index of the part: group number, sample index in the group, or call number.
     """
     return None if seed is None else xxhash.xxh3_64_intdigest(f"{seed} {place}".encode()) >> 1

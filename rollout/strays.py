@@ -1,7 +1,8 @@
-"""Runs users' coroutines, and leaves one behind that does not end when it is cancelled.
+"""Runs user coroutines, and abandons a coroutine that does not end when it is cancelled.
 
-A coroutine that catches its cancellation would otherwise keep its place in the worker for as long as it
-likes. Only the end of its process ends it, so the number of such coroutines is limited.
+A coroutine that swallows its cancellation would block its worker forever. Only the end of the process ends
+such
+a coroutine, so their number is limited.
 """
 
 import asyncio
@@ -15,13 +16,13 @@ log = logging.getLogger("tether.strays")
 T = TypeVar("T")
 
 GRACE_S = 5.0
-"""Seconds that a cancelled coroutine has to close what it opened and end."""
+"""Seconds between the cancellation of a coroutine and its abandonment."""
 MOST = 64
-"""Number of coroutines left behind at which a process begins no new one."""
+"""Number of abandoned coroutines at which the process starts no new coroutine."""
 
 
 class Strays:
-    """The coroutines that a process has left behind."""
+    """Abandoned coroutines of a process."""
 
     def __init__(self, grace_s: float = GRACE_S, most: int = MOST) -> None:
         self._grace_s, self._most = grace_s, most
@@ -29,14 +30,14 @@ class Strays:
         self._total = 0
 
     def counts(self) -> dict[str, int]:
-        """Return how many were left behind, and how many of them have ended since."""
+        """Return the number of abandoned coroutines, and the number of them that have ended since."""
         return {"left": self._total, "ended": self._total - len(self._left)}
 
     def check(self) -> None:
-        """Check that the process may begin something new.
+        """Check that the process may start another coroutine.
 
         Raises:
-            TetherError: too many coroutines are left behind; names one.
+            TetherError: too many coroutines are abandoned; the message names an example.
         """
         if len(self._left) >= self._most:
             name = next(iter(self._left)).get_name()
@@ -51,15 +52,15 @@ class Strays:
     ) -> T:
         """Return a coroutine's result, or raise its exception.
 
-        Cancelling the call cancels the coroutine and waits for its end, `grace_s` at most. One that runs on
-        is left behind, and its outcome is ignored.
+        Cancelling the call cancels the coroutine and waits up to `grace_s` for its end. A coroutine that is
+        still running then is abandoned, and its outcome is ignored.
 
         Args:
-            begin: returns the coroutine, which gets a task of its own.
-            name: of the task, in the log.
-            on_left: called if it is left behind.
+            begin: returns the coroutine, which runs in its own task.
+            name: task name, for the log.
+            on_left: callback when the coroutine is abandoned.
         """
-        # in no group: it may outlive its caller
+        # no task group: the task may outlive its caller
         task = asyncio.get_running_loop().create_task(caught(begin), name=name)
         try:
             await asyncio.wait([task])
@@ -89,7 +90,7 @@ class Strays:
 
 
 async def caught(begin: Callable[[], Awaitable[T]]) -> T | BaseException:
-    """Return a coroutine's result or exception: in a task SystemExit would end the event loop."""
+    """Return a coroutine's result or exception: SystemExit in a task would end the event loop."""
     try:
         return await begin()
     except (Exception, BaseExceptionGroup, SystemExit) as error:
@@ -97,9 +98,10 @@ async def caught(begin: Callable[[], Awaitable[T]]) -> T | BaseException:
 
 
 async def waited(task: "asyncio.Future[Any]", seconds: float) -> asyncio.CancelledError | None:
-    """Wait for the end of a task, `seconds` at most.
+    """Wait at most `seconds` for the end of a task.
 
-    Returns: the cancellation of the caller, if there was one, which does not shorten the wait.
+    Cancelling the caller does not shorten the wait. Returns: the caller's cancellation, for the caller to
+    raise; None if the caller was not cancelled.
     """
     cancelled: asyncio.CancelledError | None = None
     clock = asyncio.get_running_loop().time

@@ -1,8 +1,8 @@
-"""Plays single-player games of the package textarena.
+"""Plays single-player games of the textarena package.
 
-Its games draw from the global random numbers of Python and numpy, and some take seconds to begin. So they run
-in one thread of their own, and the state of these numbers is kept with each game: the same seed and the same
-actions give the same game, however many are played at the same time.
+The games use the global random generators of Python and NumPy, and some take seconds to start. All games run
+in one dedicated thread, and each game keeps its own generator state. Equal seeds and equal actions therefore
+give equal games, even when games run concurrently.
 """
 
 import asyncio
@@ -18,25 +18,24 @@ from protocol.choices import checked_name, did_you_mean
 from protocol.errors import SettingsError
 
 SUFFIXES = ("-raw", "-train")
-"""Ends of the names of the same game with wrappers, which are not used here."""
+"""Name suffixes of wrapped variants of a game; unused here."""
 
 _thread = ThreadPoolExecutor(1, thread_name_prefix="textarena")
 
 
 class TextGame:
-    """One game in progress. Its methods block; `in_game_thread` is where they may."""
+    """Game in progress; its methods block and are called through `in_game_thread`."""
 
     def __init__(self, name: str, seed: int, params: Mapping[str, Any]) -> None:
-        """Begin a game.
+        """Start a game.
 
         Args:
-            name: of the game, such as "GuessTheNumber-v0".
-            seed: of its random numbers.
-            params: parameters of the game instead of its own.
+            name: textarena name, such as "GuessTheNumber-v0".
+            seed: seed of the game's random generators.
+            params: overrides of the game's default parameters.
 
         Raises:
-            SettingsError: the game cannot be made, needs several players, the network, or data that is not
-                there.
+            SettingsError: the game cannot start, or it needs several players, the network or missing data.
         """
         import textarena
 
@@ -50,28 +49,28 @@ class TextGame:
                 self._game = textarena.make(f"{name}-raw", **params)
                 self._game.reset(num_players=1, seed=seed)
                 self.opening = self._told()
-                """The game's first words."""
+                """First text of the game."""
         except Exception as error:  # games raise anything
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
             raise SettingsError(f"textarena game {name} with seed {seed} cannot begin: {problem}") from None
 
     def step(self, action: str) -> str | None:
-        """Act; return the game's next text, or None if it has ended.
+        """Apply the player's action; return the game's next text, or None at the end of the game.
 
-        An action without brackets is put into brackets, as the games expect it.
+        Actions without brackets are wrapped in brackets, the format that the games expect.
         """
         with self._draws():
             done, _ = self._game.step(action if "[" in action or "]" in action else f"[{action.strip()}]")
             return None if done else self._told()
 
     def reward(self) -> float:
-        """Return the player's reward; the game has ended."""
+        """Return the player's reward. Call it after the game has ended."""
         rewards, _ = self._game.close()
         return float(rewards[0])
 
     @contextmanager
     def _draws(self) -> Iterator[None]:
-        """Use the game's state of the global random numbers inside the block, and restore it after."""
+        """Install the game's random generator state for the block, then restore the previous state."""
         outside = random.getstate(), np.random.get_state()
         random.setstate(self._random[0])
         np.random.set_state(self._random[1])
@@ -91,15 +90,15 @@ class TextGame:
 
 
 async def in_game_thread(function: Any, *arguments: Any) -> Any:
-    """Call a function in the thread of the games. If this is cancelled, the call that runs still ends."""
+    """Call a function in the game thread. Cancelling the caller does not interrupt a running function."""
     return await asyncio.get_running_loop().run_in_executor(_thread, function, *arguments)
 
 
 def checked_games(names: tuple[str, ...]) -> tuple[str, ...]:
-    """Return names of games that textarena has.
+    """Return the names after checking that textarena has each game.
 
     Raises:
-        SettingsError: the package is missing, there is no name, or one is unknown.
+        SettingsError: textarena is not installed, `names` is empty, or a name is unknown.
     """
     try:
         from textarena.envs.registration import ENV_REGISTRY

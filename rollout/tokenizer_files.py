@@ -13,12 +13,12 @@ from protocol.errors import SettingsError
 
 SPECIALS = ("bos_token", "eos_token", "pad_token", "unk_token")
 WITHOUT_EFFECT = ("backend", "clean_up_tokenization_spaces", "model_max_length", "tokenizer_class")
-"""Settings of tokenizer_config.json that change neither tokens nor text as `Renderer` uses them."""
+"""Settings of tokenizer_config.json that do not affect tokens or text in `Renderer`."""
 ALONE = {"tokenizer.json", "tokenizer_config.json"}
 
 
 class PlainTokenizer:
-    """Converts text as `transformers.PreTrainedTokenizerFast` does for the same directory."""
+    """Tokenizer equivalent to `transformers.PreTrainedTokenizerFast`, without importing transformers."""
 
     chat_template = None
 
@@ -29,32 +29,32 @@ class PlainTokenizer:
         self.eos_token_id = eos_token_id
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
-        """Return the ids of the tokens of a text."""
-        # one text as a batch: other threads run meanwhile
+        """Return the token ids of a text."""
+        # the batch method releases the GIL
         (found,) = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
         ids: list[int] = found.ids
         return ids
 
     def get_vocab(self) -> dict[str, int]:
-        """Return token -> id."""
+        """Return the vocabulary: token -> id."""
         found: dict[str, int] = self._tokenizer.get_vocab()
         return found
 
     def decode(self, ids: Sequence[int], *, skip_special_tokens: bool = False, **unused: bool) -> str:
-        """Return the text of tokens. `clean_up_tokenization_spaces` is not supported, and never true here."""
+        """Return the text of token ids; `clean_up_tokenization_spaces` is ignored, and False in all calls."""
         text: str = self._tokenizer.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return text
 
 
 def load_plain(model_dir: Path, config: Mapping[str, Any]) -> PlainTokenizer | None:
-    """Return the tokenizer of a directory, or None where transformers would do more than read tokenizer.json.
+    """Return the tokenizer of a directory; None if transformers would read more than tokenizer.json.
 
     Args:
-        model_dir: has a tokenizer of a class that merely refers to tokenizer.json.
-        config: its tokenizer_config.json.
+        model_dir: directory whose tokenizer class only wraps tokenizer.json.
+        config: parsed tokenizer_config.json.
 
     Raises:
-        Exception: tokenizer.json is none.
+        Exception: tokenizer.json is invalid.
     """
     found = {path.name for path in model_dir.iterdir() if "token" in path.name or "template" in path.name}
     specials = {name: config.get(name) for name in SPECIALS}
@@ -70,14 +70,14 @@ def load_plain(model_dir: Path, config: Mapping[str, Any]) -> PlainTokenizer | N
 
 
 GENERIC = frozenset({"PreTrainedTokenizerFast", "TokenizersBackend"})
-"""Values of `tokenizer_class` that merely refer to tokenizer.json."""
+"""Values of `tokenizer_class` that only wrap tokenizer.json."""
 
 
 def vocabulary_of(model_dir: Path) -> Mapping[str, int]:
-    """Return token -> id of a model's tokenizer.
+    """Return the vocabulary of a model's tokenizer: token -> id.
 
     Raises:
-        SettingsError: there is none, or it cannot be loaded.
+        SettingsError: the directory has no tokenizer, or the tokenizer cannot be loaded.
     """
     path = model_dir / "tokenizer.json"
     try:
@@ -86,7 +86,7 @@ def vocabulary_of(model_dir: Path) -> Mapping[str, int]:
         ).get_vocab()
     except SettingsError:
         raise
-    except Exception as error:  # the tokenizers library raises its own
+    except Exception as error:  # the tokenizers library raises its own exception types
         raise SettingsError(f"the tokenizer in {model_dir} cannot be loaded: {str(error)[:300]}") from error
     return vocabulary
 
@@ -95,11 +95,12 @@ def load_tokenizer(model_dir: Path, *, alone: bool = True) -> Any:
     """Load the tokenizer of a directory.
 
     Args:
-        model_dir: has it.
-        alone: whether no chat template will be given to it, which takes transformers.
+        model_dir: directory with the tokenizer files.
+        alone: whether `PlainTokenizer` suffices. False if the caller sets a chat template, which only
+            transformers can apply.
 
     Raises:
-        SettingsError: there is none, or it cannot be loaded.
+        SettingsError: the directory has no tokenizer, or the tokenizer cannot be loaded.
     """
     if not any(
         (model_dir / name).is_file()
@@ -109,12 +110,13 @@ def load_tokenizer(model_dir: Path, *, alone: bool = True) -> Any:
             f"no tokenizer in {model_dir}: it needs tokenizer.json beside the model "
             "(save_pretrained writes it)"
         )
-    # the tokenizers library hands a text to a thread of its own, which pays for many at once, and here is one
+    # parallel encoding pays for many texts at once; each call here encodes a single text
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     try:
         path = model_dir / "tokenizer_config.json"
         config = json.loads(path.read_bytes()) if path.is_file() else {}
-        # For these, AutoTokenizer would use the tokenizer class of the model's family, with other tokens.
+        # For these classes, AutoTokenizer would load the tokenizer class of the model family, with other
+        # tokens.
         if config.get("tokenizer_class") in GENERIC:
             plain = load_plain(model_dir, config) if alone else None
             if plain is not None:
@@ -123,14 +125,14 @@ def load_tokenizer(model_dir: Path, *, alone: bool = True) -> Any:
         else:
             from transformers import AutoTokenizer as Loader  # imports torch and every model class
         return Loader.from_pretrained(str(model_dir), local_files_only=True, **code_trust())
-    except Exception as error:  # OSError, ValueError, or the tokenizers library's own
+    except Exception as error:  # OSError, ValueError, or exceptions of the tokenizers library
         raise SettingsError(
             f"the tokenizer in {model_dir} cannot be loaded: {type(error).__name__}: {str(error)[:300]}"
         ) from error
 
 
 def end_ids(model_dir: Path, tokenizer: Any) -> list[int]:
-    """Return the end-of-sequence ids of the tokenizer and of generation_config.json, which often has more."""
+    """Return the end-of-sequence ids of the tokenizer and of generation_config.json."""
     path = model_dir / "generation_config.json"
     try:
         found = json.loads(path.read_bytes()).get("eos_token_id") if path.is_file() else None

@@ -18,7 +18,7 @@ from rollout.sample import Branch, Sample
 
 FINISH_REASONS = ("stop", "length", "environment")
 MAX_LOGPROB = 1e-3
-"""Tolerance for rounding, nats: a log-probability above this is a bug of the engine."""
+"""Rounding tolerance, nats. A larger log-probability indicates a bug in the engine."""
 
 
 def assemble(
@@ -32,12 +32,12 @@ def assemble(
     engine: str,
     generate_s: float,
 ) -> Rollout:
-    """Return the message of a generated group: n `samples`, which `responses` holds as text.
+    """Return the message of a generated group of n samples.
 
-    The arguments after these are fields of `Rollout`.
+    `responses` contains the text of each sample. The keyword arguments are fields of `Rollout`.
 
     Raises:
-        EngineError: a sample contradicts itself; names group and sample.
+        EngineError: a sample is inconsistent; the message names group and sample.
         SettingsError: only some samples have a reward, or MessagePack cannot encode the metadata.
     """
     if not samples or len(samples) != len(responses):
@@ -74,13 +74,13 @@ def assemble(
 
 
 def turn_texts(rollout: Rollout, text_of: Callable[[tuple[int, ...]], str]) -> Rollout:
-    """Return the group with its turns as text, and with what was inserted before each.
+    """Return the group with the text of each turn, and the text inserted before each turn.
 
-    It is unchanged if every sample is one turn.
+    The group is unchanged if every sample has one turn.
 
     Args:
-        rollout: as assembled.
-        text_of: detokenizes, without special tokens.
+        rollout: an assembled group.
+        text_of: detokenizes without special tokens.
     """
     turns = turns_of(rollout)
     if turns is None:
@@ -97,7 +97,7 @@ def turn_texts(rollout: Rollout, text_of: Callable[[tuple[int, ...]], str]) -> R
 
 
 def _check(group: int, samples: Sequence[Sample], prompt: int) -> None:
-    """Raise EngineError if a row of a sample contradicts itself."""
+    """Raise EngineError if a row of a sample is inconsistent."""
     for i, sample in enumerate(samples):
         for row in (sample, *(_as_sample(branch) for branch in sample.branches)):
             if problem := _problem(row, prompt):
@@ -107,7 +107,7 @@ def _check(group: int, samples: Sequence[Sample], prompt: int) -> None:
 
 
 def common_prompt(prompt_tokens: Sequence[int], samples: Sequence[Sample]) -> tuple[int, ...]:
-    """Return what all rows of all samples begin with, none of it sampled: the prompt of the message."""
+    """Return the longest unsampled prefix that all rows of all samples share: the prompt of the message."""
     prompts = [prompt_tokens if s.prompt is None else s.prompt for s in samples]
     different = (i for i, tokens in enumerate(zip(*prompts, strict=False)) if len(set(tokens)) > 1)
     shared = [branch.shared for s in samples for branch in s.branches]
@@ -117,7 +117,7 @@ def common_prompt(prompt_tokens: Sequence[int], samples: Sequence[Sample]) -> tu
 def _rows(
     prompt_tokens: Sequence[int], common: int, samples: Sequence[Sample]
 ) -> tuple[list[Sample | Branch], list[tuple[int, int, int]]]:
-    """Return the rows of the message behind the `common` tokens, and (sample, parent, shared) of each."""
+    """Return the message's rows after the first `common` tokens, and (sample, parent, shared) of each."""
     rows: list[Sample | Branch] = []
     places: list[tuple[int, int, int]] = []
     for index, sample in enumerate(samples):
@@ -130,7 +130,7 @@ def _rows(
 
 
 def _calls(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array | None:
-    """Return the places of recorded calls' answers, None if no call was recorded."""
+    """Return the token ranges of recorded calls' answers; None if no call was recorded."""
     calls: list[tuple[int, int, int, int, int]] = []
     remaining = enumerate(rows)
     for sample in samples:
@@ -143,7 +143,7 @@ def _calls(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array 
 
 
 def _turns(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array | None:
-    """Return where the turns of the samples lie, in order; None if every sample is one turn."""
+    """Return the token ranges of all turns in chronological order; None if every sample has one turn."""
     places: list[tuple[int, int, int, int]] = []
     remaining = enumerate(rows)
     for number, sample in enumerate(samples):
@@ -156,7 +156,7 @@ def _turns(samples: Sequence[Sample], rows: Sequence[Sample | Branch]) -> Array 
 
 
 def _after(own: tuple[int, ...], sample: Sample) -> Sample:
-    """Return a sample with those tokens of its prompt that others lack before its own."""
+    """Return the sample with the prompt tokens that are missing from the shared prefix prepended."""
     if not own:
         return sample
     return replace(
@@ -171,16 +171,16 @@ def _after(own: tuple[int, ...], sample: Sample) -> Sample:
 
 
 def _own_prompts(prompt_tokens: Sequence[int], common: int, samples: Sequence[Sample]) -> Array | None:
-    """Return how many tokens of each sample's prompt are behind the `common` ones, None if none is."""
+    """Return the number of prompt tokens of each sample beyond the common prefix; None if all are 0."""
     own = [len(prompt_tokens if s.prompt is None else s.prompt) - common for s in samples]
     return Array.of(own, "int32") if any(own) else None
 
 
 def _rewards(group: int, samples: Sequence[Sample]) -> Array | None:
-    """Return the environment's rewards [n], None if it gives none.
+    """Return the environment's rewards [n]; None if there are none.
 
     Raises:
-        SettingsError: only some samples have one.
+        SettingsError: only some samples have a reward.
     """
     rewards = [s.reward for s in samples if s.reward is not None]
     if rewards and len(rewards) != len(samples):
@@ -191,12 +191,12 @@ def _rewards(group: int, samples: Sequence[Sample]) -> Array | None:
 
 
 def _experts(group: int, prompt: int, samples: Sequence[Sample]) -> tuple[Array, Array] | tuple[None, None]:
-    """Return the experts of the prompt and of all samples' tokens, or neither if no expert was recorded.
+    """Return the experts of the prompt and of all samples' tokens; (None, None) if none were recorded.
 
-    Samples share their prompt's passes: passes that one sample has not recorded another has.
+    The samples share the forward passes of the prompt. Passes missing from one sample are taken from others.
 
     Raises:
-        EngineError: samples differ in the recorded layers or experts.
+        EngineError: only some samples have experts, or the recorded layers differ.
     """
     recorded = [sample.experts for sample in samples if sample.experts is not None]
     if not recorded:
@@ -219,7 +219,7 @@ def pack_metadata(prompt: Prompt) -> msgspec.Raw:
     """Return a prompt's metadata as MessagePack.
 
     Raises:
-        SettingsError: MessagePack cannot encode it; names the prompt.
+        SettingsError: MessagePack cannot encode the metadata; the message names the prompt.
     """
     try:
         return msgspec.Raw(msgspec.msgpack.encode(dict(prompt.metadata)))
@@ -234,7 +234,7 @@ def _as_sample(branch: Branch) -> Sample:
 
 
 def _problem(sample: Sample, prompt: int) -> str:
-    """Return the first contradiction within a sample, or an empty string."""
+    """Return the first inconsistency in a sample, or an empty string."""
     count = len(sample.tokens)
     ends = [end for end, _ in sample.spans]
     checks: dict[str, bool] = {

@@ -1,1 +1,1 @@
-"""Runs generation engines behind one interface, `base.Engine`."""
+"""Generation engines behind one interface, `base.Engine`."""

@@ -1,7 +1,7 @@
-"""Serves an engine's parsers of answers on standard input and output; needs the standard library alone.
+"""Serves an engine's answer parsers on standard input and output, with only the standard library.
 
-The first line names the parsers and the model directory and is answered when they are loaded. Each further
-line has an answer of the model.
+The first line names the parsers and the model directory; the reply follows when they are loaded. Each further
+line contains one answer to parse.
 """
 
 import json
@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any
 
 Parse = Callable[[dict[str, Any]], dict[str, Any]]
-"""An answer of the model -> its thoughts, content and calls."""
+"""Answer of the model -> its thoughts, content and tool calls."""
 
 
 def serve_lines(load: Callable[[dict[str, Any]], Parse]) -> None:
-    """Load parsers and parse line by line, until standard input ends."""
+    """Load the parsers, then parse line by line until standard input ends."""
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # prints of the engine's libraries are no answers
+    os.dup2(2, 1)  # keep output of the engine's libraries out of the replies
 
     def say(parsed: dict[str, Any]) -> None:
         answers.write(json.dumps(parsed) + "\n")
@@ -25,7 +25,7 @@ def serve_lines(load: Callable[[dict[str, Any]], Parse]) -> None:
 
     try:
         parse = load(json.loads(sys.stdin.readline()))
-    except Exception as error:  # an engine's library raises anything
+    except Exception as error:  # engine libraries raise any exception
         say({"refused": str(error)[:2000] or repr(error)})
         return
     say({"ready": True})
@@ -39,7 +39,7 @@ def serve_lines(load: Callable[[dict[str, Any]], Parse]) -> None:
 
 
 def check_names(engine: str, given: dict[str, Any], known: dict[str, list[str]]) -> None:
-    """Raise ValueError, with the engine's parsers, if a parser is not among them."""
+    """Raise ValueError, listing the engine's parsers, if a given parser is unknown."""
     for kind, names in known.items():
         if given[kind] and given[kind] not in names:
             raise ValueError(

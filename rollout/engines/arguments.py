@@ -1,7 +1,7 @@
-"""Checks `[engine.arguments]`, which a user passes to the engine's own library.
+"""Checks `[engine.arguments]`, which are passed to the engine's own library.
 
-Each engine that takes arguments has a module with a table of the refused ones. It imports no engine: names
-are read from the source of the installed one.
+Each engine that accepts arguments has a module with a table of refused arguments. The module does not import
+the engine: argument names are parsed from the source of the installed library.
 """
 
 import ast
@@ -14,7 +14,7 @@ from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
 from rollout.engines.registry import ENGINES
 
-# reasons of refusals that engines share
+# reasons shared by several engines
 MODEL = "the engine serves the model that is trained: set it in [model]"
 OTHER_MODEL = "the engine would compute another model than the trainer"
 FILES = (
@@ -37,14 +37,14 @@ OTHER_UPDATES = "weights change only by a commit of the run's own version"
 
 
 def check_arguments(config: EngineConfig, setting: str) -> None:
-    """Check that an engine takes arguments, and that none of them is in its table of refused ones.
+    """Check that the engine accepts arguments, and that none of them is refused.
 
     Args:
-        config: the engine's settings; a name that is not known is refused elsewhere.
+        config: engine settings; unknown engine names are ignored here.
         setting: dotted name of the arguments, for errors.
 
     Raises:
-        SettingsError: naming the argument, and why it is refused.
+        SettingsError: an argument is refused; the message names it and the reason.
     """
     module = _module_of(config, setting)
     refused: Mapping[str, str] = module.REFUSED if module else {}
@@ -54,10 +54,10 @@ def check_arguments(config: EngineConfig, setting: str) -> None:
 
 
 def check_known(config: EngineConfig, setting: str) -> None:
-    """Check the arguments' names against those of the installed engine; passes where none is installed.
+    """Check the argument names against the installed engine's; skipped if the engine is not installed.
 
     Raises:
-        SettingsError: naming the argument, and the nearest one that there is.
+        SettingsError: an argument is unknown; the message suggests a similar one.
     """
     module = _module_of(config, setting)
     if module and (known := module.argument_names(config)):
@@ -66,11 +66,11 @@ def check_known(config: EngineConfig, setting: str) -> None:
 
 
 def annotated_fields(paths: Iterable[Path], classes: Iterable[str] = ()) -> list[str]:
-    """Return the public fields of classes in source files, in their order; files that are missing have none.
+    """Return the public annotated fields of classes in source files, in order; missing files are skipped.
 
     Args:
         paths: Python files.
-        classes: names of the classes to read; none: all classes.
+        classes: names of the classes to read; empty: all.
     """
     wanted = set(classes)
     return [
@@ -87,7 +87,7 @@ def annotated_fields(paths: Iterable[Path], classes: Iterable[str] = ()) -> list
 
 
 def _module_of(config: EngineConfig, setting: str) -> ModuleType | None:
-    """Return the module with the engine's table; None: it has no arguments."""
+    """Return the module with the engine's table; None if no arguments are set."""
     if not config.arguments or config.name not in ENGINES:
         return None
     path = ENGINES[config.name].arguments

@@ -1,9 +1,9 @@
-"""Drafts a request's next tokens from what was generated before: n-gram lookup in the history of a run.
+"""Drafts a request's next tokens by n-gram lookup in earlier prompts and answers of the run.
 
-Samples of a group answer the same prompt, prompts come again in later epochs, and an agent's prompt repeats
-its own history. A draft is what followed the request's latest tokens where they last occurred: in an answer
-to the same prompt, in the prompt, or in the request itself. The engine verifies every draft under the live
-weights, so a wrong one costs time and changes no distribution.
+Samples of a group share a prompt, prompts recur in later epochs, and an agent's prompt repeats its own
+history. A draft is the continuation of the last occurrence of the request's latest tokens: in an answer to
+the same prompt, in the prompt, or in the request itself. The engine verifies every draft under the live
+weights, so a wrong draft costs time but does not change the distribution.
 """
 
 from collections import OrderedDict
@@ -11,40 +11,40 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 MATCHED = 3
-"""Tokens that have to occur again."""
+"""Length of the n-gram that must match."""
 LONGEST_MATCH = 32
-"""Tokens to which a match is followed backwards. A draft is as long as its match, at most."""
+"""Maximum match length when extended backwards. A draft is at most as long as its match."""
 FOLLOWED_BY = 8
-"""Tokens that follow a place before it is indexed, while its answer grows."""
+"""Number of tokens that must follow a position before it is indexed while its answer grows."""
 KEPT_TOKENS = 1 << 22
-"""Tokens of prompts and answers that are kept; each takes about 200 bytes."""
+"""Maximum stored tokens of prompts and answers; each takes about 200 bytes."""
 CHECKED_EVERY = 64
-"""Requests between two counts of the kept tokens."""
+"""Requests between two counts of the stored tokens."""
 
 Gram = tuple[int, ...]
 
 
 @dataclass(slots=True)
 class AnsweredPrompt:
-    """A prompt, and the answers to it."""
+    """Prompt with its answers."""
 
     key: tuple[int, ...]
-    """The prompt."""
+    """Token ids of the prompt."""
     rows: list[list[int]]
-    """The prompt, then each answer behind the end of the prompt."""
+    """The prompt, then each answer, preceded by the end of the prompt."""
     places: dict[Gram, tuple[int, int]] = field(default_factory=dict)
-    """`MATCHED` tokens -> the row in which they occurred last, and the index of the token behind them."""
+    """N-gram -> (row of its last occurrence, index of the token after it)."""
     size: int = 0
-    """Tokens of all rows."""
+    """Number of tokens in all rows."""
 
     def index(self, row: int, start: int, stop: int) -> None:
-        """Index the grams of a row that end behind token `start`, up to token `stop`."""
+        """Index the n-grams of a row that end after token `start`, up to token `stop`."""
         tokens, places = self.rows[row], self.places
         for end in range(max(start + 1, MATCHED), stop + 1):
             places[tuple(tokens[end - MATCHED : end])] = (row, end)
 
     def follow(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return at most `most` tokens that followed the last tokens of a row where they occurred last."""
+        """Return up to `most` tokens that followed the last occurrence of the row's latest tokens."""
         place = self.places.get(tuple(tokens[-MATCHED:]))
         if place is None:
             return []
@@ -57,29 +57,29 @@ class AnsweredPrompt:
 
 
 class DraftedRequest:
-    """A request whose answer grows."""
+    """Request with a growing answer."""
 
     __slots__ = ("_indexed", "_prompt", "_row", "_start", "_tokens")
 
     def __init__(self, prompt: AnsweredPrompt) -> None:
-        """Begin an answer to a prompt."""
+        """Start an answer to a prompt."""
         self._prompt, self._row = prompt, len(prompt.rows)
-        self._tokens = list(prompt.key[-LONGEST_MATCH:])  # a match may begin in the prompt
+        self._tokens = list(prompt.key[-LONGEST_MATCH:])  # a match may start in the prompt
         self._start = self._indexed = len(self._tokens)
         prompt.rows.append(self._tokens)
 
     def __len__(self) -> int:
-        """Return the number of tokens of the answer."""
+        """Return the length of the answer, tokens."""
         return len(self._tokens) - self._start
 
     def extend(self, tokens: Sequence[int]) -> None:
-        """Append tokens of the answer."""
+        """Append tokens to the answer."""
         self._tokens += tokens
         self._prompt.size += len(tokens)
         self._index(len(self._tokens) - FOLLOWED_BY)
 
     def draft(self, most: int) -> list[int]:
-        """Return at most `most` tokens that may come next; none without a match."""
+        """Return up to `most` draft tokens; empty without a match."""
         return self._prompt.follow(self._tokens, most)
 
     def end(self) -> None:
@@ -93,15 +93,15 @@ class DraftedRequest:
 
 
 class DraftHistory:
-    """Prompts and answers of one engine, the ones used last."""
+    """Least-recently-used store of an engine's prompts and answers."""
 
     def __init__(self, kept_tokens: int = KEPT_TOKENS) -> None:
-        """Begin without history; it keeps about `kept_tokens` tokens."""
+        """Create an empty history that stores about `kept_tokens` tokens."""
         self._kept_tokens, self._begun = kept_tokens, 0
         self._prompts: OrderedDict[tuple[int, ...], AnsweredPrompt] = OrderedDict()
 
     def begin(self, prompt: Sequence[int]) -> DraftedRequest:
-        """Begin an answer to a prompt of at least one token."""
+        """Start an answer to a non-empty prompt."""
         key = tuple(prompt)
         answered = self._prompts.get(key)
         if answered is None:
@@ -114,7 +114,7 @@ class DraftHistory:
         return DraftedRequest(answered)
 
     def _forget(self) -> None:
-        """Forget the prompts that were not used for longest; running answers to them keep them."""
+        """Evict the least recently used prompts; running answers keep a reference to theirs."""
         kept = sum(prompt.size for prompt in self._prompts.values())
         while kept > self._kept_tokens:
             kept -= self._prompts.popitem(last=False)[1].size

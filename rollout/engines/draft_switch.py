@@ -1,7 +1,7 @@
-"""Chooses whether an engine drafts: by the tokens per second that its steps gave with and without drafts.
+"""Decides whether an engine drafts, by the measured tokens per second with and without drafts.
 
-A draft costs little while few requests run, because a step then waits for memory, and more than it gains when
-the batch keeps the device busy or drafts are refused. Both are measured, for each size of the batch.
+Drafts are cheap while few requests run, because a step is then memory-bound. They cost more than they gain
+when the batch saturates the device or drafts are rejected. Both rates are measured for each batch size.
 """
 
 from collections import defaultdict
@@ -11,19 +11,19 @@ from statistics import median
 from time import perf_counter
 
 BLOCK = 16
-"""Steps that are made in one way, and compared with others as a whole."""
+"""Steps per measurement; all use the same mode."""
 TRIAL_EVERY = 16
-"""Every so many blocks the way that is slower by then is tried again."""
+"""Every `TRIAL_EVERY` blocks, the slower mode is measured again."""
 SMOOTHING = 0.3
-"""Weight of the last block in a way's rate."""
+"""Weight of the latest block in the moving average of a mode's rate."""
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Rates of batches of about one size."""
+    """Rates of batches of similar size."""
 
     rates: dict[bool, float] = field(default_factory=dict)
-    """Whether drafts were made -> tokens per second."""
+    """Whether drafting was on -> tokens per second."""
     blocks: int = 0
 
     def add(self, drafts: bool, rate: float) -> None:
@@ -41,13 +41,13 @@ class _Batch:
 
 
 class DraftSwitch:
-    """The choice of one engine, asked at each step."""
+    """Drafting decision of one engine, queried at each step."""
 
     def __init__(self, clock: Callable[[], float] = perf_counter, *, skipped: int = 1) -> None:
-        """Begin to measure by `clock`, in seconds.
+        """Start measuring with `clock`, in seconds.
 
-        The first `skipped` steps of a block are left out: they have the drafts of the block before, and a
-        wait for requests is no typical step.
+        The first `skipped` steps of a block are ignored: they still verify drafts of the previous block, or
+        include a wait for requests.
         """
         self._clock, self._skipped = clock, skipped
         self._batches: defaultdict[int, _Batch] = defaultdict(_Batch)
@@ -58,11 +58,11 @@ class DraftSwitch:
         self._tokens: list[int] = []
 
     def drafts(self, running: int, tokens: int) -> bool:
-        """Return whether to draft for the next step.
+        """Return whether to draft in the next step.
 
         Args:
-            running: requests of the step that has ended.
-            tokens: tokens that it gave.
+            running: number of requests in the step that just ended.
+            tokens: number of tokens that the step produced.
         """
         now = self._clock()
         self._seconds.append(now - self._last)

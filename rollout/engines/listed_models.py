@@ -1,4 +1,4 @@
-"""Reads which architectures an engine's library has from its source, without importing the library."""
+"""Parses the supported architectures of an engine from its source, without importing the library."""
 
 import ast
 import re
@@ -8,17 +8,17 @@ from pathlib import Path
 from typing import Any
 
 VLLM = ("_TEXT_GENERATION_MODELS", "_MULTIMODAL_MODELS", "_TRANSFORMERS_SUPPORTED_MODELS")
-"""Names of vLLM's tables of models that generate text."""
+"""Names of vLLM's tables of text generation models."""
 SGLANG = re.compile(r"^EntryClass(?:: [^=]+)? = (\[[^\]]*\]|\w+)", re.MULTILINE)
-"""Statement of a module of SGLang that says which classes it has."""
+"""Statement in a SGLang module that lists its model classes."""
 
 
 def listed_architectures(engine: str, place: Path | None = None) -> frozenset[str]:
-    """Return the architectures that an engine's library lists; empty: it is not installed, or has no list.
+    """Return the architectures listed by an engine's library; empty if not installed or without a list.
 
     Args:
         engine: vllm or sglang.
-        place: directory of the library's package; None: where this interpreter finds it.
+        place: package directory of the library; None: search this interpreter's path.
     """
     if place is None:
         spec = find_spec(engine)
@@ -27,7 +27,7 @@ def listed_architectures(engine: str, place: Path | None = None) -> frozenset[st
 
 
 def engines_with(config: Mapping[str, Any]) -> dict[str, bool]:
-    """Return for each installed engine that has a list whether a config.json's architecture is in it."""
+    """Return installed engine -> whether it lists an architecture of config.json."""
     tables = {engine: listed_architectures(engine) for engine in READERS}
     names = {*(config.get("architectures") or ())}
     return {engine: bool(names & table) for engine, table in tables.items() if table}

@@ -1,6 +1,6 @@
-"""Reads the adapters that an engine serves by name, from directories in PEFT's format, and writes such ones.
+"""Reads and writes adapters in PEFT's format, which an engine serves by name.
 
-They do not change: versions bring none of them. A request names one, or none for the model itself.
+Versions do not change these adapters. A request names one, or none for the base model.
 """
 
 import json
@@ -19,16 +19,16 @@ from protocol.weights.peft import CONFIG, TENSORS, read_peft, target_modules
 
 @dataclass(frozen=True, slots=True)
 class NamedAdapter:
-    """An adapter in a directory, which fits the model."""
+    """Adapter in a directory, checked against the model."""
 
     name: str
     directory: Path
     config: LoraConfig
-    """Rank, scaling and target modules that the directory says."""
+    """Rank, scaling and target modules from the directory."""
     targets: tuple[AdapterTarget, ...]
 
     def pairs(self, dtype: torch.dtype) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Return weight -> A and scaling B, in `dtype`, on the host."""
+        """Return weight name -> (A, B times scaling), in `dtype`, on the host."""
         tensors = safetensors.torch.load_file(self.directory / TENSORS)
         return {
             target.weight: (
@@ -44,10 +44,9 @@ def read_named(adapters: Mapping[str, Path], model_dir: Path) -> dict[str, Named
 
     Args:
         adapters: name -> directory.
-        model_dir: the model's directory.
 
     Raises:
-        SettingsError: one cannot be read, is of a kind that no engine computes, or does not fit the model.
+        SettingsError: an adapter cannot be read, is of an unsupported kind, or does not fit the model.
         EngineError: the model's tensors cannot be read.
     """
     if not adapters:
@@ -65,14 +64,12 @@ def read_named(adapters: Mapping[str, Path], model_dir: Path) -> dict[str, Named
 
 
 def write_peft(directory: Path, tensors: Mapping[str, torch.Tensor], rank: int) -> None:
-    """Write an adapter into a directory that exists, in PEFT's format.
+    """Write an adapter in PEFT's format to an existing directory.
 
-    Its alpha is its rank, because B of the published adapters includes the scaling.
+    `lora_alpha` equals the rank, because B of published adapters already includes the scaling.
 
     Args:
-        directory: the directory.
-        tensors: A and scaling B by their PEFT names.
-        rank: of the adapter.
+        tensors: PEFT name -> A or scaled B.
     """
     safetensors.torch.save_file(dict(tensors), directory / TENSORS)
     config = {
@@ -88,7 +85,7 @@ def write_peft(directory: Path, tensors: Mapping[str, torch.Tensor], rank: int) 
 def named_tensors(
     adapters: Mapping[str, str | Path], model_dir: Path
 ) -> dict[str, tuple[LoraConfig, dict[str, torch.Tensor]]]:
-    """Return settings, and A and scaling B by their PEFT names, of each adapter; raises as `read_named`."""
+    """Return (settings, PEFT name -> A or scaled B) of each adapter. Raises: see `read_named`."""
     found = {}
     for name, adapter in read_named({name: Path(path) for name, path in adapters.items()}, model_dir).items():
         pairs = adapter.pairs(torch.float32)
@@ -102,7 +99,7 @@ def named_tensors(
 
 
 def covering(configs: Iterable[LoraConfig]) -> LoraConfig:
-    """Return the settings of an adapter with the rank and the layers of all of these."""
+    """Return settings with the largest rank and the union of the target modules."""
     found = list(configs)
     rank = max(config.rank for config in found)
     layers = sorted({layer for config in found for layer in config.target_modules})

@@ -1,10 +1,10 @@
-"""Creates engines by name, or one of the user by `MODULE:NAME`.
+"""Creates engines: built-in ones by name, a user's by `MODULE:NAME`.
 
     class Mine(Engine):
         def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str): ...
 
-`[engine] options` are in `config.options`. docs/own_code.md describes it. An engine's module is imported only
-when the engine is chosen, so that one engine's library suffices.
+`[engine] options` are in `config.options`, see docs/own_code.md. An engine's module is imported only when the
+engine is selected, so only the selected engine's library must be installed.
 """
 
 from collections.abc import Callable, Mapping
@@ -21,32 +21,32 @@ from rollout.engines.base import Engine, EngineConfig
 
 @dataclass(frozen=True, slots=True)
 class EngineEntry(Entry):
-    """Class of an engine, and its capabilities."""
+    """Class and capabilities of an engine."""
 
     serves_adapters: bool = False
-    """Whether it supports `[lora]`."""
+    """Whether the engine supports `[lora]`."""
     names_adapters: bool = False
-    """Whether it serves several adapters by name, for `tether serve --adapter`."""
+    """Whether the engine serves several adapters by name, for `tether serve --adapter`."""
     can_sleep: bool = False
-    """Whether it supports sleep, and with it `[colocated]`."""
+    """Whether the engine supports sleep, and therefore `[colocated]`."""
     started_to_sleep: bool = False
-    """Whether it can sleep only if `enable_sleep_mode` is set when it starts; vLLM only on a GPU."""
+    """Whether sleep requires `enable_sleep_mode` at the start; vLLM: only on GPU."""
     records_experts: bool = False
-    """Whether it records the experts that a model chose, for `trainer.routing_replay`; vLLM only on a GPU."""
+    """Whether the engine records routed experts, for `trainer.routing_replay`; vLLM: only on GPU."""
     profiles: bool = False
-    """Whether torch.profiler can watch its ranks, for `engine.profile_versions`."""
+    """Whether torch.profiler can profile the engine's ranks, for `engine.profile_versions`."""
     drafts: bool = False
-    """Whether it verifies drafts, for `engine.drafts`."""
+    """Whether the engine verifies drafts, for `engine.drafts`."""
     batch_invariant: bool = False
-    """Whether it has `engine.batch_invariant`, and seeds of single requests."""
+    """Whether the engine supports `engine.batch_invariant`, and per-request seeds."""
     places: bool = False
-    """Whether it stages where `engine.staging` says; others stage on the device."""
+    """Whether the engine supports `engine.staging`; other engines stage on the device."""
     arguments: str = ""
-    """Module with the table of arguments that are refused in `[engine.arguments]`; empty: it takes none."""
+    """Module with the table of refused `[engine.arguments]`; empty: the engine accepts no arguments."""
     shares_with: tuple[str, ...] = ()
-    """The trainer's backends that can compute with the engine's live weights."""
+    """Trainer backends that can compute with the engine's live weights."""
     shares_base: bool = False
-    """Whether it can do so under `[lora]`, too: adapters are apart from the model's own weights."""
+    """Whether sharing also works with `[lora]`, because adapters are separate from the base weights."""
 
 
 ENGINES = Registry(
@@ -105,32 +105,32 @@ ENGINES = Registry(
     },
     own=EngineEntry,
 )
-"""The engines. One of the user has no capability of an entry.
+"""Registered engines. A user's engine has no capabilities.
 
-The `__init__` of the packages `vllm` and `sglang` stays empty, because their worker and plug-in modules must
-be the first of our modules that vLLM and SGLang import.
-"""
+`__init__.py` of the packages `vllm` and `sglang` stays empty, because their worker and plug-in modules must
+be the first modules of this project that vLLM and SGLang import."""
 
 
 def import_engine(config: EngineConfig) -> Callable[[], None] | None:
-    """Import an engine's class, and the modules that the class names, before the engine is made.
+    """Import an engine's class and the modules that it needs, before the engine is created.
 
     Returns:
-        What a fork of this process, which will have the engine, has to do first; None: nothing.
+        A function that a fork of this process must call before it starts the engine, or None.
 
     Raises:
-        ImportError: its library is not installed, or is broken.
-        SettingsError: it is not known, or is the user's and cannot be loaded.
+        ImportError: the engine's library is missing or broken.
+        SettingsError: the engine is unknown, or a user's engine cannot be loaded.
     """
     return engine_class(config.name).preload(config)
 
 
 def engine_class(name: str) -> type[Engine]:
-    """Return the class of the engine called `name`.
+    """Return the engine class for `name`.
 
     Raises:
-        ImportError: its library is not installed, or is broken.
-        SettingsError: it is not known; or is the user's, and cannot be loaded or is no complete `Engine`.
+        ImportError: the engine's library is missing or broken.
+        SettingsError: the engine is unknown, or a user's engine cannot be loaded or is not a complete
+            `Engine`.
     """
     entry = ENGINES.find(name, "engine")
     if not is_own(name):
@@ -155,21 +155,19 @@ def make_engine(
     shared: Path | None = None,
     named: Mapping[str, Path] | None = None,
 ) -> Engine:
-    """Create the engine named `config.name`, not started.
+    """Create the engine `config.name`, not started.
 
     Args:
-        config: the engine's settings.
-        model_dir: directory of the model's config and, if it has any, weights.
-        incarnation: name of this engine, in errors and logs.
-        lora: the adapter that versions bring, if any.
-        shared: file by which the trainer finds the live weights, to compute with them; only for engines with
-            `shares_with`, with `lora` for those with `shares_base`. None: the trainer has its own.
-        named: name -> PEFT directory of the adapters that requests may name; only for engines with
-            `names_adapters`, and without `lora` and `shared`.
+        model_dir: directory of the model's config and, optionally, weights.
+        incarnation: name of this engine in errors and logs.
+        lora: adapter that versions contain, if any.
+        shared: file through which the trainer finds the live weights, to compute with them. Requires
+            `shares_with`, and with `lora` also `shares_base`. None: the trainer has its own weights.
+        named: name -> PEFT directory of adapters that requests may name. Requires `names_adapters`; excludes
+            `lora` and `shared`.
 
     Raises:
-        SettingsError: if there is no engine of that name, its library is not installed, or it should serve
-            adapters and cannot.
+        SettingsError: the engine is unknown, its library is not installed, or it does not support adapters.
     """
     entry = ENGINES.find(config.name, "engine")
     try:

@@ -1,4 +1,4 @@
-"""Checks models and requests for all engines, and turns token versions into spans."""
+"""Validates models and requests for all engines, and converts token versions into spans."""
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
@@ -13,7 +13,7 @@ from rollout.engines.base import EngineConfig, Request
 NOT_UPDATED = {
     ("vllm", "phi"): "its loader fills tensors that are no parameters, which no update of them would reach",
 }
-"""Engine and `model_type` whose weights cannot be updated -> why."""
+"""(engine, `model_type`) whose weights cannot be updated -> reason."""
 NO_WINDOWS = {
     "sglang": (
         "ministral",
@@ -27,14 +27,14 @@ NO_WINDOWS = {
         "starcoder2",
     ),
 }
-"""Engine -> `model_type`s in which it attends to all tokens, whatever config.json says of a window."""
+"""Engine -> `model_type`s for which it ignores the sliding window of config.json."""
 
 
 def read_config(model_dir: Path) -> dict[str, Any]:
     """Return the model's config.json.
 
     Raises:
-        EngineSettingsError: if there is no such directory or file, or it is not JSON.
+        EngineSettingsError: the directory or file is missing, or the file is not JSON.
     """
     path = model_dir / "config.json"
     if not model_dir.is_dir():
@@ -43,10 +43,10 @@ def read_config(model_dir: Path) -> dict[str, Any]:
 
 
 def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> None:
-    """Compare the engine's settings with the model's config.
+    """Check the engine's settings against the model's config.
 
     Raises:
-        EngineSettingsError: naming the setting that does not fit.
+        EngineSettingsError: a setting does not fit the model; the message names it.
     """
     positions = model.get("max_position_embeddings")
     if isinstance(positions, int) and config.max_model_len > positions:
@@ -74,10 +74,10 @@ def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> 
 
 
 def _window_of(model: Mapping[str, Any]) -> int:
-    """Return the sliding window of a model's config, of some layers or of all; 0: there is none."""
+    """Return the sliding window of a model's config, even if only some layers use it; 0: none."""
     kinds = model.get("layer_types")
     if kinds is None:
-        # Qwen's configs name a window that is off
+        # Qwen's configs contain a window even if it is disabled
         has_windows = bool(
             model.get("use_sliding_window", not str(model.get("model_type")).startswith("qwen"))
         )
@@ -87,27 +87,27 @@ def _window_of(model: Mapping[str, Any]) -> int:
 
 
 def head_dim_of(model: Mapping[str, Any]) -> int:
-    """Return the size of an attention head by the model's config; 0 if it does not say."""
+    """Return the attention head size according to the model's config; 0 if unknown."""
     heads = int(model.get("num_attention_heads") or 0)
     return int(model.get("head_dim") or (int(model.get("hidden_size", 0)) // heads if heads else 0))
 
 
 def kv_bytes(model: Mapping[str, Any], itemsize: int) -> int:
-    """Return the bytes that keys and values of one token take in all layers; 0 if the config does not say.
+    """Return the size of one token's keys and values over all layers, bytes; 0 if unknown.
 
     Args:
-        model: the model's config.
-        itemsize: bytes of a number.
+        model: config of the model.
+        itemsize: bytes per number.
     """
     kv_heads = int(model.get("num_key_value_heads") or model.get("num_attention_heads") or 0)
     return 2 * int(model.get("num_hidden_layers") or 0) * kv_heads * head_dim_of(model) * itemsize
 
 
 def check_adapters(lora: LoraConfig, model_dir: Path) -> None:
-    """Check that there are base weights if an adapter is served.
+    """Check that the model directory has base weights if an adapter is served.
 
     Raises:
-        EngineSettingsError: if the model directory holds none.
+        EngineSettingsError: the model directory has no safetensors.
     """
     if lora.rank and not any(model_dir.glob("*.safetensors")):
         raise EngineSettingsError(
@@ -124,19 +124,18 @@ def check_request(
     no_seeds: str = "",
     adapters: Collection[str] = (),
 ) -> None:
-    """Refuse a request that the engine cannot run.
+    """Raise if the engine cannot run a request.
 
     Args:
-        request: the request.
-        vocab_size: tokens of the model's vocabulary.
-        max_model_len: most tokens of prompt and completion together.
-        running: ids of the running requests.
-        no_seeds: why the engine has no seeds of single requests; empty: it has.
-        adapters: names of those that it may name.
+        vocab_size: size of the model's vocabulary.
+        max_model_len: maximum length of prompt plus completion, tokens.
+        running: ids of running requests.
+        no_seeds: why the engine lacks per-request seeds; empty: it supports them.
+        adapters: names of the available adapters.
 
     Raises:
-        InvalidRequest: naming the request and its fault.
-        Unsupported: it has a seed, and the engine has none.
+        InvalidRequest: the request is invalid; the message names the request and the fault.
+        Unsupported: the request has a seed, and the engine does not support seeds.
     """
     name, prompt, sampling = request.id, request.prompt, request.sampling
     if name in running:
@@ -168,7 +167,7 @@ def check_request(
 
 
 def spans_of(versions: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return rows (end, version) for the version of each token, [T]."""
+    """Return rows (end, version) from the version of each token, [T]."""
     return spans_from_marks(
         [(0, versions[0])] + [(i, v) for i, v in enumerate(versions) if v != versions[i - 1]]
         if versions
@@ -181,8 +180,8 @@ def spans_from_marks(marks: Sequence[tuple[int, int]], count: int) -> tuple[tupl
     """Return rows (end, version) for `count` tokens.
 
     Args:
-        marks: (first token, version), in order of tokens, beginning at token 0.
-        count: number of tokens; marks after them are left out.
+        marks: (first token, version), ascending from token 0.
+        count: number of tokens; later marks are ignored.
     """
     rows: list[tuple[int, int]] = []
     for i, (start, version) in enumerate(marks):

@@ -1,4 +1,4 @@
-"""Samples from logits in plain torch, with log-probabilities of the distribution that is sampled from."""
+"""Samples from logits in plain PyTorch, with log-probabilities of the sampled distribution."""
 
 import math
 from collections.abc import Sequence
@@ -9,22 +9,22 @@ from protocol.errors import EngineError
 from rollout.engines.base import Sampling
 
 TOGETHER = 64
-"""Rows that are sampled at once: it bounds the memory."""
+"""Rows to sample at once, to limit memory."""
 
 
 def sampled_distribution(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:
-    """Return the log-probabilities [V] of one row of `sampled_distributions`."""
+    """Return log-probabilities [V] of a single row, see `sampled_distributions`."""
     return sampled_distributions(logits[None], [sampling])[0]
 
 
 def sampled_distributions(logits: torch.Tensor, samplings: Sequence[Sampling]) -> torch.Tensor:
-    """Return log-probabilities after temperature, then top-k, then top-p; for greedy, at temperature 1.
+    """Return log-probabilities after temperature, top-k and top-p, in this order; greedy: at temperature 1.
 
     Args:
         logits: [B, V].
-        samplings: the sampling parameters of each row's request.
+        samplings: sampling parameters of each row's request.
 
-    Returns: [B, V] float32, -inf where a token cannot be sampled.
+    Returns: [B, V] float32; -inf for tokens that cannot be sampled.
     """
     scores, device = logits.float(), logits.device
     temperatures = [each.temperature or 1.0 for each in samplings]
@@ -42,21 +42,21 @@ def sampled_distributions(logits: torch.Tensor, samplings: Sequence[Sampling]) -
 
 
 def _on_device(values: Sequence[float], device: torch.device) -> torch.Tensor:
-    """Return a tensor of values on a device, for which the host does not wait."""
+    """Return the values as a tensor on the device, without synchronizing the host."""
     tensor = torch.tensor(values)
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor
 
 
 def kept_tokens(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Return which tokens top-k and then top-p keep.
+    """Return the mask of tokens that top-k followed by top-p keeps.
 
-    Top-k keeps the `top_k` best tokens and those that equal the last of them; top-p keeps the fewest of these
+    Top-k keeps the `top_k` best tokens and ties with the last of them. Top-p then keeps the smallest set
     whose probabilities reach `top_p`.
 
     Args:
         scores: [B, V] logits after temperature.
-        top_k: [B]; 0 and what exceeds V are off.
-        top_p: [B]; 1 is off.
+        top_k: [B]; disabled if 0 or above V.
+        top_p: [B]; disabled if 1.
 
     Returns: [B, V] bool.
     """
@@ -73,12 +73,13 @@ def kept_tokens(scores: torch.Tensor, top_k: torch.Tensor, top_p: torch.Tensor) 
 def sample(
     logits: torch.Tensor, samplings: Sequence[Sampling], generators: Sequence[torch.Generator]
 ) -> list[tuple[int, float]]:
-    """Sample a token from each row of `logits` [B, V]; return it and its log-probability as sampled.
+    """Sample a token from each row of `logits` [B, V]; return (token, log-probability) of each row.
 
-    A row's token does not depend on other rows. The host waits for the device once for `TOGETHER` rows.
+    A row's token does not depend on other rows. The host synchronizes with the device once per `TOGETHER`
+    rows.
 
     Raises:
-        EngineError: logits of a row are not finite, and it is not greedy.
+        EngineError: a sampled row's logits are not finite.
     """
     found: list[tuple[int, float]] = []
     for first in range(0, len(samplings), TOGETHER):
@@ -95,7 +96,7 @@ def _sample(
     for row, each, generator in zip(noise, samplings, generators, strict=True):
         if each.temperature:
             row.exponential_(generator=generator)
-    # torch.multinomial takes the same maximum, but waits for the device in every row
+    # torch.multinomial computes the same argmax, but synchronizes with the device for every row
     shares = logprobs.exp() / noise
     if not all(each.temperature for each in samplings):
         greedy = _on_device([not each.temperature for each in samplings], logprobs.device)

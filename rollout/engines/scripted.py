@@ -1,8 +1,7 @@
 """Generates deterministic tokens without a model, for dry runs.
 
-Tokens, lengths and delays are hashes of (request id without its last part, prompt), so a group
-that is leased again gets the same rollouts. Weight updates are fetched and verified as by every engine, but
-not used.
+Tokens, lengths and delays are hashes of (request id without its last part, prompt), so a group that is leased
+again gets the same rollouts. Weight updates are fetched and verified as in every engine, but not used.
 """
 
 import asyncio
@@ -23,11 +22,11 @@ from rollout.staging.placement import ExpectedTensor
 from rollout.staging.staging import Staging
 
 VOCAB_SIZE = 64
-"""Used if the model directory has no config.json."""
+"""Vocabulary size if the model directory has no config.json."""
 
 
 class AnyStaging(Staging):
-    """Staging that accepts every model: it expects the tensors that a manifest names."""
+    """Staging that accepts every model: it expects exactly the tensors in the manifest."""
 
     def check(self, manifest: WeightManifest) -> None:
         self._sources = {e.name: ExpectedTensor(e.dtype, e.shape, ()) for e in manifest.tensors}
@@ -37,8 +36,8 @@ class AnyStaging(Staging):
 class ScriptedEngine(Engine):
     """Engine without a model.
 
-    Log-probabilities come from a uniform distribution. A completion ends before `max_tokens` only if the
-    request names stop tokens.
+    Log-probabilities are those of a uniform distribution. Completions end before `max_tokens` only if the
+    request has stop tokens.
     """
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
@@ -53,7 +52,7 @@ class ScriptedEngine(Engine):
         self._paused = False
         self._slots = config.max_running
         self._running: dict[str, bool] = {}
-        """Request id -> whether it was not aborted."""
+        """Request id -> False if it was aborted."""
         self._closed = False
 
     @property
@@ -122,7 +121,7 @@ class ScriptedEngine(Engine):
         self._served = Served(epoch, version, self._served.digest)
 
     async def live_digest(self) -> int:
-        """Return the digest of the version that was committed last."""
+        """Return the digest of the last committed version."""
         return self._served.digest
 
     async def occupancy(self) -> Occupancy:
@@ -140,7 +139,7 @@ class ScriptedEngine(Engine):
         self._staging.staging.close()
 
     async def _wait_for_token(self, request_id: str, delay_s: float) -> bool:
-        """Wait as long as one token takes; return false if the request was aborted."""
+        """Wait for the duration of one token; return False if the request was aborted."""
         if delay_s:
             with suppress(TimeoutError):
                 async with asyncio.timeout(delay_s):
@@ -150,7 +149,7 @@ class ScriptedEngine(Engine):
         return await self._wait_until(request_id, lambda: not self._paused)
 
     async def _wait_until(self, request_id: str, ready: Callable[[], bool]) -> bool:
-        """Wait until `ready` or the request is aborted; return false if it was."""
+        """Wait until `ready()` or the request is aborted; return False if it was aborted."""
         if self._running[request_id] and not ready():
             async with self._changed:
                 await self._changed.wait_for(lambda: ready() or not self._running[request_id])
@@ -162,7 +161,7 @@ class ScriptedEngine(Engine):
             self._changed.notify_all()
 
     def _script(self, request: Request) -> tuple[list[int], str]:
-        """Return the tokens and the finish reason of a request that is not aborted."""
+        """Return tokens and finish reason of a request that is not aborted."""
         sampling = request.sampling
         numbers = _numbers(_stem(request.id), request.prompt)
         stop = sampling.stop_token_ids

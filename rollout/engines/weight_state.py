@@ -1,7 +1,7 @@
-"""Tracks which weight version is live and whether requests may run on it.
+"""Tracks the live weight version, and whether requests may run on it.
 
-Every engine, and every SGLang rank, keeps one `WeightState`. It copies no weights: its owner does that inside
-`commit` or after `release`, and the state says which version is served afterwards.
+Every engine, and every SGLang rank, has one `WeightState`. It copies no weights: its owner copies them inside
+`commit` or after `release`, and the state records the served version.
 
     served   --commit-->   serves the new version | unchanged (WeightError) | poisoned (any other failure)
     served   --release-->  released  --commit-->  serves the new version
@@ -22,29 +22,29 @@ class WeightState:
 
     def __init__(self) -> None:
         self.served = Served()
-        """The live version; as in a fresh engine before the first commit and after `release`."""
+        """Live version; as in a fresh engine before the first commit and after `release`."""
         self.released = False
-        """Whether there are no weights to generate with: true from `release` to the next commit."""
+        """Whether there are no weights to generate with: from `release` to the next commit."""
         self.asleep = False
-        """Whether the memory is released: true from `release` to `wake`."""
+        """Whether memory is released: from `release` to `wake`."""
         self.poisoned = ""
-        """Why live weights may be mixed, or the memory half released; empty while neither is so."""
+        """Why live weights may be mixed or memory partly released; empty if neither is the case."""
         self._changing = False
         self._pending_commits = 0
 
     @property
     def committing(self) -> bool:
-        """Whether a commit runs or waits for its turn; no version may be staged meanwhile."""
+        """Whether a commit runs or is pending; no version may be staged meanwhile."""
         return self._pending_commits > 0
 
     @property
     def admits_requests(self) -> bool:
-        """Whether new requests may be submitted: there are weights, and they are not being changed."""
+        """Whether requests may be submitted: weights are live and not changing."""
         return not (self._changing or self.released)
 
     @contextmanager
     def pending_commit(self) -> Iterator[None]:
-        """Count as `committing` while the body runs."""
+        """Count as `committing` inside the body."""
         self._pending_commits += 1
         try:
             yield
@@ -53,7 +53,7 @@ class WeightState:
 
     @contextmanager
     def changing(self) -> Iterator[None]:
-        """Admit no requests while the body, a commit or a rename, runs. Not reentrant."""
+        """Admit no requests inside the body (a commit or rename). Not reentrant."""
         self._changing = True
         try:
             yield
@@ -62,14 +62,14 @@ class WeightState:
 
     @contextmanager
     def commit(self, manifest: WeightManifest) -> Iterator[None]:
-        """Serve `manifest` if the body succeeds, which copies its weights over the live ones.
+        """Serve `manifest` if the body, which copies its weights over the live ones, succeeds.
 
-        The body must raise a plain WeightError only if it has changed no live weight. If it raises anything
-        else, cancellation included, some weights may have been copied, and the state is poisoned.
+        The body may raise a plain WeightError only if it has not changed any live weight. After any other
+        exception, including cancellation, some weights may have been copied, and the state is poisoned.
 
         Raises:
-            WeightError: by the body; the live weights are untouched.
-            PoisonedError: for every other failure of the body, or if the state was poisoned before.
+            WeightError: the body raised it; the live weights are untouched.
+            PoisonedError: the body failed in another way, or the state was already poisoned.
         """
         if self.poisoned:
             raise PoisonedError(self.poisoned)
@@ -86,32 +86,32 @@ class WeightState:
         self.serve(Served(manifest.epoch, manifest.version, manifest.digest))
 
     def serve(self, served: Served) -> None:
-        """Record that the weights of `served` are live, completely."""
+        """Record that the weights of `served` are completely live."""
         self.served = served
         self.released = False
 
     def renamed(self, epoch: str, version: int) -> Served:
-        """Return the live weights under another name, without a change to the state.
+        """Return the live version under a new name; the state is unchanged.
 
         Raises:
-            WeightError: if no version is live.
+            WeightError: no version is live.
         """
         if self.served.version < 0:
             raise WeightError(f"no version is served that could be renamed to version {version}")
         return Served(epoch, version, self.served.digest)
 
     def release(self) -> None:
-        """Record that the memory is being released: no version is served until the next commit."""
+        """Record that memory is released: no version is served until the next commit."""
         self.asleep = self.released = True
         self.served = Served()
 
     def wake(self) -> None:
-        """Record that the memory was taken again; the live weights come with the next commit."""
+        """Record that memory was reallocated; the next commit provides the weights."""
         self.asleep = False
 
     @contextmanager
     def poisoned_by_failure(self, step: str) -> Iterator[None]:
-        """Poison the state if the body fails or is cancelled; `step` names it in the reason."""
+        """Poison the state if the body fails or is cancelled; `step` names the body in the reason."""
         try:
             yield
         except BaseException as error:

@@ -1,1 +1,1 @@
-"""Provides environments. An environment turns one prompt into one sample."""
+"""Environments, which turn one prompt into one sample."""

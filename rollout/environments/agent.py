@@ -1,4 +1,4 @@
-"""Runs an agent of the user's as a coroutine of the rollout worker, which talks to the model by a URL.
+"""Runs a user's agent as a coroutine of the rollout worker; the agent calls the model at a URL.
 
 async def solve(task: Task) -> float | None:
     client = AsyncOpenAI(base_url=task.url, api_key=task.key)
@@ -21,12 +21,12 @@ class Options(SessionOptions):
     """Options of `agent`."""
 
     function: str = ""
-    """The coroutine function, as `MODULE:FUNCTION`. It is called with the task; what it returns is the
-    reward, None if verifiers score the sample."""
+    """Coroutine function as `MODULE:FUNCTION`. It is called with the task and returns the reward, or None to
+    let verifiers score the sample."""
 
 
 class Agent(SessionEnvironment):
-    """Calls a function once for each sample."""
+    """Environment that calls the agent function once per sample."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -38,10 +38,10 @@ class Agent(SessionEnvironment):
             )
 
     async def act(self, task: Task) -> float | None:
-        """Return the function's reward for a task.
+        """Return the reward that the function computes for a task.
 
         Raises:
-            ValueError: its result is no reward; names the function and its file.
+            ValueError: the result is not a reward; the message names the function and its file.
             Exception: any exception of the function.
         """
         reward = await self._function(task)

@@ -1,4 +1,4 @@
-"""Defines the interface of environments, which turn one prompt into one sample by one or more generations."""
+"""Defines the interface of environments, which turn one prompt into one sample."""
 
 from abc import ABC, abstractmethod
 
@@ -10,12 +10,15 @@ from rollout.sample import Generate, Sample
 
 
 class Environment(ABC):
-    """Produces samples. One instance serves all samples of a process concurrently: state belongs in `run`."""
+    """Producer of samples.
+
+    One instance serves all samples of a process concurrently; per-sample state belongs in `run`.
+    """
 
     files_per_sample: int = 0
-    """File descriptors that a sample has open in the worker while it runs, most of them connections."""
+    """File descriptors per running sample in the worker, mostly connections."""
     has_calls = False
-    """Whether calls of the model are recorded before they are answered."""
+    """Whether model calls are recorded before they are answered."""
 
     @abstractmethod
     async def run(
@@ -26,37 +29,38 @@ class Environment(ABC):
         Cancelling the call cancels the generation in progress and releases all resources.
 
         Args:
-            prompt: the prompt.
-            prompt_tokens: its tokens.
-            generate: continues tokens.
+            prompt_tokens: token ids of the prompt.
+            generate: generates a continuation of tokens.
             renderer: tokenizes and detokenizes text.
 
         Raises:
-            SettingsError: the prompt lacks metadata that the environment needs; the group fails.
-            EngineError: `generate` raised it; the group fails.
-            Exception: any other error fails this attempt alone, and so does a time limit of
-                `[environment]`.
+            SettingsError: the prompt lacks required metadata; the group fails.
+            EngineError: `generate` failed; the group fails.
+            Exception: any other error, such as a time limit of `[environment]`, fails only this attempt.
         """
 
     def configured(self, config: EnvironmentConfig) -> None:  # noqa: B027  most need only their options
-        """Learn the section that named it, before anything else."""
+        """Store the `[environment]` section. Called before all other methods."""
 
-    def answered_by(self, engine: EngineConfig) -> None:  # noqa: B027  most need not know
-        """Learn which engine answers, before the first sample."""
+    def answered_by(self, engine: EngineConfig) -> None:  # noqa: B027  most environments ignore the engine
+        """Store the settings of the engine that answers model calls. Called before the first sample."""
 
-    def check(self, model_dir: str) -> None:  # noqa: B027  most have nothing to check
-        """Check what depends on the model, which may take seconds; an empty directory: none is there yet.
+    def check(self, model_dir: str) -> None:  # noqa: B027  most do not depend on it
+        """Check model-dependent options; may take seconds.
 
-        Raises:
-            SettingsError: an option does not fit.
-        """
-
-    async def open(self) -> None:  # noqa: B027  most need no resources
-        """Take resources that may be missing, such as a port, before the first sample. Idempotent.
+        Args:
+            model_dir: model directory; empty if the model is not available yet.
 
         Raises:
-            SettingsError: one is.
+            SettingsError: an option does not fit the model.
         """
 
-    async def close(self) -> None:  # noqa: B027  most environments have nothing to close
-        """Release the environment's own resources. Idempotent."""
+    async def open(self) -> None:  # noqa: B027  most environments need no resources
+        """Acquire resources, such as a port, before the first sample. Idempotent.
+
+        Raises:
+            SettingsError: a resource is unavailable.
+        """
+
+    async def close(self) -> None:  # noqa: B027  most environments have no resources to release
+        """Release the environment's resources. Idempotent."""

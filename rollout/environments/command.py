@@ -1,13 +1,14 @@
-"""Runs a program for each sample, or a few that serve one after another; it talks to the model by a URL.
+"""Runs a program per sample, or a few persistent programs; the program calls the model at a URL.
 
-The program finds OPENAI_BASE_URL and OPENAI_API_KEY, the same for ANTHROPIC, and two files in its working
-directory, which is removed after it: what TETHER_TASK names has the task (text, messages, metadata), and into
-the one that TETHER_OUTCOME names it may write {"reward": NUMBER}. Without an outcome verifiers score the last
-answer. A program that ends with another status than 0 has failed, which is no reward; one that a signal ended
-is run again on the record. What it started ends with it.
+The program gets OPENAI_BASE_URL, OPENAI_API_KEY and the equivalent ANTHROPIC variables. Its working directory
+is temporary and contains two files. TETHER_TASK names the file with the task (text, messages, metadata).
+TETHER_OUTCOME names the file into which the program may write {"reward": NUMBER}. Without an outcome,
+verifiers score the last answer. A program that exits with a status other than 0 fails the sample, without a
+reward. A program ended by a signal is run again on the record. Its child processes end with it.
 
-Another `environment.sandbox` than `process` runs it in a sandbox (`rollout/sandboxes/program.py`). With the
-option `processes` a program stays: `rollout/programs/standing_programs.py`.
+With an `environment.sandbox` other than `process`, the program runs in a sandbox
+(`rollout/sandboxes/program.py`). With the option `processes`, programs persist over samples
+(`rollout/programs/standing_programs.py`).
 """
 
 import asyncio
@@ -29,7 +30,7 @@ from rollout.sandboxes.program import SandboxedProgram, check_options
 from rollout.sandboxes.registry import PROCESS
 
 OUTCOME = "outcome.json"
-"""File in a program's directory that the program may write."""
+"""Outcome file in a program's directory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,23 +38,23 @@ class Options(SessionOptions):
     """Options of `command`."""
 
     command: tuple[str, ...] = ()
-    """The program and its arguments, such as ["python", "-m", "my_agent"]; no shell. `python` is the rollout
-    worker's."""
+    """Program and arguments, such as ["python", "-m", "my_agent"]; no shell is used. `python` is the rollout
+    worker's interpreter."""
     directory: str = ""
-    """Directory that is searched for Python modules, before those of `run.modules`. Empty: the rollout
-    worker's directory."""
+    """Directory searched for Python modules before `run.modules`. Empty: the rollout worker's working
+    directory."""
     variables: dict[str, str] = field(default_factory=dict)
-    """More environment variables of the program."""
+    """Additional environment variables of the program."""
     processes: Annotated[int, Interval(ge=0, le=10**4)] = 0
-    """Processes of the program in one rollout worker that stay, and serve one sample after another. 0: each
-    sample has a process, which ends with it."""
+    """Number of persistent program processes per rollout worker, each serving one sample after another. 0:
+    start one process per sample."""
     user: str = ""
-    """User of this machine that the program runs as; the rollout worker has to be root. Empty: the worker's
-    user, whose files the program can read."""
+    """User that runs the program; requires a rollout worker running as root. Empty: the worker's user, whose
+    files the program can read."""
 
 
 class Command(SessionEnvironment):
-    """Runs a program once for each sample, or has programs that stay serve all of them."""
+    """Environment that runs a program per sample, or lets persistent programs serve all samples."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -70,10 +71,10 @@ class Command(SessionEnvironment):
         self._sandboxed: SandboxedProgram | None = None
 
     def configured(self, config: EnvironmentConfig) -> None:
-        """Learn where the endpoint listens, and where programs run.
+        """Store the endpoint's address and set up the sandbox.
 
         Raises:
-            SettingsError: there is no such sandbox, or it lacks a thing that an option asks for.
+            SettingsError: the sandbox is unknown, or does not support a configured option.
         """
         super().configured(config)
         if config.sandbox.name != PROCESS:
@@ -81,10 +82,10 @@ class Command(SessionEnvironment):
             self._sandboxed = self.sandboxed(config)
 
     def check_program(self) -> None:
-        """Check that there is such a program on this host, unless a sandbox has it.
+        """Check that the program exists on this host, unless it runs in a sandbox.
 
         Raises:
-            SettingsError: it names the program.
+            SettingsError: the program is not in PATH; the message names it.
         """
         if self._sandboxed is None and not self._launch.is_there:
             raise SettingsError(
@@ -94,11 +95,11 @@ class Command(SessionEnvironment):
 
     @property
     def program(self) -> tuple[tuple[str, ...], str, dict[str, str]]:
-        """The command, the directory of its modules, and its variables."""
+        """(command, module directory, environment variables) of the program."""
         return self._options.command, self._options.directory, self._options.variables
 
     def sandboxed(self, config: EnvironmentConfig) -> SandboxedProgram:
-        """Return what runs the program in sandboxes."""
+        """Return a runner of the program in sandboxes."""
         return SandboxedProgram(config, *self.program)
 
     async def act(self, task: Task) -> Outcome:
@@ -124,7 +125,7 @@ class Command(SessionEnvironment):
 
 
 async def _served(program: Program, task: Task) -> Outcome:
-    """Run a program for one sample, and return the outcome that it wrote, None if it wrote none."""
+    """Run a program for one sample; return the outcome that it wrote, or None."""
     task_file = program.write("task.json", json.dumps(task.as_json()))
     await program.start(variables_of(task.url, task.key, str(task_file), str(program.folder / OUTCOME)))
     await program.ended()

@@ -1,4 +1,4 @@
-"""Gives an environment its episode as text: the model's turns, and inserted messages.
+"""Presents an episode to an environment as text: model turns and inserted messages.
 
 async def play(episode: Episode) -> float | None:
     said = await episode.generate()
@@ -24,20 +24,20 @@ from rollout.sessions.results import Results
 
 
 class Episode:
-    """One sample while it is made: a conversation that begins with the prompt.
+    """One sample in progress: a conversation that starts with the prompt.
 
-    Tokens that were sampled are kept as they are; only inserted text is tokenized.
+    Sampled tokens are kept unchanged; only inserted text is tokenized.
     """
 
     def __init__(
         self, prompt: Prompt, prompt_tokens: tuple[int, ...], generate: Generate, renderer: Renderer
     ) -> None:
-        """Begin an episode; a recorded sample whose attempt was begun replays the calls of its record."""
+        """Start an episode. If the attempt has a record, its calls are replayed."""
         self.prompt = prompt
         self.reward: float | None = None
-        """Reward if the episode ends without another one: by `return` without a value, or truncated."""
+        """Reward if `play` returns None or the episode is truncated."""
         self.turns = 0
-        """Turns of the model so far."""
+        """Number of model turns so far."""
         self._prompt_tokens, self._generate, self._renderer = prompt_tokens, generate, renderer
         self._sample = SampleBuilder()
         self._inserted: list[str] = []
@@ -46,21 +46,21 @@ class Episode:
         self._record: SampleRecord | None = getattr(generate, "record", None)
         self._calls: list[tuple[int, int, int]] = []
         self.results = Results(self._record)
-        """What tools answered, for `once`."""
+        """Recorded tool results, for `once`."""
 
     @property
     def metadata(self) -> Mapping[str, Any]:
-        """The prompt source's data about the prompt: answer, task name ..."""
+        """Metadata of the prompt, such as the answer or task name."""
         return self.prompt.metadata
 
     async def generate(self, max_tokens: int | None = None) -> str:
-        """Let the model continue; return its text, without special tokens.
+        """Generate the model's next turn; return its text without special tokens.
 
         Args:
-            max_tokens: of this turn; None: as many as `[sampling]` and the engine allow.
+            max_tokens: token limit of this turn; None: the limit of `[sampling]` and the engine.
 
         Raises:
-            EpisodeOver: no turn or no room is left; uncaught, it ends the episode truncated.
+            EpisodeOver: no turn or no tokens are left; if uncaught, the episode ends truncated.
             RuntimeError: another turn of this episode is being generated.
         """
         if self._running:
@@ -79,13 +79,14 @@ class Episode:
         return await off_loop(TOKEN * len(completion.tokens), lambda: self._renderer.text(completion.tokens))
 
     def insert(self, text: str) -> None:
-        """Insert a message before the model's next turn; several texts become one message.
+        """Insert a message before the model's next turn; consecutive texts are joined into one message.
 
         A message without a following turn is not part of the sample.
 
         Raises:
-            RuntimeError: the model has had no turn yet; the prompt comes first.
-            ValueError: the text has half of a surrogate pair, which no tokenizer takes; it is not inserted.
+            RuntimeError: the model has had no turn yet.
+            ValueError: the text contains half of a surrogate pair, which tokenizers reject; it is not
+                inserted.
         """
         if self._last is None:
             raise RuntimeError(
@@ -101,13 +102,14 @@ class Episode:
         self._inserted.append(text)
 
     async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Run a tool once, also over kills: return its recorded result, or run `work`.
+        """Return the recorded result of a tool call, or run `work` and record its result.
 
-        Its result, a JSON value, is on disk when this returns, if the episode is recorded. An exception is
-        not recorded.
+        A recorded call never runs again, even after a crash. The result must be a JSON value.
+        If the episode is recorded, the result is on disk on return. Exceptions are not
+        recorded.
 
         Raises:
-            RequestRefused: the name or the result does not fit, there are too many, or the episode has ended.
+            RequestRefused: the name or result is invalid, a limit is reached, or the episode has ended.
             EpisodeError: the result cannot be recorded.
         """
         return await self.results.once(name, work)
@@ -116,7 +118,7 @@ class Episode:
         """Return the sample.
 
         Raises:
-            ValueError: the model has had no turn, or the reward is no finite number.
+            ValueError: the model has had no turn, or the reward is not a finite number.
         """
         if self._last is None:
             raise ValueError("the episode ended before the model said anything")
@@ -135,7 +137,7 @@ class Episode:
         return replace(sample, calls=tuple(self._calls), recorded=(self._record.index, tuple(others)))
 
     async def _answered(self, inserted: tuple[int, ...], max_tokens: int | None) -> Completion:
-        """Add what was inserted, and the model's next turn."""
+        """Add the inserted tokens and the model's next turn to the sample."""
         context = self._prompt_tokens + self._sample.tokens + inserted
         generate = functools.partial(self._generate, context, max_tokens)
         if self._record is None:
@@ -157,7 +159,7 @@ class Episode:
         return completion
 
     async def _inserted_tokens(self) -> tuple[int, ...]:
-        """Return the tokens of what was inserted; raises EpisodeOver if it cannot fit."""
+        """Return the tokens of the inserted text. Raises EpisodeOver if they cannot fit."""
         if not self._inserted or self._last is None:
             return ()
         text, after = "\n".join(self._inserted), self._last.tokens
@@ -169,12 +171,11 @@ class Episode:
 
 
 Play = Callable[[Episode], Awaitable[float | None]]
-"""Plays one episode and returns its reward; None: `episode.reward`, or if that is None, too, the verifiers'
-scores."""
+"""Plays one episode and returns its reward; None: `episode.reward`, or if unset, the verifiers' score."""
 
 
 class EpisodeEnvironment(Environment):
-    """Environment whose episodes a coroutine plays; `has_calls` says whether they are recorded."""
+    """Environment whose episodes are played by a coroutine; recorded if `has_calls`."""
 
     def __init__(self, play: Play) -> None:
         self._play = play

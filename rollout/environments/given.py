@@ -1,4 +1,4 @@
-"""Answers each prompt with a completion that comes with the data, for supervised fine-tuning."""
+"""Returns completions from the data as samples, for supervised fine-tuning."""
 
 from dataclasses import dataclass
 
@@ -14,20 +14,20 @@ class Options:
     """Options of `given`."""
 
     field: str = "answer"
-    """Field of the metadata with the completion, as text."""
+    """Metadata field with the completion text."""
     prefix: str = ""
-    """Text before each completion, such as " " where words begin with a space."""
+    """Text prepended to each completion, such as " " if words begin with a space."""
     append_eos: bool = True
-    """End each completion with the end-of-sequence token."""
+    """Append the end-of-sequence token to each completion."""
     max_tokens: int = 0
-    """Tokens of a completion, at most: a longer one is cut. 0: no limit."""
+    """Maximum tokens of a completion; longer ones are truncated. 0: no limit."""
 
 
 class Given(Environment):
-    """Environment whose samples are given completions instead of sampled ones.
+    """Environment whose samples are completions from the data.
 
-    The engine samples one token, which only says which version it serves: the sample has that version. The
-    tokens were not sampled, so their log-probabilities are 0, without meaning.
+    The engine samples one token only to learn its weight version, which the sample gets. The
+    log-probabilities are 0 and have no meaning, because the tokens were not sampled.
     """
 
     def __init__(self, options: Options) -> None:

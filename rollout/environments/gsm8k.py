@@ -1,7 +1,7 @@
-"""Plays GSM8K: a word problem with one number as the answer, and a calculator that the model may call.
+"""Plays GSM8K: word problems with a numeric answer; the model may call a calculator.
 
-The prompt's `answer` is a number, or a solution of the data set, which ends with `#### 72`. The reward is 1
-if the model's last turn gives that number, else 0.
+The prompt's `answer` is a number, or a solution ending in `#### 72` as in the data set. The reward is 1 if
+the model's last turn gives the number, else 0.
 """
 
 import re
@@ -17,17 +17,17 @@ from rollout.environments.tools import Options as ToolOptions
 from rollout.environments.tools import Tools
 
 MINUS = re.compile(r"\u2212|(?<!\d)\u2013(?=[\d$.])", re.ASCII)
-"""Unicode's minus, and an en dash that stands for one; between digits the dash means a range."""
+"""Unicode minus, or an en dash used as a minus; between digits an en dash denotes a range."""
 NUMBER = re.compile(
     r"((?:(?<!\d)-)?)\\?(?:[$\u20ac\u00a3\u00a5](-?))?"
     r"((?:\d|\.\d)(?:[\d.,/]|\u2013(?=\d))*+(?:[eE][-+]?\d+)?+)",
     re.ASCII,
 )
-"""A number with everything that belongs to it, such as 1,234.5, 1/2 or 1e6; 10-5 is two, without a sign."""
+"""A number with all its characters, such as 1,234.5, 1/2 or 1e6; 10-5 is two numbers without a sign."""
 MARKED = re.compile(rf"####[\s*_]*{NUMBER.pattern}((?:-\d)?)", re.ASCII)
-"""A number after the mark, and the rest of a range if it is one."""
+"""A number after the `####` mark, and the rest of a range, if any."""
 VALUE = re.compile(r"(?:\d{1,3}(?:,\d{3})+|\d*)(?:\.\d*)?(?:[eE][-+]?\d{1,2}|/\d{1,99})?", re.ASCII)
-"""The forms that are read; 1,5 and a range such as 3 to 5 written with a dash are not read."""
+"""Accepted number formats; 1,5 and dash ranges are rejected."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,17 +35,17 @@ class Options:
     """Options of `gsm8k`."""
 
     calculator: bool = True
-    """Whether ```calculator blocks are answered. If not, there is one turn."""
+    """Whether ```calculator blocks are answered. False: the episode has one turn."""
     max_calls: Annotated[int, Interval(ge=0, le=10**4)] = 4
-    """Calls of the calculator in one episode."""
+    """Maximum calculator calls per episode."""
     turn_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
-    """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
+    """Maximum sampled tokens per turn. 0: `sampling.max_tokens`."""
     strict: bool = False
-    """Read only a number after `####`. Otherwise, without such a mark, the last number counts."""
+    """Accept only a number after `####`. False: without the mark, use the last number."""
 
 
 class Gsm8k:
-    """Plays one problem with each episode."""
+    """Player of one problem per episode."""
 
     def __init__(self, options: Options) -> None:
         self._strict = options.strict
@@ -72,9 +72,9 @@ class Gsm8k:
 
 
 def number_in(text: str, strict: bool) -> Fraction | None:
-    """Return the last number after `####`; without that mark the last number, unless `strict`.
+    """Return the last number after `####`; without the mark, the last number unless `strict`.
 
-    A number in a form that is not read, such as 1,5 or a range, gives None and is never read in part.
+    Numbers in an unsupported format, such as 1,5 or a range, give None and are never parsed in part.
     """
     text = MINUS.sub("-", text)
     found = MARKED.findall(text) or [(*number, "") for number in ([] if strict else NUMBER.findall(text))]

@@ -1,7 +1,7 @@
-"""Plays a game of several turns: the model guesses a number, the environment answers "higher" or "lower".
+"""Plays a guessing game of several turns: the environment answers each guess with "higher" or "lower".
 
-The number is the prompt's `answer`. The reward decreases with the turns needed: 1 if the first guess is
-right, 1/K if the K-th of K is, 0 if none is.
+The secret number is the prompt's `answer`. The reward decreases linearly with the number of guesses: 1 for
+the first of K guesses, 1/K for the last, and 0 if all are wrong.
 """
 
 import re
@@ -22,19 +22,19 @@ class Options:
     """Options of `guess_number`."""
 
     max_turns: Annotated[int, Interval(ge=1)] = 6
-    """K, the number of guesses."""
+    """K, the maximum number of guesses."""
     turn_tokens: Annotated[int, Interval(ge=1)] = 16
-    """Tokens that the model may sample per turn."""
+    """Maximum sampled tokens per turn."""
     higher: str = " higher "
-    """Answer to a guess that is too low."""
+    """Reply to a guess that is too low."""
     lower: str = " lower "
-    """Answer to a guess that is too high."""
+    """Reply to a guess that is too high."""
     not_a_number: str = " ? "
-    """Answer to a turn without a number."""
+    """Reply to a turn without a number."""
 
 
 class GuessNumber:
-    """Asks until the number is found or no turn is left; the guess is the last number in a turn."""
+    """Player of the game; the guess is the last number in a turn."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -43,7 +43,7 @@ class GuessNumber:
         """Play one game.
 
         Raises:
-            SettingsError: the prompt's answer is no whole number.
+            SettingsError: the prompt's answer is not a whole number.
         """
         secret = _secret(episode.prompt)
         episode.reward = 0.0

@@ -1,12 +1,12 @@
-"""Makes environments: of tether by name, of the user by `MODULE:CLASS` or `MODULE:FUNCTION`.
+"""Creates environments: built-in ones by name, users' by `MODULE:CLASS` or `MODULE:FUNCTION`.
 
     async def play(episode, *, turns: int = 3) -> float | None        a function
     class Game:                                                       or a class
         def __init__(self, *, turns: int = 3): ...
         async def play(self, episode) -> float | None: ...
 
-`[environment] options` are the keyword arguments. A class may also be an `Environment`, which has tokens
-instead of text. docs/environments.md describes both.
+`[environment] options` are passed as keyword arguments. A class may also subclass `Environment`, which works
+on tokens instead of text. docs/environments.md describes both.
 """
 
 import functools
@@ -30,18 +30,18 @@ EPISODE = "one argument, the episode, and environment.options"
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentEntry(Entry):
-    """Module of an environment with a dataclass `Options` and a callable `make` that takes it."""
+    """Module with a dataclass `Options` and a callable `make` that takes it."""
 
     has_sessions: bool = False
-    """Whether its harness talks to a URL; its calls are always recorded."""
+    """Whether the environment's harness calls a URL; such calls are always recorded."""
     records: bool = False
-    """Whether it exchanges text and records it, unless `environment.record` is off."""
+    """Whether the environment exchanges text and records it by default (`environment.record`)."""
     has_sandbox: bool = False
-    """Whether something of it can run in a sandbox of the episode."""
+    """Whether parts of the environment can run in the episode's sandbox."""
     gives_reward: bool = True
-    """Whether an episode may have a reward of the environment's own, so that it needs no verifier."""
+    """Whether the environment may compute rewards, so that no verifier is required."""
     is_light: bool = False
-    """Whether a sample of it is one request to the engine at a time, without any other resource."""
+    """Whether a sample uses only one engine request at a time and no other resource."""
 
 
 ENVIRONMENTS = Registry(
@@ -67,32 +67,32 @@ ENVIRONMENTS = Registry(
     }
 )
 ON_DATA = "given"
-"""The environment whose samples come with the data."""
+"""Environment whose samples come from the data."""
 
 
 def evaluated(config: EnvironmentConfig) -> EnvironmentConfig:
-    """Return the environment of an evaluation: where the data answer in training, the model does."""
+    """Return the environment for evaluation: `single_turn` instead of completions from the data."""
     return EnvironmentConfig("single_turn") if config.name == ON_DATA else config
 
 
 def records_calls(config: EnvironmentConfig) -> bool:
-    """Return whether calls of an environment are recorded."""
+    """Return whether an environment's model calls are recorded."""
     entry = ENVIRONMENTS.get(config.name, EnvironmentEntry(""))
     return config.record == "on" or entry.has_sessions or (entry.records and config.record == "auto")
 
 
 def is_light(config: EnvironmentConfig) -> bool:
-    """Return whether samples hold no connection, sandbox, process or record; unknown of the user's code."""
+    """Return whether samples use no connection, sandbox, process or record; False for user code."""
     entry = ENVIRONMENTS.get(config.name, EnvironmentEntry(""))
     return entry.is_light and not records_calls(config)
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
-    """Return the environment that `config.name` names; a name with a colon is one of the user.
+    """Return the environment of `config.name`; a name with a colon refers to user code.
 
     Raises:
-        SettingsError: the name or an option is unknown (suggests the nearest one), the user's module does
-            not fit, or it cannot record what it is to record.
+        SettingsError: the name or an option is unknown (the message suggests a similar one), the user's
+            module is invalid, or recording is required but not supported.
     """
     entry = ENVIRONMENTS.get(config.name, EnvironmentEntry(""))
     if config.sandbox.name != PROCESS and not entry.has_sandbox:
@@ -126,11 +126,11 @@ def _made(config: EnvironmentConfig) -> Environment:
 
 
 def load_environment(path: str, options: Mapping[str, Any]) -> Environment:
-    """Return the environment at `path`, made with `options`.
+    """Import the environment at `path` and create it with `options`.
 
     Raises:
-        SettingsError: module, class or function is missing, the module or the class raises, it is not
-            asynchronous, or the options do not fit; names the file.
+        SettingsError: module, class or function is missing, raises, is not asynchronous, or rejects the
+            options; the message names the file.
     """
     item, file = import_attribute(path, SETTING)
     what = f"{SETTING}: {path} in {file}"

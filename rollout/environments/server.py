@@ -1,10 +1,10 @@
-"""Has a server of the user's run each sample: one HTTP request with the task, answered by the outcome.
+"""Sends each sample's task to a user's server in one HTTP request; the reply contains the outcome.
 
     POST {"url": ..., "key": ..., "text": ..., "messages": [...], "metadata": {...}}
     ->   {"reward": 1.0}
 
-The server talks to the model by the URL in the request, and answers when its episode is over. Any status but
-200 fails the sample. A sample that is cancelled closes its connection.
+The server calls the model at the URL in the request, and replies at the end of its episode. Any status but
+200 fails the sample. Cancelling a sample closes its connection.
 """
 
 import asyncio
@@ -18,11 +18,11 @@ from protocol.errors import SettingsError
 from rollout.environments.session import SessionEnvironment, SessionOptions, Task
 
 MAX_ANSWER = 2**20
-"""Bytes of an answer."""
+"""Maximum size of a reply, bytes."""
 MAX_SHOWN = 300
-"""Characters of a wrong answer that are shown."""
+"""Characters of an invalid reply to show in errors."""
 CONNECT_S = 10.0
-"""Time limit for a connection, seconds; `environment.episode_s` limits the answer."""
+"""Timeout for connecting, seconds; `environment.episode_s` limits the reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,18 +30,18 @@ class Options(SessionOptions):
     """Options of `server`."""
 
     url: str = ""
-    """Where a task is sent by POST, such as http://127.0.0.1:9000/run."""
+    """URL to which tasks are sent by POST, such as http://127.0.0.1:9000/run."""
 
 
 class ServerAnswer(msgspec.Struct, frozen=True):
-    """The server's answer about an episode."""
+    """Reply of the server."""
 
     reward: float | None
-    """None: verifiers score the last answer of the model."""
+    """None: verifiers score the model's last answer."""
 
 
 class Server(SessionEnvironment):
-    """Sends each task to a server."""
+    """Environment that sends each task to a server."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -57,7 +57,7 @@ class Server(SessionEnvironment):
     async def act(self, task: Task) -> float | None:
         if self._client is None:
             limits = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_S)
-            # a connection for each sample: the server may close one that is idle just as it is used again
+            # one connection per sample: the server may close an idle connection just as it is reused
             connector = aiohttp.TCPConnector(limit=0, force_close=True)
             self._client = aiohttp.ClientSession(timeout=limits, connector=connector)
         given = {"url": task.url, "key": task.key, **task.as_json()}
@@ -76,7 +76,7 @@ class Server(SessionEnvironment):
             ) from None
 
     async def close(self) -> None:
-        """Close connections, and stop serving."""
+        """Close all connections, and stop the endpoint."""
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -84,7 +84,7 @@ class Server(SessionEnvironment):
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    """Return an answer. Raises ValueError if it has more than `MAX_ANSWER` bytes."""
+    """Return the body of a reply. Raises ValueError if it exceeds `MAX_ANSWER` bytes."""
     try:
         await response.content.readexactly(MAX_ANSWER + 1)
     except asyncio.IncompleteReadError as end:

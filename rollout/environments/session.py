@@ -1,4 +1,4 @@
-"""Makes a sample of the model calls that a harness sends to a URL."""
+"""Builds a sample from the model calls that a harness sends to a URL."""
 
 import asyncio
 import logging
@@ -32,39 +32,40 @@ from rollout.strays import caught
 log = logging.getLogger("tether.sessions")
 
 HIDDEN = "hidden_"
-"""How names of metadata begin that verifiers get and harnesses do not, such as tests of their answer."""
+"""Prefix of metadata names that are hidden from harnesses, such as tests of their answer; verifiers see them.
+"""
 END_S = 1.0
-"""Seconds that a harness has to end by itself once its session was ended from outside, before it is cancelled
-or killed. Its calls are refused in that time, and say why."""
+"""Seconds between ending a session from outside and cancelling or killing its harness. Meanwhile its calls
+are refused with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionOptions(SessionLimits):
-    """Options of every environment whose harness talks to a URL."""
+    """Options of all environments whose harness calls a URL."""
 
     body_mb: Annotated[int, Interval(ge=1, le=1024)] = 16
-    """Largest body of a request, MiB."""
+    """Maximum request body, MiB."""
     tool_syntax: str = "hermes"
-    """How the model writes tool calls: `hermes`, JSON between <tool_call> tags; `json`, an answer that is one
-    JSON object; `none`, not at all; `vllm:NAME` and `sglang:NAME`, a parser of that engine."""
+    """Syntax of the model's tool calls: `hermes`, JSON between <tool_call> tags; `json`, an answer that is
+    one JSON object; `none`, no tool calls; `vllm:NAME` or `sglang:NAME`, a parser of that engine."""
     reasoning_syntax: str = "none"
-    """How the model writes thoughts, which clients get as `reasoning_content`. `think`: between <think> tags;
-    `none`: as text; `vllm:NAME` and `sglang:NAME`, a parser of that engine."""
+    """Syntax of the model's thoughts, returned as `reasoning_content`. `think`: between <think> tags; `none`:
+    part of the text; `vllm:NAME` or `sglang:NAME`, a parser of that engine."""
     replayable: bool = True
-    """Whether the harness may be run again on the calls that were recorded before its worker was lost, or a
-    signal ended it. Otherwise such a sample fails."""
+    """Whether a harness may run again on its recorded calls after its worker was lost or a signal ended it.
+    False: the sample fails."""
 
 
 def check_limits(config: EnvironmentConfig, groups: int, sampling: SamplingConfig) -> None:
-    """Check that a worker's sessions have connections, and the turns of one are calls that it may make.
+    """Check the connection limit of a worker's sessions, and the call limit of a session.
 
     Args:
-        config: of an environment whose harness talks to a URL.
+        config: environment whose harness calls a URL.
         groups: `rollout.groups_in_flight`.
-        sampling: as configured.
+        sampling: section `[sampling]`.
 
     Raises:
-        SettingsError: names the settings, their values, and what they can be.
+        SettingsError: a limit is exceeded; the message names the settings and valid values.
     """
     count, most = groups * sampling.samples_per_prompt, MAX_CONNECTIONS // sampling.samples_per_prompt
     if count > MAX_CONNECTIONS:
@@ -84,10 +85,10 @@ def check_limits(config: EnvironmentConfig, groups: int, sampling: SamplingConfi
 
 
 def check_rendering(config: RenderConfig) -> None:
-    """Check that no setting for rendered prompts is given: a harness's requests have none.
+    """Refuse `render.system` and `render.suffix`, which do not apply to requests written by a harness.
 
     Raises:
-        SettingsError: names the setting.
+        SettingsError: one of them is set; the message names it.
     """
     for name, value in (("system", config.system), ("suffix", config.suffix)):
         if value:
@@ -99,30 +100,32 @@ def check_rendering(config: RenderConfig) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """Task of one sample, as a harness gets it."""
+    """Task of one sample, as passed to a harness."""
 
     url: str
-    """Base URL for clients of the OpenAI API, with the session's key in it."""
+    """Base URL for OpenAI clients; contains the session's key."""
     key: str
-    """What clients send as their API key. On loopback it is not read."""
+    """API key for clients. Ignored on loopback."""
     prompt: Prompt
-    """The prompt, without metadata whose names begin with `hidden_`."""
+    """The prompt without metadata whose names start with `hidden_`."""
     results: Results = field(default_factory=Results, repr=False, compare=False)
-    """What tools answered, for `once`."""
+    """Recorded tool results, for `once`."""
 
     async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Run a tool once, also over kills: return its recorded result, or run `work`.
+        """Return the recorded result of a tool call, or run `work` and record its result.
 
-        Its result, a JSON value, is on disk when this returns. An exception is not recorded.
+        A recorded call never runs again, even after a crash. The result must be a JSON value.
+        The result is on disk on return. Exceptions are not
+        recorded.
 
         Raises:
-            RequestRefused: the name or the result does not fit, there are too many, or the session has ended.
+            RequestRefused: the name or result is invalid, a limit is reached, or the session has ended.
             EpisodeError: the result cannot be recorded.
         """
         return await self.results.once(name, work)
 
     def as_json(self) -> dict[str, Any]:
-        """Return the task of the prompt, without URL and key."""
+        """Return the prompt as a JSON object, without URL and key."""
         messages = self.prompt.messages or [("user", self.prompt.text)]
         return {
             "text": self.prompt.text,
@@ -132,19 +135,19 @@ class Task:
 
 
 def shown(prompt: Prompt) -> Prompt:
-    """Return a prompt as harnesses get it, without metadata that verifiers alone get."""
+    """Return the prompt without metadata reserved for verifiers."""
     kept = {name: value for name, value in prompt.metadata.items() if not str(name).startswith(HIDDEN)}
     return replace(prompt, metadata=kept)
 
 
 class SessionEnvironment(Environment):
-    """Environment whose harness makes model calls by HTTP; a subclass runs the harness.
+    """Environment whose harness calls the model over HTTP; subclasses run the harness.
 
-    The endpoint starts with `open`, or with the first sample.
+    The endpoint starts with `open` or the first sample.
     """
 
     files_per_sample = 3
-    """The connection, its other end or the output of a program, and the lock of its directory."""
+    """The connection, its other end or the program's output, and the lock of the program's directory."""
     has_calls = True
 
     def __init__(self, options: SessionOptions) -> None:
@@ -155,10 +158,10 @@ class SessionEnvironment(Environment):
 
     @abstractmethod
     async def act(self, task: Task) -> Outcome:
-        """Let the harness work on a task, and return its outcome.
+        """Run the harness on a task, and return its outcome.
 
         Raises:
-            ProgramKilled: a signal ended it; the next attempt goes by the record.
+            ProgramKilled: a signal ended the harness; the next attempt replays the record.
             Exception: the attempt failed.
         """
 
@@ -205,7 +208,7 @@ class SessionEnvironment(Environment):
         return replace(sample, response=outcome.text) if isinstance(outcome, AnswerText) else sample
 
     async def _acted(self, task: Task, end: Callable[[], None]) -> Outcome:
-        """Let the harness work; once that is cancelled, `end` its session, and wait `END_S` for it to end."""
+        """Run the harness. If cancelled, `end` its session and give the harness `END_S` to finish."""
         async with asyncio.TaskGroup() as tasks:
             acting = tasks.create_task(caught(lambda: self.act(task)), name="session.harness")
             try:
@@ -213,38 +216,38 @@ class SessionEnvironment(Environment):
             except asyncio.CancelledError:
                 end()
                 await asyncio.wait([acting], timeout=END_S)
-                raise  # which cancels what still runs
+                raise  # the task group cancels the harness
         outcome = acting.result()
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
     async def open(self) -> None:
-        """Serve.
+        """Start the endpoint.
 
         Raises:
-            SettingsError: the port is used by another process, or there is no such certificate.
+            SettingsError: the port is in use, or the certificate is missing.
         """
         await self._started()
 
     async def close(self) -> None:
-        """Stop serving."""
+        """Stop the endpoint."""
         if self._endpoint is not None:
             await self._endpoint.close()
         await self._reader.close()
 
     def configured(self, config: EnvironmentConfig) -> None:
-        """Learn where the endpoint listens."""
+        """Store the endpoint's address."""
         self._config = config
 
     def answered_by(self, engine: EngineConfig) -> None:
-        """Learn where SGLang is, for its parsers."""
+        """Store the location of SGLang, for its parsers."""
         self._reader = AnswerReader(
             self._limits.tool_syntax, self._limits.reasoning_syntax, engine.python, engine.environment
         )
 
     def check(self, model_dir: str) -> None:
-        """Check that an engine's parsers exist and take the model's tokenizer."""
+        """Check that the engine's parsers exist and accept the model's tokenizer."""
         self._reader.check(model_dir)
 
     async def _started(self) -> SessionEndpoint:
@@ -257,16 +260,16 @@ class SessionEnvironment(Environment):
 
 
 def reason_of(generate: Generate) -> str:
-    """Return why an episode is ended from outside, as far as its model calls know."""
+    """Return why an episode was ended from outside, as recorded by its model calls."""
     known = generate.ended if isinstance(generate, ModelCalls) else ""
     return known or "its episode was cancelled"
 
 
 def sample_of(session: Session, reward: float | None) -> Sample:
-    """Return the sample of a session that has ended.
+    """Return the sample of an ended session.
 
     Raises:
-        ValueError: the harness made no call.
+        ValueError: the harness made no call, or every call used its own sampling parameters.
     """
     calls = session.tree.calls
     if not calls:

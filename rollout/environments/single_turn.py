@@ -1,4 +1,4 @@
-"""Generates one answer per prompt, without a reward: verifiers score it."""
+"""Generates one answer per prompt; verifiers compute the reward."""
 
 from dataclasses import dataclass
 
@@ -14,7 +14,7 @@ class Options:
 
 
 class SingleTurn(Environment):
-    """Generates once per sample."""
+    """Environment with one generation per sample."""
 
     def __init__(self, options: Options) -> None:
         del options

@@ -1,7 +1,7 @@
-"""Lets the model call tools in its text until it answers without a call; verifiers score the whole.
+"""Lets the model call tools in its text until it answers without a call; verifiers score the episode.
 
-A call is a fenced block that names a tool, such as ```python; the next message is its ```output. The prompt,
-or `render.system`, has to say so.
+A call is a fenced block named after a tool, such as ```python; the next message is its ```output. The prompt
+or `render.system` must explain the format.
 """
 
 import functools
@@ -38,25 +38,25 @@ class Options:
     """Options of `tools`."""
 
     tools: tuple[str, ...] = ("python",)
-    """Those that there are: calculator, python, search, shell."""
+    """Enabled tools: calculator, python, search, shell."""
     max_calls: Annotated[int, Interval(ge=0, le=10**4)] = 4
-    """Calls of tools in one episode; the turn after the last one is the answer."""
+    """Maximum tool calls per episode; the turn after the last call is the answer."""
     turn_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
-    """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
+    """Maximum sampled tokens per turn. 0: `sampling.max_tokens`."""
     output_characters: Annotated[int, Interval(ge=1, le=10**6)] = 2000
-    """Longest answer of a tool, characters; the middle of a longer one is left out."""
+    """Maximum length of a tool's output, characters; the middle of longer output is cut."""
     parallel: Annotated[int, Interval(ge=0, le=10**4)] = 0
-    """python, shell: calls in sandboxes of `process` at once in one rollout worker. 0: as many as there are
-    processors."""
+    """python, shell: concurrent calls in `process` sandboxes per rollout worker. 0: the number of processors.
+    """
     limits: Limits = field(default_factory=Limits)
-    """python, shell: limits of each call, as for the verifier `python_tests`. Another sandbox than `process`
-    has its own, and takes `output_kb` alone from here."""
+    """python, shell: limits of each call, as for the verifier `python_tests`. Sandboxes other than `process`
+    have their own limits, and use only `output_kb`."""
     index: str = ""
-    """search: the index, a file that `python -m rollout.tools.search build` writes."""
+    """search: index file written by `python -m rollout.tools.search build`."""
     results: Annotated[int, Interval(ge=1, le=100)] = 3
-    """search: passages of an answer."""
+    """search: passages per result."""
     mcp: dict[str, McpServer] = field(default_factory=dict)
-    """Name -> an MCP server, whose tools are called in blocks of this name."""
+    """Name -> MCP server, whose tools are called in blocks of this name."""
 
 
 MAKE: Mapping[str, Callable[[Options], Tool]] = {
@@ -67,17 +67,17 @@ MAKE: Mapping[str, Callable[[Options], Tool]] = {
     ),
     "shell": lambda options: ShellTool(options.limits, _runs(options)),
 }
-"""Tool -> how it is made."""
+"""Tool name -> factory."""
 
 
 class Tools(EpisodeEnvironment):
-    """Environment whose episodes are turns of the model, with answers to its calls of tools between them."""
+    """Environment whose episodes alternate between model turns and tool results."""
 
     def __init__(self, options: Options) -> None:
-        """Make the tools.
+        """Create the tools.
 
         Raises:
-            SettingsError: a tool is unknown, there is no index, or the package `mcp` is missing.
+            SettingsError: a tool is unknown, the index is not configured, or the package `mcp` is missing.
         """
         super().__init__(self.play)
         if "search" in options.tools and not options.index:
@@ -89,7 +89,7 @@ class Tools(EpisodeEnvironment):
         self._pool: SandboxPool | None = None
 
     async def play(self, episode: Episode) -> None:
-        """Play one episode: turns of the model, each but the last answered by a tool."""
+        """Play one episode: model turns, each but the last followed by a tool result."""
         await self.answer(episode)
 
     async def answer(self, episode: Episode) -> str:
@@ -100,22 +100,22 @@ class Tools(EpisodeEnvironment):
             return await self._answered(episode, tools)
 
     def configured(self, config: EnvironmentConfig) -> None:
-        """Learn where the tools work.
+        """Set up the sandboxes of tools.
 
         Raises:
-            SettingsError: there is no such sandbox.
+            SettingsError: the sandbox is unknown.
         """
         self._config = config
         if config.sandbox.name != PROCESS:
             self._pool = SandboxPool(make_provider(config.sandbox), config.sandbox.starts)
 
     async def close(self) -> None:
-        """Close connections to a service of sandboxes."""
+        """Close connections to a sandbox service."""
         if self._pool is not None:
             await self._pool.close()
 
     async def _in_world(self, episode: Episode, opened: AsyncExitStack) -> dict[str, Tool]:
-        """Return the tools that work in the sandbox of the episode, if it has one."""
+        """Return the tools that run in the episode's sandbox; empty without a sandbox."""
         if self._pool is None:
             return {}
         sandbox, output = self._config.sandbox, self._options.limits.output_kb << 10
@@ -134,7 +134,7 @@ class Tools(EpisodeEnvironment):
                 return turn
             tool = tools[call.tool]
             digest.update(turn.encode(errors="surrogatepass"))
-            # the whole conversation names the result, which depends on it alone
+            # name the result by the whole conversation, which determines it
             name = f"{call.tool} {digest.hexdigest()}"
             result, kept = await episode.once(name, functools.partial(_run, tool, call.text))
             tool.restore(call.text, kept)
@@ -143,7 +143,7 @@ class Tools(EpisodeEnvironment):
 
 
 def _mcp_tools(servers: Mapping[str, McpServer]) -> dict[str, Tool]:
-    """Return the tools of MCP servers, by the names of these."""
+    """Return the tools of MCP servers, by server name."""
     if not servers:
         return {}
     for name, server in servers.items():
@@ -164,7 +164,7 @@ def _mcp_tools(servers: Mapping[str, McpServer]) -> dict[str, Tool]:
 
 
 async def _run(tool: Tool, text: str) -> tuple[str, str]:
-    """Return the answer of a tool, and what it keeps."""
+    """Return a tool's output, and the state that it keeps."""
     answer = await tool.run(text)
     return answer, tool.kept
 

@@ -1,1 +1,1 @@
-"""Runs the programs of harnesses as processes next to the rollout worker."""
+"""Programs of harnesses, run as processes next to the rollout worker."""

@@ -1,7 +1,7 @@
-"""Makes the working directories of programs, and removes the directories that killed workers left.
+"""Creates programs' working directories, and removes directories left by killed workers.
 
-They are in a directory that no other user can change or list. Each is locked (flock) by the worker whose
-program works in it, for as long as that worker lives. So a directory whose lock is free belongs to no worker.
+Working directories have a parent that other users can neither modify nor list. Each is locked (flock) by its
+worker for the worker's lifetime, so a directory with a free lock belongs to no worker.
 """
 
 import fcntl
@@ -24,22 +24,22 @@ PREFIX = "tether-program-"
 
 
 class ProgramFolder:
-    """A new empty directory, with a name that others cannot guess; `close` removes it."""
+    """New empty directory with an unguessable name; `close` removes it."""
 
     def __init__(self, owner: Owner | None = None) -> None:
-        """Make it for this user, or for the `owner` of the program."""
+        """Create the directory for this user, or for the program's `owner`."""
         self._owner = owner
         parent = programs_directory()
         if owner is not None:
-            parent.chmod(0o711)  # the owner reaches its own, and cannot list others
+            parent.chmod(0o711)  # the owner may enter its own directory, but not list others
         while True:
             self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{secrets.token_hex(8)}-", dir=parent))
-            with suppress(FileNotFoundError):  # another worker took it for one that was left
+            with suppress(FileNotFoundError):  # another worker removed it as a leftover
                 self._lock = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
                 fcntl.flock(self._lock, fcntl.LOCK_EX)
                 if self.path.exists():
                     break
-                os.close(self._lock)  # the same, after it was opened
+                os.close(self._lock)  # removed after it was opened
         self._hand_over(self.path)
 
     def write(self, name: str, text: str) -> Path:
@@ -50,7 +50,7 @@ class ProgramFolder:
         return path
 
     def close(self) -> None:
-        """Remove it."""
+        """Remove the directory."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -62,10 +62,10 @@ class ProgramFolder:
 
 
 def programs_directory() -> Path:
-    """Return the parent of programs' working directories; create it if it is missing.
+    """Return the parent of programs' working directories, creating it if needed.
 
     Raises:
-        SettingsError: another user has made it, or may change it.
+        SettingsError: the directory belongs to another user, or others can modify it.
     """
     path = Path(tempfile.gettempdir()) / f"tether-programs-{os.getuid()}"
     with suppress(FileExistsError):
@@ -79,9 +79,9 @@ def programs_directory() -> Path:
 
 
 def clear_left_folders() -> int:
-    """Remove directories whose workers have died, and kill what their programs left; return how many.
+    """Remove directories of dead workers, and kill processes that their programs left; return the number.
 
-    The programs themselves have died with their workers.
+    The programs themselves died with their workers.
     """
     count = 0
     for path in programs_directory().glob(f"{PREFIX}*"):
@@ -93,7 +93,7 @@ def clear_left_folders() -> int:
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)
-            if killed or is_used:  # else another worker may be about to lock it, and makes another one
+            if killed or is_used:  # otherwise another worker may be creating it, and will retry
                 log.warning("program.left folder=%s killed=%d", path, killed)
             count += 1
     return count

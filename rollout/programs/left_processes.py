@@ -1,7 +1,7 @@
-"""Finds all processes that a program has started, and kills them.
+"""Finds and kills all processes that a program has started.
 
-A process can leave its parent, its process group and its directory. Its children inherit its environment
-unless they take care: each program has a variable `MARK` there with an unguessable value.
+A process can leave its parent, its process group and its directory. Its children normally inherit its
+environment, in which each program has a variable `MARK` with an unguessable value.
 """
 
 import asyncio
@@ -12,39 +12,39 @@ from contextlib import suppress
 from pathlib import Path
 
 MARK = "TETHER_PROGRAM"
-"""Variable in a program's environment; its value is the name of the program's directory."""
+"""Environment variable of a program; its value is the name of the program's directory."""
 ROUNDS = 20
-"""How often to search for processes that were started meanwhile."""
+"""Maximum number of searches for processes started meanwhile."""
 DEEPEST = 64
-"""Directories above a process's own that are compared."""
+"""Maximum number of parent directories to compare."""
 Identity = tuple[int, int]
 """Device and inode of a directory."""
 
 
 class Sweeper:
-    """Kills what ended programs have left; one search of all processes serves all that wait for it."""
+    """Killer of processes left by ended programs; concurrent callers share one search of all processes."""
 
     def __init__(self) -> None:
         self._folders: set[Path] = set()
         self._searching = asyncio.Lock()
 
     async def sweep(self, folder: Path) -> None:
-        """Return when what was left of the program of a directory is killed."""
+        """Return after the processes left by a directory's program are killed."""
         self._folders.add(folder)
         async with self._searching:
-            if folder in self._folders:  # else a search that began later has included it
+            if folder in self._folders:  # otherwise a later search has included it
                 folders, self._folders = self._folders, set()
                 await asyncio.to_thread(kill_left, folders)
 
 
 def kill_left(folders: Iterable[Path]) -> int:
-    """Kill processes that have the mark of one of these directories or work in it; return their number.
+    """Kill processes that have the mark of a directory or work in it; return their number.
 
-    Processes of other users are not found, nor processes without the mark in another directory and process
-    group.
+    Not found: processes of other users, and processes without the mark that work in another directory and
+    process group.
 
     Args:
-        folders: directories in one that only this user can change.
+        folders: directories in a parent that only this user can modify.
     """
     folders = list(folders)
     marks = {f"{MARK}={folder.name}".encode() for folder in folders}
@@ -59,12 +59,12 @@ def kill_left(folders: Iterable[Path]) -> int:
 
 
 def _kill_once(marks: set[bytes], places: set[Identity], skip: set[int]) -> set[int]:
-    """Kill the processes that one search finds, except ones killed before; return their ids."""
+    """Kill the processes found by one search, except those in `skip`; return their ids."""
     killed = set()
     for name in os.listdir("/proc"):
         if not name.isdecimal() or int(name) in skip or int(name) == os.getpid():
             continue
-        with suppress(OSError):  # it has ended, or is another user's
+        with suppress(OSError):  # process has ended or belongs to another user
             if not _is_left(name, marks, places):
                 continue
             process = os.pidfd_open(int(name))  # so that the signal cannot reach another process
@@ -87,11 +87,11 @@ def _is_left(name: str, marks: set[bytes], places: set[Identity]) -> bool:
 
 
 def _surrounding(directory: str) -> Iterator[Identity]:
-    """Yield a directory and those above it, as the kernel finds them: names may be exchanged meanwhile."""
+    """Yield a directory and its parents as the kernel resolves them: paths may be renamed meanwhile."""
     last = None
     for _ in range(DEEPEST):
         identity = _identity(directory)
-        if identity == last:  # the root
+        if identity == last:  # root directory
             return
         yield identity
         last, directory = identity, f"{directory}/.."

@@ -1,26 +1,26 @@
-"""Tells a program where its session and its files are, and reads its report about the sample."""
+"""Passes a program its session and files, and parses its report about the sample."""
 
 import json
 from dataclasses import dataclass
 from typing import Any
 
 MAX_ANSWER = 1 << 20
-"""Characters of an answer."""
+"""Maximum length of an answer, characters."""
 
 
 @dataclass(frozen=True, slots=True)
 class AnswerText:
-    """Text that verifiers score in the place of the model's last answer."""
+    """Text that verifiers score instead of the model's last answer."""
 
     text: str
 
 
 Outcome = float | AnswerText | None
-"""The reward of a sample; else verifiers score it, by an answer or by the model's last one."""
+"""Reward of a sample; otherwise verifiers score it, by an `AnswerText` or by the model's last answer."""
 
 
 def variables_of(url: str, key: str, task: str, outcome: str) -> dict[str, str]:
-    """Return the environment variables that tell a program its session's URL and key, and its files."""
+    """Return the environment variables with a program's session URL, API key and files."""
     return {
         "OPENAI_BASE_URL": url,
         "OPENAI_API_KEY": key,
@@ -35,7 +35,7 @@ def written_outcome(data: bytes | None) -> Outcome:
     """Return the outcome in a file; None if there is no file.
 
     Raises:
-        ValueError: as `outcome_of`, or it is no JSON.
+        ValueError: the file is not JSON, or see `outcome_of`.
     """
     try:
         fields = None if data is None else json.loads(data)
@@ -45,7 +45,7 @@ def written_outcome(data: bytes | None) -> Outcome:
 
 
 def no_outcome(error: Exception) -> ValueError:
-    """Return the error of an outcome that is none, or cannot be read."""
+    """Return the error for an invalid or unreadable outcome."""
     return ValueError(f'the outcome is not {{"reward": NUMBER}}: {error!r}'[:300])
 
 
@@ -53,8 +53,8 @@ def outcome_of(fields: Any) -> Outcome:
     """Return the outcome that a program reports.
 
     Raises:
-        ValueError: it is no object with a `reward` that is a number, or null, in which case an `answer` that
-            is a text is read, too.
+        ValueError: the report is not an object with `reward`: a number, or null with an optional text
+            `answer`.
     """
     try:
         reward = fields["reward"]

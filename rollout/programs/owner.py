@@ -1,4 +1,4 @@
-"""Finds the user that programs run as, if that is not the user of the rollout worker."""
+"""Finds the user that programs run as, if it differs from the rollout worker's user."""
 
 import os
 import pwd
@@ -14,27 +14,27 @@ SETTING = "setting environment.options.user"
 
 @dataclass(frozen=True, slots=True)
 class Owner:
-    """A user of this machine."""
+    """User of this machine."""
 
     uid: int
     gid: int
     groups: Sequence[int]
     variables: dict[str, str]
-    """Its HOME, USER and LOGNAME."""
+    """HOME, USER and LOGNAME of the user."""
 
     def become(self) -> None:
-        """Have this process, which is about to start a program, be of this user."""
+        """Switch this process to the user; called before a program is executed."""
         os.setgroups(self.groups)
         os.setgid(self.gid)
         os.setuid(self.uid)
 
 
 def find_owner(user: str) -> Owner | None:
-    """Return a user of this machine by name; None for an empty one.
+    """Return a user of this machine by name; None for an empty name.
 
     Raises:
-        SettingsError: there is no such user, it is root, or this process may not start programs as another
-            user and find what they leave.
+        SettingsError: the user is unknown or root, or this process may not start programs as another user and
+            find their processes.
     """
     if not user:
         return None
@@ -59,6 +59,6 @@ def find_owner(user: str) -> Owner | None:
 
 
 def _capabilities() -> int:
-    """Return the effective capabilities of this process, a bit for each."""
+    """Return the effective capabilities of this process as a bit mask."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1], 16) for line in lines if line.startswith("CapEff:"))

@@ -1,8 +1,8 @@
-"""Starts a program in a process group and a directory of its own, and ends everything that it started.
+"""Starts a program in its own process group and directory, and ends everything that it started.
 
-It gets no variables of the worker but a few, since the others may have credentials. Processes that left its
-process group are found by a variable that they inherited (`left_processes.py`). If the worker is killed, the
-kernel kills the program, and the next worker kills the program's other processes (`clear_left_folders`).
+The program inherits only a few variables of the worker, because others may contain credentials. Processes
+that left its process group are found by an inherited variable (`left_processes.py`). If the worker is killed,
+the kernel kills the program, and the next worker kills the program's other processes (`clear_left_folders`).
 """
 
 import asyncio
@@ -24,34 +24,34 @@ from rollout.programs.left_processes import MARK, Sweeper
 from rollout.programs.owner import Owner
 
 PASSED = ("HOME", "LANG", "LC_ALL", "TZ", "TMPDIR", "VIRTUAL_ENV")
-"""Variables of the rollout worker that a program gets as they are; PATH begins with the worker's Python."""
+"""Variables of the rollout worker that a program inherits; PATH begins with the worker's Python."""
 MAX_OUTPUT = 300
-"""Bytes of a failed program's output that are reported, the last ones."""
+"""Bytes from the end of a failed program's output to report."""
 MAX_LINE = 2**20
-"""Bytes of a line that a program writes to the worker."""
+"""Maximum size of a line from a program, bytes."""
 
 
 class ProgramKilled(RuntimeError):
-    """A signal ended a program, which has not failed by itself: it may be run again on the record."""
+    """Program ended by a signal rather than by its own failure; it may be run again on the record."""
 
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """Settings with which programs are started."""
+    """Settings for starting programs."""
 
     command: tuple[str, ...]
-    """The program and its arguments; no shell."""
+    """Program and arguments; no shell is used."""
     directory: str = ""
-    """First directory that is searched for Python modules. Empty: the rollout worker's directory."""
+    """First directory to search for Python modules. Empty: the rollout worker's working directory."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """More environment variables."""
+    """Additional environment variables."""
     sweeper: Sweeper = field(default_factory=Sweeper, compare=False)
-    """Kills processes that the programs leave."""
+    """Kills processes that programs leave behind."""
     owner: Owner | None = None
-    """User that they run as. None: the rollout worker's user."""
+    """User that programs run as; None: the rollout worker's user."""
 
     def environ(self, more: Mapping[str, str]) -> dict[str, str]:
-        """Return the environment of a program, with `more` last."""
+        """Return a program's environment; `more` has precedence."""
         modules = [self.directory or os.getcwd(), *(entry for entry in sys.path if _is_user_path(entry))]
         return {
             **{name: os.environ[name] for name in PASSED if name in os.environ},
@@ -64,23 +64,23 @@ class Launch:
 
     @property
     def is_there(self) -> bool:
-        """Whether the program is found where it will be searched for; the user that it gets is not asked."""
+        """Whether the program is found in its PATH; permissions of its user are not checked."""
         return shutil.which(self.command[0], path=self.environ({})["PATH"]) is not None
 
     def before_exec(self) -> Callable[[], None]:
-        """Return the `preexec_fn` of a program: it gets its user, and ends with this process."""
+        """Return the `preexec_fn` of a program: switch to its user, and tie its life to this process."""
         tie, owner = tied_to_this_process(signal.SIGKILL), self.owner
 
         def before() -> None:
             if owner is not None:
                 owner.become()
-            tie()  # after that: a change of the user would undo it
+            tie()  # last, because a change of the user would undo it
 
         return before
 
 
 class Program:
-    """One process and what it starts, in an empty directory that is removed after it."""
+    """Process with its descendants, in an empty directory that is removed afterwards."""
 
     def __init__(self, launch: Launch) -> None:
         self._launch = launch
@@ -90,19 +90,19 @@ class Program:
 
     @property
     def folder(self) -> Path:
-        """The working directory."""
+        """Working directory."""
         return self._folder.path
 
     def write(self, name: str, text: str) -> Path:
-        """Write a file into the working directory before the start, for the program; return its path."""
+        """Write a file into the working directory before the start; return its path."""
         return self._folder.write(name, text)
 
     def read(self, name: str, most: int) -> bytes | None:
-        """Return the contents of a file in the program's working directory; None if there is none.
+        """Return the contents of a file in the working directory; None if there is none.
 
         Raises:
-            OSError: it is not a regular file.
-            ValueError: it has more than `most` bytes.
+            OSError: the file is not a regular file.
+            ValueError: the file has more than `most` bytes.
         """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a link may lead to a file of the worker's user
         try:
@@ -118,33 +118,33 @@ class Program:
 
     @property
     def process(self) -> asyncio.subprocess.Process:
-        """The process. Raises RuntimeError before the start."""
+        """Running process. Raises RuntimeError before the start."""
         if self._process is None:
             raise RuntimeError(f"{self._launch.command[0]} has not been started")
         return self._process
 
     @property
     def source(self) -> asyncio.StreamReader:
-        """The program's standard output; it was started with `lines`."""
+        """Standard output of a program started with `lines`."""
         assert self.process.stdout is not None
         return self.process.stdout
 
     @property
     def sink(self) -> asyncio.StreamWriter:
-        """The program's standard input; it was started with `lines`."""
+        """Standard input of a program started with `lines`."""
         assert self.process.stdin is not None
         return self.process.stdin
 
     async def start(self, variables: Mapping[str, str], *, lines: bool = False) -> None:
-        """Start it.
+        """Start the program.
 
         Args:
-            variables: environment variables besides those of `Launch`.
-            lines: whether standard input and output are pipes to this process; otherwise there is no
-                input, and the output is kept together with standard error.
+            variables: environment variables in addition to those of `Launch`.
+            lines: whether standard input and output are pipes to this process. Otherwise there is no input,
+                and output is captured together with standard error.
 
         Raises:
-            SettingsError: there is no such program, or it cannot be run.
+            SettingsError: the program is missing or not executable.
         """
         pipe = asyncio.subprocess.PIPE
         try:
@@ -166,11 +166,11 @@ class Program:
             ) from None
 
     async def ended(self) -> None:
-        """Wait for its end.
+        """Wait for the program's end.
 
         Raises:
-            ProgramKilled: a signal ended it.
-            RuntimeError: its exit status is not 0; says the end of its output.
+            ProgramKilled: a signal ended the program.
+            RuntimeError: the exit status is not 0; the message quotes the program's output.
         """
         status = await self.process.wait()
         if status:
@@ -178,22 +178,22 @@ class Program:
             raise error(f"{self._launch.command[0]} ended with status {status}: {self.said()}")
 
     def said(self) -> str:
-        """Return the end of what it wrote since the start or the last `forget`."""
+        """Return the end of the output since the start or the last `forget`."""
         end = os.lseek(self._output.fileno(), 0, os.SEEK_END)
         tail = os.pread(self._output.fileno(), MAX_OUTPUT, max(0, end - MAX_OUTPUT))
         return tail.decode(errors="replace").strip()
 
     def forget(self) -> None:
-        """Discard what it wrote."""
+        """Discard the output so far."""
         self._output.truncate(0)
 
     def kill(self) -> None:
-        """Kill it and its process group, as far as they run."""
+        """Kill the process and its process group."""
         with suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
 
     async def close(self) -> None:
-        """Kill it and what it started, and remove its directory."""
+        """Kill the process and its descendants, and remove its directory."""
         try:
             if self._process is not None:
                 self.kill()
@@ -205,7 +205,7 @@ class Program:
 
 
 def _is_user_path(entry: str) -> bool:
-    """Return whether a directory of `sys.path` is neither Python's nor one of installed packages."""
+    """Return whether a directory of `sys.path` belongs neither to Python nor to installed packages."""
     path = Path(entry)
     return path.is_absolute() and not any(
         path.is_relative_to(prefix) for prefix in (sys.prefix, sys.base_prefix)

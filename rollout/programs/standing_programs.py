@@ -1,7 +1,7 @@
-"""Has programs that stay serve one sample after another, by lines of standard input and output.
+"""Runs persistent programs that serve one sample after another over standard input and output.
 
-A line to the program is a task as JSON, with the session's `url` and `key`. The line that it answers is
-{"key": ..., "reward": NUMBER or null}, or {"key": ..., "error": TEXT}, which is no reward.
+Each input line is a task as JSON, with the session's `url` and `key`. The program replies with a line {"key":
+..., "reward": NUMBER or null}, or {"key": ..., "error": TEXT}, which counts as a failure without a reward.
 """
 
 import asyncio
@@ -16,28 +16,28 @@ from rollout.programs.program import MAX_LINE, Launch, Program
 log = logging.getLogger("tether.programs")
 
 END_S = 1.0
-"""Seconds that a program has to end after it has closed its output."""
+"""Seconds for a program to exit after it has closed its output."""
 
 
 class StandingPrograms:
-    """Programs of one command. They start when they are needed, and again after one has ended."""
+    """Persistent programs with one command, started on demand and restarted after they end."""
 
     def __init__(self, launch: Launch, most: int) -> None:
-        """Args: launch: how they are started; most: how many run at once, each with one sample."""
+        """Args: launch: start settings; most: maximum concurrent programs, one sample each."""
         self._launch = launch
         self._free = asyncio.Semaphore(most)
         self._idle: list[Program] = []
 
     async def outcome(self, task: dict[str, Any]) -> Outcome:
-        """Give a task to a program, and return its outcome; waits while all of them are busy.
+        """Run a task in a program, and return its outcome; wait while all programs are busy.
 
-        Cancelling the call kills the program that has the task.
+        Cancelling the call kills the program that runs the task.
 
         Raises:
             SettingsError: the program cannot be started.
-            ProgramKilled: a signal ended it.
-            RuntimeError: it ended, or said that it failed.
-            ValueError: what it answered is no outcome of this task.
+            ProgramKilled: a signal ended the program.
+            RuntimeError: the program ended, or reported a failure.
+            ValueError: the reply is not an outcome of this task.
         """
         async with self._free:
             program = await self._started()
@@ -53,7 +53,7 @@ class StandingPrograms:
         return outcome
 
     async def close(self) -> None:
-        """End the programs that are idle; those that have a task end with its call."""
+        """End idle programs; busy programs end with their calls."""
         while self._idle:
             await self._idle.pop().close()
 
@@ -75,7 +75,7 @@ class StandingPrograms:
 
 
 async def _answered(program: Program, task: dict[str, Any]) -> dict[str, Any]:
-    """Return the line that a program answers a task with."""
+    """Return the line with which a program answers a task."""
     program.forget()
     try:
         program.sink.write(json.dumps(task).encode() + b"\n")

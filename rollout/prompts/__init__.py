@@ -1,1 +1,1 @@
-"""Provides prompts: where they come from, and the order in which they are used."""
+"""Prompt sources, and the order in which prompts are used."""

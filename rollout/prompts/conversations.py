@@ -1,4 +1,4 @@
-"""Reads conversations of rows, `[{role, content}, ...]`; refuses what a template would not show whole."""
+"""Validates conversations `[{role, content}, ...]`; rejects messages that chat templates would drop."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -6,20 +6,21 @@ from typing import Any
 from protocol.errors import SettingsError
 
 CALLS = ("tool_calls", "function_call")
-"""Fields of a message without which what follows it has no meaning, and which a `Prompt` does not have."""
+"""Message fields that a `Prompt` cannot represent, but that later messages refer to."""
 ROLES = ("system", "developer", "user", "assistant", "tool", "function", "observation", "ipython")
-"""Roles of a conversation that some chat template knows; a template drops a message with any other."""
+"""Roles that some chat template renders; templates drop messages with other roles."""
 
 
 def read_conversation(value: Any, where: str) -> tuple[tuple[str, str], ...]:
     """Return (role, content) of each message.
 
     Args:
-        value: what a row has for its prompt.
+        value: prompt value of a row.
         where: file and line, or data set and row, for errors.
 
     Raises:
-        SettingsError: a chat template would not show it whole, or it is not the model's turn.
+        SettingsError: a chat template would drop a part of the conversation, or the last message is the
+            assistant's.
     """
     problem = f"{where}: expected text or a list of messages with a role and a content as text"
     if not isinstance(value, list) or not value:

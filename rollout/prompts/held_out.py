@@ -1,4 +1,4 @@
-"""Collects the prompts that models are scored on: those that `[prompts]` holds out, and `[[eval.sets]]`."""
+"""Collects the evaluation prompts: the held-out prompts of `[prompts]`, and `[[eval.sets]]`."""
 
 import logging
 from collections.abc import Mapping, Sequence
@@ -17,19 +17,19 @@ log = logging.getLogger(__name__)
 def held_out_sets(
     source: PromptSource, prompts: PromptConfig, sets: Sequence[HeldOutConfig], limit: int
 ) -> Mapping[str, Sequence[Prompt]]:
-    """Return set name -> prompts, which are never trained on.
+    """Return set name -> evaluation prompts, which are never trained on.
 
-    The prompts that `[prompts]` holds out are the set `held_out`, which is left out if it is empty and there
-    are others.
+    The held-out prompts of `[prompts]` form the set `held_out`. If it is empty and other sets exist, it is
+    omitted.
 
     Args:
-        source: the stream of `prompts`, already made.
+        source: stream of `prompts`.
         prompts: section `[prompts]`.
         sets: the tables `[[eval.sets]]`.
-        limit: prompts of a set that gives no limit of its own, at most.
+        limit: maximum prompts of a set without its own limit.
 
     Raises:
-        SettingsError: a set cannot be read, or all of its prompts are trained on; names the set.
+        SettingsError: a set cannot be read, or all its prompts are trained on; the message names the set.
     """
     check_names(sets, "eval.sets")
     own = list(source.held_out())[:limit]
@@ -47,7 +47,7 @@ def _read(
     config: HeldOutConfig, prompts: PromptConfig, trained: frozenset[str], limit: int
 ) -> Sequence[Prompt]:
     merged = source_settings(prompts, config)
-    if merged.source in GENERATED:  # other questions than the training questions
+    if merged.source in GENERATED:  # generates questions that are not trained on
         return make_source(replace(merged, held_out=limit, held_out_path=""), config).held_out()
     everything = replace(merged, min_pass_rate=None, max_pass_rate=None, easy_first=False, count=0)
     stream = make_source(replace(everything, held_out=0, held_out_path="", shuffle=False, passes=1), config)
@@ -68,5 +68,5 @@ def _read(
 
 
 def _chosen(count: int, limit: int) -> Sequence[int]:
-    """Return at most `limit` places of `count`, the same ones every time, ascending; files may be sorted."""
+    """Return up to `limit` of `count` indices: a fixed random choice, ascending; files may be sorted."""
     return sorted(np.random.RandomState(0).permutation(count)[:limit].tolist())

@@ -1,4 +1,4 @@
-"""Reads prompts from a data set: one of the Hugging Face hub by its name, or a local one of the same form."""
+"""Reads prompts from a data set on the Hugging Face hub, or from a local data set in the same format."""
 
 import sys
 import tempfile
@@ -12,16 +12,16 @@ from rollout.prompts.base import DEFAULTS, Prompt, PromptConfig
 from rollout.prompts.rows import RowSource, local_path, prompts_of
 
 READERS = {".parquet": "from_parquet", ".json": "from_json", ".jsonl": "from_json"}
-"""Suffix of a file -> constructor of `datasets.Dataset`."""
+"""File suffix -> constructor of `datasets.Dataset`."""
 SAVED = ("state.json", "dataset_dict.json")
-"""Files that mark a directory made by `save_to_disk`: one for a single data set, one for several splits."""
+"""Marker files of a directory written by `save_to_disk`: a single data set, or one with several splits."""
 
 
 def make(config: PromptConfig) -> RowSource:
-    """Return the source of `config.path`, and of `config.held_out_path` if it is set.
+    """Return the source of `config.path` and, if set, `config.held_out_path`.
 
     Raises:
-        SettingsError: no data set can be read there, or a row is malformed; names the first such row.
+        SettingsError: a data set cannot be read, or a row is malformed; the message names the first such row.
     """
     try:
         import datasets
@@ -39,7 +39,7 @@ def make(config: PromptConfig) -> RowSource:
 
 
 def _located(text: str, setting: str, config: PromptConfig) -> Path:
-    """Return the local path of a data set, which is fetched if `text` is its name on the hub."""
+    """Return the local path of a data set; a hub data set is downloaded."""
     if setting == "path" and is_hub_name(text):
         return fetch(Kind.DATASET, text, resolve_commit(Kind.DATASET, text, config.revision))
     if setting == "held_out_path" and is_hub_name(text):
@@ -57,7 +57,7 @@ def _located(text: str, setting: str, config: PromptConfig) -> Path:
 
 
 def _opened(path: Path, setting: str, config: PromptConfig, datasets: Any) -> Any:
-    """Return the rows of a data set. `datasets` copies files that it reads to a cache, which is not kept."""
+    """Return the rows of a data set. The cache that `datasets` writes is deleted."""
     is_saved = any((path / name).is_file() for name in SAVED)
     if config.subset and (is_saved or path.is_file()):
         raise SettingsError(
@@ -86,7 +86,7 @@ def _opened(path: Path, setting: str, config: PromptConfig, datasets: Any) -> An
             if path.is_file():
                 return getattr(datasets.Dataset, READERS[path.suffix])(str(path), **options)
             return datasets.load_dataset(str(path), config.subset or None, split=config.split, **options)
-        except Exception as error:  # datasets raises any exception of its readers
+        except Exception as error:  # datasets propagates any exception of its readers
             text = " ".join(str(error).split())
             raise SettingsError(
                 f"{path}: not a data set with prompts.subset {config.subset!r} and prompts.split "

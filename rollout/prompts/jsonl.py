@@ -11,10 +11,10 @@ from rollout.prompts.rows import RowSource, local_path, prompts_of
 
 
 def make(config: PromptConfig) -> RowSource:
-    """Return the source of `config.path`, and of `config.held_out_path` if it is set.
+    """Return the source of `config.path` and, if set, `config.held_out_path`.
 
     Raises:
-        SettingsError: a file cannot be read, or a line is malformed; names the first such line.
+        SettingsError: a file cannot be read, or a line is malformed; the message names the first such line.
     """
 
     def read(text: str, setting: str) -> list[Prompt]:

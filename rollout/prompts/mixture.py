@@ -1,8 +1,9 @@
-"""Mixes several sources of prompts by weight.
+"""Mixes several prompt sources by weight.
 
-The stream is made of blocks of `BLOCK` places. In every block each source has the same number of places, its
-quota, and a permutation that depends on seed and number of the block alone says which. So place i of the
-stream is prompt k of source s, and s and k are a function of (seed, i): whoever asks, in whichever order.
+The stream consists of blocks of `BLOCK` places. In every block, each source has the same number of places,
+its quota. A permutation seeded by the seed and the block number assigns the places. Place i of the stream is
+prompt k of source s, and (s, k) is a function of (seed, i). Processes therefore agree without communication,
+in any order of access.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -19,16 +20,21 @@ from rollout.prompts.base import Prompt, PromptConfig, PromptSource, source_sett
 from rollout.prompts.named_source import SourceConfig, check_names
 
 BLOCK = 1000
-"""Places of a block; a share is exact to one of these."""
+"""Places per block; shares are exact to one place."""
 
 
 class MixtureSource:
-    """Prompt source over other sources. It ends with the first of them that runs out."""
+    """Prompt source over other sources. It ends when the first source runs out."""
 
     def __init__(
         self, names: Sequence[str], quota: Sequence[int], sources: Sequence[PromptSource], seed: int
     ):
-        """Mix `sources`, which have `quota` places of each block and are called `names`."""
+        """Mix sources.
+
+        Args:
+            quota: places per block of each source.
+            seed: seed of the assignment of places.
+        """
         self._names, self._sources, self._seed = names, sources, seed
         self._quota = np.array(quota)
         self._block = lru_cache(maxsize=4)(self._laid_out)
@@ -36,7 +42,7 @@ class MixtureSource:
             end for number, source in enumerate(sources) if (end := self._end(number, source)) is not None
         ]
         self.size = min(ends, default=None)
-        """Prompts in the stream; None if no source ends."""
+        """Number of prompts in the stream; None if no source ends."""
         content = [
             (name, int(places), source.fingerprint)
             for name, places, source in zip(names, quota, sources, strict=True)
@@ -53,7 +59,7 @@ class MixtureSource:
         return replace(self._named(prompt, number), index=index)
 
     def held_out(self) -> Sequence[Prompt]:
-        """Return the held-out prompts of all sources, without those that another source trains on."""
+        """Return the held-out prompts of all sources, without prompts that another source trains on."""
         trained = frozenset(self.trained_texts())
         prompts = [
             self._named(prompt, number)
@@ -69,7 +75,7 @@ class MixtureSource:
         return replace(prompt, metadata={**prompt.metadata, "source": self._names[number]})
 
     def _laid_out(self, block: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        """Return for each place of a block its source, and how many places of that source precede it."""
+        """Return the source of each place of a block, and the number of that source's earlier places."""
         seed = xxhash.xxh32_intdigest(f"mixture {self._seed} {block}".encode())
         numbers = np.repeat(np.arange(len(self._quota)), self._quota)
         owners = np.random.RandomState(seed).permutation(numbers)
@@ -79,7 +85,7 @@ class MixtureSource:
         return owners, ranks
 
     def _end(self, number: int, source: PromptSource) -> int | None:
-        """Return the first place for which a source has no prompt left; None if it does not end."""
+        """Return the first place for which a source has no prompt; None if the source is unlimited."""
         if source.size is None:
             return None
         block, rank = divmod(source.size, int(self._quota[number]))
@@ -94,10 +100,10 @@ def make(
 
     Args:
         config: section `[prompts]`.
-        make_source: makes a source of its settings and its entry of the mixture.
+        make_source: creates a source from its settings and its mixture entry.
 
     Raises:
-        SettingsError: a source cannot be made, or its share is too small; names it.
+        SettingsError: a source cannot be created, or its share is too small; the message names the source.
     """
     check_names(config.mixture, "prompts.mixture")
     if config.held_out_path:
@@ -121,7 +127,7 @@ def make(
 
 
 def quotas(weights: Sequence[float]) -> list[int]:
-    """Return the places of a block that each weight gives, together `BLOCK`, by largest remainder."""
+    """Return the number of places per block for each weight, by largest remainder; the sum is `BLOCK`."""
     exact = np.array(weights) / sum(weights) * BLOCK
     places = np.floor(exact).astype(int)
     remainders = np.argsort(-(exact - places), kind="stable")

@@ -1,4 +1,4 @@
-"""Defines the settings of a named source of prompts: an entry of a mixture, or a held-out set."""
+"""Defines the settings of a named prompt source: a mixture entry or an evaluation set."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -33,19 +33,19 @@ _UNUSED: Mapping[str, Sequence[str]] = {
 }
 _UNUSED_BY_OWN = ("path", "held_out_path", "subset", "split", "revision", "families", "params")
 GENERATED = ("reasoning_gym", "textarena")
-"""Sources that generate prompts, and other ones for evaluation than for training."""
+"""Sources that generate prompts, with different ones for training and evaluation."""
 PLACE = ("subset", "split", "revision")
 """Settings that belong to a path."""
 HELD_OUT = "held_out"
-"""Name of the held-out set that `[prompts]` itself describes."""
+"""Name of the evaluation set defined by `[prompts]` itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class SourceConfig:
-    """A named source of prompts. Absent settings are as in `[prompts]`."""
+    """Named prompt source. Unset fields inherit from `[prompts]`."""
 
     name: str = ""
-    """Its name: lower-case letters, digits, `-` and `_`."""
+    """Name of the source: lower-case letters, digits, `-` and `_`."""
     source: str | None = None
     """As `prompts.source`."""
     path: Annotated[str | None, PathMark(names=HUB_NAME)] = None
@@ -74,43 +74,43 @@ class SourceConfig:
 
 @dataclass(frozen=True, slots=True)
 class MixtureConfig(SourceConfig):
-    """An entry of a mixture. Absent settings are as in `[prompts]`."""
+    """Mixture entry. Unset fields inherit from `[prompts]`."""
 
     weight: Annotated[float, Interval(gt=0, le=1e9)] = 1.0
-    """Its share of the prompts is its weight over the sum of all weights."""
+    """Relative weight. The source's share of the prompts is its weight divided by the sum of all weights."""
     count: Annotated[int | None, Interval(ge=0, le=2**30)] = None
     """As `prompts.count`."""
     passes: Annotated[int | None, Interval(ge=0, le=2**30)] = None
-    """As `prompts.passes`. The mixture ends with the first source that runs out."""
+    """As `prompts.passes`. The mixture ends when the first source runs out."""
     held_out: Annotated[int | None, Interval(ge=0, le=2**20)] = None
     """As `prompts.held_out`."""
 
 
 @dataclass(frozen=True, slots=True)
 class HeldOutConfig(SourceConfig):
-    """A held-out set of prompts. Absent settings are as in `[prompts]`."""
+    """Evaluation set of prompts. Unset fields inherit from `[prompts]`."""
 
     limit: Annotated[int, Interval(ge=0, le=2**20)] = 0
-    """Prompts of the set, at most: a choice that is always the same. 0: as `eval.prompts`."""
+    """Maximum prompts of the set, a fixed random choice. 0: `eval.prompts`."""
 
 
 def unused_by(source: str) -> Sequence[str]:
     """Return the settings that a source does not use.
 
-    They are refused where they are given; a named source may inherit them.
+    They are refused if set explicitly; a named source may inherit them.
     """
     return _UNUSED_BY_OWN if is_own(source) else _UNUSED.get(source, ())
 
 
 def check_names(entries: Sequence[SourceConfig], what: str) -> None:
-    """Check that each entry has a name of its own.
+    """Check that each entry has a valid, unique name.
 
     Args:
         entries: entries of one array of tables.
         what: name of the array in the settings.
 
     Raises:
-        SettingsError: a name is empty, has other characters, is taken, or names the set of `[prompts]`.
+        SettingsError: a name is empty, has invalid characters, is not unique, or is `held_out`.
     """
     names = {HELD_OUT}
     for number, entry in enumerate(entries):

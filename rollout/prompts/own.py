@@ -1,4 +1,4 @@
-"""Makes a prompt source of the user: of rows that a function returns, or a `PromptSource`."""
+"""Creates a user's prompt source: a function that returns rows, or a `PromptSource` class."""
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -11,17 +11,21 @@ from rollout.prompts.base import Prompt, PromptConfig, PromptSource
 from rollout.prompts.rows import RowSource, encoded_prompt, prompts_of
 
 MEMBERS = ("fingerprint", "size", "at", "held_out", "trained_texts")
-"""Members of a `PromptSource`."""
+"""Required members of a `PromptSource`."""
 
 
 class OwnStream:
-    """A `PromptSource` of the user; what it raises or returns is checked, and the error names its class."""
+    """Validating wrapper of a user's `PromptSource`; errors name the user's class."""
 
     def __init__(self, source: Any, what: str) -> None:
-        """Check its members; `what` begins errors.
+        """Check the source's members.
+
+        Args:
+            source: instance of the user's class.
+            what: prefix of errors.
 
         Raises:
-            SettingsError: one is missing, or fingerprint or size are none.
+            SettingsError: a member is missing, or `fingerprint` or `size` is invalid.
         """
         for name in MEMBERS:
             if not hasattr(source, name):
@@ -52,7 +56,7 @@ class OwnStream:
     def _called(self, name: str, *arguments: Any) -> Any:
         try:
             return getattr(self._source, name)(*arguments)
-        except Exception as error:  # the user's code may raise anything
+        except Exception as error:  # user code may raise anything
             raise SettingsError(f"{self._what}: {located(error)}") from None
 
     def _listed(self, name: str) -> list[Any]:
@@ -61,11 +65,11 @@ class OwnStream:
             self._refuse(f"{name}()", returned, "a list")
         try:
             return list(returned)
-        except Exception as error:  # a generator of the user may raise anything
+        except Exception as error:  # a user's generator may raise anything
             raise SettingsError(f"{self._what}: {located(error)}") from None
 
     def _checked(self, prompt: Any, where: str) -> Prompt:
-        """Return a prompt whose messages are pairs. Raises SettingsError if it is none."""
+        """Return the validated prompt with its messages as tuples. Raises SettingsError if it is invalid."""
         if not isinstance(prompt, Prompt) or not isinstance(prompt.text, str) or not prompt.text:
             self._refuse(where, prompt, "a Prompt with a text that is not empty")
         messages: Any = prompt.messages
@@ -90,14 +94,14 @@ def _is_pair(message: Any) -> bool:
 
 
 def make(config: PromptConfig) -> PromptSource:
-    """Return the source that `config.source`, a `MODULE:NAME`, makes with `config.options`.
+    """Return the source created by `config.source`, a `MODULE:NAME`, with `config.options`.
 
-    A class is given `config` first, and is a `PromptSource`. A function returns rows, which are read, ordered
-    and held out like the rows of a file.
+    A class gets `config` as its first argument and must implement `PromptSource`. The rows of a function are
+    parsed, ordered and held out like rows of a file.
 
     Raises:
-        SettingsError: module or name is missing, the code raises, its arguments do not fit, a row has no
-            question, or the class is no `PromptSource`; names the file.
+        SettingsError: module or name is missing, the code raises or rejects its arguments, a row has no
+            question, or the class is not a `PromptSource`; the message names the file.
     """
     item, file = import_attribute(config.source, "setting prompts.source")
     what = f"setting prompts.source: {config.source} in {file}"
@@ -117,7 +121,7 @@ def _rows(what: str, function: Any, config: PromptConfig) -> list[Prompt]:
         try:
             for number, row in enumerate(returned):
                 yield f"{config.source}: row {number}", row
-        except Exception as error:  # the user's code may raise anything
+        except Exception as error:  # user code may raise anything
             raise SettingsError(f"{what}: {located(error)}") from None
 
     return prompts_of(numbered(), config)

@@ -1,8 +1,8 @@
 """Generates prompts from the task families of reasoning-gym.
 
-Item i of a family with seed s depends on s + i only, so training uses the seeds from `seed` on, and held-out
-prompts those from `seed + HELD_OUT_SEED` on. Items are generated in chunks, because some families generate
-all items of a data set when it is opened.
+Item i of a family with seed s depends only on s + i. Training uses seeds from `seed` on, and held-out prompts
+use seeds from `seed + HELD_OUT_SEED` on. Items are generated in chunks, because some families generate all
+items of a data set when it is created.
 """
 
 import os
@@ -16,18 +16,21 @@ from protocol.errors import SettingsError
 from rollout.prompts.base import GeneratedOrder, Prompt, PromptConfig, fingerprint_of, unseen
 
 CHUNK = 500
-"""Items per data set that is opened."""
+"""Items per created data set."""
 HELD_OUT_SEED = CHUNK << 22
-"""Distance between the seeds of training and of held-out prompts; training indices stay below it."""
+"""Offset from training seeds to held-out seeds; training indices stay below it."""
 ATTEMPTS = 20
-"""Held-out prompts generated for each one wanted before the families count as too small."""
+"""Generated candidates per requested held-out prompt before the families count as too small."""
 UNSTABLE = frozenset({"isomorphic_strings", "knight_swap", "polynomial_multiplication", "ransom_note"})
-"""Families of version 0.1.25 whose items depend on the order of sets of strings, which differs between
+"""Families of version 0.1.25 whose items depend on the iteration order of string sets, which differs between
 processes unless PYTHONHASHSEED is set."""
 
 
 class ReasoningGymSource:
-    """Takes F families in turn: prompt i is item i // F of family i % F. Endless if `count` is 0."""
+    """Source that cycles through F families; unlimited if `count` is 0.
+
+    Prompt i is item i // F of family i % F.
+    """
 
     def __init__(self, config: PromptConfig) -> None:
         self._config = config
@@ -43,12 +46,12 @@ class ReasoningGymSource:
         return self._item(self._order[index], self._config.seed, index)
 
     def held_out(self) -> Sequence[Prompt]:
-        """Return prompts of other seeds than the training seeds.
+        """Return prompts with other seeds than the training seeds.
 
-        If the training set is finite, questions that occur in it are left out.
+        If the training set is finite, its questions are excluded.
 
         Raises:
-            SettingsError: the families generate too few different questions.
+            SettingsError: the families generate too few distinct questions.
         """
         count = self._config.held_out
         trained = set(self.trained_texts()) if count else set()
@@ -90,16 +93,16 @@ class ReasoningGymSource:
             return reasoning_gym.create_dataset(
                 family, size=CHUNK, seed=seed, **self._config.params.get(family, {})
             )
-        except Exception as error:  # families check parameters with assert, and raise any exception
+        except Exception as error:  # families validate parameters with assert, and raise any exception
             raise SettingsError(
                 f"setting prompts.params.{family}: {type(error).__name__}: {error}"
             ) from error
 
 
 def plain(value: Any) -> Any:
-    """Return `value` in MessagePack types.
+    """Return `value` converted to MessagePack types.
 
-    Tuples become `{"__tuple__": [...]}`, because some scorers distinguish them from lists.
+    Tuples become `{"__tuple__": [...]}`, because some scorers distinguish tuples from lists.
     """
     if isinstance(value, Mapping):
         return {key if isinstance(key, str | int) else str(key): plain(item) for key, item in value.items()}

@@ -1,10 +1,10 @@
-"""Makes prompt sources by name, or one of the user by `MODULE:NAME`.
+"""Creates prompt sources: built-in ones by name, a user's by `MODULE:NAME`.
 
-    def rows(*, most: int = 100) -> Iterable[dict]: ...          rows, as a file of them has
-    class Stream:                                                or a `PromptSource`
+    def rows(*, most: int = 100) -> Iterable[dict]: ...          a function returns rows
+    class Stream:                                                a class is a `PromptSource`
         def __init__(self, config: PromptConfig, *, most: int = 100): ...
 
-`[prompts] options` are the keyword arguments. docs/own_code.md describes both.
+`[prompts] options` are passed as keyword arguments. docs/own_code.md describes both forms.
 """
 
 from protocol.choices import Entry, Registry, load
@@ -22,19 +22,19 @@ SOURCES = Registry(
     },
     own=lambda name: Entry("rollout.prompts.own:make"),
 )
-"""Source -> the function that makes it of section `[prompts]`."""
+"""Source name -> factory that takes section `[prompts]`."""
 
 
 def make_source(config: PromptConfig, own: SourceConfig | None = None) -> PromptSource:
-    """Return the source that `config.source` names, or the mixture of `config.mixture`.
+    """Return the source named by `config.source`, or the mixture of `config.mixture`.
 
     Args:
         config: section `[prompts]`, or the result of `source_settings`.
-        own: the named source that `config` was made for; it may inherit settings that its kind of source does
-            not use.
+        own: named source that `config` was derived from. Settings that it inherited may be unused by its kind
+            of source.
 
     Raises:
-        SettingsError: the name or anything else in the section is wrong.
+        SettingsError: the name or another setting of the section is invalid.
     """
     if config.mixture:
         return mixture.make(config, make_source)
@@ -45,7 +45,7 @@ def make_source(config: PromptConfig, own: SourceConfig | None = None) -> Prompt
 
 
 def _refuse_unused(config: PromptConfig | SourceConfig, source: str) -> None:
-    """Raise SettingsError for the first setting that is given and that the source does not use."""
+    """Raise SettingsError for the first explicit setting that the source does not use."""
     for name in unused_by(source):
         value = getattr(config, name, None)
         if value is not None and value != DEFAULTS[name]:

@@ -1,4 +1,4 @@
-"""Makes a prompt source of the rows of a file or data set, all of them in memory."""
+"""Creates an in-memory prompt source from the rows of a file or data set."""
 
 import math
 import re
@@ -16,10 +16,10 @@ from rollout.prompts.conversations import read_conversation
 
 
 def within_rates(prompts: Sequence[Prompt], config: PromptConfig) -> list[Prompt]:
-    """Return the prompts with a pass rate in the range of `config`, and the prompts without one.
+    """Return the prompts whose pass rate is in the range of `config` or unknown.
 
     Raises:
-        SettingsError: the range is empty, no prompt has a pass rate, or one is not a number.
+        SettingsError: the range is empty, no prompt has a pass rate, or a rate is not a number.
     """
     low, high = config.min_pass_rate, config.max_pass_rate
     if low is not None and high is not None and low > high:
@@ -41,7 +41,7 @@ def within_rates(prompts: Sequence[Prompt], config: PromptConfig) -> list[Prompt
 
 
 def ease_of(prompts: Sequence[Prompt], config: PromptConfig) -> list[float] | None:
-    """Return how easy each prompt is, for `Order`; None if `config` wants no such order."""
+    """Return the ease of each prompt for `Order`; None if `easy_first` is off."""
     if not config.easy_first:
         return None
     rates = [pass_rate(prompt, config) for prompt in prompts]
@@ -49,10 +49,10 @@ def ease_of(prompts: Sequence[Prompt], config: PromptConfig) -> list[float] | No
 
 
 def pass_rate(prompt: Prompt, config: PromptConfig) -> float | None:
-    """Return the pass rate of a prompt; None if its row has none.
+    """Return the pass rate of a prompt; None if unknown.
 
     Raises:
-        SettingsError: it is not a finite number.
+        SettingsError: the rate is not a finite number.
     """
     value = prompt.metadata.get(config.pass_rate_field)
     if value is None:
@@ -65,14 +65,14 @@ def pass_rate(prompt: Prompt, config: PromptConfig) -> float | None:
 
 
 TemplateParts = tuple[tuple[str, str], ...]
-"""Pieces of a template: a literal text, and the field that follows it, or an empty string."""
+"""(literal text, following field name or "") for each piece of a template."""
 
 
 def parse_template(template: str) -> TemplateParts:
-    """Return the pieces of `prompts.template`.
+    """Parse `prompts.template` into pieces.
 
     Raises:
-        SettingsError: a brace has no counterpart, or braces hold more than the name of a field.
+        SettingsError: a brace is unbalanced, or braces contain more than a field name.
     """
     try:
         pieces = list(string.Formatter().parse(template))
@@ -90,17 +90,17 @@ def parse_template(template: str) -> TemplateParts:
 
 
 def fill_template(parts: TemplateParts, row: Mapping[str, Any], where: str) -> str:
-    """Return the text of a template for a row.
+    """Return the template filled with a row's fields.
 
     Raises:
-        SettingsError: the row lacks a field, or has something else than text or a number there; names
-            `where`.
+        SettingsError: the row lacks a field, or its value is neither text nor a number; the message starts
+            with `where`.
     """
     return "".join(literal + (_text(row, name, where) if name else "") for literal, name in parts)
 
 
 def compile_pattern(pattern: str) -> re.Pattern[str]:
-    """Return `prompts.answer_pattern`, compiled. Raises SettingsError, also without exactly one group."""
+    """Compile `prompts.answer_pattern`. Raises SettingsError unless it is valid and has exactly one group."""
     try:
         compiled = re.compile(pattern)
     except re.error as error:
@@ -127,14 +127,14 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
 
 
 class RowSource:
-    """Prompt source over rows in memory; files and data sets differ only in how they are read."""
+    """Prompt source over rows in memory."""
 
     def __init__(self, config: PromptConfig, read: Callable[[str, str], list[Prompt]]) -> None:
-        """Read the rows and split them into training and held-out prompts.
+        """Read the rows, and split them into training and held-out prompts.
 
         Args:
             config: section `[prompts]`.
-            read: returns all prompts at a path, the value of the setting `prompts.NAME`, given both.
+            read: returns all prompts of (path, name of the setting `prompts.NAME` that contains the path).
 
         Raises:
             SettingsError: there are too few prompts, or all held-out prompts also occur in training.
@@ -171,7 +171,7 @@ class RowSource:
         )
         self.size = self._order.size
         content = b"\n".join(encoded_prompt(p) for p in (*self._train, *self._held_out))
-        if own or len(self._held_out) < len(candidates):  # `prompts.held_out` does not say where these begin
+        if own or len(self._held_out) < len(candidates):  # `prompts.held_out` does not give the split
             content += b"\0%d" % len(self._train)
         self.fingerprint = fingerprint_of(config, content)
 
@@ -190,12 +190,12 @@ def prompts_of(rows: Iterable[tuple[str, Any]], config: PromptConfig) -> list[Pr
     """Return the prompts of rows.
 
     Args:
-        rows: (file and line, or data set and row, for the error; object with the fields `config` names).
+        rows: (location for errors, object with the configured fields) pairs.
         config: section `[prompts]`.
 
     Raises:
-        SettingsError: a row is not of that form; names the first such row. If answers do not match
-            `answer_pattern`, it also says how many.
+        SettingsError: a row is malformed, or answers do not match `answer_pattern`; the message names the
+            first such row, and the number of non-matching answers.
     """
     template = parse_template(config.template) if config.template else ()
     pattern = compile_pattern(config.answer_pattern) if config.answer_pattern else None
@@ -222,7 +222,7 @@ def prompts_of(rows: Iterable[tuple[str, Any]], config: PromptConfig) -> list[Pr
 
 
 def local_path(text: str, name: str) -> Path:
-    """Return the path of local data. Raises SettingsError, which names the setting `prompts.NAME`."""
+    """Return the path of local data. Raises SettingsError for the setting `prompts.NAME`."""
     path = Path(text)
     if not text or not path.exists():
         raise SettingsError(
@@ -259,7 +259,7 @@ def _prompt(question: Any, metadata: Mapping[str, Any], where: str) -> Prompt:
 
 
 def encoded_prompt(prompt: Prompt) -> bytes:
-    """Return all of a prompt but its place in the stream. Raises SettingsError if it cannot be sent."""
+    """Return a prompt without its index, as MessagePack. Raises SettingsError if it cannot be encoded."""
     try:
         packed = msgspec.msgpack.encode((prompt.text, prompt.messages, prompt.metadata), order="sorted")
         check_shape(packed, most_depth=METADATA_DEPTH + 1)
@@ -271,7 +271,7 @@ def encoded_prompt(prompt: Prompt) -> bytes:
 
 
 def _unsendable(prompt: Prompt) -> str:
-    """Return which part of a prompt cannot be sent."""
+    """Return the name of the part of a prompt that cannot be encoded."""
     metadata = {f"metadata {key!r}": value for key, value in prompt.metadata.items()}
     for part, value in {"text": prompt.text, "messages": prompt.messages, **metadata}.items():
         try:

@@ -1,7 +1,7 @@
-"""Generates the openings of single-player games of textarena, for the environment `textarena`.
+"""Generates opening texts of single-player textarena games, for the environment `textarena`.
 
-Game i of F names is played with seed `seed + i // F`. Openings may be equal although the games differ in
-what they hide, so what makes a game held out is its seed.
+With F names, game i is played with seed `seed + i // F`. Games with equal openings may differ in hidden
+state, so held-out games are distinguished by their seed.
 """
 
 from collections.abc import Iterable, Sequence
@@ -14,11 +14,11 @@ from rollout.prompts.base import GeneratedOrder, Prompt, PromptConfig, fingerpri
 from rollout.text_games import TextGame, checked_games
 
 HELD_OUT_SEED = 2**31
-"""Distance between the seeds of training and of held-out games; training indices stay below it."""
+"""Offset from training seeds to held-out seeds; training indices stay below it."""
 
 
 class TextArenaSource:
-    """Takes games in turn, each time with another seed. Endless if `count` is 0."""
+    """Source that cycles through games, with a new seed in each cycle. Unlimited if `count` is 0."""
 
     def __init__(self, config: PromptConfig) -> None:
         self._config = config
@@ -38,12 +38,12 @@ class TextArenaSource:
         return self._item(self._order[index], self._config.seed, index)
 
     def held_out(self) -> Sequence[Prompt]:
-        """Return games of other seeds than the training seeds."""
+        """Return games with other seeds than the training seeds."""
         seed = self._config.seed + HELD_OUT_SEED
         return [self._item(number, seed, -1) for number in range(self._config.held_out)]
 
     def trained_texts(self) -> Iterable[str]:
-        """Yield no text: equal openings may belong to different games."""
+        """Yield no text, because equal openings may belong to different games."""
         return ()
 
     def _item(self, number: int, seed: int, index: int) -> Prompt:

@@ -1,1 +1,1 @@
-"""Runs commands of an episode in a world of its own: six calls, by several providers."""
+"""Sandboxes for an episode's commands: six operations, implemented by several providers."""

@@ -1,8 +1,8 @@
-"""Defines the six calls of a sandbox: start, exec, write, read, snapshot, stop.
+"""Defines the six operations of a sandbox: start, exec, write, read, snapshot, stop.
 
-A sandbox is the world of one episode: a directory, and the processes that a model's commands or a harness
-start there. A provider starts sandboxes; `pool.py` leases them to episodes. Paths are relative to the working
-directory, in which commands run, or absolute within the sandbox.
+A sandbox isolates one episode: a directory, and the processes that the model's commands or a harness start in
+it. Providers start sandboxes; `pool.py` leases them to episodes. Paths are absolute within the sandbox, or
+relative to the working directory, in which commands run.
 """
 
 from collections.abc import Mapping
@@ -10,15 +10,15 @@ from dataclasses import dataclass, field
 from typing import Literal, Protocol
 
 Ended = Literal["", "time", "output", "memory", "files"]
-"""The limit for which a command was ended; empty: it ended by itself."""
+"""Limit that ended a command; empty: the command ended on its own."""
 
 
 class SandboxDied(RuntimeError):
-    """A sandbox that does not answer any more: the episode has failed, which is no reward."""
+    """Sandbox that no longer responds. The episode fails without a reward."""
 
 
 class SandboxFull(ValueError):
-    """A file or directory that does not fit: into the sandbox, or into what may be read from it."""
+    """File or directory that exceeds the size limit of the sandbox, or of a read."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,97 +26,97 @@ class Start:
     """Settings of a new sandbox."""
 
     lease_s: float
-    """How long it may live, seconds; it ends with its lease, also without its worker."""
+    """Maximum lifetime, seconds; the sandbox ends with its lease, even if its worker is dead."""
     endpoint: str = ""
-    """URL on this machine that it reaches, `http://127.0.0.1:PORT`, under the same URL; nowhere else. Empty:
-    no network at all."""
+    """URL on this machine, `http://127.0.0.1:PORT`, reachable from the sandbox under the same URL; all other
+    addresses are blocked. Empty: no network."""
     snapshot: str = ""
-    """What `snapshot` of an earlier sandbox returned: it begins with its files. Empty: with none."""
+    """Result of an earlier sandbox's `snapshot`, with the initial files. Empty: no files."""
     image: str = ""
-    """Image that the task names. Empty: the one of the settings."""
+    """Image named by the task. Empty: the configured image."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxCommand:
-    """Program that is run in a sandbox."""
+    """Program to run in a sandbox."""
 
     command: tuple[str, ...]
-    """Program and arguments; no shell."""
+    """Program and arguments; no shell is used."""
     wall_s: float
-    """Seconds after which it is killed."""
+    """Timeout, seconds; the program is then killed."""
     output: int
-    """Bytes of output after which it is killed."""
+    """Output limit, bytes; the program is then killed."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """More environment variables."""
+    """Additional environment variables."""
 
 
 @dataclass(frozen=True, slots=True)
 class Executed:
-    """End of a command."""
+    """Result of a command."""
 
     output: bytes
-    """Standard output and error together; the command may have written anything."""
+    """Combined standard output and standard error; untrusted."""
     ended: Ended
     status: int
-    """Exit status; negative: the signal."""
+    """Exit status; negative: signal number."""
 
 
 class Sandbox(Protocol):
-    """A running sandbox; one call at a time."""
+    """Running sandbox; one call at a time."""
 
     async def exec(self, order: SandboxCommand) -> Executed:
-        """Run a command; what it started ends with it at the latest when the sandbox stops.
+        """Run a command. Processes that it started end at the latest when the sandbox stops.
 
-        Cancelling the call ends the command; the sandbox may be of no use after it.
+        Cancelling the call ends the command; the sandbox may be unusable afterwards.
 
         Raises:
-            SandboxDied: it does not answer, or was killed by what ran in it.
+            SandboxDied: the sandbox does not respond, or a command killed it.
         """
 
     async def write(self, path: str, data: bytes) -> None:
-        """Write a file; its directories are made.
+        """Write a file, creating its directories.
 
         Raises:
-            SandboxDied: as for `exec`.
-            SandboxFull: it does not fit, or there is no such place.
+            SandboxDied: the sandbox does not respond.
+            SandboxFull: the file exceeds the size limit, or its path is invalid.
         """
 
     async def read(self, path: str, most: int) -> bytes | None:
         """Return the contents of a regular file; None if there is none.
 
         Raises:
-            SandboxDied: as for `exec`.
-            SandboxFull: it has more than `most` bytes.
+            SandboxDied: the sandbox does not respond.
+            SandboxFull: the file has more than `most` bytes.
         """
 
     async def snapshot(self) -> str:
-        """Return a name, or the files themselves, with which `Start.snapshot` begins; only files are kept.
+        """Return a value for `Start.snapshot`: a name, or the files themselves. Processes are not saved.
 
         Raises:
-            SandboxDied: as for `exec`.
+            SandboxDied: the sandbox does not respond.
             SandboxFull: the files are too large.
         """
 
     async def stop(self) -> None:
-        """End everything that runs in it, and remove its files. Idempotent."""
+        """End all processes in the sandbox, and remove its files. Idempotent."""
 
 
 class Provider(Protocol):
-    """Starts sandboxes of one kind."""
+    """Provider of one kind of sandboxes."""
 
     async def start(self, start: Start) -> Sandbox:
-        """Start one; cancelled, it leaves none behind.
+        """Start a sandbox; if cancelled, leave none behind.
 
         Raises:
-            SettingsError: this machine or the service cannot do it at all, as configured.
-            SandboxDied: it did not start this time.
+            SettingsError: the configured machine or service cannot start sandboxes.
+            SandboxDied: this start failed.
         """
 
     async def clear_left(self) -> int:
-        """Remove sandboxes whose workers have died; return how many there were."""
+        """Remove sandboxes of dead workers; return their number."""
 
     async def forget(self, snapshot: str) -> None:
-        """Remove a snapshot that no episode needs any more."""
+        """Remove a snapshot that is no longer needed."""
 
     async def close(self) -> None:
         """Close connections to a service. Idempotent."""

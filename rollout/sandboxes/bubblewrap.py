@@ -1,8 +1,9 @@
 """Runs an episode's commands under bubblewrap (`bwrap`), as an ordinary user or as root.
 
-One `bwrap` for each sandbox has namespaces of its own for mounts, processes, network, IPC and host name, and
-runs `inside.py`, which runs the commands. Files are in memory and end with it; it ends with the worker. The
-model's endpoint is a Unix socket that is mounted, and a port on the sandbox's own loopback that leads there.
+Each sandbox has one `bwrap` process with its own namespaces for mounts, processes, network, IPC and host
+name. It runs `inside.py`, which runs the commands. Files are in memory and end with the sandbox, which ends
+with the worker. The model's endpoint is a mounted Unix socket, reached through a port on the sandbox's
+loopback.
 """
 
 import asyncio
@@ -30,7 +31,7 @@ ROOT = (
     "ALL",
     *(part for name in ("SETUID", "SETGID", "KILL") for part in ("--cap-add", f"CAP_{name}")),
 )
-"""As root: it needs no namespace of users, and keeps what it takes to be another user for commands."""
+"""Arguments as root: no user namespace, and the capabilities to run commands as another user."""
 USER = ("--unshare-user", "--disable-userns")
 SYSTEM = (
     "/usr",
@@ -42,9 +43,9 @@ SYSTEM = (
     "/etc/localtime",
     "/etc/alternatives",
 )
-"""Paths of the machine that can be read in a sandbox, as far as they exist."""
+"""Paths of the machine mounted read-only in a sandbox, if they exist."""
 REFUSED = {"mount": 165, "memfd_create": 319, "fsopen": 430, "fsmount": 432, "memfd_secret": 447}
-"""System calls for memory that belongs to no process, so that the sum over processes misses it (x86-64)."""
+"""System calls for memory that is attributed to no process and would evade the memory limit (x86-64)."""
 _X86_64, _X32 = 0xC000003E, 0x40000000
 _LOAD, _EQUAL, _AT_LEAST, _RETURN = 0x20, 0x15, 0x35, 0x06
 _ALLOW, _ENOSYS = 0x7FFF0000, 0x00050000 | 38
@@ -88,13 +89,13 @@ class BubblewrapProvider:
         return await asyncio.to_thread(clear_left_folders)
 
     async def forget(self, snapshot: str) -> None:
-        pass  # it is the files themselves
+        pass  # the snapshot is the files themselves
 
     async def close(self) -> None:
         pass
 
     def _arguments(self, start: Start, relay: Relay | None) -> list[str]:
-        """Return the arguments of `bwrap`, and behind them the program that serves."""
+        """Return the arguments of `bwrap`, followed by the serving program."""
         is_root, config = os.geteuid() == 0, self._config
         size = str(config.disk_mb << 20)
         settings = {
@@ -126,7 +127,7 @@ class BubblewrapProvider:
 def _memory_filter() -> bytes:
     """Return a seccomp filter as an array of struct sock_filter; empty on processors other than x86-64.
 
-    It refuses all calls of other architectures, such as those of 32 bits, whose numbers differ.
+    It rejects all calls of other ABIs, such as 32-bit ones, whose numbers differ.
     """
     if platform.machine() != "x86_64":
         return b""
@@ -144,7 +145,7 @@ def _memory_filter() -> bytes:
 
 
 def _mounts(more: Iterable[str]) -> Iterator[str]:
-    """Yield arguments that make directories of this machine readable under their own names."""
+    """Yield arguments that mount directories of this machine read-only at the same path."""
     for path in (*SYSTEM, *dict.fromkeys((sys.base_prefix, sys.prefix)), *more):
         if os.path.islink(path):
             yield from ("--symlink", os.readlink(path), path)
@@ -158,12 +159,12 @@ def _mounted(source: str, path: str) -> Iterator[str]:
 
 
 def _in_memory(path: str, size: str) -> Iterator[str]:
-    """Yield arguments for a directory in memory of `size` bytes, which all may write."""
+    """Yield arguments for a world-writable in-memory directory of `size` bytes."""
     yield from (*_parents(path), "--perms", "1777", "--size", size, "--tmpfs", path)
 
 
 def _parents(path: str) -> Iterator[str]:
-    """Yield arguments for the parents of a path, which any user may pass."""
+    """Yield arguments for a path's parents, which any user may traverse."""
     for parent in reversed(Path(path).parents[:-1]):
         yield from ("--perms", "0755", "--dir", str(parent))
 

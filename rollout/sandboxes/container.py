@@ -1,9 +1,9 @@
-"""Runs an episode's commands in a container of Docker, or of Podman by its Docker API, through `docker-py`.
+"""Runs an episode's commands in a container of Docker, or of Podman by its Docker API, with `docker-py`.
 
-The container has no network, no capabilities for commands, a read-only image with a directory in memory, and
-limits of memory and processes of all that runs in it. Its first process is `inside.py`, as in bubblewrap, so
-the image needs Python. A label names the folder that the worker has locked: a container whose folder's lock
-is free belongs to a worker that has died.
+The container has no network, no capabilities for commands, a read-only image with in-memory directories, and
+limits on memory and processes. Its first process is `inside.py`, as in bubblewrap, so the image needs Python.
+A label names a folder that the worker has locked. If the folder's lock is free, the container's worker is
+dead.
 """
 
 import asyncio
@@ -30,18 +30,18 @@ from rollout.sandboxes.relay import Relay
 from rollout.sandboxes.served import FIRST_UID, INSIDE, SOCKET, SOCKET_FILE, WORK, ServedSandbox
 
 LABEL = "tether.folder"
-"""Label of a container: the folder that its worker has locked."""
+"""Container label with the folder that its worker has locked."""
 HEADER = struct.Struct(">BxxxL")
-"""Before each piece of output: 1 for standard output, 2 for standard error; its bytes."""
+"""Header of each output chunk: stream (1: standard output, 2: standard error), size in bytes."""
 MAX_SAID = 300
 REMOVALS = 6
-"""Times that a removal is tried, within some seconds."""
+"""Attempts at removing a container, within a few seconds."""
 FAILED = (docker.errors.DockerException, requests.RequestException)
-"""Errors of a call: answers of the service, and connections that fail or are late."""
+"""Exceptions of a call: service errors, and failed or timed-out connections."""
 
 
 class ContainerChannel:
-    """The attached standard input and output of a container."""
+    """Attached standard input and output of a container."""
 
     def __init__(self, container: Any, folder: ProgramFolder) -> None:
         self._container, self._folder = container, folder
@@ -52,18 +52,18 @@ class ContainerChannel:
 
     @property
     def sink(self) -> asyncio.StreamWriter:
-        assert self._writer is not None  # it was opened
+        assert self._writer is not None  # set by `open`
         return self._writer
 
     async def open(self, attached: socket.socket) -> None:
-        """Begin to read; the container is not started yet."""
+        """Start reading, before the container starts."""
         attached.setblocking(False)
         reader, self._writer = await asyncio.open_connection(sock=attached)
-        # in no group: it reads until `close`
+        # no task group: the task reads until `close`
         self._reading = asyncio.get_running_loop().create_task(self._read(reader), name="sandbox.container")
 
     def kill(self) -> None:
-        """Close its standard input, which ends it; `close` removes it."""
+        """Close the container's standard input, which ends it; `close` removes it."""
         if self._writer is not None:
             self._writer.transport.abort()
 
@@ -80,7 +80,7 @@ class ContainerChannel:
             self._folder.close()
 
     async def _read(self, reader: asyncio.StreamReader) -> None:
-        """Divide the output of the container into output and errors."""
+        """Demultiplex the container's output into standard output and errors."""
         try:
             while True:
                 kind, size = HEADER.unpack(await reader.readexactly(HEADER.size))
@@ -97,10 +97,10 @@ class ContainerProvider:
     """Provider `container`."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        """Connect.
+        """Connect to the service.
 
         Raises:
-            SettingsError: there is no service, or no image is named.
+            SettingsError: the service does not respond, or no image is configured.
         """
         self._config = config
         if not config.image:
@@ -145,12 +145,12 @@ class ContainerProvider:
             left = await asyncio.to_thread(self._left)
         except FAILED as error:
             raise SandboxDied(f"the service did not list containers: {str(error)[-300:]}") from None
-        async with asyncio.TaskGroup() as tasks:  # at once: the first start waits for them
+        async with asyncio.TaskGroup() as tasks:  # the first start waits for the removal
             removing = [tasks.create_task(_is_removed(container)) for container in left]
         return sum(task.result() for task in removing)
 
     async def forget(self, snapshot: str) -> None:
-        pass  # it is the files themselves
+        pass  # the snapshot is the files themselves
 
     async def close(self) -> None:
         await asyncio.to_thread(self._client.close)
@@ -197,7 +197,7 @@ class ContainerProvider:
         )
 
     def _left(self) -> list[Any]:
-        """Return containers of this user whose folders are not locked any more."""
+        """Return this user's containers whose folders are no longer locked."""
         clear_left_folders()
         here = str(programs_directory())
         found = self._client.containers.list(all=True, sparse=True, filters={"label": LABEL})
@@ -210,18 +210,18 @@ class ContainerProvider:
 
 
 INSIDE_MB = 64
-"""Memory of the program that serves, MiB; files in memory count, too."""
+"""Memory of the serving program, MiB; in-memory files count towards the limit, too."""
 
 
 def _attached(container: Any) -> socket.socket:
-    """Return a connection with a container's standard input, output and error."""
+    """Return a connection to a container's standard input, output and error."""
     found = container.attach_socket(params={"stdin": 1, "stdout": 1, "stderr": 1, "stream": 1})
     raw = getattr(found, "_sock", found)
     return socket.socket(raw.family, raw.type, fileno=raw.detach())
 
 
 def _remove(container: Any) -> None:
-    """Remove a container; a service may refuse while it ends by itself."""
+    """Remove a container; retry, because a service may refuse while the container is ending."""
     for attempt in range(REMOVALS):
         try:
             with suppress(docker.errors.NotFound):
@@ -238,7 +238,7 @@ async def _removed(container: Any) -> None:
 
 
 async def _is_removed(container: Any) -> bool:
-    """Remove a container; return whether that succeeded."""
+    """Remove a container; return whether it succeeded."""
     with suppress(*FAILED):
         await _removed(container)
         return True

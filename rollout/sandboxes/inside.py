@@ -1,18 +1,20 @@
-"""Runs commands inside a sandbox: one, with the argument `serve` one after another, with `one` a request.
+"""Runs commands inside a sandbox: one, with `serve` a sequence of requests, with `one` a single request.
 
-It stands alone, since the project cannot be imported there: `process` has it run as code in the sandbox of
-the verifiers, `bubblewrap` as the process that all commands descend from.
+The file is self-contained, because the project cannot be imported in a sandbox. `process` runs it as code in
+the verifiers' sandbox; `bubblewrap` runs it as the ancestor of all commands.
 
-One: reads {"command", "files", "wall_s", "output", "directory"} as JSON and writes {"said", "ended",
-"status", "files"}; `files` is the working directory as an archive, in base64, which is packed and unpacked in
-the sandbox alone. Serving: each request and each answer is a line of JSON with `bytes`, and so many bytes.
-`one` answers one of these, as root of a machine that has other processes, too.
+One command: reads {"command", "files", "wall_s", "output", "directory"} as JSON and writes {"said", "ended",
+"status", "files"}. `files` is the working directory as a base64 archive, packed and unpacked only in the
+sandbox.
+
+`serve`: each request and each reply is a line of JSON with `bytes`, followed by this number of bytes. `one`
+handles one such request, as root of a machine that also runs other processes.
 """
 
 import base64
 import contextlib
 import ctypes
-import gzip  # noqa: F401  not read any more by the user of commands
+import gzip  # noqa: F401  imported now: the user of commands cannot read it later
 import io
 import json
 import os
@@ -35,9 +37,10 @@ Answer = tuple[dict[str, Any], bytes]
 WORK = "work"
 POLL_S = 0.05
 MOST_FILES = 1 << 16
-"""Files of a directory in memory, the working directory or /tmp: its size bounds contents alone."""
+"""Maximum files of an in-memory directory (working directory or /tmp), whose size limit counts only contents.
+"""
 CONNECTIONS = 64
-"""Connections to the endpoint at once."""
+"""Maximum concurrent connections to the endpoint."""
 
 
 def once() -> None:
@@ -48,7 +51,7 @@ def once() -> None:
         unpack(base64.b64decode(request["files"]), WORK)
     said, ended, status = run(request, WORK)
     packed = pack(WORK, request["directory"])
-    shutil.rmtree(WORK, ignore_errors=True)  # room for the output
+    shutil.rmtree(WORK, ignore_errors=True)  # free memory for the output
     files = None if packed is None else base64.b64encode(packed).decode()
     json.dump({"said": said.decode(errors="replace"), "ended": ended, "status": status, "files": files},
               sys.stdout)  # fmt: skip
@@ -57,7 +60,7 @@ def once() -> None:
 def run(
     order: dict[str, Any], work: str, confine: Callable[[], None] | None = None, memory: int = 0
 ) -> tuple[bytes, str, int]:
-    """Return a command's output, why it was ended (a limit or empty), and its status."""
+    """Return (output, exceeded limit or "", exit status) of a command."""
     try:
         process = subprocess.Popen(
             order["command"], cwd=work, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
@@ -86,7 +89,7 @@ def run(
 
 
 def exceeded(output: bool, late: bool, work: str, memory: int) -> str:
-    """Return the limit that is exceeded, or an empty text; limits of the whole sandbox only with `memory`."""
+    """Return the exceeded limit, or ""; limits of the whole sandbox are checked only with `memory`."""
     if output or late:
         return "output" if output else "time"
     if memory:
@@ -99,7 +102,7 @@ def exceeded(output: bool, late: bool, work: str, memory: int) -> str:
 
 
 def resident() -> int:
-    """Return the bytes of memory that all processes of the sandbox, and its System V objects, hold."""
+    """Return the memory of all processes and System V objects in the sandbox, bytes."""
     pages = 0
     for name in filter(str.isdigit, os.listdir("/proc")):
         with contextlib.suppress(OSError, IndexError, ValueError):
@@ -109,7 +112,7 @@ def resident() -> int:
 
 
 def system_v() -> Iterator[tuple[str, int, int]]:
-    """Yield kind (shm or msg), identifier and bytes of memory of what outlives the processes that made it."""
+    """Yield (kind shm or msg, identifier, bytes) of System V objects, which outlive their processes."""
     for kind, columns in (("shm", ("rss", "swap")), ("msg", ("cbytes",))):
         with contextlib.suppress(OSError), open(f"/proc/sysvipc/{kind}") as file:
             names = file.readline().split()
@@ -119,7 +122,7 @@ def system_v() -> Iterator[tuple[str, int, int]]:
 
 
 def unpack(archive: bytes, work: str) -> None:
-    """Unpack an archive; what cannot be unpacked is left out."""
+    """Unpack an archive; entries that cannot be unpacked are skipped."""
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:gz") as files:
         files.errorlevel = 0
         files.extractall(work)
@@ -133,7 +136,7 @@ def pack(work: str, most: int) -> bytes | None:
         for folder, names, found in os.walk(work):
             for name in (*names, *found):
                 path = os.path.join(folder, name)
-                with contextlib.suppress(OSError):  # it may vanish meanwhile
+                with contextlib.suppress(OSError):  # the file may vanish meanwhile
                     files.inodes.clear()  # type: ignore[attr-defined]  # a hard link is packed as a copy
                     entry = files.gettarinfo(path, os.path.relpath(path, work))
                     if entry is None or not (entry.isreg() or entry.isdir() or entry.issym()):
@@ -152,9 +155,9 @@ def pack(work: str, most: int) -> bytes | None:
 def serve(settings: dict[str, Any]) -> None:
     """Answer requests from standard input until it is closed or the lease ends."""
     if os.getpid() > 2:
-        sys.exit("not the first process of a sandbox")  # which ends all others
-    ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: commands cannot reach its descriptors
-    signal.signal(signal.SIGALRM, lambda *_: os._exit(1))  # the first process has no default action
+        sys.exit("not the first process of a sandbox")  # not PID 1 or 2, whose exit ends all other processes
+    ctypes.CDLL(None).prctl(4, 0)  # PR_SET_DUMPABLE: commands cannot access this process's descriptors
+    signal.signal(signal.SIGALRM, lambda *_: os._exit(1))  # PID 1 has no default signal actions
     signal.alarm(max(1, int(settings["lease_s"])))
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     null = os.open("/dev/null", os.O_RDWR)
@@ -169,7 +172,7 @@ def serve(settings: dict[str, Any]) -> None:
 
 
 def answer_request(request: dict[str, Any], source: Any, sink: Any, settings: dict[str, Any]) -> None:
-    """Follow a request, and answer it."""
+    """Execute a request, and send the reply."""
     data = source.read(request["bytes"])
     try:
         answer(sink, *DO[request["do"]](request, data, settings))
@@ -178,13 +181,13 @@ def answer_request(request: dict[str, Any], source: Any, sink: Any, settings: di
 
 
 def answer(sink: Any, fields: dict[str, Any], data: bytes) -> None:
-    """Write an answer."""
+    """Write a reply."""
     sink.write(json.dumps({**fields, "bytes": len(data)}).encode() + b"\n" + data)
     sink.flush()
 
 
 def do_exec(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> Answer:
-    """Run a command, and end all processes that it left."""
+    """Run a command, then kill all processes that it left."""
     confine, is_alone = confinement(settings), os.getpid() <= 2
     said, ended, status = run(request, settings["work"], confine, settings["memory_mb"] if is_alone else 0)
     if is_alone:
@@ -200,9 +203,9 @@ def do_exec(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> A
 
 
 def end_all() -> bytes:
-    """Kill all processes that this one may kill, itself excepted."""
+    """Kill all processes that this process may kill, except itself."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
-        for _ in range(100):  # processes may be forked meanwhile
+        for _ in range(100):  # processes may fork meanwhile
             os.kill(-1, signal.SIGKILL)
     return b""
 
@@ -216,7 +219,7 @@ def remove_system_v() -> bytes:
 
 
 def confinement(settings: dict[str, Any]) -> Callable[[], None]:
-    """Return the steps of a command's process before it begins."""
+    """Return the `preexec_fn` that confines a command's process."""
     uid = settings["uid"]
     mb = 1 << 20
     lines = bytes.fromhex(settings["filter"])
@@ -233,11 +236,11 @@ def confinement(settings: dict[str, Any]) -> Callable[[], None]:
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_CPU, settings["cpu_s"]),
             (resource.RLIMIT_NOFILE, 1024),
-            (resource.RLIMIT_NPROC, settings["processes"] + (0 if uid else 4)),  # bwrap, this and its thread
+            (resource.RLIMIT_NPROC, settings["processes"] + (0 if uid else 4)),  # bwrap, this, its thread
             (resource.RLIMIT_AS, settings["memory_mb"] * mb),
         ):
             resource.setrlimit(kind, (value, value))
-        if len(filters):  # it has to live until here
+        if len(filters):  # the buffer must live until here
             prctl(38, 1, 0, 0, 0)  # PR_SET_NO_NEW_PRIVS
             prctl(22, 2, ctypes.byref(program))  # PR_SET_SECCOMP, SECCOMP_MODE_FILTER
 
@@ -299,12 +302,12 @@ def do_unpack(request: dict[str, Any], data: bytes, settings: dict[str, Any]) ->
 
 
 def with_time(settings: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return the settings with the processor time to pack or unpack so many bytes."""
+    """Return the settings with additional CPU time for packing `most` bytes."""
     return {**settings, "cpu_s": settings["cpu_s"] + (most >> 20)}
 
 
 def as_user(settings: dict[str, Any], work: Callable[[], bytes]) -> Answer:
-    """Return what `work` returns in a process with the limits of commands, which may not harm this one."""
+    """Return the result of `work`, run in a confined child process that cannot harm this one."""
     read, write = os.pipe()
     pid = os.fork()
     if not pid:
@@ -331,16 +334,16 @@ def as_user(settings: dict[str, Any], work: Callable[[], bytes]) -> Answer:
 
 
 DO = {"exec": do_exec, "write": do_write, "read": do_read, "pack": do_pack, "unpack": do_unpack}
-"""Request -> function that answers it with fields and bytes."""
+"""Request name -> handler that returns (fields, bytes)."""
 
 
 def listener(port: int) -> socket.socket:
-    """Return a socket that listens on the sandbox's own loopback."""
+    """Return a socket that listens on the sandbox's loopback."""
     return socket.create_server(("127.0.0.1", port))
 
 
 def forward(server: socket.socket, path: str) -> None:
-    """Connect whoever connects to `server` with the socket at `path`."""
+    """Forward connections to `server` to the Unix socket at `path`."""
     others: dict[socket.socket, socket.socket] = {server: server}
     while True:
         for ready in select.select(list(others), [], [])[0]:
@@ -361,7 +364,7 @@ def forward(server: socket.socket, path: str) -> None:
 
 
 def carry(ready: socket.socket, others: dict[socket.socket, socket.socket]) -> None:
-    """Pass on the bytes that a connection has sent; close both ends with it."""
+    """Forward received bytes to the other end; when one end closes, close both."""
     other = others[ready]
     try:
         data = ready.recv(1 << 16)

@@ -1,4 +1,4 @@
-"""Leases sandboxes to episodes: a bounded number starts at once, and each ends with its episode."""
+"""Leases sandboxes to episodes: a limited number starts concurrently, and each ends with its episode."""
 
 import asyncio
 import logging
@@ -15,33 +15,33 @@ log = logging.getLogger("tether.sandboxes")
 T = TypeVar("T")
 
 CREATE_S = 60
-"""Seconds for a call that creates a container or a machine."""
+"""Timeout of creating a container or machine, seconds."""
 STOP_S = 60.0
-"""Seconds for a sandbox to stop; one that takes longer is left to its lease and the next worker's start."""
+"""Timeout of stopping a sandbox, seconds; after it, the lease or the next worker's start removes the sandbox.
+"""
 
 
 class SandboxPool:
-    """The sandboxes of one rollout worker."""
+    """Sandboxes of one rollout worker."""
 
     def __init__(self, provider: Provider, starts: int) -> None:
-        """Args: provider: starts them; starts: how many start at once, others wait in their order."""
+        """Args: provider: starts sandboxes; starts: maximum concurrent starts, further ones wait in order."""
         self._provider = provider
         self._starting = asyncio.Semaphore(starts)
         self._clearing = asyncio.Lock()
         self._cleared = False
         self.running = 0
-        """Sandboxes that are leased now."""
+        """Number of leased sandboxes."""
 
     @asynccontextmanager
     async def leased(self, start: Start) -> AsyncIterator[Sandbox]:
-        """Have a sandbox within the block; cancelled or not, it is stopped behind it.
+        """Provide a sandbox in the block; it is stopped afterwards, even after a cancellation.
 
-        A start that waits for its turn leaves the queue when it is cancelled. The first one removes what
-        workers that have died left behind.
+        A cancelled start leaves the queue. The first start removes sandboxes of dead workers.
 
         Raises:
-            SandboxDied: it did not start.
-            SettingsError: it cannot start, as configured.
+            SandboxDied: the sandbox did not start.
+            SettingsError: the sandbox cannot start as configured.
         """
         await self._clear()
         async with self._starting:
@@ -56,7 +56,7 @@ class SandboxPool:
             await completed(sandbox.stop())
 
     async def forget(self, snapshot: str) -> None:
-        """Remove a snapshot that no episode needs any more."""
+        """Remove a snapshot that is no longer needed."""
         await self._provider.forget(snapshot)
 
     async def close(self) -> None:
@@ -74,14 +74,13 @@ class SandboxPool:
 async def created(
     making: Awaitable[T], remove: Callable[[T], Awaitable[None]], failed: tuple[type[Exception], ...]
 ) -> T:
-    """Return the result of `making`; cancelled, wait for it, as it cannot be stopped, and remove it.
+    """Return the result of `making`. If cancelled, wait for the result and remove it.
 
     Args:
-        making: makes it.
-        remove: removes it.
-        failed: errors with which there is none.
+        making: creates the result; cannot be interrupted.
+        failed: exceptions that mean that there is no result.
     """
-    task = asyncio.ensure_future(making)  # noqa: TID251  in no group: it has to outlive a cancellation
+    task = asyncio.ensure_future(making)  # noqa: TID251  no task group: it must survive cancellation
 
     async def undone() -> None:
         with suppress(*failed):
@@ -95,8 +94,8 @@ async def created(
 
 
 async def completed(stopping: Awaitable[None], within_s: float = STOP_S) -> None:
-    """Wait for a stop, also if the caller is cancelled meanwhile; log its failure."""
-    task = asyncio.ensure_future(stopping)  # noqa: TID251  in no group: it has to outlive a cancellation
+    """Wait for a stop even if the caller is cancelled meanwhile; log a failure."""
+    task = asyncio.ensure_future(stopping)  # noqa: TID251  no task group: it must survive cancellation
     cancelled = await waited(task, within_s)
     if not task.done():
         task.cancel()

@@ -1,7 +1,7 @@
 """Runs each command in the sandbox of the verifiers (`reward/sandbox`), without a network.
 
-The working directory is an archive in memory between commands, which only the sandbox unpacks. Processes end
-with the command. The tool `shell` runs so unless an episode has a sandbox.
+Between commands the working directory is an in-memory archive, which is unpacked only in the sandbox.
+Processes end with the command. The tool `shell` uses this unless an episode has a sandbox.
 """
 
 import json
@@ -16,7 +16,7 @@ from rollout.sandboxes.runs import SandboxRuns
 
 PROGRAM = Path(__file__).with_name("inside.py").read_text()
 PACK_S = 10.0
-"""Seconds to unpack and pack the directory, in addition to the command's own time."""
+"""Seconds to unpack and pack the directory, in addition to the command's timeout."""
 
 
 class CommandResult(msgspec.Struct, frozen=True):
@@ -26,27 +26,28 @@ class CommandResult(msgspec.Struct, frozen=True):
     ended: Ended
     status: int
     files: str | None
-    """The directory; None if it is too large."""
+    """Packed directory; None if it is too large."""
 
 
 class ProcessSandbox:
-    """The directory of one episode."""
+    """Working directory of one episode."""
 
     def __init__(self, limits: Limits, runs: SandboxRuns) -> None:
         self._own, self._runs, self.files = limits, runs, ""
         self.most = limits.file_mb << 18
-        """Bytes of the directory: a quarter of the memory file system, as the archive is there, too."""
+        """Size limit of the directory, bytes: a quarter of the in-memory file system, which also holds the
+        archive."""
 
     async def executed(self, order: SandboxCommand) -> tuple[Executed, str | None]:
-        """Return how a command ended, and the directory after it; None if that is too large.
+        """Return (result of a command, packed directory); None if the directory is too large.
 
         Raises:
-            SandboxDied: it exceeded a limit that ends all, or broke what it ran in.
+            SandboxDied: the command exceeded a limit of the whole sandbox, or broke the sandbox.
         """
         limits = replace(
             self._own,
             wall_s=order.wall_s + PACK_S,
-            output_kb=6 * (order.output >> 10) + (self.most >> 9) + 64,  # as JSON text and in base64
+            output_kb=6 * (order.output >> 10) + (self.most >> 9) + 64,  # JSON-escaped and base64
             processes=self._own.processes + 1,
         )
         request = {

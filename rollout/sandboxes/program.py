@@ -1,4 +1,4 @@
-"""Runs a program of the environment `command` in a sandbox, from which it reaches the model alone."""
+"""Runs a program of the environment `command` in a sandbox that can reach only the model's endpoint."""
 
 import json
 from collections.abc import Mapping
@@ -18,11 +18,11 @@ from rollout.sandboxes.registry import check_endpoint, make_provider
 
 TASK, OUTCOME = "task.json", "outcome.json"
 OUTPUT = 16 << 20
-"""Bytes of output after which a program is ended."""
+"""Output limit of a program, bytes."""
 
 
 class SandboxedProgram:
-    """A command, of which each sample runs one in a new sandbox."""
+    """Runner of a command that starts a new sandbox for each sample."""
 
     def __init__(
         self,
@@ -31,10 +31,10 @@ class SandboxedProgram:
         directory: str,
         variables: Mapping[str, str],
     ) -> None:
-        """Args: directory: has the program's modules, and can be read in the sandbox; may be empty.
+        """Args: directory: module directory of the program, readable in the sandbox; may be empty.
 
         Raises:
-            SettingsError: there is no such sandbox.
+            SettingsError: the sandbox is unknown.
         """
         check_endpoint(config)
         self._command, self._config = command, config
@@ -44,17 +44,17 @@ class SandboxedProgram:
         self._pool = SandboxPool(make_provider(sandbox), sandbox.starts)
 
     async def outcome(self, url: str, key: str, task: Mapping[str, Any]) -> Outcome:
-        """Run the program for a sample, and return the outcome that it wrote, None if it wrote none.
+        """Run the program for a sample; return the outcome that it wrote, or None.
 
         Args:
-            url: base URL of the sample's session, on this machine.
-            key: of the session.
-            task: of the sample, as the program gets it.
+            url: base URL of the sample's session on this machine.
+            key: API key of the session.
 
         Raises:
-            ProgramKilled: a signal ended it, or its sandbox died: the next attempt goes by the record.
-            RuntimeError: it failed; says the end of its output.
-            ValueError: the outcome is none.
+            ProgramKilled: a signal ended the program, or its sandbox died; the next attempt replays the
+                record.
+            RuntimeError: the program failed; the message quotes its output.
+            ValueError: the outcome is invalid.
         """
         start = Start(self._config.episode_s, str(URL(url).origin()), image=self.image_of(task))
         try:
@@ -64,11 +64,11 @@ class SandboxedProgram:
             raise ProgramKilled(f"the sandbox died: {error}") from None
 
     def image_of(self, task: Mapping[str, Any]) -> str:
-        """Return the image that a task needs; empty: it names none."""
+        """Return the image that a task needs; empty: none."""
         return ""
 
     async def close(self) -> None:
-        """Close connections to a service of sandboxes."""
+        """Close connections to a sandbox service."""
         await self._pool.close()
 
     async def _run(self, sandbox: Sandbox, url: str, key: str, task: Mapping[str, Any]) -> Outcome:
@@ -87,7 +87,7 @@ class SandboxedProgram:
 
 
 def _check(name: str, executed: Executed) -> None:
-    """Raise the error of a program that has not ended well."""
+    """Raise the error of a program that was ended or failed."""
     said = executed.output[-MAX_OUTPUT:].decode(errors="replace").strip()
     if executed.ended:
         raise RuntimeError(f"{name} exceeded the sandbox's limit of {executed.ended}: {said}")
@@ -97,10 +97,10 @@ def _check(name: str, executed: Executed) -> None:
 
 
 def check_options(processes: int, user: str) -> None:
-    """Check that no option is given that a sandbox does not have.
+    """Check that no option is set that sandboxes do not support.
 
     Raises:
-        SettingsError: names it.
+        SettingsError: an option is set; the message names it.
     """
     for name, value in (("processes", processes), ("user", user)):
         if value:

@@ -1,4 +1,4 @@
-"""Makes providers of sandboxes: of tether by name, of the user by `MODULE:CLASS`."""
+"""Creates sandbox providers: built-in ones by name, users' by `MODULE:CLASS`."""
 
 from dataclasses import dataclass
 
@@ -11,7 +11,7 @@ from rollout.sandboxes.base import Provider
 
 SETTING = "setting environment.sandbox.name"
 PROCESS = "process"
-"""Name with which tools and programs run as without a sandbox of the episode; it has no provider."""
+"""Sandbox name without a provider: tools and programs run without an episode's sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -19,7 +19,7 @@ class ProviderEntry(Entry):
     """Class of a provider."""
 
     is_elsewhere: bool = False
-    """Whether its sandboxes are on other machines, which reach the endpoint by its advertised URL alone."""
+    """Whether its sandboxes run on other machines, which need the endpoint's advertised URL."""
 
 
 PROVIDERS = Registry(
@@ -36,10 +36,10 @@ CALLS = ("start", "clear_left", "forget", "close")
 
 
 def check_endpoint(config: EnvironmentConfig) -> None:
-    """Check that sandboxes on other machines can reach the endpoint of sessions.
+    """Check that sandboxes on other machines can reach the session endpoint.
 
     Raises:
-        SettingsError: they cannot.
+        SettingsError: the endpoint is not reachable from other machines.
     """
     entry = PROVIDERS.get(config.sandbox.name)
     if entry is not None and entry.is_elsewhere and not config.advertise and is_loopback(config.host):
@@ -50,11 +50,11 @@ def check_endpoint(config: EnvironmentConfig) -> None:
 
 
 def make_provider(config: SandboxConfig) -> Provider:
-    """Return the provider that a section names.
+    """Return the configured provider.
 
     Raises:
-        SettingsError: there is none of this name (suggests the nearest one), it needs a package that is not
-            installed, or the user's class does not fit.
+        SettingsError: the name is unknown (the message suggests a similar one), a package is missing, or a
+            user's class is invalid.
     """
     if ":" in config.name:
         return _own_provider(config)

@@ -1,6 +1,6 @@
-"""Lets a sandbox without a network reach the endpoint of its session, and no other address.
+"""Lets a sandbox without a network reach only the endpoint of its session.
 
-A Unix socket, which is mounted into the sandbox, leads to the endpoint's port on loopback.
+A Unix socket mounted into the sandbox is forwarded to the endpoint's port on loopback.
 """
 
 import asyncio
@@ -15,18 +15,18 @@ from protocol.errors import SettingsError
 from protocol.network.addresses import is_loopback
 
 CONNECTIONS = 64
-"""Connections of one sandbox at once; more are closed."""
+"""Maximum concurrent connections of a sandbox; further ones are closed."""
 CHUNK = 1 << 16
 
 
 class Relay:
-    """A Unix socket in front of a port."""
+    """Unix socket that forwards to a port."""
 
     def __init__(self, endpoint: str) -> None:
-        """Args: endpoint: URL of this machine's loopback.
+        """Args: endpoint: URL on this machine's loopback.
 
         Raises:
-            SettingsError: it is another address, which a sandbox without a network does not have.
+            SettingsError: the URL is not on loopback, so a sandbox without a network cannot reach it.
         """
         url = URL(endpoint)
         if not is_loopback(url.host or ""):
@@ -40,8 +40,8 @@ class Relay:
         self._closed = False
 
     async def open(self, path: Path) -> None:
-        """Listen at a path, which the sandbox's user may connect to."""
-        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)  # a path of a socket has 107 bytes at most
+        """Listen at a path that the sandbox's user may connect to."""
+        folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)  # a socket path is limited to 107 bytes
         try:
             near = socket.socket(socket.AF_UNIX)
             near.bind(f"/proc/self/fd/{folder}/{path.name}")
@@ -50,7 +50,7 @@ class Relay:
         self._server = await asyncio.start_unix_server(self._connected, sock=near)
 
     async def close(self) -> None:
-        """Close it and its connections."""
+        """Close the socket and its connections."""
         self._closed = True
         if self._server is not None:
             self._server.close()
@@ -60,7 +60,7 @@ class Relay:
             await asyncio.wait(self._open)
 
     async def _connected(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        """Carry bytes both ways until either end closes."""
+        """Forward bytes in both directions until either end closes."""
         task = asyncio.current_task()
         assert task is not None
         self._open.add(task)
@@ -78,7 +78,7 @@ class Relay:
             self._end(writer)
 
     def _end(self, writer: asyncio.StreamWriter) -> None:
-        """Close a connection: at once if the relay is closed, else after the bytes that wait."""
+        """Close a connection: immediately if the relay is closed, otherwise after pending bytes."""
         if self._closed:
             writer.transport.abort()
         else:
@@ -86,7 +86,7 @@ class Relay:
 
 
 async def _either(*carriers: "asyncio._CoroutineLike[None]") -> None:
-    """Return when one has ended, and end the other."""
+    """Wait until one carrier ends, then cancel the other."""
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(carrier, name="sandbox.relay") for carrier in carriers]
         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

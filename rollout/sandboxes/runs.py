@@ -1,4 +1,4 @@
-"""Runs programs in the sandbox from an event loop, a bounded number at once."""
+"""Runs programs in the verifiers' sandbox from an event loop, with limited concurrency."""
 
 import asyncio
 import functools
@@ -12,16 +12,16 @@ log = logging.getLogger("tether.tools")
 
 
 class SandboxRuns:
-    """A number of sandboxes."""
+    """Runner with a limited number of concurrent sandboxes."""
 
     def __init__(self, parallel: int) -> None:
-        """Run at most `parallel` programs at once; others wait."""
+        """Run at most `parallel` programs concurrently; others wait."""
         self._threads = ThreadPoolExecutor(parallel, thread_name_prefix="tool-sandbox")
         self._free = asyncio.Semaphore(parallel)
-        """Whoever waits for it has no descriptors open: a worker may have thousands of episodes."""
+        """Acquired before descriptors are opened, because a worker may have thousands of episodes."""
 
     async def run(self, program: str, text: str, limits: Limits) -> Verdict:
-        """Run a program with an input. Cancelling kills it, and waits until it has ended.
+        """Run a program with an input. Cancelling kills it and waits for its end.
 
         Raises:
             RewardError: the sandbox cannot be set up.
@@ -46,12 +46,12 @@ class SandboxRuns:
                 os.write(write, b"x")
                 await asyncio.wait([wrapped])
                 if not wrapped.cancelled():
-                    wrapped.exception()  # it is of no interest any more
+                    wrapped.exception()  # mark the exception as retrieved
             raise
 
 
 @functools.cache
 def _warn(isolation: frozenset[str]) -> None:
-    """Log, once for each worker, which kinds of isolation this machine does not offer."""
+    """Log, once per worker, the kinds of isolation that this machine lacks."""
     if missing := sorted(NEEDED - isolation):
         log.warning("sandbox.weak missing=%s (see docs/security.md)", ",".join(missing))

@@ -1,4 +1,4 @@
-"""Asks the program `inside.py`, which serves the commands of one sandbox, by a pipe or a connection."""
+"""Sends requests to `inside.py`, which runs the commands of one sandbox, over a pipe or connection."""
 
 import asyncio
 import base64
@@ -14,19 +14,19 @@ from rollout.sandboxes.relay import Relay
 
 INSIDE = Path(__file__).with_name("inside.py").read_text()
 WORK, SOCKET, SOCKET_FILE = "/sandbox", "/run/endpoint.sock", "endpoint.sock"
-"""Working directory, and where the endpoint is, in the sandbox and in the folder that is mounted."""
+"""Working directory and endpoint socket in the sandbox, and the socket's name in the mounted folder."""
 FIRST_UID = 1 << 20
-"""Where the program may be another user, the commands of a sandbox run as one above it that no other has."""
+"""Commands run as a random user above this id, unique to the sandbox, if the program may change users."""
 START_S = 60.0
-"""Seconds for a sandbox to start on a busy machine."""
+"""Timeout of a sandbox start on a busy machine, seconds."""
 GRACE_S = 30.0
-"""Seconds beyond a command's own for the answer to come."""
+"""Seconds to wait for a reply beyond the command's own timeout."""
 PACKED = 1 << 20
-"""Bytes of files that are packed or unpacked in a second on a busy machine, at the least."""
+"""Minimum packing rate on a busy machine, bytes per second."""
 
 
 class Channel(Protocol):
-    """Connection with the program in a sandbox, and the power to end it."""
+    """Connection to the program in a sandbox, which can also end the sandbox."""
 
     @property
     def source(self) -> asyncio.StreamReader:
@@ -37,20 +37,20 @@ class Channel(Protocol):
         """Input of the program."""
 
     def kill(self) -> None:
-        """End the sandbox at once, or begin to."""
+        """End the sandbox, or start ending it, without waiting."""
 
     def said(self) -> str:
-        """Return the end of the errors that the program has written."""
+        """Return the end of the program's error output."""
 
     async def close(self) -> None:
-        """End the sandbox, and remove what it has left. Idempotent."""
+        """End the sandbox, and remove its files. Idempotent."""
 
 
 class AskedSandbox(ABC):
-    """Sandbox whose calls are requests to `inside.py`."""
+    """Sandbox whose operations are requests to `inside.py`."""
 
     def __init__(self, pack: int) -> None:
-        """Args: pack: bytes of its files at most."""
+        """Args: pack: size limit of the packed files, bytes."""
         self._pack = pack
 
     async def exec(self, order: SandboxCommand) -> Executed:
@@ -78,23 +78,23 @@ class AskedSandbox(ABC):
         return base64.b64encode(archive).decode()
 
     async def unpack(self, snapshot: str) -> None:
-        """Unpack what `snapshot` returned."""
+        """Unpack a result of `snapshot`."""
         await self._asked({"do": "unpack", "most": self._pack}, base64.b64decode(snapshot), self.pack_s)
 
     @property
     def pack_s(self) -> float:
-        """Seconds to pack or unpack all files."""
+        """Timeout for packing or unpacking all files, seconds."""
         return GRACE_S + self._pack / PACKED
 
     @abstractmethod
     async def _asked(
         self, request: Mapping[str, Any], data: bytes = b"", wall_s: float = GRACE_S
     ) -> tuple[dict[str, Any], bytes]:
-        """Return the answer to a request.
+        """Return the reply to a request.
 
         Raises:
-            SandboxDied: there is none.
-            SandboxFull: it is an error.
+            SandboxDied: there was no reply.
+            SandboxFull: the reply is an error.
         """
 
 
@@ -102,13 +102,13 @@ class ServedSandbox(AskedSandbox):
     """Sandbox whose program serves one episode."""
 
     def __init__(self, channel: Channel, relay: Relay | None, pack: int) -> None:
-        """Args: channel: to its program; relay: to its endpoint; pack: bytes of its files at most."""
+        """Args: channel: to its program; relay: to its endpoint; pack: size limit of its files, bytes."""
         super().__init__(pack)
         self._channel, self._relay = channel, relay
         self._busy = asyncio.Lock()
         self._stopped = False
         self.began = False
-        """Whether it serves, with the files of its snapshot."""
+        """Whether the sandbox serves requests, with the files of its snapshot."""
 
     async def stop(self) -> None:
         self._stopped = True
@@ -119,7 +119,7 @@ class ServedSandbox(AskedSandbox):
                 await self._relay.close()
 
     async def begin(self, snapshot: str) -> None:
-        """Wait until it serves, and unpack a snapshot."""
+        """Wait until the program serves requests, and unpack a snapshot."""
         async with self._busy:
             try:
                 async with asyncio.timeout(START_S):
@@ -133,7 +133,7 @@ class ServedSandbox(AskedSandbox):
     async def _asked(
         self, request: Mapping[str, Any], data: bytes = b"", wall_s: float = GRACE_S
     ) -> tuple[dict[str, Any], bytes]:
-        """Return the answer to a request. Cancelled or late, it kills the sandbox, whose state is unknown."""
+        """Return the reply to a request. After a cancellation or timeout, kill the sandbox."""
         async with self._busy:
             if self._stopped:
                 raise SandboxDied("the sandbox was stopped")
@@ -141,7 +141,7 @@ class ServedSandbox(AskedSandbox):
             try:
                 async with asyncio.timeout(wall_s):
                     sink.write(json.dumps({**request, "bytes": len(data)}).encode() + b"\n" + data)
-                    with suppress(ConnectionError):  # `_answer` says why
+                    with suppress(ConnectionError):  # `_answer` reports the reason
                         await sink.drain()
                     fields, found = await self._answer()
             except TimeoutError:

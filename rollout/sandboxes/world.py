@@ -1,8 +1,8 @@
-"""The sandbox of one episode of the environment `tools`, which continues where its record ends.
+"""Defines the sandbox of one episode of the environment `tools`, which resumes at the end of its record.
 
-It starts with the first command. If the worker was lost, the recorded results answer the commands up to that
-point; the sandbox of the next worker begins with the last snapshot, and runs the recorded commands since then
-again, without their answers being used.
+The sandbox starts with the first command. After a worker was lost, recorded results answer the repeated
+commands. The next worker's sandbox starts from the last snapshot, and runs the commands recorded since then
+again; their results are ignored.
 """
 
 import logging
@@ -21,18 +21,18 @@ Once = Callable[[str, Callable[[], Awaitable[Any]]], Awaitable[Any]]
 
 
 class World:
-    """Sandbox of one episode; closing it ends the sandbox and forgets its snapshots."""
+    """Sandbox of one episode; closing it ends the sandbox and removes its snapshots."""
 
     def __init__(self, pool: SandboxPool, config: SandboxConfig, lease_s: float, once: Once) -> None:
         self._pool, self._config, self._lease_s, self._once = pool, config, lease_s, once
         self._opened = AsyncExitStack()
         self._sandbox: Sandbox | None = None
         self._snapshot, self._since = "", list[SandboxCommand]()
-        """The last snapshot, and the commands that have run since."""
+        """Last snapshot, and the commands executed since."""
         self._old: list[str] = []
-        """Snapshots from before it."""
+        """Snapshots older than `_snapshot`."""
         self._calls = 0
-        """Commands of the episode that were answered."""
+        """Number of answered commands of the episode."""
 
     async def __aenter__(self) -> "World":
         return self
@@ -40,14 +40,14 @@ class World:
     async def __aexit__(self, kind: object, *_: object) -> None:
         await self._opened.aclose()
         await self._forget()
-        if self._snapshot and kind is None:  # else the next attempt may begin with it
+        if self._snapshot and kind is None:  # after an error the next attempt may start from it
             await self._pool.forget(self._snapshot)
 
     async def run(self, order: SandboxCommand) -> tuple[Executed, str]:
-        """Run a command; return how it ended, and the new snapshot, if this call has one.
+        """Run a command; return its result, and the new snapshot if one is due.
 
         Raises:
-            SandboxDied: the sandbox does not answer, so the episode has failed.
+            SandboxDied: the sandbox does not respond; the episode fails.
         """
         sandbox = await self._started()
         executed = await sandbox.exec(order)
@@ -56,7 +56,7 @@ class World:
         return executed, await sandbox.snapshot() if every and (self._calls + 1) % every == 0 else ""
 
     def passed(self, order: SandboxCommand, snapshot: str) -> None:
-        """Note that a command was answered: by `run`, or from the record, which has its snapshot."""
+        """Record that a command was answered: by `run`, or from the record, which contains its snapshot."""
         self._calls += 1
         if snapshot:
             self._old += [self._snapshot] if self._snapshot else []
@@ -77,7 +77,7 @@ class World:
                 return {"sandbox": self._config.name, "commands_again": len(self._since)}
 
             await self._once(f"sandbox after {self._calls} calls", begin)
-            if self._sandbox is None:  # the record has its start: this is another one
+            if self._sandbox is None:  # the start is recorded: this is a later sandbox
                 await begin()
             assert self._sandbox is not None
             for order in self._since:

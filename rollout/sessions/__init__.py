@@ -1,1 +1,1 @@
-"""Sessions: a harness talks to a URL, and each sample records the calls that it made."""
+"""Sessions: a harness calls the model at a URL, and the calls are recorded as a sample."""

@@ -1,4 +1,4 @@
-"""Writes answers as the OpenAI API has them, whole or as the events of a stream."""
+"""Formats answers for the OpenAI API, as one body or as stream events."""
 
 import time
 from collections.abc import Iterator
@@ -13,7 +13,7 @@ CHUNK = "chat.completion.chunk"
 
 
 def chat_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
-    """Return the answer to a chat request, which is called `name`."""
+    """Return the response body of a chat request; `name` is its id."""
     return {
         **_head(request, name, "chat.completion", answer),
         "choices": [
@@ -30,7 +30,7 @@ def chat_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, n
 
 
 def text_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> dict[str, Any]:
-    """Return the answer to a completion request."""
+    """Return the response body of a completion request."""
     return {
         **_head(request, name, "text_completion", answer),
         "choices": _text_choices(request, answer, renderer),
@@ -39,14 +39,14 @@ def text_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, n
 
 
 def chat_start(request: HarnessRequest, name: str) -> dict[str, Any]:
-    """Return the first event of a streamed chat answer, which is sent while the rest is generated."""
+    """Return the first event of a streamed chat answer, sent before the answer is generated."""
     return _head(request, name, CHUNK) | _choice_of({"role": "assistant", "content": ""}, None)
 
 
 def chat_events(
     request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[dict[str, Any]]:
-    """Yield the events of a streamed chat answer after the first."""
+    """Yield the events of a streamed chat answer after the first event."""
     head = _head(request, name, CHUNK, answer)
     for index, each in enumerate((answer, *answer.others)):
         delta: dict[str, Any] = {"role": "assistant"} if index else {}
@@ -75,7 +75,7 @@ def text_events(
 
 
 def usage(answer: CallAnswer) -> dict[str, int]:
-    """Return the tokens of all answers to a request: its whole context counts as prompt, once."""
+    """Return the token usage over all answers to a request; the whole context counts as prompt, once."""
     sampled = sum(len(each.call.completion.tokens) for each in (answer, *answer.others))
     return {
         "prompt_tokens": answer.prompt_tokens,
@@ -85,7 +85,7 @@ def usage(answer: CallAnswer) -> dict[str, int]:
 
 
 def versions_of(answer: CallAnswer) -> str | None:
-    """Return the versions that sampled an answer and its others, such as v3 or v3-v4; None without one."""
+    """Return the weight versions that sampled the answers, such as v3 or v3-v4; None if unknown."""
     completions = (each.call.completion for each in (answer, *answer.others))
     versions = {version for completion in completions for _, version in completion.spans}
     first, last = min(versions, default=-1), max(versions, default=-1)
@@ -95,7 +95,7 @@ def versions_of(answer: CallAnswer) -> str | None:
 
 
 def _head(request: HarnessRequest, name: str, kind: str, answer: CallAnswer | None = None) -> dict[str, Any]:
-    """Return what every answer has; `answer` None: it is not generated yet."""
+    """Return the fields common to all bodies; `answer` None: not generated yet."""
     return {
         "id": name,
         "object": kind,
@@ -130,7 +130,7 @@ def _text_choice(request: HarnessRequest, answer: CallAnswer, renderer: Renderer
 
 
 def chat_logprobs(answer: CallAnswer, renderer: Renderer) -> dict[str, Any]:
-    """Return the log-probabilities of an answer, token by token."""
+    """Return the log-probability of each token of an answer."""
     completion = answer.call.completion
     pieces = [renderer.piece(token) for token in completion.tokens]
     return {

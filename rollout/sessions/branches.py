@@ -1,4 +1,4 @@
-"""Makes the rows of a sample from the calls of its session: each sampled token is in one of them, once."""
+"""Builds the rows of a sample from its session's calls; each sampled token is in exactly one row."""
 
 from collections.abc import Sequence
 from itertools import pairwise
@@ -14,8 +14,9 @@ from rollout.sessions.calls import CallTree, ModelCall, context_tokens
 def branches_of(tree: CallTree) -> tuple[Branch, ...]:
     """Return the rows of a session's sample, in the order of their first calls.
 
-    A row begins after the tokens that it shares with an earlier one: at least the tokens of the call that it
-    continues, at most its context. So two answers that begin with the same tokens are both kept.
+    A row starts after the prefix that it shares with an earlier row. The prefix contains at least the tokens
+    of the call that the row continues, and at most the context of the row's first call. Two answers that
+    start with the same tokens are therefore both kept.
     """
     branches: list[Branch] = []
     full: list[NDArray[np.int64]] = []
@@ -32,7 +33,7 @@ def branches_of(tree: CallTree) -> tuple[Branch, ...]:
 
 
 def _longest_shared(context: NDArray[np.int64], rows: Sequence[NDArray[np.int64]]) -> tuple[int, int]:
-    """Return the row with the longest prefix in common, and its length; (-1, 0) if there is none."""
+    """Return (index, length) of the row with the longest common prefix; (-1, 0) if there are no rows."""
     best = (-1, 0)
     for index, row in enumerate(rows):
         n = min(len(row), len(context))
@@ -46,9 +47,13 @@ def _longest_shared(context: NDArray[np.int64], rows: Sequence[NDArray[np.int64]
 def _branch(
     row: Sequence[ModelCall], context: Sequence[int], parent: int, shared: int, places: Sequence[int]
 ) -> Branch:
-    """Return the row of some calls; `context` is the part of the first call's context that is not shared.
+    """Return the row of a sequence of calls.
 
-    `places` are the calls' indices in the session.
+    Args:
+        row: calls that continue one another.
+        context: unshared tokens of the first call's context.
+        parent, shared: as in `Branch`.
+        places: indices of the calls in the session.
     """
     tokens: list[int] = []
     logprobs: list[float] = []
@@ -69,7 +74,7 @@ def _branch(
         own = sampled.logprobs if call.trained else [0.0] * len(sampled.tokens)
         logprobs += (*[0.0] * len(inserted), *own)
         mask += (*[0] * len(inserted), *[int(call.trained)] * len(sampled.tokens))
-        # an inserted token has the version of the token before it; at the start, of the first sampled token
+        # An inserted token has the version of the token before it; at the start, of the first sampled token.
         versions += (*[versions[-1] if versions else sampled_versions[0]] * len(inserted), *sampled_versions)
     return Branch(
         tuple(tokens), tuple(logprobs), tuple(mask), spans_of(versions), parent, shared, tuple(calls),

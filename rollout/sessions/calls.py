@@ -1,4 +1,4 @@
-"""Keeps the answered calls of a session as a tree: each continues the tokens of another, or has no parent."""
+"""Keeps the answered calls of a session as a tree, in which each call continues its parent's tokens."""
 
 import itertools
 from collections import defaultdict
@@ -10,36 +10,36 @@ import xxhash
 from rollout.engines.base import Completion
 
 TextEnd = tuple[int, int]
-"""Length and hash of a text: a call does not keep its prompt."""
+"""Length and hash of a text; stored instead of the text itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelCall:
     """One answered call.
 
-    Its context is the tokens of `parent` and what it continues, then `inserted`.
+    Its context is all tokens of `parent`, followed by `inserted`.
     """
 
     parent: "ModelCall | None"
-    """The call whose tokens it continues; None: it continues none."""
+    """Call whose tokens this call continues, if any."""
     inserted: tuple[int, ...]
-    """Tokens of the messages that the harness added, with the beginning of the answer's turn."""
+    """Tokens of the messages that the harness added, including the start of the answer's turn."""
     completion: Completion
-    """The answer, as it was sampled."""
+    """The sampled answer."""
     end: int | TextEnd
-    """Beginning of a request that continues this call: the key after the answer, or the end of the text of a
-    completion, prompt and answer."""
+    """Lookup key of requests that continue this call: the dialogue key after the answer, or the end of the
+    completion's text (prompt plus answer)."""
     also: int | None = None
-    """Another such key: behind the answer without its thoughts, which most clients leave out."""
+    """Lookup key after the answer without its thoughts, which most clients omit."""
     number: int = -1
-    """Its number in the sample's record; -1: it is not recorded."""
+    """Call number in the sample's record; -1: not recorded."""
     trained: bool = True
-    """Whether its tokens may be trained; otherwise they are context."""
+    """Whether the answer's tokens may be trained; otherwise they are context."""
     as_asked: bool = False
-    """Whether it was generated with sampling parameters of its request, and so is context."""
+    """Whether the request's own sampling parameters were applied, which makes the answer context."""
 
     def path(self) -> Sequence["ModelCall"]:
-        """Return the calls whose tokens it continues, from the first to itself."""
+        """Return the chain of calls from the root to this call."""
         found = [self]
         while (parent := found[-1].parent) is not None:
             found.append(parent)
@@ -51,12 +51,12 @@ class ModelCall:
 
 
 def text_end(text: str) -> TextEnd:
-    """Return the lookup key of a completion with this text, prompt and answer."""
+    """Return the lookup key of a completion with this text (prompt plus answer)."""
     return len(text), xxhash.xxh3_128_intdigest(_bytes(text))
 
 
 def context_tokens(parent: ModelCall | None, inserted: tuple[int, ...]) -> tuple[int, ...]:
-    """Return the tokens that a call continues: the tokens of `parent`, and the inserted ones."""
+    """Return the context of a call: all tokens of `parent`, followed by `inserted`."""
     if parent is None:
         return inserted
     return tuple(itertools.chain(*_pieces(parent), inserted))
@@ -64,25 +64,25 @@ def context_tokens(parent: ModelCall | None, inserted: tuple[int, ...]) -> tuple
 
 @dataclass(slots=True)
 class CallTree:
-    """The calls of a session in the order of their answers.
+    """Calls of a session, in the order of their answers.
 
-    A thread may look for the call that a request continues while the event loop adds others.
+    A thread may search the tree while the event loop adds calls.
     """
 
     calls: list[ModelCall] = field(default_factory=list)
     _by_end: dict[int | TextEnd, list[ModelCall]] = field(default_factory=lambda: defaultdict(list))
     _next: dict[int, list[ModelCall]] = field(default_factory=lambda: defaultdict(list))
-    """`id` of a call, or of None -> the calls that continue it."""
+    """`id` of a call, or of None -> calls that continue it."""
 
     def add(self, call: ModelCall) -> None:
-        """Add a call that was answered; its parent was added before."""
+        """Add an answered call. Its parent must be in the tree."""
         self.calls.append(call)
         for end in _ends(call):
             self._by_end[end].append(call)
         self._next[id(call.parent)].append(call)
 
     def withdraw(self, call: ModelCall) -> bool:
-        """Remove a call that no other call continues; return whether it was removed."""
+        """Remove a call that no other call continues; return whether the call was removed."""
         if call not in self.calls or any(other.parent is call for other in self.calls):
             return False
         self.calls.remove(call)
@@ -94,13 +94,13 @@ class CallTree:
         return True
 
     def continued(self, keys: Sequence[int]) -> tuple[ModelCall | None, int]:
-        """Find the call that a request continues: the longest one, of equal ones the last.
+        """Find the longest call that a request continues; of equally long calls, the last.
 
         Args:
-            keys: the request's keys, see `Dialogue`.
+            keys: keys of the request, see `Dialogue`.
 
         Returns:
-            The call, or None; and how many messages of the request it has.
+            The call or None, and the number of the request's messages that it covers.
         """
         for count in range(len(keys) - 1, 0, -1):
             if found := self._by_end.get(keys[count]):
@@ -108,7 +108,7 @@ class CallTree:
         return None, 0
 
     def continued_text(self, prompt: str) -> tuple[ModelCall | None, str]:
-        """Find the completion that a text prompt continues, and return it with the rest of the prompt."""
+        """Return the completion that a text prompt continues, and the rest of the prompt."""
         best, rest = None, prompt
         hashed, at = xxhash.xxh3_128(), 0
         for length in sorted({end[0] for end in list(self._by_end) if isinstance(end, tuple)}):
@@ -121,10 +121,10 @@ class CallTree:
         return best, rest
 
     def continued_tokens(self, tokens: tuple[int, ...]) -> tuple[ModelCall | None, int]:
-        """Find the call that a request of tokens continues: the longest one, of equal ones the last.
+        """Find the longest call that a token prompt continues; of equally long calls, the last.
 
         Returns:
-            The call, or None; and how many tokens of the request it has.
+            The call or None, and the number of the prompt's tokens that it covers.
         """
         best: tuple[ModelCall | None, int] = None, 0
         reached: list[tuple[ModelCall | None, int]] = [best]
@@ -141,9 +141,10 @@ class CallTree:
         return best
 
     def rows(self) -> Iterator[tuple[ModelCall, ...]]:
-        """Yield the calls row by row, each call once: a row continues with the first call that continues it.
+        """Yield the rows of the tree, ordered by their first calls.
 
-        Rows come in the order of their first calls.
+        Each call is in one row. The first call that continues the end of a row extends the row; later ones
+        start new rows.
         """
         rows: list[list[ModelCall]] = []
         last: dict[int, list[ModelCall]] = {}
@@ -158,7 +159,7 @@ class CallTree:
 
 
 def _pieces(call: ModelCall) -> list[tuple[int, ...]]:
-    """Return the pieces of a call's tokens, in order."""
+    """Return a call's tokens in pieces, in order."""
     return [piece for each in call.path() for piece in (each.inserted, each.completion.tokens)]
 
 

@@ -9,12 +9,12 @@
     GET  /s/KEY/v1/results/NAME (also PUT)
     POST /s/KEY/inference/v1/generate
 
-A key is 192 random bits, and is not answered any more when its session has ended. On loopback it is the only
-proof of who calls. Where others reach the endpoint, URLs get into the logs of clients and proxies, so a
-request has to prove with the session's token, too, that it comes from its harness; clients send that as
-their API key.
+A key has 192 random bits and is refused after its session has ended. On loopback, the key alone authenticates
+a client. Off loopback, URLs appear in the logs of clients and proxies, so requests must also send the
+session's token as the API key.
 
-`ApiServer` has what does not depend on sessions with keys; `tether serve` (services/serving) is one, too.
+`ApiServer` contains the parts that do not depend on session keys; `tether serve` (services/serving) uses it,
+too.
 """
 
 import asyncio
@@ -47,21 +47,21 @@ from rollout.sessions.session import Session
 _log = request_logger("tether.sessions")
 
 MAX_ENDED = 10_000
-"""Ended sessions whose clients are answered why, the last ones; others are unknown."""
+"""Number of ended sessions whose end reason is remembered for their clients; older ones become unknown."""
 MAX_CONNECTIONS = 8192
-"""Connections open at once, over all sessions."""
+"""Maximum open connections over all sessions."""
 HEADER_S = 30.0
-"""How long a connection may take to send the head of its first request."""
+"""Timeout for the head of a connection's first request, seconds."""
 BODY_S = 120.0
-"""How long a body may take: 16 MiB at 150 kB/s."""
+"""Timeout for a request body, seconds: 16 MiB at 150 kB/s."""
 MODEL = "policy"
-"""The model that is listed; requests may name any."""
+"""Listed model name; requests may use any name."""
 LOOPBACK = EnvironmentConfig()
-"""Settings of an endpoint that this machine alone reaches."""
+"""Settings of an endpoint on loopback."""
 
 
 class ApiServer(ABC):
-    """HTTP server of the APIs of models, on a port of its own; a subclass knows the session of a request."""
+    """HTTP server of model APIs on its own port; subclasses map requests to sessions."""
 
     def __init__(
         self,
@@ -78,14 +78,12 @@ class ApiServer(ABC):
         """Create a server that is not started.
 
         Args:
-            config: says where it listens and which address clients get.
-            model: that answers requests which name none.
-            prefix: of every path.
-            apis: those that are served.
-            body_mb: largest body of a request, MiB.
-            max_connections: as for `LimitedListener`.
-            header_s: as for `LimitedListener`.
-            body_s: how long the body of a request may take to come, seconds.
+            config: listen address, TLS and advertised URL.
+            model: default model name of requests without one.
+            prefix: path prefix of all routes.
+            body_mb: maximum request body, MiB.
+            max_connections, header_s: see `LimitedListener`.
+            body_s: timeout for receiving a request body, seconds.
         """
         self._config, self._model = config, model
         self._max_bytes, self._body_s = body_mb * 2**20, body_s
@@ -102,14 +100,14 @@ class ApiServer(ABC):
             app, access_log=None, logger=_log, handler_cancellation=True, shutdown_timeout=1.0
         )
         self.bound = ""
-        """URL of the address that was bound."""
+        """URL of the bound address."""
         self._address = ""
 
     async def start(self) -> None:
         """Bind and serve.
 
         Raises:
-            SettingsError: host or port cannot be bound, or there is no such certificate.
+            SettingsError: host or port cannot be bound, or the certificate is missing.
         """
         config = self._config
         tls = server_tls(config.cert_file, config.key_file) if config.cert_file else None
@@ -139,16 +137,16 @@ class ApiServer(ABC):
         """Return the session of a request.
 
         Raises:
-            RequestRefused: there is none for its client.
+            RequestRefused: the client has no session.
         """
 
     @abstractmethod
     def models(self, request: web.Request) -> list[dict[str, Any]]:
-        """Return the models that requests may name, each as the OpenAI API has it; raises as `session_of`."""
+        """Return the available models in the OpenAI format. Raises: see `session_of`."""
 
     @abstractmethod
     def admit(self, session: Session, parsed: HarnessRequest) -> None:
-        """Raise RequestRefused for a request that the server cannot fulfil; may run in a thread."""
+        """Raise RequestRefused if the server cannot fulfil a request. May run in a thread."""
 
     async def _serve_models(self, request: web.Request) -> web.Response:
         return web.json_response({"object": "list", "data": self.models(request)})
@@ -182,14 +180,14 @@ class ApiServer(ABC):
 
 
 class SessionEndpoint(ApiServer):
-    """HTTP server for the sessions of a process."""
+    """HTTP server of a process's sessions."""
 
     def __init__(self, config: EnvironmentConfig = LOOPBACK, **limits: Any) -> None:
         """Create an endpoint that is not started; `limits` are keyword arguments of `ApiServer`."""
         super().__init__(config, prefix="/s/{key}", **limits)
         self._needs_token = bool(config.advertise) or not is_loopback(config.host)
         self._secret = secrets.token_bytes(32)
-        """Key by which tokens of sessions are derived."""
+        """HMAC key from which session tokens are derived."""
         self._sessions: dict[bytes, Session] = {}
         self._ended: OrderedDict[bytes, str] = OrderedDict()
         self._router.add_get("/s/{key}/v1/responses/{name}", self._serve_stored)
@@ -210,15 +208,15 @@ class SessionEndpoint(ApiServer):
         return key
 
     def url(self, key: str) -> str:
-        """Return the base URL for clients of the OpenAI API, as its harness gets it."""
+        """Return the base URL of a session for OpenAI clients."""
         return f"{self._address}/s/{key}/v1"
 
     def token(self, key: str) -> str:
-        """Return the API key that the harness of a session sends."""
+        """Return the API key of a session's harness."""
         return hmac.digest(self._secret, key.encode(errors="surrogateescape"), "sha256").hex()
 
     def end(self, key: str, reason: str) -> None:
-        """End a session: its calls that run are ended, and its key is refused. Idempotent."""
+        """End a session: cancel its running calls and refuse its key. Idempotent."""
         self._end(_known(key), reason)
 
     def _end(self, key: bytes, reason: str) -> None:
@@ -231,7 +229,7 @@ class SessionEndpoint(ApiServer):
             self._ended.popitem(last=False)
 
     def session_of(self, request: web.Request) -> Session:
-        """Return the session of a request; without its token no session is admitted to."""
+        """Return the session of a request. Without the token, the existence of a session is not revealed."""
         key = request.match_info["key"]
         if self._needs_token and not has_api_key(request, self.token(key)):
             raise RequestRefused(401, "invalid_api_key", "the API key is not the key of the task")
@@ -247,10 +245,10 @@ class SessionEndpoint(ApiServer):
         return [listed_model(self._model)]
 
     def admit(self, session: Session, parsed: HarnessRequest) -> None:
-        """Admit every request: it may name any model."""
+        """Admit every request: any model name is accepted."""
 
     async def _serve_stored(self, request: web.Request) -> web.Response:
-        """Return a response that was stored, or forget it."""
+        """Return or delete a stored response."""
         stored, name = self.session_of(request).stored, request.match_info["name"]
         if name not in stored:
             raise RequestRefused(404, "not_found", f"the session has no stored response {name[:80]!r}")
@@ -261,7 +259,7 @@ class SessionEndpoint(ApiServer):
         return web.json_response(text=await off_loop(LARGE + 1, lambda: json.dumps(body)))
 
     async def _serve_result(self, request: web.Request) -> web.Response:
-        """Return a tool's result, or record it: it is on disk when the client has an answer."""
+        """Return or record a tool's result. A recorded result is on disk before the client gets a reply."""
         results, name = self.session_of(request).results, request.match_info["name"]
         try:
             if request.method == "PUT":
@@ -278,31 +276,31 @@ class SessionEndpoint(ApiServer):
 
 
 def has_api_key(request: web.Request, key: str) -> bool:
-    """Return whether a request has this API key, in one of the usual headers."""
+    """Return whether a request has the API key, as a bearer token or in `x-api-key`."""
     scheme, _, bearer = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
     given = (bearer.strip() if scheme.lower() == "bearer" else "", request.headers.get("x-api-key", ""))
     return any([hmac.compare_digest(each.encode(errors="replace"), key.encode()) for each in given])
 
 
 def listed_model(name: str) -> dict[str, Any]:
-    """Return a model as the list of models has it."""
+    """Return a model entry in the OpenAI format."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "tether"}
 
 
 def _known(key: str) -> bytes:
-    """Return the lookup value of a key: the time of a lookup reveals no other key."""
+    """Return the hash of a key, for lookups whose timing reveals no other key."""
     return hashlib.sha256(key.encode(errors="surrogateescape")).digest()
 
 
 @web.middleware
 async def _as_errors(request: web.Request, handler: Handler) -> web.StreamResponse:
-    """Answer refusals in the shape that clients expect, and say whether to try again."""
+    """Answer refusals in the OpenAI error format, with a retry hint."""
     try:
         return await handler(request)
     except RequestRefused as refusal:
         return web.json_response(refusal.body, status=refusal.status, headers={"x-should-retry": "false"})
     except ClientConnectionResetError:
-        return web.Response()  # the client has hung up, so the error is not sent
+        return web.Response()  # the client has disconnected, so the error cannot be sent
     except Exception as error:
         if not isinstance(error, web.HTTPException):
             _log.exception("session.error path=%s", request.path.partition("/v1")[2])
@@ -316,7 +314,7 @@ async def _read(request: web.Request, limit: int) -> bytes:
     """Return the body of a request.
 
     Raises:
-        RequestRefused: it is too large, or broken.
+        RequestRefused: the body is too large or malformed.
     """
     try:
         if (request.content_length or 0) > limit:

@@ -1,4 +1,4 @@
-"""Reads the messages of a chat request, and hashes them, so that requests are compared message by message."""
+"""Validates the messages of a chat request, and hashes message prefixes to compare requests."""
 
 import json
 from collections.abc import Sequence
@@ -11,7 +11,7 @@ from rollout.bounded_json import parsed_json
 from rollout.sessions.refusal import RequestRefused, invalid
 
 Message = dict[str, Any]
-"""A message as chat templates take it: `content` is text, arguments of tool calls are parsed."""
+"""Message in chat template form: `content` is text, tool call arguments are parsed."""
 
 ROLES = {
     "system": "system",
@@ -20,34 +20,34 @@ ROLES = {
     "assistant": "assistant",
     "tool": "tool",
 }
-"""Role in a request -> role for chat templates."""
+"""Role in a request -> role in chat templates."""
 TEXTS = ("name", "tool_call_id", "reasoning_content")
-"""Fields with text that templates may use, besides `content`."""
+"""Text fields that templates may read, besides `content`."""
 REPEATED = ("refusal", "annotations", "audio", "function_call")
-"""Fields of an answer that clients send back without content."""
+"""Fields of an answer that clients send back empty."""
 MAX_MESSAGES = 10_000
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """The messages of a request, M of them, and its tools."""
+    """The M messages of a request, and its tools."""
 
     messages: tuple[Message, ...]
     """[M]."""
     tools: tuple[dict[str, Any], ...]
     keys: tuple[int, ...]
-    """[M + 1]: entry i is a hash of the tools and the first i messages."""
+    """[M + 1]: entry i is the hash of the tools and the first i messages."""
 
     def answered(self, answer: Message) -> int:
-        """Return the key behind an answer to the request."""
+        """Return the key of the dialogue extended by an answer."""
         return chained(self.keys[-1], answer)
 
 
 def read_dialogue(messages: Any, tools: Any) -> Dialogue:
-    """Check the messages and tools of a request.
+    """Validate the messages and tools of a request.
 
     Raises:
-        RequestRefused: one is malformed, or has something else than text; names it.
+        RequestRefused: a message or tool is malformed or contains non-text content; the message names it.
     """
     if not isinstance(messages, list) or not messages:
         raise invalid("messages must be a list of at least one message", "messages")
@@ -62,21 +62,24 @@ def read_dialogue(messages: Any, tools: Any) -> Dialogue:
 
 
 def chained(key: int, message: Message) -> int:
-    """Return the key behind a message, of the key before it."""
+    """Return the key of a dialogue extended by a message, from the key of the dialogue."""
     texts = [str(key)]
     for name in sorted(message):
         value = message[name]
         text = value if isinstance(value, str) else _canonical(value)
-        # kind and length keep two messages apart whose texts are alike when they are joined
+        # kind and length distinguish messages whose joined texts are equal
         texts.append(f"{name} {isinstance(value, str):d} {len(text)} {text}")
     return xxhash.xxh3_128_intdigest(" ".join(texts).encode("utf-8", "surrogatepass"))
 
 
 def read_message(message: Any, where: str) -> Message:
-    """Return a message of a request as chat templates take it.
+    """Return a message of a request in chat template form.
+
+    Args:
+        where: path of the message, for errors.
 
     Raises:
-        RequestRefused: it is malformed, or has something else than text; names it as `where`.
+        RequestRefused: the message is malformed or contains non-text content.
     """
     if not isinstance(message, dict):
         raise invalid(f"{where} must be an object", where)
@@ -101,15 +104,15 @@ def read_message(message: Any, where: str) -> Message:
 
 
 def text_of(content: Any, where: str, types: Sequence[str] = ("text",)) -> str:
-    """Return text that is given as a string, as parts, or not at all.
+    """Return the text of a content field: a string, a list of parts, or None.
 
     Args:
-        content: from a request.
-        where: its name, in a refusal.
-        types: of parts that are text.
+        content: field of a request.
+        where: path of the field, for errors.
+        types: part types that contain text.
 
     Raises:
-        RequestRefused: it has another part, or is no list.
+        RequestRefused: a part is not text, or `content` is not a list.
     """
     if content is None or isinstance(content, str):
         return content or ""
@@ -132,7 +135,7 @@ def _call(call: Any, where: str) -> dict[str, Any]:
 
 
 def parsed_arguments(arguments: Any) -> Any:
-    """Return the arguments of a tool call as templates take them: an object, or text that is none."""
+    """Return tool call arguments in chat template form: parsed if a JSON object, else unchanged."""
     if isinstance(arguments, str):
         try:
             parsed = parsed_json(arguments)
@@ -159,7 +162,7 @@ def _list(values: Any, where: str) -> Sequence[Any]:
 
 
 def _canonical(value: Sequence[Any]) -> str:
-    """Return the text of tools or of calls, with sorted keys."""
+    """Return JSON with sorted keys."""
     try:
         return json.dumps(value, sort_keys=True, ensure_ascii=True)
     except (ValueError, RecursionError) as error:

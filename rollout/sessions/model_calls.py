@@ -1,4 +1,4 @@
-"""Continues tokens for one attempt at a sample, within the limits of `[environment]`."""
+"""Generates completions for one attempt at a sample, within the limits of `[environment]`."""
 
 import asyncio
 from collections.abc import Callable
@@ -19,13 +19,13 @@ from rollout.sessions.sampling import RequestSampling, SamplingRules
 OVER = "the episode has ended; its model cannot be called any more"
 ENOUGH = "sampling.keep_first other samples of its group have finished"
 ABORT_S = 1.0
-"""Seconds after which a request that still runs is aborted again."""
+"""Seconds between abort attempts while a request still runs."""
 CANCELLED = "cancelled"
-"""Reason of an attempt that is ended because its sample is not needed any more."""
+"""Failure reason of an attempt whose sample is no longer needed."""
 
 
 class ModelCalls:
-    """Continues tokens for one attempt at a sample (`Generate`), and keeps to its limits."""
+    """Generator of completions for one attempt at a sample (`Generate`), within its limits."""
 
     def __init__(
         self,
@@ -39,9 +39,15 @@ class ModelCalls:
         renderer: Renderer | None = None,
         adapter: str = "",
     ) -> None:
-        """Args as the fields of `Episodes`; `name` gives the requests' ids and has `{turn}` in it.
+        """Start with no calls.
 
-        `renderer` finds strings that end a sample; None: there are none. `adapter` is as in `Request`.
+        Args:
+            engine, sampling, config, max_model_len: as the fields of `Episodes`.
+            record: record of the sample's calls; None: calls are not recorded.
+            name: template of request ids, contains `{turn}`.
+            end_reason: returns why the group was ended from outside; empty: it was not.
+            renderer: finds stop strings; None: no stop strings.
+            adapter: as in `Request`.
         """
         self._adapter = adapter
         self._renderer = renderer
@@ -52,31 +58,31 @@ class ModelCalls:
         self._asked = 0
         self._over = False
         self._running: dict[str, asyncio.Timeout] = {}
-        """Request that the engine runs -> its time limit."""
+        """Request id -> timeout of a request that runs on the engine."""
         self._idle = asyncio.Event()
-        """Is set when the last of them has ended."""
+        """Set when the last running request has ended."""
         self.turns = self.tokens = 0
         self.first_prompt = self.later_prompts = NOTHING_READ
         self.error: EngineError | EpisodeError | None = None
-        """The first error of a call: it counts even if the environment catches it."""
+        """First error of a call; it fails the attempt even if the environment catches it."""
         self.late = False
-        """Whether the attempt has used up its time."""
+        """Whether the attempt has timed out."""
         self.surplus = False
-        """Whether enough other samples of its group have finished."""
+        """Whether enough other samples of the group have finished."""
         self.end: Callable[[], None] = lambda: None
         """Cancels the environment while the attempt runs."""
         self.left_behind = False
-        """Whether the environment runs on although it was cancelled."""
+        """Whether the environment still runs after its cancellation."""
 
     @property
     def rules(self) -> SamplingRules:
-        """What becomes of requests that ask for sampling of their own."""
+        """Handling of requests with their own sampling parameters."""
         stop = () if self._renderer is None else self._renderer.stop_strings
         return SamplingRules(self._config.sampling, self.sampling, stop, self._engine.capabilities.seeds)
 
     @property
     def ended(self) -> str:
-        """Reason why the attempt is ended from outside; empty while it is not, or if none is given."""
+        """Why the attempt was ended from outside; empty if it was not, or if no reason is known."""
         if self.late:
             return f"not done within environment.episode_s {self._config.episode_s:g} s"
         return ENOUGH if self.surplus else self._ended()
@@ -84,7 +90,7 @@ class ModelCalls:
     async def __call__(
         self, tokens: tuple[int, ...], max_tokens: int | None, own: RequestSampling | None = None
     ) -> Completion:
-        """Continue tokens, as `Generate`; `own` has parameters that apply instead of the run's."""
+        """Generate a completion, see `Generate`; parameters in `own` replace the run's."""
         if self._over:
             raise RuntimeError(OVER)
         limit = self._limit(len(tokens), max_tokens)
@@ -109,7 +115,7 @@ class ModelCalls:
             text = f"request {request.id}: no answer within environment.call_s {self._config.call_s:g} s"
             raise self._failed(EpisodeError("call_s", text)) from None
         except InvalidRequest:
-            raise  # fails the group, unless a session answers its harness that the request is wrong
+            raise  # fails the group, unless a session reports the invalid request to its harness
         except EngineError as error:
             raise self._failed(error) from None
         finally:
@@ -131,35 +137,35 @@ class ModelCalls:
         return completion
 
     def count_replayed(self, completion: Completion) -> None:
-        """Count a call that was answered from the record."""
+        """Count a call answered from the record."""
         self._asked += 1
         self.turns += 1
         self.tokens += len(completion.tokens)
 
     def close(self) -> None:
-        """Refuse further calls, and end those that a task of the environment's own has left running."""
+        """Refuse further calls, and end running calls that the environment's tasks left behind."""
         self._over = True
         for timeout in self._running.values():
             if not timeout.expired():
                 timeout.reschedule(0)
 
     async def cancel(self) -> None:
-        """End the attempt: first its requests, so that their tokens are counted, then the environment."""
+        """Abort the attempt's requests, which counts their tokens, then cancel its environment."""
         self.surplus = True
         while self._running:
             self._idle.clear()
             await self._engine.abort(list(self._running))
-            with suppress(TimeoutError):  # an engine may miss one that is only being handed over to it
+            with suppress(TimeoutError):  # an engine may miss a request that is still being submitted
                 async with asyncio.timeout(ABORT_S):
                     await self._idle.wait()
         self.end()
 
     def leave_behind(self) -> None:
-        """Note that the environment runs on."""
+        """Record that the environment still runs after its cancellation."""
         self.left_behind = True
 
     def _limit(self, context: int, max_tokens: int | None) -> int:
-        """Return the most tokens of a call. Raises EpisodeOver if there is no turn or no room left."""
+        """Return the token limit of the next call. Raises EpisodeOver if no turn or no tokens are left."""
         if self.surplus:
             raise self._failed(EpisodeError(CANCELLED, ENOUGH))
         most = self.sampling.max_tokens
@@ -174,7 +180,7 @@ class ModelCalls:
         return most if max_tokens is None else min(max_tokens, most)
 
     def _aborted(self, request: str, tokens: int) -> EngineError | EpisodeError:
-        """Return the error of a request that was aborted after some tokens, and count these."""
+        """Return the error of an aborted request, and count its tokens."""
         self.tokens += tokens
         if self.surplus:
             return self._failed(EpisodeError(CANCELLED, ENOUGH))

@@ -1,19 +1,19 @@
-"""Records the calls of one sample and its tools' results before the harness sees them, and replays them.
+"""Records a sample's model calls and tool results before the harness sees them, and replays them.
 
-The states of a call within an attempt, and the methods that move it:
+States of a call within an attempt, and the methods that change the state:
 
     recorded ------------- take --------> placed
     generated --- answer, stored -------> placed -- put_back --> unseen -- unseen --> placed
     generated --- answer, cancelled ----------------------------> unseen
     recorded, unseen --- the attempt ends ---------------------> abandoned
 
-- recorded: on disk, of an earlier lease or of a program that was killed; waits to be asked for again.
-- unseen: answered in this attempt, but the harness disconnected before it read the answer.
-- placed: answered; the session put the call into the tree of the sample.
-- abandoned: in no row of the sample when the attempt ends (`abandoned`); so are tools' results.
+- recorded: on disk, from an earlier lease or a killed program; waits for the harness to repeat the request.
+- unseen: answered in this attempt, but the harness disconnected before reading the answer.
+- placed: answered; the session added the call to the sample's tree.
+- abandoned: in no row of the sample at the end of the attempt (`abandoned`); applies to tool results, too.
 
-A call is found by the hash of its request and the hash of its context, so a replayed session has the tree of
-the recorded one.
+Calls are looked up by the hash of the request and the hash of its context. A replayed session therefore has
+the same tree as the recorded one.
 """
 
 import asyncio
@@ -34,27 +34,30 @@ from rollout.engines.base import Completion
 log = logging.getLogger("tether.sessions")
 
 Key = tuple[str, str]
-"""Hash of a request and of its context."""
+"""(hash of a request, hash of its context)."""
 _NO_IDS = Array.of([], "int32")
 
 
 class CallJournal(Protocol):
-    """Journal of the calls of a leased group; `CallSender` in `services/rollout/call_sender.py` is one."""
+    """Journal for the calls of a leased group.
+
+    `CallSender` in `services/rollout/call_sender.py` implements the protocol.
+    """
 
     async def recall(self, sample: int) -> Recalled:
-        """Return the recorded calls of a sample; from then on earlier leases of the group cannot record."""
+        """Return the recorded calls of a sample. From then on, earlier leases of the group cannot record."""
 
     async def store(self, call: Call) -> None:
         """Return when a call is on disk.
 
         Raises:
-            EpisodeError: it never will be, such as one of a lost lease.
+            EpisodeError: the call cannot be stored, for example because its lease is lost.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """The lease under which the calls of a group are recorded."""
+    """Lease under which the calls of a group are recorded."""
 
     journal: CallJournal
     group: int
@@ -62,7 +65,7 @@ class Recording:
     epoch: str
     engine: str
     version: int
-    """Weight version of the lease. A replayed call with an older token carries no gradient."""
+    """Weight version of the lease. Replayed calls that contain older tokens are not trained."""
 
     def sample(self, index: int) -> "SampleRecord":
         """Return the record of a sample."""
@@ -71,15 +74,15 @@ class Recording:
 
 @dataclass(slots=True)
 class SampleRecord:
-    """The recorded calls of one sample, over all its attempts; one attempt at a time uses it."""
+    """Recorded calls of one sample over all its attempts; used by one attempt at a time."""
 
     recording: Recording
     index: int
     """Index of the sample in the group."""
     replayed: int = 0
-    """Calls of the attempt that were answered from the record."""
+    """Number of the attempt's calls that were answered from the record."""
     results: dict[str, bytes] = field(default_factory=dict)
-    """Name -> JSON: results of tools from before the attempt."""
+    """Name -> JSON of tool results recorded before the attempt."""
     _resumes: bool = True
     """Whether the next attempt replays the record."""
     _attempt: int = -1
@@ -87,16 +90,16 @@ class SampleRecord:
     """Number of the attempt's first call."""
     _next: int = 0
     _recorded: dict[Key, list[Call]] = field(default_factory=dict)
-    """Key -> recorded calls that were not asked for again, in the order of their numbers."""
+    """Key -> recorded calls that were not requested again, by call number."""
     _unseen: dict[int, tuple[Key, Completion, Call | None]] = field(default_factory=dict)
-    """Call number -> answer that the harness has not seen. The third item is the call to store again, where
-    its write was cancelled."""
+    """Call number -> answer that the harness has not seen. The third item is a call whose write was cancelled
+    and must be repeated."""
 
     async def begin(self, *, replayable: bool) -> None:
-        """Begin an attempt; the first one, and one after `resume`, replays the record.
+        """Start an attempt. The first attempt, and an attempt after `resume`, replays the record.
 
         Raises:
-            EpisodeError: there is a record, and the harness must not be run again.
+            EpisodeError: calls are recorded, and the harness must not run again.
         """
         self.replayed, self._recorded, self.results = 0, {}, {}
         self._unseen.clear()
@@ -116,21 +119,21 @@ class SampleRecord:
             self._attempt, self._first = record.attempt, calls[0].number if calls else record.number
         for call in calls:
             if call.name:
-                self.results[call.name] = call.result  # the last of a name is the one that was seen
+                self.results[call.name] = call.result  # the harness saw the last one of a name
             else:
                 self._recorded.setdefault((call.request, call.context), []).append(call)
 
     def resume(self) -> None:
-        """Let the next attempt continue this one: a signal ended its harness."""
+        """Let the next attempt continue this one, after a signal ended the harness."""
         self._resumes = True
 
     @property
     def remaining(self) -> int:
-        """Number of recorded calls that were not asked for again."""
+        """Number of recorded calls that were not requested again."""
         return sum(map(len, self._recorded.values()))
 
     def take(self, key: Key) -> tuple[int, Completion] | None:
-        """Return number and answer of a recorded call; each is taken once, equal ones by number."""
+        """Return number and answer of a recorded call, once per call; equal keys in order of number."""
         if not (calls := self._recorded.get(key)):
             return None
         call = calls.pop(0)
@@ -138,11 +141,11 @@ class SampleRecord:
         return call.number, completion_of(call)
 
     def put_back(self, number: int, key: Key, completion: Completion) -> None:
-        """Keep an answer that the harness has not seen, for when it asks again."""
+        """Keep an answer that the harness has not seen, for a repeated request."""
         self._unseen[number] = key, completion, None
 
     async def unseen(self, key: Key) -> tuple[int, Completion] | None:
-        """Return number and answer of an unseen call of this attempt, once it is on disk."""
+        """Return number and answer of an unseen call of this attempt, after it is on disk."""
         number = next((number for number, (its_key, _, _) in self._unseen.items() if its_key == key), -1)
         if number < 0:
             return None
@@ -162,14 +165,13 @@ class SampleRecord:
     ) -> tuple[int, Completion]:
         """Return number and answer of a call: from the record, or generated and recorded.
 
-        After a cancellation the call may be on disk or not; it is unseen.
+        If cancelled, the call becomes unseen and may or may not be on disk.
 
         Args:
             key: lookup key of the call, see `key_of`.
-            parent: number of the call whose tokens it continues; -1: it continues none.
+            parent: number of the call whose tokens this call continues; -1: none.
             inserted: tokens between the parent's answer and this answer.
-            generate: makes the answer.
-            on_replayed: called with a recorded answer.
+            on_replayed: callback for an answer from the record.
             sampling: as in `Call`.
 
         Raises:
@@ -202,7 +204,7 @@ class SampleRecord:
         return call.number, completion
 
     def result(self, name: str, value: bytes, began_ms: int) -> Call:
-        """Return the message of a tool's result, for the journal; its number is taken, stored or not."""
+        """Return the journal message of a tool's result; its call number is used up, stored or not."""
         none = {"inserted": _NO_IDS, "tokens": _NO_IDS, "logprobs": Array.of([], "float32"), "spans": _NO_IDS}
         return self._call(
             name=name, result=value, began_ms=began_ms, parent=-1, finish_reason="", request="", context="",
@@ -219,7 +221,7 @@ class SampleRecord:
         )  # fmt: skip
 
     async def _store(self, key: Key, completion: Completion, call: Call) -> None:
-        """Return when a call is on disk; a cancelled call becomes unseen."""
+        """Return when a call is on disk; if cancelled, the call becomes unseen."""
         try:
             await self.recording.journal.store(call)
         except asyncio.CancelledError:
@@ -227,11 +229,11 @@ class SampleRecord:
             raise
 
     def is_trained(self, completion: Completion) -> bool:
-        """Return whether an answer is of the lease's version or later ones, so that it may be trained."""
+        """Return whether all tokens are from the lease's version or later, so that they may be trained."""
         return all(version >= self.recording.version for _, version in completion.spans)
 
     def warn_of_remaining(self) -> None:
-        """Log that a harness did not ask for all of its recorded calls again, if it is so."""
+        """Log a warning if the harness did not repeat all recorded calls."""
         if self.remaining:
             log.warning(
                 "session.diverged group=%d sample=%d replayed=%d not_asked=%d",
@@ -239,18 +241,23 @@ class SampleRecord:
             )  # fmt: skip
 
     def abandoned(self, placed: Sequence[int]) -> list[int]:
-        """Return the numbers of the attempt's calls and results that are not among `placed`."""
+        """Return the numbers of the attempt's calls and results that are not in `placed`."""
         return sorted(set(range(self._first, self._next)) - set(placed))
 
 
 def key_of(request: str, context: Sequence[int]) -> Key:
-    """Return the lookup key of a call: a text that holds all of its request, and the tokens it continues."""
+    """Return the lookup key of a call.
+
+    Args:
+        request: text that identifies the request completely.
+        context: tokens before the answer.
+    """
     tokens = np.array(context, dtype=np.int32).tobytes()
     return xxhash.xxh3_128_hexdigest(request.encode()), xxhash.xxh3_128_hexdigest(tokens)
 
 
 def completion_of(call: Call) -> Completion:
-    """Return the answer of a recorded call, as the engine gave it."""
+    """Return the completion of a recorded call."""
     return Completion(
         tokens=tuple(call.tokens.numpy().tolist()),
         logprobs=tuple(call.logprobs.numpy().tolist()),

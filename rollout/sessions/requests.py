@@ -1,4 +1,4 @@
-"""Reads the bodies of requests to the OpenAI API, and refuses what would not be done as asked."""
+"""Parses request bodies of the OpenAI API, and refuses requests that cannot be fulfilled exactly."""
 
 import json
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ WITHOUT_EFFECT = (
     "model", "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key",
     "prompt_cache_retention",
 )  # fmt: skip
-"""Fields that change no token."""
+"""Fields that do not affect tokens."""
 DEFAULTS: dict[str, Any] = {
     "top_logprobs": 0,
     "parallel_tool_calls": True,
@@ -21,9 +21,9 @@ DEFAULTS: dict[str, Any] = {
     "echo": False,
     "suffix": "",
 }
-"""Field -> its only value that is supported."""
+"""Field -> its only supported value."""
 MAX_NAME = 256
-"""Characters of a name that an answer repeats."""
+"""Maximum characters of a name that the answer repeats."""
 COMMON = ("max_tokens", "stream", "stream_options", "logprobs")
 CHAT = ("messages", "tools", "tool_choice", "max_completion_tokens")
 TEXT = ("prompt",)
@@ -31,7 +31,7 @@ FORMS_OF_LOGPROBS: dict[tuple[str, ...], tuple[tuple[Any, ...], str]] = {
     CHAT: ((None, False, True), "true or false"),
     TEXT: ((None, 0), "0: that of each sampled token"),
 }
-"""API -> what `logprobs` may be, and how that is said."""
+"""API -> (supported values of `logprobs`, their description)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,37 +39,41 @@ class HarnessRequest:
     """Parsed request of a harness."""
 
     model: str
-    """Returned in the answer."""
+    """Model name, repeated in the answer."""
     max_tokens: int | None
     stream: bool
     include_usage: bool
-    """Whether a stream ends with the usage."""
+    """Whether a stream ends with the token usage."""
     logprobs: bool
     overridden: tuple[str, ...]
-    """Sampling parameters that the request has and that are not applied."""
+    """Sampling parameters in the request that are not applied."""
     sampling: RequestSampling | None = None
-    """Parameters that apply instead of the run's, so that the answers are context; None: the run's apply."""
+    """Parameters that replace the run's and make the answers context; None: the run's parameters apply."""
     dialogue: Dialogue | None = None
-    """Messages of a chat request."""
+    """Messages and tools of a chat request."""
     tools: bool = False
-    """Whether tool calls are read from the answer."""
+    """Whether tool calls are parsed from the answer."""
     prompt: str | tuple[int, ...] = ""
-    """Prompt of a completion: text, or tokens."""
+    """Prompt of a completion request: text or token ids."""
     response: object = None
     """`ResponseFields` of a responses request."""
     name: str = ""
     """Request id of a generate request."""
     with_text: bool = False
-    """Whether the answer to a generate request has its text."""
+    """Whether the answer to a generate request contains text."""
     with_prompt: bool = False
-    """Whether it has the tokens of the request."""
+    """Whether the answer to a generate request repeats the prompt's token ids."""
 
 
 def read_body(body: bytes, tokens: int = 0) -> Any:
-    """Parse the body of a request; one with over `MOST_VALUES` values may have the ids of `tokens` tokens.
+    """Parse the JSON body of a request.
+
+    Args:
+        body: raw body.
+        tokens: number of token ids allowed in addition to `MOST_VALUES` values.
 
     Raises:
-        RequestRefused: it is not JSON, or has too many values.
+        RequestRefused: the body is not JSON, or has too many values.
     """
     try:
         return parsed_json(body.decode(json.detect_encoding(body)), tokens)
@@ -82,14 +86,14 @@ def read_body(body: bytes, tokens: int = 0) -> Any:
 
 
 def read_chat(body: Any, *, rules: SamplingRules) -> HarnessRequest:
-    """Read the body of a chat request.
+    """Parse the body of a chat request.
 
     Args:
-        body: the parsed JSON.
-        rules: say what becomes of sampling parameters.
+        body: parsed JSON.
+        rules: handling of sampling parameters.
 
     Raises:
-        RequestRefused: it is malformed, or asks for something that is not supported; names the field.
+        RequestRefused: the request is malformed or unsupported; the message names the field.
     """
     common = _common(body, CHAT, rules)
     choice = body.get("tool_choice") or "auto"
@@ -106,7 +110,7 @@ def read_chat(body: Any, *, rules: SamplingRules) -> HarnessRequest:
 
 
 def read_text(body: Any, *, rules: SamplingRules) -> HarnessRequest:
-    """Read the body of a completion request; arguments and errors are as in `read_chat`."""
+    """Parse the body of a completion request; arguments and errors: see `read_chat`."""
     common = _common(body, TEXT, rules)
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
@@ -119,12 +123,12 @@ def read_text(body: Any, *, rules: SamplingRules) -> HarnessRequest:
 
 
 def is_token(value: Any) -> bool:
-    """Return whether a value can be the id of a token, which is an int32 everywhere."""
+    """Return whether a value is a valid token id (int32)."""
     return type(value) is int and 0 <= value < 2**31
 
 
 def repeated_name(body: dict[str, Any], field: str) -> str:
-    """Return a name that the answer repeats; empty if it is no text."""
+    """Return a name that the answer repeats; empty if the field is not text."""
     name = body.get(field)
     if isinstance(name, str) and len(name) > MAX_NAME:
         raise invalid(f"{field} has {len(name)} characters, over {MAX_NAME}", field)
@@ -160,7 +164,7 @@ def _common(body: Any, fields: tuple[str, ...], rules: SamplingRules) -> dict[st
 
 
 def with_one_answer(request: HarnessRequest) -> HarnessRequest:
-    """Return a request of an API that has one answer to each; refuse one that asks for more."""
+    """Return the request; refuse n > 1 for APIs with a single answer."""
     if request.sampling is not None and request.sampling.n > 1:
         raise invalid("n is not known here", "n", "unknown_parameter")
     return request

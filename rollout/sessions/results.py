@@ -1,7 +1,6 @@
-"""Keeps the tool results of one attempt at a sample, each on disk before it is returned.
+"""Records the tool results of one attempt at a sample; each result is on disk before it is returned.
 
-A harness that is run again on the record gets a result that it has seen under the same name, instead of
-running the tool again.
+A harness that runs again on a record gets the recorded result of a name; the tool does not run again.
 """
 
 import asyncio
@@ -15,37 +14,38 @@ from rollout.sessions.record import SampleRecord, now_ms
 from rollout.sessions.refusal import RequestRefused, ended, invalid
 
 MAX_NAME = 256
-"""Characters of a name."""
+"""Maximum characters of a result's name."""
 MAX_RESULTS = 10_000
-"""Results of one attempt."""
+"""Maximum results of one attempt."""
 MAX_BYTES = 64 << 20
-"""Bytes of all of them together, as JSON. With calls the record of a sample has the same limits."""
+"""Maximum total size of an attempt's results as JSON, bytes. The record limits calls and results together to
+the same values."""
 
 
 class Results:
-    """Name -> result of one attempt at a sample; without a record they are kept in memory alone."""
+    """Named tool results of one attempt at a sample; kept only in memory if there is no record."""
 
     def __init__(self, record: SampleRecord | None = None) -> None:
-        """Begin with the results of the record, whose attempt was begun."""
+        """Start with the results of a record whose attempt has begun."""
         self._record = record
         self._known = dict(record.results) if record is not None else {}
         self._size = sum(map(len, self._known.values()))
         self._unseen: dict[str, Call] = {}
-        """Results that may or may not be on disk."""
+        """Results that may not be on disk yet."""
         self._running: dict[str, asyncio.Lock] = {}
         self._storing: set[asyncio.Task[None]] = set()
         self._ended = ""
 
     async def once(self, name: str, work: Callable[[], Awaitable[Any]]) -> Any:
-        """Return the result of this name; if there is none, the result of `work`, once it is on disk.
+        """Return the recorded result of a name, or run `work` and return its result after it is on disk.
 
-        The result has passed through JSON, from the record or not: a tuple is a list. Cancellation cancels
-        `work`, too; if its result is on disk already, the next request for the name gets it.
+        Results pass through JSON even on the first call, so tuples become lists. Cancelling the call cancels
+        `work`. If the result is already on disk, the next call with the name returns it.
 
         Raises:
-            RequestRefused: the name or the result does not fit, there are too many, or the session has ended.
-            EpisodeError: it cannot be recorded, such as under a lost lease.
-            Exception: any exception of `work`; no result is recorded then.
+            RequestRefused: the name or result is invalid, a limit is reached, or the session has ended.
+            EpisodeError: the result cannot be recorded, for example because the lease is lost.
+            Exception: any exception of `work`; no result is recorded.
         """
         async with self._running.setdefault(checked_name(name), asyncio.Lock()):
             result = await self.find(name)
@@ -56,21 +56,23 @@ class Results:
             return await off_loop(len(result_before), lambda: json.loads(result_before))
 
     async def find(self, name: str) -> bytes | None:
-        """Return the result of a name as JSON, once it is on disk; None: there is none.
+        """Return the JSON result of a name after it is on disk; None if there is no result.
 
         Raises:
-            RequestRefused, EpisodeError: as for `once`.
+            RequestRefused, EpisodeError: see `once`.
         """
         if (call := self._unseen.get(checked_name(name))) is not None:
             await self._store(name, call)
         return self._known.get(name)
 
     async def keep(self, name: str, value: Any) -> bytes:
-        """Record a result and return it as JSON, once it is on disk; the same may be recorded again.
+        """Record a result and return it as JSON after it is on disk.
+
+        Recording an equal result again is allowed.
 
         Raises:
-            RequestRefused: as for `once`, or another result has this name.
-            EpisodeError: as for `once`.
+            RequestRefused: see `once`; or the name already has a different result.
+            EpisodeError: see `once`.
         """
         encoded = await _off_loop_json(checked_name(name), value)
         result = await self.find(name)
@@ -81,7 +83,7 @@ class Results:
         return result
 
     def end(self, reason: str) -> None:
-        """Refuse further results; writes in progress are not awaited."""
+        """Refuse further results, and cancel writes in progress."""
         self._ended = self._ended or reason
         for task in self._storing:
             task.cancel()
@@ -104,7 +106,7 @@ class Results:
         return value
 
     async def _store(self, name: str, call: Call) -> None:
-        """Return when a result is on disk. Cancelled or refused, it is stored again when it is asked for."""
+        """Return when a result is on disk. After cancellation or refusal, the next lookup stores it again."""
         assert self._record is not None
         if self._ended:
             raise ended(self._ended)
@@ -125,7 +127,7 @@ def checked_name(name: str) -> str:
     """Return the name of a result.
 
     Raises:
-        RequestRefused: it is empty, too long, or has what cannot be printed.
+        RequestRefused: the name is empty, too long or not printable.
     """
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise invalid(
@@ -135,7 +137,7 @@ def checked_name(name: str) -> str:
 
 
 async def _off_loop_json(name: str, value: Any) -> bytes:
-    """Return a result as JSON; a large one is encoded in a thread."""
+    """Return a result as JSON; large results are encoded in a thread."""
     return await off_loop(size_of(value), lambda: as_json(name, value))
 
 
@@ -143,7 +145,7 @@ def as_json(name: str, value: Any) -> bytes:
     """Return a result as JSON.
 
     Raises:
-        RequestRefused: it is no JSON value.
+        RequestRefused: the result is not a JSON value.
     """
     try:
         return json.dumps(value, allow_nan=False).encode()

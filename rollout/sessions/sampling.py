@@ -1,8 +1,8 @@
-"""Decides whether sampling parameters of a request are refused, left out, or applied.
+"""Decides whether sampling parameters of a request are refused, ignored or applied.
 
-A parameter that equals the run's, or has no effect, is accepted always. For others there are the modes of
-`environment.sampling`. A call that is generated with parameters of its own is context: it is drawn from
-another distribution than the trainer computes with, so no token of it may be trained.
+Parameters that equal the run's values, or have no effect, are always accepted. `environment.sampling` selects
+the handling of other parameters. A call generated with its own parameters becomes context. Its distribution
+differs from the trainer's, so none of its tokens may be trained.
 """
 
 import json
@@ -19,40 +19,40 @@ UNCHANGED: Mapping[str, tuple[Any, ...]] = {
     "presence_penalty": (0,), "frequency_penalty": (0,), "repetition_penalty": (1,), "logit_bias": ({},),
     "best_of": (1,), "response_format": ({"type": "text"},),
 }  # fmt: skip
-"""Sampling parameter -> its values, besides null, that have no effect in any run."""
+"""Sampling parameter -> values, besides null, that have no effect in any run."""
 MAX_ANSWERS = 128
-"""Answers to one request (`n`)."""
+"""Maximum answers to one request (`n`)."""
 MAX_STOPS, MAX_STOP = 16, 256
-"""Strings that end an answer, and characters of one."""
+"""Maximum stop strings of a request, and maximum characters of each."""
 REFUSED = (
     "would change the distribution that is trained on, which [sampling] decides; leave it out, give the "
     "run's value, or set environment.sampling to \"run\" (the run's value applies)"
 )
 OR_CONTEXT = ' or "context" (the answer is generated as asked, and not trained)'
-"""What follows it for a parameter that engines can generate by."""
+"""Suffix of `REFUSED` for parameters that engines can apply."""
 NO_SEEDS = "cannot be applied: this engine has no seeds of single requests; leave it out"
 
 
 @dataclass(frozen=True, slots=True)
 class RequestSampling:
-    """Sampling parameters of one request that differ from the run's; None: the run's."""
+    """Sampling parameters of one request that differ from the run's. None: use the run's value."""
 
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
-    """Strings that end the answer besides the run's, at the token that completes one."""
+    """Stop strings in addition to the run's. An answer ends at the token that completes one."""
     n: int = 1
-    """Answers, each a call of its own."""
+    """Number of answers; each becomes its own call."""
 
     def applied(self, own: Sampling) -> Sampling:
-        """Return the run's parameters with those of the request in their place."""
+        """Return the run's parameters, overridden by the request's."""
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
         return replace(own, **{name: value for name, value in given.items() if value is not None})
 
     def as_json(self) -> str:
-        """Return what differs, for the journal."""
+        """Return the differing parameters as JSON, for the journal."""
         default = RequestSampling()
         given = {name: getattr(self, name) for name in self.__slots__}
         return json.dumps({name: value for name, value in given.items() if value != getattr(default, name)})
@@ -60,24 +60,24 @@ class RequestSampling:
 
 @dataclass(frozen=True, slots=True)
 class SamplingRules:
-    """The sampling of a run, and what becomes of requests that ask for another one."""
+    """Sampling parameters of a run, and the handling of requests with other parameters."""
 
     mode: SamplingMode = "refuse"
     own: Sampling = Sampling(max_tokens=1)  # noqa: RUF009  it is frozen
-    """Parameters of every generation."""
+    """Sampling parameters of the run."""
     stop: tuple[str, ...] = ()
-    """Strings that end every sample."""
+    """Stop strings of the run."""
     seeds: bool = False
-    """Whether the engine has seeds of single requests."""
+    """Whether the engine supports per-request seeds."""
 
     def read(self, body: Mapping[str, Any]) -> tuple[RequestSampling | None, tuple[str, ...]]:
-        """Return the parameters of a request that are applied, and the names of those that are not.
+        """Return (parameters to apply, names of ignored parameters) of a request.
 
         Args:
-            body: parsed request; fields that are no sampling parameters are not read.
+            body: parsed request; only sampling parameters are read.
 
         Raises:
-            RequestRefused: names the parameter.
+            RequestRefused: a parameter is refused; the message names it.
         """
         others = {
             name: body[name]
@@ -95,7 +95,7 @@ class SamplingRules:
         return self._asked(others), ()
 
     def _is_own(self, name: str, value: Any) -> bool:
-        """Return whether a value is the run's own, or has no effect."""
+        """Return whether a value equals the run's or has no effect."""
         if isinstance(value, bool):
             return False
         own: tuple[Any, ...] = ()
@@ -108,7 +108,7 @@ class SamplingRules:
         return any(value == same for same in (*off, *own))
 
     def _asked(self, others: Mapping[str, Any]) -> RequestSampling:
-        """Return the parameters as an engine takes them."""
+        """Validate the parameters and convert them for the engine."""
         values: dict[str, Any] = {}
         for name, value in others.items():
             if name not in APPLIED:
@@ -154,5 +154,5 @@ APPLIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (_is_stop, f"a text or a list of at most {MAX_STOPS}, of 1 to {MAX_STOP} characters each"),
     "n": (lambda value: type(value) is int and 1 <= value <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}"),
 }
-"""Parameter that an engine can generate by -> whether a value fits, and those that do."""
+"""Parameter that engines can apply -> (validator, description of valid values)."""
 NOT_GENERATED = f"cannot be applied: engines generate a request by {', '.join(APPLIED)} alone; leave it out"

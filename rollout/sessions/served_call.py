@@ -1,4 +1,4 @@
-"""Answers one call of a client, in one piece or as a stream, in the shape of the API that it speaks."""
+"""Answers one client call, as one body or as a stream, in the format of the client's API."""
 
 import asyncio
 import json
@@ -24,29 +24,29 @@ Made = TypeVar("Made")
 
 @dataclass(frozen=True, slots=True)
 class Api:
-    """One API that clients may speak."""
+    """One client API."""
 
     path: str
-    """Behind `/s/KEY`."""
+    """URL path after `/s/KEY`."""
     prefix: str
-    """Prefix of the answers' names."""
+    """Prefix of answer ids."""
     read: Callable[..., HarnessRequest]
-    """(body, rules) -> parsed request; gets `stored`, too, if answers are kept."""
+    """(body, rules) -> parsed request. If `keep` is set, also gets `stored`."""
     whole: Callable[..., Body]
-    """(request, answer, renderer, name) -> an answer in one piece."""
+    """(request, answer, renderer, name) -> response body."""
     events: Callable[..., Iterable[Body]]
-    """(the arguments of `body`) -> an answer as events."""
+    """(request, answer, renderer, name) -> stream events."""
     start: Callable[[HarnessRequest, str], Body] | None = None
-    """(request, name) -> the event that is sent while the answer is generated."""
+    """(request, name) -> first event, sent before the answer is generated."""
     last: bytes = b""
-    """What ends a stream."""
+    """Bytes that end a stream."""
     error: Callable[[RequestRefused], Body] = lambda refusal: refusal.body
     keep: Callable[[Session, HarnessRequest, CallAnswer, str], Any] | None = None
-    """Returns the part of an answer that its session stores, for requests that name it; None: it is not
-    stored."""
+    """Returns the part of an answer that the session stores for later requests. None: answers are not stored.
+    """
 
     def refused(self, refusal: RequestRefused) -> web.Response:
-        """Return the answer to a request that is refused, which says whether to try again."""
+        """Return the response to a refused request, with a retry hint."""
         headers = {"x-should-retry": "true" if refusal.status == 429 else "false"}
         return web.json_response(self.error(refusal), status=refusal.status, headers=headers)
 
@@ -72,21 +72,26 @@ APIS = (
         generate.generate_events, last=DONE, error=generate.generate_error,
     ),
 )  # fmt: skip
-"""APIs of OpenAI, Anthropic's messages, and vLLM's tokens in and out."""
+"""The OpenAI APIs, Anthropic's messages API, and vLLM's tokens-in, tokens-out API."""
 
 
 class ServedCall:
-    """One call of a client; an answer that could not be delivered is withdrawn from the session."""
+    """One client call. An answer that cannot be delivered is withdrawn from the session."""
 
     def __init__(
         self, api: Api, request: web.Request, session: Session, pending: PendingCall, name: str, size: int
     ) -> None:
-        """Serve a pending call; its answer is called `name`, its request has `size` bytes."""
+        """Serve a pending call.
+
+        Args:
+            name: id of the answer.
+            size: request size, bytes.
+        """
         self._api, self._request, self._session = api, request, session
         self._pending, self._name, self._size = pending, name, size
 
     async def whole(self) -> web.StreamResponse:
-        """Answer in one piece."""
+        """Answer with one body."""
         answer = await self._session.answer(self._pending)
         response = web.Response(content_type="application/json", headers=_overridden(self._pending.request))
 
@@ -102,7 +107,7 @@ class ServedCall:
         return response
 
     async def stream(self) -> web.StreamResponse:
-        """Answer by events: the first one at once, the others when the answer is generated."""
+        """Answer with a stream: the first event at once, the rest after generation."""
         response = web.StreamResponse(headers=_overridden(self._pending.request))
         response.content_type = "text/event-stream"
         response.headers[hdrs.CACHE_CONTROL] = "no-cache"
@@ -112,7 +117,7 @@ class ServedCall:
             await response.write(event)
         try:
             answer = await self._session.answer(self._pending)
-        except Exception as failed:  # its head is sent, so no other answer can follow
+        except Exception as failed:  # the head is sent, so the error becomes an event
             if not isinstance(failed, RequestRefused):
                 _log.exception("session.error path=%s", self._api.path)
                 failed = RequestRefused(500, "internal_error", "the call failed, see the worker's log")
@@ -134,7 +139,7 @@ class ServedCall:
         return response
 
     async def _deliver(self, answer: CallAnswer, send: Callable[[], Awaitable[None]]) -> None:
-        """Write an answer, or withdraw it if the client has hung up before reading it."""
+        """Send an answer; withdraw it if the client disconnects before reading it."""
         try:
             if (keep := self._api.keep) is not None:
                 request, session = self._pending.request, self._session
@@ -149,13 +154,13 @@ class ServedCall:
                 raise
 
     async def _written(self, answer: CallAnswer, make: Callable[[], Made]) -> Made:
-        """Return `make`'s text of an answer and its request; a large one is made in a thread."""
+        """Return the result of `make`, which formats the answer; large answers are formatted in a thread."""
         tokens = sum(len(each.call.completion.tokens) for each in (answer, *answer.others))
         return await off_loop(self._size + TOKEN * tokens, make)
 
 
 def _event(body: Body) -> bytes:
-    """Return an event; those that have a type are named by it."""
+    """Return a server-sent event, named after the body's `type` if there is one."""
     name = f"event: {body['type']}\n" if "type" in body else ""
     return f"{name}data: {json.dumps(body)}\n\n".encode()
 

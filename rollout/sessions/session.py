@@ -24,9 +24,9 @@ from rollout.sessions.sampling import RequestSampling, SamplingRules
 from rollout.sessions.template import added, whole
 
 GenerateAs = Callable[[tuple[int, ...], int | None, RequestSampling], Awaitable[Completion]]
-"""Continues tokens like `Generate`, by sampling parameters of a request."""
+"""Generates a completion like `Generate`, with sampling parameters of the request."""
 OTHER_BYTES = 1 << 16
-"""Bytes of a body besides its texts, in which a character has at most 12: two escapes."""
+"""Bytes of a body outside its texts. In texts, a character takes at most 12 bytes (two escapes)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,53 +34,53 @@ class SessionLimits:
     """Limits of one session."""
 
     max_calls: Annotated[int, Interval(ge=1, le=10**4)] = 256
-    """Calls that are answered; no more than a sample may record."""
+    """Maximum answered calls; at most the number that a sample may record."""
     max_running: Annotated[int, Interval(ge=1, le=10**5)] = 64
-    """Calls that run at once."""
+    """Maximum concurrent calls."""
 
 
 @dataclass(frozen=True, slots=True)
 class PendingCall:
-    """A call that was checked and not answered yet."""
+    """Validated call without an answer."""
 
     request: HarnessRequest
     parent: ModelCall | None
     inserted: tuple[int, ...]
     """As in `ModelCall`."""
     context: tuple[int, ...]
-    """The tokens that the answer continues."""
+    """Tokens before the answer."""
     key: tuple[str, str]
     """Lookup key of the call in a record."""
     restarts: bool = False
-    """Whether it continues no call because the template cannot write its messages after an answer."""
+    """Whether the call has no parent because the template cannot append its messages to an answer."""
 
 
 NumberedAnswer = tuple[int, Completion, AnswerContent]
-"""The number of an answer in the record, -1 without one; the answer; and what it says."""
+"""(number in the record or -1, completion, content)."""
 
 
 @dataclass(frozen=True, slots=True)
 class CallAnswer:
-    """The answer to a call, as its client gets it."""
+    """Answer to a call, in the form sent to the client."""
 
     call: ModelCall
     prompt_tokens: int
     text: str
-    """The answer to a completion."""
+    """Text of a completion answer."""
     message: dict[str, Any]
-    """As the chat API has it."""
+    """Message in chat API format."""
     finish_reason: str
     """"stop", "length" or "tool_calls"."""
     stopped_by: str = ""
-    """The request's own stop string that ended it."""
+    """Stop string of the request that ended the answer."""
     others: tuple["CallAnswer", ...] = ()
     """Further answers to the same request."""
 
 
 class Session:
-    """One sample's calls.
+    """Model calls of one sample.
 
-    Calls may run at once. Cancelling one ends its request on the engine, and the call is not recorded.
+    Calls may run concurrently. Cancelling a call aborts its engine request, and the call is not recorded.
     """
 
     def __init__(
@@ -95,14 +95,14 @@ class Session:
         rules: SamplingRules | None = None,
         generate_as: GenerateAs | None = None,
     ) -> None:
-        """Start without a call.
+        """Start with no calls.
 
         Args:
-            generate, renderer, limits, reader, record: as the fields and arguments of the same name.
-            on_replayed: is called with each answer from the record.
-            max_model_len: tokens of a context with its answer; 0: no limit is known.
-            rules: say what becomes of sampling parameters of requests; None: any are refused.
-            generate_as: continues tokens with those; required if the rules let them apply.
+            generate, renderer, limits, reader, record: as the attributes of the same name.
+            on_replayed: callback for each answer from the record.
+            max_model_len: limit on context plus answer, tokens; 0: unknown.
+            rules: handling of sampling parameters in requests; None: refuse all.
+            generate_as: generates with request parameters; required if `rules` allows them.
         """
         self._generate, self._renderer, self._limits = generate, renderer, limits
         self._on_replayed = on_replayed
@@ -110,41 +110,42 @@ class Session:
         self._max_model_len = max_model_len
         self._generate_as = generate_as
         self.rules = rules or SamplingRules()
-        """What becomes of sampling parameters of requests."""
+        """Handling of sampling parameters in requests."""
         self._running: set[asyncio.Task[NumberedAnswer]] = set()
         self._reading = 0
-        """Large requests that wait or are read; one at a time is."""
+        """Number of large requests being read or queued; one is read at a time."""
         self._one_read = asyncio.Lock()
         self.record = record
-        """Has every call before it is answered; None: calls are not recorded."""
+        """Record that stores each call before it is answered; None: calls are not recorded."""
         self.results = Results(record)
-        """What tools answered."""
+        """Tool results."""
         self.tree = CallTree()
         self.stored: dict[str, Any] = {}
-        """Name -> `StoredResponse`: what later requests of the responses API may name."""
+        """Name -> `StoredResponse` that later requests of the responses API may continue."""
         self.ended = ""
-        """Why no call is answered any more; empty while they are."""
+        """Why no further call is answered; empty while the session is open."""
         self.truncated = False
-        """Whether the last call was refused because the episode has no turn or no room left."""
+        """Whether the last call was refused because the episode has no turn or no tokens left."""
         self.restarts = 0
-        """Calls that continue no call because the template cannot write their messages after an answer."""
+        """Number of calls without a parent because the template cannot append their messages to an answer."""
         self.overridden = 0
-        """Calls with sampling parameters that were not applied."""
+        """Number of calls with sampling parameters that were ignored."""
 
     @property
     def renderer(self) -> Renderer:
-        """What renders the requests."""
+        """Renderer of the requests."""
         return self._renderer
 
     async def read(self, body: bytes, parse: Callable[[Any], HarnessRequest]) -> PendingCall:
-        """Read a request and begin it, a large one in a thread; a refusal changes no state.
+        """Parse a request and begin the call; large requests are parsed in a thread.
+
+        A refusal changes no state.
 
         Args:
-            body: of the request.
-            parse: returns the request of the parsed body.
+            parse: converts the decoded body to a request.
 
         Raises:
-            RequestRefused: as for `begin`, or it is malformed.
+            RequestRefused: see `begin`; or the request is malformed.
         """
         self._check_free()
         least = (len(body) - OTHER_BYTES) // (12 * self._renderer.longest_piece)
@@ -167,17 +168,17 @@ class Session:
         return pending
 
     def begin(self, request: HarnessRequest) -> PendingCall:
-        """Find the call that a request continues, and check it; a refusal changes no state.
+        """Validate a request and find the call that it continues. A refusal changes no state.
 
         Raises:
             RequestRefused: the session has ended or reached a limit, the request is too long, or the chat
-                template refuses it.
+                template rejects it.
         """
         self._check_free()
         return self._fitting(request)
 
     def _fitting(self, request: HarnessRequest) -> PendingCall:
-        """Return the call that a request continues, if it fits; may run in a thread."""
+        """Return the pending call of a request after checking its length. May run in a thread."""
         param = "messages" if request.dialogue else "prompt"
         most = self._max_model_len if self.tree.calls else self._renderer.max_prompt_tokens
         try:
@@ -191,7 +192,7 @@ class Session:
         return pending
 
     def _check_free(self, more: int = 1) -> None:
-        """Raise RequestRefused if the session answers no `more` calls now."""
+        """Raise RequestRefused if the session cannot accept `more` calls now."""
         if self.ended:
             raise ended(self.ended)
         if len(self.tree.calls) + len(self._running) + more > self._limits.max_calls:
@@ -204,7 +205,7 @@ class Session:
             )
 
     def _too_long(self, tokens: str, param: str | None = None) -> RequestRefused:
-        """Return the refusal of a request that does not fit; the sample of a later call is truncated."""
+        """Return the refusal of a too long request; after the first call, mark the sample as truncated."""
         if not self.tree.calls:
             most = self._renderer.max_prompt_tokens or self._max_model_len
             return invalid(
@@ -216,11 +217,11 @@ class Session:
         return invalid(f"{tokens} fill engine.max_model_len {self._max_model_len}", code="episode_over")
 
     async def answer(self, pending: PendingCall) -> CallAnswer:
-        """Generate the answers of a call and record them.
+        """Generate the answers to a call and record them.
 
         Raises:
-            RequestRefused: the engine failed, the session ended meanwhile, or its episode has no turn or no
-                room left.
+            RequestRefused: the engine failed, the session ended meanwhile, or the episode has no turn or no
+                tokens left.
         """
         own = pending.request.sampling
         first, *others = await self._all_completed(pending, own.n if own else 1)
@@ -231,7 +232,7 @@ class Session:
         return replace(answer, others=tuple(self._added(pending, other) for other in others))
 
     def _added(self, pending: PendingCall, answer: NumberedAnswer) -> CallAnswer:
-        """Add an answer to the tree; one that was generated as its request asked is context."""
+        """Add an answer to the tree; an answer with the request's own sampling parameters is context."""
         number, completion, content = answer
         reason = "stop" if content.stopped_by else completion.finish_reason
         reason = "tool_calls" if content.message.get("tool_calls") and reason == "stop" else reason
@@ -245,13 +246,13 @@ class Session:
         return CallAnswer(call, context, content.text, content.message, reason, content.stopped_by)
 
     def withdraw(self, pending: PendingCall, answer: CallAnswer) -> None:
-        """Forget answers that could not be written; recorded ones are given to who asks the same again."""
+        """Remove answers that could not be delivered. Recorded answers are kept for a repeated request."""
         for each in (answer, *answer.others):
             if self.tree.withdraw(each.call):
                 self._put_back(pending, each.call.number, each.call.completion)
 
     def end(self, reason: str) -> None:
-        """Answer no call and record no result any more, nor those under way. The first reason counts."""
+        """Refuse further calls and results, and cancel running ones. The first reason is kept."""
         self.ended = self.ended or reason
         self.results.end(self.ended)
         for task in self._running:
@@ -263,7 +264,7 @@ class Session:
             await asyncio.wait(self._running)
 
     async def _all_completed(self, pending: PendingCall, count: int) -> list[NumberedAnswer]:
-        """Return `count` answers in the order of their numbers, as a replay would; all of them or none."""
+        """Return `count` answers in call number order, as in a replay; if one fails, return none."""
         if count == 1:
             return [await self._completed(pending)]
         self._check_free(count)
@@ -286,7 +287,7 @@ class Session:
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
         except asyncio.CancelledError:
-            if not task.cancelled() and task.exception() is None:  # both ended at once
+            if not task.cancelled() and task.exception() is None:  # answer and cancellation coincided
                 self._put_back(pending, *task.result()[:2])
             raise
         except BaseExceptionGroup as failures:
@@ -320,9 +321,9 @@ class Session:
         return number, completion, content
 
     def _put_back(self, pending: PendingCall, number: int, completion: Completion) -> None:
-        """Keep a recorded answer that was not given, for who asks the same again.
+        """Keep a recorded but undelivered answer for a repeated request.
 
-        Not once the session has ended: the record may be of the next attempt by then.
+        After the end of the session the answer is dropped: the record may belong to the next attempt.
         """
         if self.record is not None and not self.ended:
             self.record.put_back(number, pending.key, completion)
@@ -345,7 +346,7 @@ class Session:
         if own is None:
             completion = await self._generate(pending.context, limit)
         else:
-            assert self._generate_as is not None  # a session whose rules let it apply has it
+            assert self._generate_as is not None  # rules that allow parameters require it
             completion = await self._generate_as(pending.context, limit, own)
         if completion.experts is not None:
             raise EngineError("a session does not record experts yet: set trainer.routing_replay to false")
@@ -354,7 +355,7 @@ class Session:
         return completion
 
     def _placed(self, request: HarnessRequest, most: int) -> PendingCall:
-        """Return the call that a request continues, and the tokens of the rest; raises PromptTooLong."""
+        """Return the call that continues the request's parent. Raises PromptTooLong."""
         if request.dialogue is None:
             return self._placed_text(request, most)
         parent, count = self.tree.continued(request.dialogue.keys)
@@ -365,7 +366,7 @@ class Session:
             except PromptTooLong:
                 raise
             except SettingsError:
-                pass  # so it continues no call
+                pass  # start a row without parent
         try:
             tokens = whole(self._renderer, request.dialogue, most)
         except PromptTooLong:

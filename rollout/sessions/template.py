@@ -1,4 +1,4 @@
-"""Writes requests as tokens: a whole dialogue, or only the messages after an answer that keeps its tokens."""
+"""Renders requests as tokens: a whole dialogue, or only the messages after an already tokenized answer."""
 
 import json
 import secrets
@@ -11,11 +11,11 @@ from rollout.sessions.messages import Dialogue, Message
 
 
 def whole(renderer: Renderer, dialogue: Dialogue, most: int = 0) -> tuple[int, ...]:
-    """Return the tokens of a dialogue, up to where the model continues; `most` as for `Renderer.encode`.
+    """Return the tokens of a dialogue, up to the start of the model's answer; `most`: see `Renderer.encode`.
 
     Raises:
-        PromptTooLong: as for `Renderer.encode`.
-        SettingsError: the chat template refuses it.
+        PromptTooLong: the text cannot fit into `most` tokens.
+        SettingsError: the chat template rejects the dialogue.
     """
     text = _written(renderer, dialogue.messages, dialogue.tools)
     return renderer.encode(text, special=not renderer.has_template, most=most)
@@ -24,22 +24,22 @@ def whole(renderer: Renderer, dialogue: Dialogue, most: int = 0) -> tuple[int, .
 def added(
     renderer: Renderer, dialogue: Dialogue, first: int, sampled: Sequence[int], most: int = 0
 ) -> tuple[int, ...]:
-    """Return the tokens of a dialogue's messages from `first` on, as they follow an answer.
+    """Return the tokens of the dialogue's messages from `first` on, to append to an answer.
 
-    The answer before them is not rendered: the template writes the messages after another one, and what it
-    writes behind that is cut off there. If the sampled tokens end with the end of the turn, that is not
-    repeated.
+    The answer itself is not rendered, because its sampled tokens are kept. The template renders the messages
+    after a placeholder answer, and the text after the placeholder is tokenized. An end-of-turn token at the
+    end of `sampled` is not repeated.
 
     Args:
-        renderer: has the template.
+        renderer: renderer with the chat template.
         dialogue: the request.
-        first: index of the first new message; the one before it is the answer.
+        first: index of the first new message; the message before it is the answer.
         sampled: tokens of the answer.
-        most: as for `Renderer.encode`.
+        most: token limit; 0: none. Checked as in `Renderer.encode`.
 
     Raises:
-        PromptTooLong: as for `Renderer.encode`.
-        SettingsError: the template cannot write messages after an answer.
+        PromptTooLong: the text cannot fit into `most` tokens.
+        SettingsError: the template cannot render messages after an answer.
     """
     if not renderer.has_template:
         return renderer.encode(renderer.dialogue_text(dialogue.messages[first:]), most=most)
@@ -48,33 +48,33 @@ def added(
 
 
 def _closing(renderer: Renderer, tail: Sequence[int], sampled: Sequence[int]) -> int:
-    """Return how many tokens of `tail` merely close an answer that has ended with the end of its turn.
+    """Return the number of leading tokens of `tail` that only close an answer which already ended its turn.
 
-    They are those up to that end. Some templates write other special tokens before it.
+    These are the tokens up to the end-of-turn token. Some templates write other special tokens before it.
     """
     if not sampled or sampled[-1] not in tail:
         return 0
     if renderer.text((sampled[-1],)) and sampled[-1] not in renderer.stop_token_ids:
-        return 0  # it is part of the answer's text
+        return 0  # the token is part of the answer's text
     end = tail.index(sampled[-1])
     return 0 if renderer.text(tuple(tail[:end])).strip() else end + 1
 
 
 def _behind_answer(renderer: Renderer, dialogue: Dialogue, first: int) -> str:
-    """Return the template's text from the end of an answer on."""
+    """Return the rendered text after the answer."""
     new, answer, tools = dialogue.messages[first:], dialogue.messages[first - 1], dialogue.tools
     mark, result = (
         f"tether{secrets.token_hex(16)}{what}" for what in ("answer", "result")
     )  # in no text of the request
-    # Some templates repeat the system's message, or the tools, before the last message of the user.
+    # Some templates repeat the system message or the tools before the last user message.
     before = [*_system(dialogue.messages), {"role": "user", "content": "x"}]
     if calls := answer.get("tool_calls"):
-        # Some templates write the result of a tool only after a call of it, or end a call by another token.
+        # Some templates render a tool result only after its call, or end a call with another token.
         called = {**answer, "content": "", "tool_calls": [_marked(call, mark) for call in calls]}
         try:
             _, mark_found, text = _written(renderer, [*before, called, *new], tools).rpartition(mark)
         except SettingsError:
-            mark_found = text = ""  # a template without calls may still write their results, as below
+            mark_found = text = ""  # a template without tool calls may still render their results, see below
         if mark_found and (ends := [place for stop in _stops(renderer) if (place := text.find(stop)) >= 0]):
             return text[min(ends) :]
     plain = {"role": "assistant", "content": mark}
@@ -88,7 +88,7 @@ def _behind_answer(renderer: Renderer, dialogue: Dialogue, first: int) -> str:
 
 
 def _written(renderer: Renderer, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
-    """Return messages as the template writes them; some take the arguments of a call only as text."""
+    """Return rendered messages. Some templates accept tool call arguments only as text."""
     try:
         return renderer.dialogue_text(messages, tools)
     except SettingsError:
@@ -102,7 +102,7 @@ def _written(renderer: Renderer, messages: Sequence[Message], tools: Sequence[di
 
 
 def _as_text(message: Message) -> Message:
-    """Return a message with the arguments of its calls as JSON."""
+    """Return a message with its tool call arguments as JSON text."""
     if not message.get("tool_calls"):
         return message
     calls = [_with_arguments(call, json.dumps(_arguments(call))) for call in message["tool_calls"]]
@@ -118,7 +118,7 @@ def _with_arguments(call: dict[str, Any], arguments: Any) -> dict[str, Any]:
 
 
 def _marked(call: dict[str, Any], mark: str) -> dict[str, Any]:
-    """Return a call whose only argument is the mark."""
+    """Return a tool call whose only argument is the mark."""
     return _with_arguments(call, {"x": mark})
 
 

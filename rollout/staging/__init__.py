@@ -1,1 +1,1 @@
-"""Stages a weight version next to an engine's live parameters, and commits it into them."""
+"""Staging of weight versions next to an engine's live parameters, and the commit into them."""

@@ -1,11 +1,11 @@
-"""Stages a version where its files have it, and applies it in batches of tensors through a bounded buffer.
+"""Stages a version in its files, and applies it in batches of tensors through a bounded buffer.
 
-Beside the live parameters there is memory for the largest tensor alone. Every digest is checked when the
-version is staged, before a live byte changes. In the commit each tensor is copied into the buffer, digested
-there once more, and copied to its places, with what fits in the buffer beside it: a model of experts has
-thousands of small ones. A GPU reads the version's own pages, which are locked when it is staged; pages that
-cannot be locked are copied to pinned memory by several threads. A failure in the middle of a commit poisons
-the engine, as any other; until the first tensor was copied nothing has changed.
+The only extra memory is for the largest tensor. Staging checks all digests before a live byte changes. The
+commit copies each tensor into the buffer, digests it again, and copies it to its destinations. Small tensors
+share the buffer, because expert models have thousands of them. On GPU, the version's own pages are locked
+during staging, and the GPU reads them directly. Pages that cannot be locked are copied to pinned memory by
+several threads. A failure before the first copy changes no live byte; a failure in the middle of a commit
+poisons the engine.
 """
 
 import logging
@@ -34,49 +34,51 @@ from rollout.weights.registry import make_receiver
 log = logging.getLogger("tether.rollout")
 
 COPY_THREADS = 8
-"""Threads that copy to pinned memory: one reads some GB/s, the bus of a GPU takes 50."""
+"""Threads that copy to pinned memory: a thread reads a few GB/s, a GPU's bus transfers 50 GB/s."""
 COPY_BYTES = 8 << 20
-"""Most bytes that one of them copies at a time."""
+"""Maximum bytes per copy of a thread."""
 UNLOCKING_SHARE = 0.1
-"""Share of a fetch's deadline that it waits until the version before is unlocked; then it locks no pages."""
+"""Fraction of a fetch's deadline spent waiting for the previous version to be unlocked; then no pages are
+locked."""
 CANCEL_S = 0.05
-"""Interval in which it looks meanwhile whether it was cancelled."""
+"""Seconds between cancellation checks during this wait."""
 CLOSE_S = 20.0
-"""Most seconds that `close` waits for the driver to unlock pages; its thread continues after that."""
+"""Seconds that `close` waits for the driver to unlock pages; the unlocking thread continues afterwards."""
 
 
 class PieceBuffer:
-    """Memory through which tensors go from the host to the parameters' device, as many at a time as fit."""
+    """Buffer that moves tensors from the host to the parameters' device in batches."""
 
     def __init__(
         self, nbytes: int, device: torch.device, pinned: Sequence[torch.Tensor] | None = None
     ) -> None:
-        """Allocate it.
+        """Allocate the buffer.
 
         Args:
-            nbytes: of the largest tensor.
-            device: of the live parameters.
-            pinned: `BUFFERS` times uint8 [nbytes] of the host, through which go tensors that the device does
-                not read itself. None: on a GPU pinned memory, else there is none.
+            nbytes: size of the largest tensor.
+            device: device of the live parameters.
+            pinned: `BUFFERS` host buffers, uint8 [nbytes], for tensors that the device cannot read directly.
+                None:
+                pinned memory on a GPU, otherwise no buffers.
         """
         on_gpu = device.type == "cuda"
         self.locks = PageLocks(device)
-        """Where tensors lie that the device reads itself."""
+        """Locked pages, which the device reads directly."""
         self.memory = torch.empty(nbytes, dtype=torch.uint8, device=device)
-        """On the device; an engine that sleeps releases its storage."""
+        """Device buffer; released while the engine sleeps."""
         if pinned is None:
             count = BUFFERS if on_gpu else 0
             pinned = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True) for _ in range(count)]
         self._pinned = pinned
         self._read = [torch.cuda.Event() for _ in pinned] if on_gpu else []
-        """For each of them, when the GPU has read it."""
+        """Event per pinned buffer, recorded after the GPU has read it."""
         self._next = 0
 
     def batches(self, pieces: Iterable[ReceivedSlice]) -> Iterator[list[ReceivedSlice]]:
-        """Yield the pieces in batches, with copies on the device that are valid until the next batch.
+        """Yield the pieces in batches, copied to the device; copies are valid until the next batch.
 
         Args:
-            pieces: dense tensors of the host; as many follow each other in a batch as fit.
+            pieces: dense host tensors; each batch contains as many as fit.
         """
         batch, end = list[tuple[ReceivedSlice, int]](), 0
         for piece in pieces:
@@ -90,7 +92,7 @@ class PieceBuffer:
             yield self._through(batch, end)
 
     def _through(self, batch: Sequence[tuple[ReceivedSlice, int]], end: int) -> list[ReceivedSlice]:
-        """Return copies of pieces on the device, each at its offset; `end` is the last one's end."""
+        """Return copies of pieces on the device at their offsets; `end` is the end of the last one."""
         parts = [(start, piece.tensor.reshape(-1).view(torch.uint8)) for piece, start in batch]
         if not self._pinned or all(self.locks.holds(part) for _, part in parts if part.nbytes):
             for start, part in parts:
@@ -116,11 +118,11 @@ class PieceBuffer:
 
 
 def copy_by_threads(memory: torch.Tensor, parts: Iterable[tuple[int, torch.Tensor]]) -> None:
-    """Copy parts, each (offset, uint8 [n] of the host), into the host's `memory`, uint8 too."""
+    """Copy parts, each (offset, host uint8 [n]), into the host buffer `memory` (uint8)."""
     target = memory.numpy()
 
     def copy(start: int, part: NDArray[np.uint8]) -> None:
-        target[start : start + len(part)] = part  # numpy lets other threads run meanwhile
+        target[start : start + len(part)] = part  # NumPy releases the GIL
 
     with ThreadPoolExecutor(COPY_THREADS, "tether-copy") as pool:
         copies = [
@@ -133,9 +135,9 @@ def copy_by_threads(memory: torch.Tensor, parts: Iterable[tuple[int, torch.Tenso
 
 
 class LayeredStaging(Staging):
-    """Staging without a copy: a version is staged once its files are mapped and verified.
+    """Staging without a copy: a version is staged when its files are mapped and verified.
 
-    `apply` is the commit's copy.
+    `apply` performs the commit's copy.
     """
 
     def __init__(
@@ -144,19 +146,18 @@ class LayeredStaging(Staging):
         """Allocate the buffer.
 
         Args:
-            sources: checkpoint name -> the tensor that the engine expects, and the parts of the live
-                parameters that it fills.
-            architecture: class of the model in transformers; empty: any.
-            tied: input and output embeddings are one tensor in this engine.
+            sources: checkpoint name -> expected tensor, with the parts of live parameters that it fills.
+            architecture: class name of the model in transformers; empty: any.
+            tied: whether input and output embeddings are tied in this engine.
         """
         super().__init__(sources, architecture=architecture, tied=tied)
         device = next((part.target.device for one in sources.values() for part in one.slices), None)
         largest = max((_nbytes(one) for one in sources.values()), default=0)
         self.buffer = PieceBuffer(largest, device or torch.device("cpu"))
         self._pieces: list[ReceivedSlice] = []
-        """Whole tensors of the staged version, where its files have them."""
+        """Whole tensors of the staged version, mapped from its files."""
         self._into = SlicePlacement({})
-        """Their places in the live parameters."""
+        """Destinations of the pieces in the live parameters."""
         self._manifest: WeightManifest | None = None
 
     def discard(self) -> None:
@@ -174,10 +175,10 @@ class LayeredStaging(Staging):
         self.buffer.locks.unlock()
 
     def apply(self) -> None:
-        """Copy the version that was taken over the live parameters.
+        """Copy the taken version over the live parameters.
 
         Raises:
-            WeightError: the bytes differ from those that were verified; live weights may be mixed.
+            WeightError: the bytes differ from the verified ones; live weights may be mixed.
         """
         manifest, digests = self._manifest, Digests()
         assert manifest is not None
@@ -194,7 +195,7 @@ class LayeredStaging(Staging):
         self.discard()
 
     def _place(self, receiver: WeightReceiver, manifest: WeightManifest, deadline_s: float) -> None:
-        """Verify a version where it is, and remember where that is."""
+        """Verify a version in its files, and record the location of its tensors."""
         if not receiver.lasting:
             raise UnfitVersion(
                 f"version {manifest.version}: engine.staging is 'layers', which reads a version twice, and "
@@ -208,7 +209,7 @@ class LayeredStaging(Staging):
             self._refuse_cancelled(manifest)
             pieces += [piece for piece in found if piece.entry.name in into.wanted]
         for piece in pieces:
-            into.destination(piece.entry.name, piece.box)  # it is known then, and takes the commit no time
+            into.destination(piece.entry.name, piece.box)  # cached, to save time in the commit
         self._pieces, self._into, self._manifest = pieces, into, manifest
         share = time.monotonic() + deadline_s * UNLOCKING_SHARE
         if receiver.lockable and self._unlocked(manifest, min(share, end)):
@@ -220,7 +221,7 @@ class LayeredStaging(Staging):
         return make_receiver(transport, shared=self.buffer.locks.usable)
 
     def _unlocked(self, manifest: WeightManifest, end: float) -> bool:
-        """Wait until the version before is unlocked, until `end` at most; return whether it is."""
+        """Wait until the previous version is unlocked, at most until `end`; return whether it is."""
         while not self.buffer.locks.wait(CANCEL_S):
             self._refuse_cancelled(manifest)
             if time.monotonic() > end:
@@ -228,7 +229,7 @@ class LayeredStaging(Staging):
         return True
 
     def _lock(self, manifest: WeightManifest, end: float) -> None:
-        """Lock the version's pages for the device, until `end` at most; the commit copies the others."""
+        """Lock the version's pages for the device, at most until `end`; the commit copies the others."""
         start, locks = time.monotonic(), self.buffer.locks
         for piece in self._pieces:
             self._refuse_cancelled(manifest)
@@ -251,13 +252,13 @@ class LayeredPlan(LoaderTrace):
     def __init__(
         self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: Recorder
     ) -> None:
-        """Take the result of `record`; arguments and errors as in `LoaderTrace`."""
+        """Store the result of `record`; arguments and errors: see `LoaderTrace`."""
         super().__init__(live, shapes, recorder)
         self._staging: LayeredStaging | None = None
 
     @property
     def releasable(self) -> list[torch.Tensor]:
-        """See `StagingPlan`: the buffer, once there is a staging."""
+        """Device memory of the buffer after `staging`; see `StagingPlan`."""
         return [self._staging.buffer.memory] if self._staging else []
 
     def staging(self, *, architecture: str, tied: bool) -> LayeredStaging:
@@ -267,15 +268,15 @@ class LayeredPlan(LoaderTrace):
         return self._staging
 
     def release(self) -> None:
-        """Release the buffer's memory on the device. Idempotent."""
+        """Release the buffer's device memory. Idempotent."""
         self._memory.release()
 
     def restore(self) -> None:
-        """Take the memory again. Raises EngineError: there is no room. Idempotent."""
+        """Reallocate the buffer. Idempotent. Raises EngineError if memory is insufficient."""
         self._memory.restore()
 
     def apply(self) -> None:
-        """Commit the version that was taken from the staging. Raises WeightError, see `LayeredStaging`."""
+        """Commit the taken version. Raises WeightError, see `LayeredStaging`."""
         if self._staging is None:
             raise EngineError("a plan without staging has no version")
         self._staging.apply()

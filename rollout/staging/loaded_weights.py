@@ -1,7 +1,7 @@
 """Compares live weights with the files that they were loaded from, to find repacked parameters.
 
-An engine may rearrange a loaded parameter in its shape for its kernels. A version that is copied over it, as
-the loader would copy it, would then compute wrong results.
+An engine may rearrange a loaded parameter for its kernels without changing its shape. Copying a version over
+it in the loader's layout would then compute wrong results.
 """
 
 import math
@@ -20,14 +20,14 @@ from protocol.weights.draft_head import has_head
 from rollout.staging.loader_trace import Copy, LoaderTrace, Window
 
 ELEMENTS = 1 << 16
-"""Most elements of a tensor that are compared, if a row has no more."""
+"""Maximum elements to compare per tensor, unless a single row has more."""
 
 
 def check_loaded(trace: LoaderTrace, model_dir: Path) -> None:
-    """Compare live parameters with a model's files; parameters, arguments and errors as in `repacked`.
+    """Check that no live parameter is repacked; arguments: see `repacked`.
 
     Raises:
-        EngineError: naming the first parameter that differs.
+        EngineError: a parameter differs from its file; the message names the first one.
     """
     for parameter, tensor in repacked(trace, model_dir):
         raise EngineSettingsError(
@@ -38,22 +38,22 @@ def check_loaded(trace: LoaderTrace, model_dir: Path) -> None:
 
 
 def repacked(trace: LoaderTrace, model_dir: Path) -> Iterator[tuple[str, str]]:
-    """Compare the beginnings of the first and the last tensor in every parameter with a model's files.
+    """Compare the start of the first and last tensor in every parameter with the model's files.
 
-    Parameters of a trained draft head are left out.
+    Parameters of a trained draft head are skipped.
 
     Args:
-        trace: where the loader put the tensors; no version has been committed yet.
-        model_dir: without safetensors, the engine made up its weights, and the comparison is skipped.
+        trace: trace of the loader, before any version is committed.
+        model_dir: model directory. Without safetensors, weights are random and the comparison is skipped.
 
-    Yields: parameter that differs, and the tensor that it does not hold.
+    Yields: (differing parameter, name of the tensor that it should contain).
 
     Raises:
-        EngineError: naming a file that cannot be read.
+        EngineError: a file cannot be read; the message names it.
     """
     places: dict[str, list[Copy]] = {}
     for copy in trace.copies():
-        if not has_head([copy.name]):  # the model's files lack a draft head's tensors
+        if not has_head([copy.name]):  # the model's files do not contain a draft head's tensors
             places.setdefault(copy.parameter, []).append(copy)
     try:
         with ExitStack() as stack:
@@ -67,7 +67,7 @@ def repacked(trace: LoaderTrace, model_dir: Path) -> Iterator[tuple[str, str]]:
 
 
 def files_by_tensor(stack: ExitStack, model_dir: Path) -> dict[str, Any]:
-    """Open a model's safetensors until `stack` ends; return the file of each tensor."""
+    """Open a model's safetensors for the lifetime of `stack`; return tensor name -> file."""
     paths = sorted(model_dir.glob("*.safetensors"))
     files = [stack.enter_context(safe_open(str(path), framework="pt")) for path in paths]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118 (not a mapping)
@@ -89,7 +89,7 @@ def _beginning(window: Window) -> Window:
 
 
 def _read(file: Any, name: str, window: Window) -> torch.Tensor:
-    """Return a part of a tensor; the rest of it is not read where the part is a box."""
+    """Return a part of a tensor; if the part is a box, only this part is read."""
     part = file.get_slice(name)
     shape = tuple(part.get_shape())
     box = box_of(shape, window.offset, window.size, window.stride) if shape else None

@@ -1,9 +1,9 @@
-"""Traces an engine's own weight loader, to find where each checkpoint tensor goes in its parameters.
+"""Traces an engine's weight loader, to find where each checkpoint tensor goes in its parameters.
 
 The loader runs once on meta tensors with the checkpoint's names. A dispatch mode records every copy into a
-live parameter and skips it: no live byte changes. That covers fused, sharded and padded parameters of any
-model. `calibrate` sends the live weights through the plan and expects the same bits. `loaded_weights.py`
-finds what was repacked after loading.
+live parameter without executing it, so no live byte changes. This covers fused, sharded and padded parameters
+of any model. `calibrate` sends the live weights through the plan and expects equal bits. `loaded_weights.py`
+detects parameters that were repacked after loading.
 """
 
 import math
@@ -20,7 +20,7 @@ from rollout.staging.placement import ExpectedTensor, Slice
 from rollout.staging.staging import WIDENINGS, dtype_name, storage_key, stored_once
 
 Load = Callable[[Iterator[tuple[str, torch.Tensor]]], object]
-"""A model's loader: takes (checkpoint name, tensor) pairs."""
+"""Loader of a model; takes (checkpoint name, tensor) pairs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +37,13 @@ class Window:
         return cls(int(tensor.storage_offset()), tuple(tensor.shape), tuple(tensor.stride()))
 
     def on(self, base: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that covers this part of the storage of `base`."""
+        """Return a view of this part of the storage of `base`."""
         return base.as_strided(self.size, self.stride, self.offset)
 
 
 @dataclass(frozen=True, slots=True)
 class Copy:
-    """One copy that the loader would have made."""
+    """One recorded copy of the loader."""
 
     name: str
     """Checkpoint name of the source."""
@@ -54,15 +54,15 @@ class Copy:
 
 
 class LoaderRecord(NamedTuple):
-    """Copies and fills that a loader would have made."""
+    """Recorded copies and fills of a loader."""
 
     copies: list[Copy]
     fills: dict[str, list[Window]]
-    """As in `Recorder`."""
+    """`copies`, `fills`: as in `Recorder`."""
 
 
 class LoaderTrace:
-    """Copies from checkpoint tensors to parameters that a loader would make."""
+    """Copies from checkpoint tensors to parameters, as a loader would execute them."""
 
     def __init__(
         self,
@@ -70,15 +70,15 @@ class LoaderTrace:
         shapes: Mapping[str, tuple[int, ...]],
         recorder: "Recorder | LoaderRecord",
     ) -> None:
-        """Take the result of `record`.
+        """Store the result of `record`.
 
         Args:
-            live: the live parameters, each storage once.
+            live: live parameters, each storage once.
             shapes: checkpoint name -> shape of the whole tensor.
-            recorder: the copies that the loader would have made.
+            recorder: recorded copies and fills.
 
         Raises:
-            EngineSettingsError: naming a parameter that the loader does not fill exactly.
+            EngineSettingsError: the loader does not fill a parameter exactly; the message names it.
         """
         self.live = dict(live)
         self._shapes = shapes
@@ -89,10 +89,10 @@ class LoaderTrace:
         self._check_counts()
 
     def sources_in(self, parameters: Mapping[str, torch.Tensor]) -> dict[str, ExpectedTensor]:
-        """Return the checkpoint tensors that the loader used, and the parts of `parameters` that they fill.
+        """Return the checkpoint tensors that the loader used, with the parts of `parameters` that they fill.
 
         Args:
-            parameters: tensors with the names and the layout of the live ones.
+            parameters: tensors with the names and layout of the live parameters.
         """
         sources = {}
         for name, copies in self._copies.items():
@@ -107,29 +107,29 @@ class LoaderTrace:
 
     @property
     def unplaced(self) -> set[str]:
-        """Names of the checkpoint tensors of which this rank has no part."""
+        """Names of checkpoint tensors without a shard on this rank."""
         return self._shapes.keys() - self._copies.keys()
 
     def copies(self) -> Iterator[Copy]:
-        """Yield the loader's copies, by checkpoint tensor in the order of loading."""
+        """Yield the loader's copies, grouped by checkpoint tensor in loading order."""
         for copies in self._copies.values():
             yield from copies
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
         """Yield the live weights as checkpoint tensors, the inverse of loading.
 
-        Yields: (name, tensor, whether this rank holds all of it); what it does not hold is zero.
+        Yields: (name, tensor, whether this rank holds the whole tensor); missing parts are zero.
         """
         for name, copies in self._copies.items():
             tensor = self._gathered(name)
             yield name, tensor, sum(math.prod(copy.source.size) for copy in copies) == tensor.numel()
 
     def calibrate(self) -> None:
-        """Send the live weights through the trace, over inverted bits, a parameter at a time, and compare.
+        """Send the live weights through the trace, over inverted bits, and compare; one parameter at a time.
 
         Raises:
-            EngineSettingsError: naming the first parameter that comes out different: the loader wrote one
-                place twice, or left one out.
+            EngineSettingsError: a parameter differs, because the loader wrote a place twice or not at all;
+                the message names the first one.
         """
         filling: dict[str, list[Copy]] = {name: [] for name in self.live}
         for copy in self.copies():
@@ -147,7 +147,7 @@ class LoaderTrace:
                     )
 
     def _gathered(self, name: str) -> torch.Tensor:
-        """Return one checkpoint tensor of the live weights; parts of other ranks are zero."""
+        """Return one checkpoint tensor of the live weights; shards of other ranks are zero."""
         copies = self._copies[name]
         base = self.live[copies[0].parameter]
         tensor = torch.zeros(self._shapes[name], dtype=base.dtype, device=base.device)
@@ -171,13 +171,13 @@ class LoaderTrace:
 
 
 class Recorder(TorchDispatchMode):
-    """Dispatch mode that records copies into parameters and fills with a constant, without executing them.
+    """Dispatch mode that records copies and constant fills of parameters without executing them.
 
     Any other write to a parameter raises EngineError.
     """
 
     def __init__(self, sources: Mapping[str, torch.Tensor], parameters: Mapping[str, torch.Tensor]) -> None:
-        """Watch `parameters`; copies must come from `sources`, which are meta tensors by checkpoint name."""
+        """Watch `parameters`; copies must read from `sources`: checkpoint name -> meta tensor."""
         super().__init__()
         self._sources = {tensor.untyped_storage()._cdata: name for name, tensor in sources.items()}
         self._parameters = {storage_key(tensor): name for name, tensor in parameters.items()}
@@ -185,12 +185,12 @@ class Recorder(TorchDispatchMode):
             raise EngineSettingsError("two parameters share one storage: they cannot be staged")
         self.copies: list[Copy] = []
         self.fills: dict[str, list[Window]] = {}
-        """Parameter -> parts that are filled with a constant."""
+        """Parameter -> parts filled with a constant."""
         self._joined: dict[int, tuple[torch.Tensor, Sequence[torch.Tensor], int]] = {}
-        """Storage of sources that the loader joined -> it, the sources and the dimension."""
+        """Storage of concatenated sources -> (result, sources, dimension)."""
 
     def within(self, parameters: Container[str]) -> "LoaderRecord":
-        """Return the record of these parameters alone."""
+        """Return the record restricted to these parameters."""
         return LoaderRecord(
             [copy for copy in self.copies if copy.parameter in parameters],
             {name: fills for name, fills in self.fills.items() if name in parameters},
@@ -206,7 +206,7 @@ class Recorder(TorchDispatchMode):
             return func(*args, **(kwargs or {}))
         parameter = self._parameters.get(storage_key(target))
         if self._source_of(target) and _has_its_values(func, target, kwargs or {}):
-            return target  # made dense or wider to be copied: a recorded copy reads it where it is
+            return target  # skip the conversion: the recorded copy reads the source
         if parameter is None or not func._schema.is_mutable:
             return func(*args, **(kwargs or {}))
         if func is torch.ops.aten.copy_.default:
@@ -221,7 +221,7 @@ class Recorder(TorchDispatchMode):
         return target
 
     def _source_of(self, tensor: torch.Tensor) -> str | None:
-        """Return the name of the checkpoint tensor that a meta tensor is a part of."""
+        """Return the name of the checkpoint tensor that a meta tensor belongs to."""
         return self._sources.get(tensor.untyped_storage()._cdata) if tensor.is_meta else None
 
     def _record_copy(self, parameter: str, target: torch.Tensor, source: torch.Tensor) -> None:
@@ -242,7 +242,7 @@ class Recorder(TorchDispatchMode):
 
 
 def _has_its_values(func: Any, tensor: torch.Tensor, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether the result of an operator is a copy of `tensor`, as it is or in a wider type."""
+    """Return whether an operator copies `tensor` unchanged or to a wider dtype."""
     if func is not torch.ops.aten._to_copy.default:
         return func is torch.ops.aten.clone.default
     dtype = kwargs.get("dtype")
@@ -255,18 +255,17 @@ def record(
     shapes: Mapping[str, tuple[int, ...]],
     dtype: torch.dtype,
 ) -> tuple[dict[str, torch.Tensor], Mapping[str, tuple[int, ...]], Recorder]:
-    """Run `load` on meta tensors of `shapes`, and record what it would have done.
+    """Run `load` on meta tensors, and record its copies and fills.
 
     Args:
-        load: the model's loader.
-        parameters: all parameters of the model, tied ones more than once.
+        parameters: all parameters of the model; tied ones may occur repeatedly.
         shapes: checkpoint name -> shape of the whole tensor.
         dtype: dtype of the meta tensors.
 
-    Returns: arguments of a `LoaderTrace`: live parameters, each storage once, `shapes`, and the record.
+    Returns: arguments of `LoaderTrace`: live parameters (each storage once), `shapes`, and the record.
 
     Raises:
-        EngineSettingsError: naming a parameter that the loader does not fill by plain copies.
+        EngineSettingsError: the loader does not fill a parameter with plain copies; the message names it.
     """
     live = stored_once(parameters)
     sources = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}

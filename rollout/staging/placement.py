@@ -1,4 +1,4 @@
-"""Places the bytes of a version in the staging copy: whole tensors, or slices as they come."""
+"""Copies the bytes of a version into the staging copy, as whole tensors or as slices in order of arrival."""
 
 from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
@@ -14,13 +14,13 @@ class Slice:
     """Strided part of a checkpoint tensor, and the part of the staging buffer that it fills."""
 
     offset: int
-    """Elements from the source's start."""
+    """Offset from the source's start, elements."""
     size: tuple[int, ...]
     """Shape of both parts."""
     stride: tuple[int, ...]
-    """In the source, elements."""
+    """Strides in the source, elements."""
     target: torch.Tensor
-    """View of the staging buffer, shape `size`."""
+    """View of the staging buffer with shape `size`."""
 
     def fill(self, source: torch.Tensor) -> None:
         """Copy the part out of the contiguous `source`."""
@@ -31,10 +31,10 @@ class Slice:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTensor:
-    """One tensor that the engine expects in a version."""
+    """Tensor that the engine expects in a version."""
 
     dtype: str
-    """As in manifests: "float32"."""
+    """dtype name as in manifests, such as "float32"."""
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     slices: tuple[Slice, ...]
@@ -42,26 +42,26 @@ class ExpectedTensor:
 
 
 class SlicePlacement:
-    """Slices that a rank wants of a version, and their destinations.
+    """Slices of a version that a rank needs, and their destinations.
 
-    A target that is no box of its source, such as a permuted one, is filled once the whole tensor is there.
-    A target of a wider type gets the values of its source.
+    A target that is not a box of its source, such as a permuted one, is filled after the whole tensor has
+    arrived. A target with a wider dtype gets the converted values.
     """
 
     def __init__(self, expected: Mapping[str, ExpectedTensor], wider: Container[str] = ()) -> None:
-        """Find the parts that are wanted; the targets of tensors in `wider` have another type."""
+        """Compute the needed parts; targets of tensors in `wider` have another dtype."""
         self._wider = wider
         self._places: dict[str, list[tuple[Box, torch.Tensor]]] = {}
-        """Name -> boxes, and the parts of the staging copy that they fill, in their shape."""
+        """Name -> (box, matching part of the staging copy with the box's shape)."""
         self._assembled: dict[str, tuple[Slice, ...]] = {}
-        """Name -> parts of the tensors that have to be whole first."""
+        """Name -> parts of tensors that must be assembled first."""
         self._whole: dict[str, tuple[torch.Tensor, int]] = {}
-        """Name -> (tensor in the making, elements that are missing)."""
+        """Name -> (partly assembled tensor, number of missing elements)."""
         self._targets: dict[tuple[str, Box], list[tuple[torch.Tensor, tuple[slice, ...] | None]]] = {}
-        """Name and box of a slice that has come before -> see `_targets_of`."""
+        """(name, box) of earlier slices -> result of `_targets_of`."""
         self._shapes: dict[str, tuple[int, ...]] = {}
         self.wanted: dict[str, tuple[Box, ...]] = {}
-        """Name -> disjoint boxes; names without a wanted box are absent."""
+        """Name -> disjoint boxes; names without a needed box are absent."""
         for name, source in expected.items():
             self._shapes[name] = source.shape
             boxes = [box_of(source.shape, part.offset, part.size, part.stride) for part in source.slices]
@@ -78,15 +78,15 @@ class SlicePlacement:
                 self.wanted[name] = wanted
 
     def destination(self, name: str, box: Box) -> torch.Tensor | None:
-        """Return the part of the staging copy that a slice fills, if it goes nowhere else and as it is."""
+        """Return the target of a slice, if there is only one and no conversion is needed; else None."""
         targets = [] if name in self._assembled else self._targets_of(name, box)
         is_alone = len(targets) == 1 and targets[0][1] is None and name not in self._wider
         return targets[0][0] if is_alone else None
 
     def place(self, slices: Iterable[tuple[str, Box, torch.Tensor]]) -> None:
-        """Copy slices of tensors, each (name, box, elements), to where they belong.
+        """Copy slices, each (name, box, elements), to their destinations.
 
-        They are copied by one call: each takes Python's time, which an engine's steps need.
+        A single call copies all slices, because each call takes Python time that the engine's steps need.
         """
         targets, sources = list[torch.Tensor](), list[torch.Tensor]()
         for name, box, tensor in slices:
@@ -94,14 +94,14 @@ class SlicePlacement:
                 self._assemble(name, box, tensor)
                 continue
             for target, part in self._targets_of(name, box):
-                if target.data_ptr() != tensor.data_ptr():  # else it was received there
+                if target.data_ptr() != tensor.data_ptr():  # otherwise it was received in place
                     targets.append(target)
                     sources.append(tensor if part is None else tensor[part])
         if targets:
             torch._foreach_copy_(targets, sources)
 
     def _targets_of(self, name: str, box: Box) -> list[tuple[torch.Tensor, tuple[slice, ...] | None]]:
-        """Return the targets that a slice fills, each with the slice's part for it; None: all of it."""
+        """Return the targets of a slice, each with the matching part of the slice; None: the whole slice."""
         targets = self._targets.get((name, box))
         if targets is None:
             targets = self._targets[name, box] = []
@@ -113,7 +113,7 @@ class SlicePlacement:
         return targets
 
     def finish(self) -> None:
-        """Check that every tensor is assembled. Raises WeightError for a half assembled one."""
+        """Raise WeightError if a tensor is only partly assembled."""
         if self._whole:
             raise WeightError(f"tensor {next(iter(self._whole))} did not arrive whole")
 

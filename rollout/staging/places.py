@@ -1,13 +1,13 @@
-"""Chooses where an engine stages versions: on its device, in host memory, or nowhere but in their files.
+"""Selects where an engine stages versions: on its device, in host memory, or in the version's files.
 
-| place    | memory beside the live parameters                      | pause of a commit                     |
+| place    | extra memory                                           | pause of a commit                     |
 |----------|--------------------------------------------------------|---------------------------------------|
-| `device` | a copy on the device                                   | a copy in the device's memory         |
-| `host`   | a copy in host memory, pinned where there is CUDA      | a copy from there to the device       |
+| `device` | a copy on the device                                   | a copy within device memory           |
+| `host`   | a copy in host memory, pinned with CUDA                | a copy from host to device            |
 | `layers` | the largest tensor: once on the device, twice on a host| reading and digesting the whole version|
 
-`layers` needs a transport that keeps the version until the commit. An engine does not know its transport, so
-the rollout service gives it `copy` in place of `auto` where versions are sent once.
+`layers` requires a transport that keeps the version until the commit. Engines do not know their transport, so
+the rollout service passes `copy` instead of `auto` if versions are sent only once.
 """
 
 import logging
@@ -25,16 +25,15 @@ log = logging.getLogger("tether.rollout")
 
 MIB = 1 << 20
 RECEIVING_BYTES = 512 * MIB
-"""GPU memory that receiving a version takes in addition to the staging copy: buckets in flight or not yet
-hashed."""
+"""GPU memory for receiving a version in addition to the staging copy: buckets in flight or not yet hashed."""
 SLAB_BYTES = 8 << 30
-"""Most pinned memory that is allocated at once, unless a tensor is larger."""
+"""Maximum pinned memory per allocation, unless a tensor is larger."""
 BUFFERS = 2
-"""Pieces in host memory while a version is applied in pieces: one is read while the other is copied."""
+"""Host buffers for applying a version in pieces: one is read while the other is filled."""
 
 
 class StagingPlace(StrEnum):
-    """Memory in which versions are staged; `AUTO` and `COPY` are the first that fits of several."""
+    """Memory for staging versions; `AUTO` and `COPY` select the first of several that fits."""
 
     DEVICE = "device"
     HOST = "host"
@@ -47,22 +46,22 @@ CANDIDATES = {
     StagingPlace.AUTO: (StagingPlace.DEVICE, StagingPlace.HOST, StagingPlace.LAYERS),
     StagingPlace.COPY: (StagingPlace.DEVICE, StagingPlace.HOST),
 }
-"""The places that each of them tries, in order."""
+"""Places that `AUTO` and `COPY` try, in order."""
 
 
 @dataclass(frozen=True, slots=True)
 class StagingRoom:
-    """Settings of an engine about its staging copy."""
+    """Settings of an engine's staging copy."""
 
     place: str = StagingPlace.DEVICE
-    """`engine.staging`."""
+    """Value of `engine.staging`."""
     mb: int = 0
-    """`engine.staging_mb`: most memory that the copy may take, MiB; 0: as much as is free."""
+    """Value of `engine.staging_mb`, MiB; 0: no limit."""
 
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Memory that staging takes, bytes."""
+    """Memory required for staging, bytes."""
 
     device: int
     host: int
@@ -75,24 +74,24 @@ class Free:
     device: int
     host: int
     on_gpu: bool
-    """False: the device is the host, and both numbers are of one memory."""
+    """False: the device is the host, and both numbers describe the same memory."""
 
     def has(self, needs: Needs) -> bool:
-        """Return whether there is room."""
+        """Return whether the required memory fits."""
         if self.on_gpu:
             return needs.device <= self.device and needs.host <= self.host
         return needs.device + needs.host <= self.host
 
 
 def needs_of(place: str, sizes: Sequence[int], largest: int, *, on_gpu: bool, shadow: int = 0) -> Needs:
-    """Return the memory that a place takes.
+    """Return the memory that a place requires.
 
     Args:
         place: neither `AUTO` nor `COPY`.
-        sizes: bytes of each live parameter.
-        largest: bytes of the largest tensor of a version.
+        sizes: size of each live parameter, bytes.
+        largest: size of a version's largest tensor, bytes.
         on_gpu: whether the parameters are on a GPU.
-        shadow: bytes that processing a layer takes on the device, in the places with a copy.
+        shadow: device memory for processing a layer, bytes; used by places with a copy.
     """
     receiving = (RECEIVING_BYTES if on_gpu else 0) + shadow
     parameters = sum(sizes)
@@ -104,16 +103,16 @@ def needs_of(place: str, sizes: Sequence[int], largest: int, *, on_gpu: bool, sh
 
 
 def choose(room: StagingRoom, live: Iterable[torch.Tensor], largest: int, shadow: int = 0) -> StagingPlace:
-    """Return the place for a version of these parameters, before anything is allocated.
+    """Return the place for staging these parameters, before any allocation.
 
     Args:
-        room: the settings.
-        live: the live parameters, all on one device.
-        largest: bytes of the largest tensor of a version.
+        room: staging settings.
+        live: live parameters, all on one device.
+        largest: size of a version's largest tensor, bytes.
         shadow: see `needs_of`.
 
     Raises:
-        EngineError: it does not fit; with the numbers and the settings that decide them.
+        EngineError: no place fits; the message contains the numbers and the relevant settings.
     """
     tensors = list(live)
     device = tensors[0].device if tensors else torch.device("cpu")
@@ -124,10 +123,10 @@ def choose(room: StagingRoom, live: Iterable[torch.Tensor], largest: int, shadow
 def chosen(
     room: StagingRoom, sizes: Sequence[int], largest: int, free: Free, device: str, shadow: int = 0
 ) -> StagingPlace:
-    """Return the place, by arithmetic of memory; see `choose`.
+    """Return the place for given memory numbers; see `choose`.
 
     Raises:
-        EngineError: as `choose`.
+        EngineError: see `choose`.
     """
     wanted, parameters = StagingPlace(room.place), sum(sizes)
     for place in CANDIDATES.get(wanted, (wanted,)):
@@ -161,7 +160,7 @@ def chosen(
 
 
 def empty_in(place: StagingPlace, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return memory with the layouts of live parameters, for their staged copies."""
+    """Allocate memory for staged copies, with the layouts of the live parameters."""
     if place != StagingPlace.HOST:
         return {name: torch.empty_like(tensor) for name, tensor in live.items()}
     pinned = {name: tensor for name, tensor in live.items() if tensor.is_cuda and tensor.numel()}
@@ -170,7 +169,7 @@ def empty_in(place: StagingPlace, live: Mapping[str, torch.Tensor]) -> dict[str,
     found = {name: torch.empty_like(live[name], device="cpu") for name in live.keys() - pinned.keys()}
     for (name, tensor), (slab, offset) in zip(pinned.items(), places, strict=True):
         raw = torch.frombuffer(memory[slab], dtype=torch.uint8, count=tensor.nbytes, offset=offset)
-        stride = torch.empty_like(tensor, device="meta").stride()  # dense, also where the live one is padded
+        stride = torch.empty_like(tensor, device="meta").stride()  # dense, even if the live tensor is padded
         found[name] = raw.view(tensor.dtype).as_strided(tensor.shape, stride)
     return {name: found[name] for name in live}
 
@@ -178,12 +177,12 @@ def empty_in(place: StagingPlace, live: Mapping[str, torch.Tensor]) -> dict[str,
 def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Pack tensors into slabs of pinned memory.
 
-    torch rounds each pinned tensor up to a power of two: the experts of a layer, 768 MiB, would take 1 GiB.
+    torch rounds each pinned tensor up to a power of two: a layer's experts of 768 MiB would take 1 GiB.
 
     Args:
-        sizes: bytes of each tensor.
+        sizes: size of each tensor, bytes.
 
-    Returns: bytes of each slab, a power of two; and for each tensor its slab and offset.
+    Returns: size of each slab in bytes, a power of two; and (slab, offset) of each tensor.
     """
     slabs: list[int] = []
     used: list[int] = []
@@ -205,7 +204,7 @@ def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
 def _free(device: torch.device) -> Free:
     host = int(psutil.virtual_memory().available)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
-        host //= torch.distributed.get_world_size()  # ranks of one host share it
+        host //= torch.distributed.get_world_size()  # shared by all ranks of a host
     if device.type != "cuda":
         return Free(host, host, on_gpu=False)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

@@ -1,7 +1,7 @@
-"""Stages and commits one rank's part of the weights, in the process of the model.
+"""Stages and commits one rank's shard of the weights, in the model's process.
 
-`stage`, `status` and `cancel` may be called at any time and from any thread, the other methods between two
-forward passes. Answers are sent to the engine's process (`ranks.py` is that side).
+`stage`, `status` and `cancel` may be called at any time and from any thread; other methods run between two
+forward passes. Results are sent to the engine's process (`ranks.py`).
 """
 
 import threading
@@ -19,7 +19,7 @@ from rollout.staging.staging import Staging
 
 
 class RankPlan(Protocol):
-    """Places of a version's tensors in a rank: `AnyPlan`, or what replaces it."""
+    """Mapping of a version's tensors to a rank's parameters: `AnyPlan` or a replacement."""
 
     @property
     def live(self) -> Mapping[str, torch.Tensor]:
@@ -27,40 +27,40 @@ class RankPlan(Protocol):
 
     @property
     def unplaced(self) -> Iterable[str]:
-        """Tensors of the model of which the rank has no part."""
+        """Tensors of the model without a shard on the rank."""
 
     def calibrate(self) -> None:
-        """Check that the plan reproduces the live weights. Raises EngineError if it does not."""
+        """Raise EngineError if the plan does not reproduce the live weights."""
 
     def staging(self, *, architecture: str, tied: bool) -> Staging:
-        """Return what stages versions."""
+        """Return the staging of versions."""
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Yield (name, live tensor, whether the rank holds all of it); what it does not hold is zero."""
+        """Yield (name, live tensor, whether the rank holds the whole tensor); missing parts are zero."""
 
     def apply(self) -> None:
-        """Copy the version that was taken over the live weights."""
+        """Copy the taken version over the live weights."""
 
     def release(self) -> None:
         """Release the memory of the copy. Idempotent."""
 
     def restore(self) -> None:
-        """Take the memory of the copy again. Raises EngineError: there is no room."""
+        """Reallocate the copy. Raises EngineError if memory is insufficient."""
 
 
 class RankStaging:
-    """One rank's part of the weights, live and staged, and the thread that fills the staging copy."""
+    """Live and staged weights of one rank, with the thread that fills the staging copy."""
 
     def __init__(self, plan: RankPlan, *, architecture: str, tied: bool) -> None:
-        """Calibrate `plan` and stage by it.
+        """Calibrate `plan` and create its staging.
 
         Args:
-            plan: where the tensors of a version go in this rank.
-            architecture: class of the model in transformers; empty: any.
-            tied: input and output embeddings are one tensor.
+            plan: mapping of a version's tensors to this rank.
+            architecture: class name of the model in transformers; empty: any.
+            tied: whether input and output embeddings are tied.
 
         Raises:
-            EngineError: if `plan` does not reproduce the live weights.
+            EngineError: `plan` does not reproduce the live weights.
         """
         plan.calibrate()
         self._plan = plan
@@ -68,33 +68,33 @@ class RankStaging:
         self._cuda = torch.cuda.is_available()
         self._device = torch.cuda.current_device() if self._cuda else -1
         self._stream = torch.cuda.Stream() if self._cuda else None
-        """Stream of all fetches, so that one fetch's kernels run before the next one's."""
+        """Stream of all fetches, which orders the kernels of consecutive fetches."""
         self._state = RankState.IDLE
         self._error, self._covered, self._poisoned, self._unfit = "", 0, False, False
         """As in `RankStatus`."""
         self._lock = threading.Lock()
-        """Guards the staging copy: no fetch writes into it while it is committed or released."""
+        """Guards the staging copy: no fetch writes to it during a commit or release."""
         self.bytes = sum(tensor.nbytes for tensor in plan.live.values())
-        """Size of the live parameters that versions contain."""
+        """Size of the live parameters that versions contain, bytes."""
         self.unplaced = sorted(plan.unplaced)
-        """Tensors of the model of which this rank has no part."""
+        """Tensors of the model without a shard on this rank."""
 
     def divide(self, nowhere: Sequence[str]) -> None:
-        """Accept versions with the tensors that only other ranks have a place for.
+        """Accept versions with tensors that belong only to other ranks.
 
         Args:
-            nowhere: tensors of `unplaced` that no rank has a place for.
+            nowhere: tensors of `unplaced` that belong to no rank.
         """
         self._staging.elsewhere = frozenset(self.unplaced) - frozenset(nowhere)
 
     def stage(self, manifest: WeightManifest, deadline_s: float) -> str:
-        """Begin to stage in the background; `status` reports the progress. Return why not, or ""."""
+        """Start staging in the background, see `status`. Return the reason of a refusal, or ""."""
         with self._lock:
             if self._state == RankState.STAGING:
                 return "another version is being staged"
             if self._state == RankState.ASLEEP:
                 return "the engine sleeps, there is no memory to stage in"
-            self._staging.discard()  # a cancel that came too late for the version before
+            self._staging.discard()  # clear a cancel that came too late for the previous version
             self._state, self._error, self._covered, self._unfit = RankState.STAGING, "", 0, False
             threading.Thread(
                 target=self._fetch, args=(manifest, deadline_s), name="tether-stage", daemon=True
@@ -109,13 +109,13 @@ class RankStaging:
             return RankStatus(self._state, self._error, self._covered, self._poisoned, self._unfit, staged)
 
     def cancel(self) -> RankStatus:
-        """End a running fetch, or discard the staged version; return the status."""
+        """Cancel a running fetch, or discard the staged version; return the status."""
         with self._lock:
             fetching = self._state == RankState.STAGING
             if self._state == RankState.STAGED:
                 self._staging.discard()
                 self._state = RankState.IDLE
-        if fetching:  # without the lock: ending a collective may take a while, and a commit must not wait
+        if fetching:  # outside the lock: ending a collective may take long, and a commit must not wait for it
             self._staging.cancel()
         return self.status()
 
@@ -126,7 +126,7 @@ class RankStaging:
 
     def _commit(self, manifest: WeightManifest) -> RankCommit:
         if self._cuda:
-            torch.cuda.current_stream().synchronize()  # a step in flight decodes, and is no pause
+            torch.cuda.current_stream().synchronize()  # a step in flight is no pause
         start = time.perf_counter()
         if self._poisoned or self._state != RankState.STAGED:
             reason = f"the rank is {'poisoned' if self._poisoned else self._state}"
@@ -147,18 +147,18 @@ class RankStaging:
         return RankCommit(True, copy_ms=(time.perf_counter() - start) * 1e3)
 
     def sleep(self) -> str:
-        """Discard the staged version and release the copy's memory. Return why not, or ""."""
+        """Discard the staged version and release the copy. Return the reason of a refusal, or ""."""
         with self._lock:
             if self._state == RankState.STAGING:
                 return "a version is being staged"
             self._staging.discard()
-            self._staging.close()  # memory of the trainer that it maps would outlive the trainer
+            self._staging.close()  # mapped memory of the trainer would otherwise outlive the trainer
             self._state = RankState.ASLEEP
             self._plan.release()
         return ""
 
     def wake(self) -> str:
-        """Take the copy's memory again; the live weights come with the next commit. Return why not, or ""."""
+        """Reallocate the copy; the next commit provides the weights. Return why it failed, or ""."""
         try:
             self._plan.restore()
         except EngineError as error:
@@ -169,9 +169,9 @@ class RankStaging:
         return ""
 
     def live_digest(self) -> tuple[bool, int]:
-        """Return whether this rank has all of the live weights, and their digest by checkpoint name.
+        """Return (whether this rank holds all live weights, their digest by checkpoint name).
 
-        Parts that it does not have count as zeros.
+        Missing parts count as zeros.
         """
         parts = [not self._staging.elsewhere]
 
@@ -194,7 +194,7 @@ class RankStaging:
                         covered = self._staging.fetch(manifest, deadline_s)
                     finally:
                         self._stream.synchronize()
-        except Exception as error:  # `status` reports any error to the engine's process
+        except Exception as error:  # `status` reports errors to the engine's process
             with self._lock:
                 self._staging.discard()
                 self._error, self._state = str(error) or repr(error), RankState.FAILED

@@ -1,4 +1,4 @@
-"""Defines the answers of a rank to an engine's process about its staging copy."""
+"""Defines a rank's replies to the engine's process about its staging copy."""
 
 from enum import StrEnum
 
@@ -12,35 +12,35 @@ class RankState(StrEnum):
 
     IDLE = "idle"
     STAGING = "staging"
-    """A thread fetches a version, also after the fetch was cancelled, until the thread has ended."""
+    """A thread fetches a version; after a cancellation, until the thread has ended."""
     STAGED = "staged"
     FAILED = "failed"
     ASLEEP = "asleep"
-    """The copy has no memory."""
+    """The copy's memory is released."""
 
 
 class RankStatus(msgspec.Struct, frozen=True):
-    """Staging copy of one rank."""
+    """Status of one rank's staging copy."""
 
     state: RankState
     error: str = ""
-    """Why the latest staging failed."""
+    """Why the last staging failed."""
     covered: int = 0
-    """Bytes that the latest staging has verified and placed."""
+    """Bytes verified and placed by the last staging."""
     poisoned: bool = False
-    """Whether live weights may be mixed, or this process cannot receive any more."""
+    """Whether live weights may be mixed, or this process cannot receive versions any more."""
     unfit: bool = False
-    """Whether it failed because the version does not fit the engine."""
+    """Whether staging failed because the version does not fit the engine."""
     staged: Served | None = None
-    """Version in the copy; None unless the state is `STAGED`."""
+    """Staged version; None unless the state is `STAGED`."""
 
 
 class RankCommit(msgspec.Struct, frozen=True):
-    """Outcome of a commit on one rank."""
+    """Result of a commit on one rank."""
 
     applied: bool
     error: str = ""
     poisoned: bool = False
     """Whether live weights may be mixed."""
     copy_ms: float = 0.0
-    """Time of the copy, if it was applied."""
+    """Duration of the copy, if applied."""

@@ -1,4 +1,4 @@
-"""Stages and commits on all ranks of an engine, and combines their answers into one outcome.
+"""Stages and commits on all ranks of an engine, and combines their replies into one result.
 
 The ranks' side is `rank.py`.
 """
@@ -20,30 +20,30 @@ from rollout.engines.base import Served
 from rollout.staging.rank_status import RankCommit, RankState, RankStatus
 
 POLL_S = (0.002, 0.1)
-"""Shortest and longest interval between two polls of a staging, seconds."""
+"""Minimum and maximum polling interval during staging, seconds."""
 POLL_SHARE = 1 / 8
-"""Interval between two polls as a share of the time since the staging began, within `POLL_S`."""
+"""Polling interval as a fraction of the time since staging began, within `POLL_S`."""
 UNFINISHED = (RankState.STAGING, RankState.STAGED)
 """States after which a cancelled rank may still hold a version."""
 
 Call = Callable[..., Awaitable[list[Any]]]
-"""Calls a method of every rank's `RankStaging` and returns their answers as plain values. EngineError if one
-is missing."""
+"""Calls a method of every rank's `RankStaging` and returns the results as plain values. Raises EngineError if
+a reply is missing."""
 
 
 class AllRanksStaging:
-    """Staging copies of all ranks, with one version at a time."""
+    """Staging copies of all ranks, for one version at a time."""
 
     def __init__(
         self, call: Call, call_anytime: Call, *, stage_timeout_s: float, call_timeout_s: float
     ) -> None:
-        """Use these calls.
+        """Store the call functions.
 
         Args:
-            call: reaches all ranks between the same two steps.
-            call_anytime: reaches all ranks at any time, for what concerns the staging copy alone.
-            stage_timeout_s: limit of a rank for a fetch.
-            call_timeout_s: limit for the answers to a call.
+            call: calls all ranks between the same two steps.
+            call_anytime: calls all ranks at any time, for operations on the staging copy only.
+            stage_timeout_s: timeout of a fetch on each rank, seconds.
+            call_timeout_s: timeout of the replies to a call, seconds.
         """
         self._call = call
         self._call_anytime = call_anytime
@@ -51,25 +51,25 @@ class AllRanksStaging:
         self._call_timeout_s = call_timeout_s
         self._busy = False
         self._staged: Served | None = None
-        """Version that all ranks hold, unless a call has changed that since."""
+        """Version held by all ranks, unless a later call has changed it."""
 
     async def divide(self, unplaced: Sequence[Sequence[str]]) -> None:
-        """Tell each rank which tensors other ranks have a place for, once all have traced their loaders.
+        """Send each rank the tensors that belong to no rank, after all ranks have traced their loaders.
 
         Args:
-            unplaced: for each rank, the tensors that it has no place for.
+            unplaced: for each rank, the tensors without a shard on it.
         """
         nowhere = set(unplaced[0]).intersection(*unplaced[1:])
         if any(len(names) > len(nowhere) for names in unplaced):
             await self._call("divide", sorted(nowhere))
 
     async def stage(self, manifest: WeightManifest) -> None:
-        """Stage a version on all ranks, unless they hold exactly that version.
+        """Stage a version on all ranks, unless they all hold exactly this version.
 
-        If it fails or is cancelled, no version is staged on any rank.
+        After a failure or cancellation, no rank has a staged version.
 
         Raises:
-            WeightError: with the reason of a rank; as in `check_rank`.
+            WeightError: a rank failed, see `check_rank`; the message contains its reason.
             PoisonedError: a rank cannot stage any more.
         """
         if self._busy:
@@ -88,7 +88,7 @@ class AllRanksStaging:
             # all ranks must have received the same bytes
             if is_provisional(manifest) and (staged := ranks[0].staged) is not None:
                 target = replace(manifest, digest=staged.digest)
-            # ranks with an error first: it is the reason of the others' state
+            # ranks with an error first: their error explains the state of the others
             for number, rank in sorted(enumerate(ranks), key=lambda numbered: not numbered[1].error):
                 check_rank(number, rank, target)
             self._staged = Served(target.epoch, target.version, target.digest)
@@ -100,11 +100,11 @@ class AllRanksStaging:
                 self._busy = False
 
     async def commit(self, manifest: WeightManifest) -> list[RankCommit]:
-        """Copy the staged version over the live weights of all ranks; return their answers.
+        """Copy the staged version over the live weights of all ranks; return the ranks' results.
 
         Raises:
-            WeightError: no rank has applied it.
-            PoisonedError: some ranks have applied it, or one may have applied a part.
+            WeightError: no rank has applied the version.
+            PoisonedError: only some ranks have applied the version, or a rank may have applied a part.
         """
         self._staged = None
         answers = await self._call("commit", msgspec.msgpack.encode(manifest))
@@ -121,7 +121,7 @@ class AllRanksStaging:
 
     @property
     def staged(self) -> Served | None:
-        """The version that all ranks hold; None if there is none."""
+        """Version held by all ranks; None if there is none."""
         return self._staged
 
     @property
@@ -130,20 +130,20 @@ class AllRanksStaging:
         return self._busy
 
     async def sleep(self, *arguments: Any) -> None:
-        """Have all ranks release their memory.
+        """Let all ranks release their memory.
 
         Raises:
-            EngineError: a rank has not; others may have.
+            EngineError: a rank failed; other ranks may have released theirs.
         """
         self._staged = None
         self._check_all(await self._call("sleep", *arguments))
 
     async def wake(self) -> None:
-        """Have all ranks take their memory again; EngineError if one cannot."""
+        """Let all ranks reallocate their memory. Raises EngineError if a rank cannot."""
         self._check_all(await self._call("wake"))
 
     async def live_digest(self) -> int:
-        """Return the digest of the live parameters; with one rank the manifest's digest of their bytes."""
+        """Return the digest of the live parameters; with one rank, the digest of their manifest."""
         ranks = await self._call("live_digest")
         if ranks[0][0]:
             return int(ranks[0][1])
@@ -159,7 +159,7 @@ class AllRanksStaging:
         return msgspec.convert(await self._call_anytime(method), list[RankStatus])
 
     async def _final_status(self, manifest: WeightManifest) -> list[RankStatus]:
-        """Poll until no rank is staging any more or one has failed; return the status of all."""
+        """Poll until no rank is staging or a rank has failed; return the status of all ranks."""
         shortest_s, longest_s = POLL_S
         began = time.monotonic()
         limit_s = self._stage_timeout_s + self._call_timeout_s
@@ -179,7 +179,7 @@ class AllRanksStaging:
             ) from None
 
     async def _discard(self) -> None:
-        """Discard the staged versions of all ranks, after ending fetches that still run."""
+        """End running fetches, and discard the staged versions of all ranks."""
         with suppress(EngineError, TimeoutError):
             async with asyncio.timeout(self._call_timeout_s):
                 ranks = await self._statuses("cancel")
@@ -189,17 +189,15 @@ class AllRanksStaging:
 
 
 def check_rank(rank: int, status: RankStatus, manifest: WeightManifest) -> None:
-    """Compare a rank's status with the manifest that it was to stage.
+    """Check a rank's status against the manifest that it staged.
 
     Args:
-        rank: number of the rank.
-        status: its status, once it does not stage any more.
-        manifest: the version.
+        status: status after staging has ended.
 
     Raises:
-        WeightError: with the rank's reason, or with what differs.
-        UnfitVersion: with the rank's reason, if the version does not fit the engine.
-        PoisonedError: with the rank's reason, if it cannot stage any more.
+        WeightError: the rank failed, or staged something else; the message contains the reason.
+        UnfitVersion: the version does not fit the engine.
+        PoisonedError: the rank cannot stage any more.
     """
     staged = status.staged
     if status.error or staged is None:

@@ -1,4 +1,4 @@
-"""Releases an engine's memory while it sleeps."""
+"""Releases an engine's memory during sleep."""
 
 from collections.abc import Callable, Iterable
 
@@ -9,10 +9,10 @@ from rollout.staging.places import in_mib
 
 
 class ReleasableMemory:
-    """Storages of tensors that can be released and restored.
+    """Tensor storages that can be released and restored.
 
-    The tensors stay the same objects, and after `restore` their views are valid again. In between they must
-    not be used: they have no memory.
+    The tensor objects stay the same, and their views are valid again after `restore`. While released they
+    have no memory and must not be used.
     """
 
     def __init__(
@@ -24,16 +24,16 @@ class ReleasableMemory:
         """Collect the storages of the tensors.
 
         Args:
-            dropped: tensors whose contents `release` discards.
-            kept: tensors whose contents are kept in host memory; a storage in both is dropped.
-            before: called by `release` first: drops users of the storages' addresses.
+            dropped: tensors whose contents are discarded.
+            kept: tensors whose contents are saved in host memory; a storage in both is dropped.
+            before: called first by `release`, to drop users of the storages' addresses.
         """
         self._before = before
         discarded, preserved = _storages(dropped), _storages(kept)
         self._kept = {key: storage for key, storage in preserved.items() if key not in discarded}
         self._sizes = {key: (storage, storage.nbytes()) for key, storage in (discarded | self._kept).items()}
         self._saved: dict[int, torch.UntypedStorage] = {}
-        """Contents of `_kept` in host memory, while released."""
+        """Saved contents of `_kept` in host memory while released."""
 
     def release(self) -> None:
         """Release the memory. Idempotent."""
@@ -47,10 +47,10 @@ class ReleasableMemory:
         empty_cache()
 
     def restore(self) -> None:
-        """Take the memory again. Idempotent.
+        """Reallocate the memory. Idempotent.
 
         Raises:
-            EngineError: there is no room; it can be tried again.
+            EngineError: memory is insufficient; the call may be repeated.
         """
         try:
             for storage, nbytes in self._sizes.values():
@@ -64,11 +64,11 @@ class ReleasableMemory:
 
 
 def empty_cache() -> None:
-    """Release the CUDA allocator's unused cache, for other processes on the device."""
+    """Release the CUDA allocator's unused cache to other processes."""
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> dict[int, torch.UntypedStorage]:
-    """Return each storage once, by its identity."""
+    """Return each storage once, by identity."""
     return {storage._cdata: storage for storage in (tensor.untyped_storage() for tensor in tensors)}

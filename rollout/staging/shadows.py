@@ -1,9 +1,9 @@
-"""Stages versions of layers whose weights an engine quantises or repacks after loading them.
+"""Stages versions of layers whose weights an engine quantizes or repacks after loading.
 
-Versions bring such a layer as its checkpoint has it. It is filled into a *shadow* of the layer, which the
-engine's own processing turns into the tensors that it computes with; these are staged, and a commit copies
-them into the live ones, which stay where they are. No live tensor is written before. The memory of a shadow
-is taken when its first bytes arrive and released when it was processed, so that there is about one at a time.
+Versions contain such a layer in checkpoint layout. The weights fill a *shadow* of the layer, and the engine's
+own processing converts them to the tensors it computes with. These are staged, and a commit copies them into
+the live tensors, which keep their addresses. No live tensor is written before the commit. A shadow's memory
+is allocated when its first bytes arrive and released after processing, so about one shadow exists at a time.
 """
 
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
@@ -26,37 +26,37 @@ from rollout.staging.staging import Staging, copy_over
 from rollout.staging.staging_plan import StagingPlan
 
 SMALLEST = 8
-"""Processed tensors have at least one in so many of the loaded bytes; fewer: they are out of sight."""
+"""Maximum ratio of loaded to processed bytes; above it, the processed tensors must be hidden somewhere."""
 
 SHADOWS = 2
-"""Layers that may have shadows at a time: the slices of one end in the bucket in which the next begins."""
+"""Maximum concurrent shadows: a layer may end in the bucket in which the next one begins."""
 
 Staged = Callable[[torch.Tensor], torch.Tensor]
-"""Returns the staged copy of a live tensor, on the live one's device."""
+"""Returns the staged copy of a live tensor, on the live tensor's device."""
 
 
 class Processing(Protocol):
-    """One layer's processing, as its engine does it after loading."""
+    """Post-load processing of one layer, as its engine does it."""
 
     name: str
-    """Name of the layer, for errors; the names of its tensors begin with it."""
+    """Layer name, which prefixes the names of its tensors."""
     inputs: Mapping[str, torch.Tensor]
-    """Parameters that the loader fills, on `meta`; none: it computes with other layers' weights."""
+    """Parameters that the loader fills, on `meta`; empty: the layer computes with other layers' weights."""
 
     def live(self) -> dict[str, torch.Tensor]:
-        """Return the tensors that the live layer has, by where it has them."""
+        """Return path -> tensor of the live layer."""
 
     def process(self, inputs: Mapping[str, torch.Tensor], staged: Staged) -> dict[str, torch.Tensor]:
-        """Return the tensors that processing made, by where the live layer has them.
+        """Return path in the live layer -> tensor created by processing.
 
         Args:
-            inputs: loaded parameters, which it may overwrite.
-            staged: of other layers' weights.
+            inputs: loaded parameters; may be overwritten.
+            staged: returns staged copies of other layers' weights.
         """
 
 
 class LayerShadow:
-    """Memory of one layer as it is loaded, and the staged copy of its processed tensors."""
+    """Memory for one layer's loaded weights, and the staged copy of its processed tensors."""
 
     def __init__(
         self,
@@ -68,13 +68,12 @@ class LayerShadow:
         """Find the tensors that the loader fills.
 
         Args:
-            processing: of the layer.
-            shapes: see `LoaderTrace`.
-            recorder: see `LoaderTrace`.
-            device: of the live layer.
+            shapes: checkpoint name -> shape of the whole tensor.
+            recorder: recorded copies and fills of the loader.
+            device: device of the live layer.
 
         Raises:
-            EngineSettingsError: naming a parameter that the loader does not fill exactly.
+            EngineSettingsError: the loader does not fill a parameter exactly; the message names it.
         """
         self.name = processing.name
         self._processing = processing
@@ -84,29 +83,29 @@ class LayerShadow:
         }
         trace = LoaderTrace(self._inputs, shapes, recorder.within(self._inputs))
         self.sources = trace.sources_in(self._inputs)
-        """As of a `StagingPlan`; they have memory between `open` and `process`."""
+        """Sources as in `StagingPlan`; their targets have memory between `open` and `process`."""
         self._storages = [
             (storage, storage.nbytes())
             for storage in (tensor.untyped_storage() for tensor in self._inputs.values())
         ]
         self.live: dict[str, torch.Tensor] = {}
-        """Tensors that processing makes, each storage once."""
+        """Live tensors created by processing, each storage once."""
         self.copy: dict[str, torch.Tensor] = {}
-        """Their staged copy."""
+        """Staged copies of `live`."""
         self.close()
 
     @property
     def nbytes(self) -> int:
-        """Memory while it is processed: what was loaded, and what processing makes of it."""
+        """Memory during processing, bytes: loaded weights plus processed tensors."""
         return sum(nbytes for _, nbytes in self._storages) + sum(one.nbytes for one in self.live.values())
 
     @property
     def is_last(self) -> bool:
-        """Whether it is processed after all others: it computes with what they have staged."""
+        """Whether the layer is processed after all others, because it uses their staged tensors."""
         return not self._inputs
 
     def open(self) -> None:
-        """Take memory to be filled, unless it has it."""
+        """Allocate the memory if it is not allocated."""
         for storage, nbytes in self._storages:
             if storage.nbytes() != nbytes:
                 storage.resize_(nbytes)
@@ -120,11 +119,10 @@ class LayerShadow:
         """Process the weights that the live layer was loaded from, and compare with the live tensors.
 
         Args:
-            files: open file of each tensor of the model; empty: there are none, and only the layout is
-                compared.
+            files: tensor name -> open file; empty: only layouts are compared.
 
         Raises:
-            EngineSettingsError: naming the layer, and the first tensor that differs.
+            EngineSettingsError: a tensor differs; the message names the layer and the first such tensor.
         """
         self.open()
         for name, source in self.sources.items():
@@ -161,10 +159,10 @@ class LayerShadow:
             )
 
     def process(self, staged: Staged) -> None:
-        """Process what was filled, and stage the result.
+        """Process the filled weights, and stage the result.
 
         Raises:
-            WeightError: naming the layer; no version is staged.
+            WeightError: processing failed; the message names the layer. No version is staged.
         """
         try:
             found = self._processing.process(self._inputs, staged)
@@ -179,7 +177,7 @@ class LayerShadow:
 
 
 class ShadowedPlacement(SlicePlacement):
-    """Slices of a version; a shadow is processed once it has all its slices."""
+    """Placement of a version's slices that processes a shadow after its last slice."""
 
     def __init__(
         self,
@@ -196,7 +194,7 @@ class ShadowedPlacement(SlicePlacement):
         self._last = [shadow for shadow in shadows if shadow.is_last]
         self._staged = staged
         self._missing: dict[int, int] = {}
-        """LayerShadow, by its id -> elements that are missing."""
+        """id of a shadow -> number of missing elements."""
         self._elements = {id(shadow): 0 for shadow in shadows}
         for name, shadow in self._shadow_of.items():
             self._elements[id(shadow)] += sum(size_of(box) for box in self.wanted.get(name, ()))
@@ -232,7 +230,7 @@ class ShadowedPlacement(SlicePlacement):
 
 
 class ShadowedStaging(Staging):
-    """Staging whose slices go through shadows, where layers have one."""
+    """Staging that routes slices through shadows of processed layers."""
 
     def __init__(self, plan: "ShadowedPlan", *, architecture: str, tied: bool) -> None:
         super().__init__(plan.sources(), architecture=architecture, tied=tied)
@@ -241,7 +239,7 @@ class ShadowedStaging(Staging):
     def _place(self, *version: Any) -> None:
         try:
             super()._place(*version)
-        finally:  # a version that failed has filled some in part
+        finally:  # a failed version has partly filled some shadows
             for shadow in self._plan.shadows:
                 shadow.close()
 
@@ -250,10 +248,10 @@ class ShadowedStaging(Staging):
 
 
 class ShadowedPlan:
-    """Plan for an engine that processes some layers: plain parameters as in a `StagingPlan`, and shadows."""
+    """Plan for an engine that processes some layers: a `StagingPlan` for plain parameters, plus shadows."""
 
     def __init__(self, plain: StagingPlan, shadows: Sequence[LayerShadow], place: StagingPlace) -> None:
-        """Allocate the shadows' staged copies, in `place`."""
+        """Allocate the shadows' staged copies in `place`."""
         self.shadows = shadows
         self._plain = plain
         self._live, self._copy = dict(plain.live), dict(plain.buffer)
@@ -275,16 +273,16 @@ class ShadowedPlan:
 
     @property
     def unplaced(self) -> set[str]:
-        """See `LoaderTrace`."""
+        """Names of checkpoint tensors without a shard on this rank."""
         return self._plain.unplaced - {name for shadow in self.shadows for name in shadow.sources}
 
     def staged(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the staged copy of a live tensor, on its device; of one that no version has, itself."""
+        """Return a live tensor's staged copy on its device, or the tensor if versions do not change it."""
         name = self._copy_of.get(_place(tensor))
         return tensor if name is None else self._copy[name].to(tensor.device)
 
     def sources(self) -> dict[str, ExpectedTensor]:
-        """See `StagingPlan`."""
+        """Return the checkpoint tensors of plain parameters and of processed layers, with their targets."""
         sources = self._plain.sources()
         for shadow in self.shadows:
             for name, source in shadow.sources.items():
@@ -294,34 +292,34 @@ class ShadowedPlan:
         return sources
 
     def staging(self, *, architecture: str, tied: bool) -> Staging:
-        """See `StagingPlan`."""
+        """Return a staging that fills the plain buffer and the shadows."""
         return ShadowedStaging(self, architecture=architecture, tied=tied)
 
     def calibrate(self) -> None:
-        """See `StagingPlan`; the shadows were compared when they were made."""
+        """Check that staging the plain live weights reproduces them; shadows were compared at creation."""
         self._plain.calibrate()
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """See `LoaderTrace`; of processed layers the live tensors themselves, as no version has them."""
+        """Yield as `LoaderTrace` does; for processed layers the live tensors, which no version contains."""
         yield from self._plain.gathered()
         for shadow in self.shadows:
             for path, tensor in shadow.live.items():
                 yield path, tensor, False
 
     def release(self) -> None:
-        """See `StagingPlan`."""
+        """Release the device memory of buffers, shadows and staged copies. Idempotent."""
         self._plain.release()
         for shadow in self.shadows:
             shadow.close()
         self._memory.release()
 
     def restore(self) -> None:
-        """See `StagingPlan`."""
+        """Reallocate the memory. Idempotent. Raises EngineError if memory is insufficient."""
         self._memory.restore()
         self._plain.restore()
 
     def apply(self) -> None:
-        """See `StagingPlan`."""
+        """Copy the staged tensors over the live ones."""
         copy_over(self._live, self._copy)
 
 
@@ -336,15 +334,12 @@ def shadowed_plan(
     """Plan the staging of a model with layers that are processed after loading.
 
     Args:
-        live: see `LoaderTrace`; parameters on `meta` are inputs of `processings`.
-        shapes: see `LoaderTrace`.
-        recorder: see `LoaderTrace`.
-        processings: one for each such layer, in the order in which the engine processes them.
-        room: settings of the staging copy.
-        model_dir: the files that the live weights were loaded from.
+        live, shapes, recorder: see `LoaderTrace`; live parameters on `meta` are inputs of `processings`.
+        processings: one per processed layer, in the engine's processing order.
+        model_dir: files that the live weights were loaded from.
 
     Raises:
-        EngineError: a layer cannot be staged, or there is no room.
+        EngineError: a layer cannot be staged, or memory is insufficient.
     """
     plain = {name: tensor for name, tensor in live.items() if not tensor.is_meta}
     device = next(iter(plain.values())).device
@@ -372,7 +367,7 @@ def shadowed_plan(
 
 
 def _place(tensor: torch.Tensor) -> tuple[int, int]:
-    """Return where a tensor begins; memory that was released and restored may have another address."""
+    """Return a tensor's storage and offset; addresses may change when memory is released and restored."""
     return tensor.untyped_storage()._cdata, int(tensor.storage_offset())
 
 

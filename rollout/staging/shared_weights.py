@@ -1,7 +1,7 @@
-"""Shares the live weights with the trainer (transport `shared`), which computes with them.
+"""Shares the live weights with a trainer that computes with them (transport `shared`).
 
-They lie in memory that the trainer can map, and there is no staging copy. A version is staged by mapping and
-verifying the trainer's master weights; a commit converts them into the live weights.
+The weights are in memory that the trainer can map, and there is no staging copy. Staging maps and verifies
+the trainer's master weights; a commit converts them into the live weights.
 """
 
 from collections.abc import Mapping
@@ -24,11 +24,11 @@ from rollout.weights.shared import SharedReceiver
 
 
 class SharedStaging(Staging):
-    """Staging without a copy: a version is staged once the masters' conversion has the right digests.
+    """Staging without a copy: a version is staged when the converted masters have the right digests.
 
-    `apply` is the commit's copy. The trainer does not change the masters until the engine reports that it
-    serves the version. If the trainer wrote too early (it mistook this engine for another), the version is
-    refused before the copy, or not reported as applied after it.
+    `apply` performs the commit's copy. The trainer does not change the masters until the engine reports that
+    it serves the version. If the trainer wrote to the masters too early, because it confused this engine with
+    another, the version is refused before the copy, or not reported as applied after it.
     """
 
     widenings = frozenset()
@@ -39,9 +39,9 @@ class SharedStaging(Staging):
         """Expect versions of these tensors.
 
         Args:
-            sources: checkpoint name -> the one part of a live parameter that the whole tensor fills.
-            architecture: class of the model in transformers; empty: any.
-            tied: input and output embeddings are one tensor in this engine.
+            sources: checkpoint name -> expected tensor, which fills exactly one part of a live parameter.
+            architecture: class name of the model in transformers; empty: any.
+            tied: whether input and output embeddings are tied in this engine.
         """
         unplaced = {name: ExpectedTensor(source.dtype, source.shape, ()) for name, source in sources.items()}
         super().__init__(unplaced, architecture=architecture, tied=tied)
@@ -66,10 +66,10 @@ class SharedStaging(Staging):
         return served
 
     def apply(self) -> None:
-        """Convert the masters of the version that was taken into the live parameters, and unmap them.
+        """Convert the masters of the taken version into the live parameters, and unmap them.
 
         Raises:
-            WeightError: the trainer has begun to write to the masters; the live weights may be mixed.
+            WeightError: the trainer has started to write to the masters; the live weights may be mixed.
         """
         taken, masters = self._taken, self._masters
         assert taken is not None
@@ -78,17 +78,17 @@ class SharedStaging(Staging):
                 target.copy_(masters[name])
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-            # the contents of GPU memory are undefined once the process that owned it has ended
+            # GPU memory becomes undefined when the process that owns it ends
             self.check_live(taken)
         self._shared.masters(taken)
         self._taken, self._masters = None, {}
         self._shared.close()
 
     def check_live(self, manifest: WeightManifest) -> None:
-        """Compare the live parameters with the digests of a version.
+        """Check the live parameters against the digests of a version.
 
         Raises:
-            WeightError: naming the first tensor that differs.
+            WeightError: a tensor differs; the message names the first one.
         """
         self.check(manifest)
         expected = {entry.name: entry.digest for entry in manifest.tensors}
@@ -105,11 +105,11 @@ class SharedStaging(Staging):
         self._shared.close()
 
     def _masters_of(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-        """Return the trainer's master of each live tensor, in its shape.
+        """Return the trainer's master of each live tensor, viewed in the live shape.
 
         Raises:
-            UnfitVersion: naming a tensor with another layout there.
-            WeightError: as `SharedReceiver.masters`.
+            UnfitVersion: a tensor has an incompatible layout; the message names it.
+            WeightError: see `SharedReceiver.masters`.
         """
         self.check(manifest)
         masters = self._shared.masters(manifest)
@@ -132,10 +132,10 @@ class SharedStaging(Staging):
 
 
 def check_transport(manifest: WeightManifest) -> None:
-    """Refuse a version that is not in a trainer's masters.
+    """Refuse versions of every transport except `shared`.
 
     Raises:
-        UnfitVersion: it comes by another transport.
+        UnfitVersion: the manifest names another transport.
     """
     if manifest.transport != TRANSPORT:
         raise UnfitVersion(
@@ -150,15 +150,13 @@ class SharedPlan(LoaderTrace):
     def __init__(
         self, live: Mapping[str, torch.Tensor], shapes: Mapping[str, tuple[int, ...]], recorder: Recorder
     ) -> None:
-        """Take the result of `record`.
+        """Store the result of `record`.
 
         Args:
-            live: see `LoaderTrace`.
-            shapes: see `LoaderTrace`.
-            recorder: see `LoaderTrace`.
+            live, shapes, recorder: see `LoaderTrace`.
 
         Raises:
-            EngineError: naming a tensor that is not one dense part of a parameter.
+            EngineError: a tensor is not one dense part of a parameter; the message names it.
         """
         super().__init__(live, shapes, recorder)
         for name, copies in self._copies.items():
@@ -171,7 +169,7 @@ class SharedPlan(LoaderTrace):
         self._staging: SharedStaging | None = None
 
     def views(self) -> dict[str, torch.Tensor]:
-        """Return the live weights by checkpoint name."""
+        """Return checkpoint name -> view of the live weights."""
         return {
             name: copies[0].target.on(self.live[copies[0].parameter]) for name, copies in self._copies.items()
         }
@@ -186,10 +184,10 @@ class SharedPlan(LoaderTrace):
         raise EngineError("the trainer computes with the live weights: their memory cannot be released")
 
     def restore(self) -> None:
-        """Return at once: no memory was released."""
+        """Return immediately: no memory was released."""
 
     def apply(self) -> None:
-        """Commit the version that was taken from the staging. Raises WeightError, see `SharedStaging`."""
+        """Commit the taken version. Raises WeightError, see `SharedStaging`."""
         assert self._staging is not None
         self._staging.apply()
 
@@ -197,16 +195,15 @@ class SharedPlan(LoaderTrace):
 def share_parameters(
     model: torch.nn.Module, buffers: Mapping[str, torch.Tensor]
 ) -> tuple[SharedTensors, dict[str, torch.Tensor]]:
-    """Move a model's parameters into memory that other processes can map; they stay the same objects.
+    """Move a model's parameter objects into memory that other processes can map.
 
     Args:
-        model: the model.
-        buffers: its buffers that the trainer compares with its own, by name.
+        buffers: name -> buffer that the trainer compares with its own.
 
     Returns: the memory, and copies of `buffers` in it.
 
     Raises:
-        EngineError: there is no such memory.
+        EngineError: shared memory is not available.
     """
     parameters = list(model.parameters())
     try:
@@ -224,13 +221,12 @@ def describe(
     parameters: Mapping[str, torch.Tensor],
     buffers: Mapping[str, torch.Tensor],
 ) -> None:
-    """Write the file by which the trainer finds the tensors that it is to compute with.
+    """Write the file through which the trainer finds the shared tensors.
 
     Args:
-        shared: the memory in which all of them are.
-        path: the file.
-        parameters: live weights by checkpoint name.
-        buffers: buffers that the trainer compares with its own.
+        shared: memory of all the tensors.
+        parameters: checkpoint name -> live weight.
+        buffers: name -> buffer that the trainer compares with its own.
 
     Raises:
         EngineError: the file cannot be written.

@@ -1,4 +1,4 @@
-"""Fetches weight versions into a staging copy, which has the layout of the live parameters."""
+"""Fetches weight versions into a staging copy with the layout of the live parameters."""
 
 import threading
 from collections.abc import Iterable, Mapping, Sequence, Set
@@ -18,43 +18,43 @@ from rollout.weights.base import WeightReceiver
 from rollout.weights.registry import make_receiver
 
 WIDENINGS: Set[tuple[str, str]] = frozenset({("bfloat16", "float32"), ("float16", "float32")})
-"""(type in a version, type in an engine) of tensors that are converted: no value is rounded."""
+"""(dtype in a version, dtype in an engine) pairs that are converted; they need no rounding."""
 
 
 class Committable(Protocol):
     """Live weights that a staged version can be copied into."""
 
     def apply(self) -> None:
-        """Copy the version that `take` returned last over the live weights.
+        """Copy the version returned by the last `take` over the live weights.
 
-        It does no communication, and where there is a copy no I/O and no allocation on the device.
+        Performs no communication and, if there is a staging copy, no I/O and no device allocation.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class LiveAndStaged:
-    """Live parameters and their staging copy, by the same names; on one device, or the copy on the host."""
+    """Live parameters and their equally named staging copy, on one device or with the copy on the host."""
 
     live: dict[str, torch.Tensor]
     copy: dict[str, torch.Tensor]
 
     def apply(self) -> None:
-        """See `Committable`."""
+        """Copy the staging copy over the live parameters."""
         copy_over(self.live, self.copy)
 
 
 class Staging:
     """Staging copy of one version at a time; the next fetch discards it.
 
-    States: empty -> (fetch) -> staged -> (take) -> empty. A fetch that fails leaves it empty.
+    States: empty -> (fetch) -> staged -> (take) -> empty. A failed fetch leaves it empty.
 
-    Some engines hold a few parameters in float32 whatever the type of their model: biases of experts, decays
-    of gated delta nets. A version's tensor in 16 bits is converted as it is placed, and digested as it was
+    Some engines keep a few parameters in float32 regardless of the model's dtype, such as expert biases or
+    decays of gated delta nets. A 16-bit tensor of a version is converted when placed, and digested as
     published.
     """
 
     widenings = WIDENINGS
-    """Conversions that are made; empty where the engine computes with the version's own memory."""
+    """Supported conversions; empty if the engine computes with the version's own memory."""
 
     def __init__(
         self, sources: Mapping[str, ExpectedTensor], *, architecture: str = "", tied: bool = False
@@ -62,44 +62,44 @@ class Staging:
         """Expect versions of these tensors.
 
         Args:
-            sources: checkpoint name -> the tensor that the engine expects.
-            architecture: class of the model in transformers; empty: any.
-            tied: input and output embeddings are one tensor in this engine.
+            sources: checkpoint name -> expected tensor.
+            architecture: class name of the model in transformers; empty: any.
+            tied: whether input and output embeddings are tied in this engine.
         """
         self._sources = sources
         self._architecture = architecture
         self._tied = tied
         self.elsewhere: Set[str] = frozenset()
-        """Names of tensors that a version has for other ranks only, such as those of their experts."""
+        """Tensors of a version that belong only to other ranks, such as their experts."""
         self._staged: Served | None = None
         self._transport = ""
         """Transport of `_receiver`."""
         self._receiver: WeightReceiver | None = None
         self._placements: dict[frozenset[str], SlicePlacement] = {}
-        """Names of converted tensors -> where slices go: the same for every version."""
+        """Converted names -> placement, reused for every version."""
         self._checked: object = None
-        """What `check` read of the last manifest that passed."""
+        """Inputs of the last successful `check`."""
         self._wider: dict[str, str] = {}
-        """Name -> type of the tensors that are converted, in the last version that passed `check`."""
+        """Name -> dtype of converted tensors, in the last version that passed `check`."""
         self._live_wider: dict[str, str] = {}
-        """What `_wider` was for the version that was taken last."""
+        """Value of `_wider` for the last taken version."""
         self._fetching = False
         self._cancelled = threading.Event()
 
     @property
     def staged(self) -> Served | None:
-        """The version that is complete and verified in the copy; None if there is none."""
+        """Complete and verified version in the copy; None if there is none."""
         return self._staged
 
     def check(self, manifest: WeightManifest) -> None:
-        """Compare a manifest with what this engine expects, before anything is fetched.
+        """Check a manifest against the expected tensors, before anything is fetched.
 
-        A layout that passed is not compared again in the next version. An engine that does not draft by a
-        trained head leaves its tensors out.
+        A layout that passed is not compared again. An engine without a trained draft head ignores the head's
+        tensors.
 
         Raises:
-            UnfitVersion: naming the first tensor that is missing, unknown or of another shape, or of a dtype
-                that is not converted.
+            UnfitVersion: a tensor is missing or unknown, or has another shape or an unsupported dtype; the
+                message names the first one.
             WeightError: a name occurs twice.
         """
         known = (layout_digest(manifest), manifest.base_model, self.elsewhere)
@@ -108,7 +108,7 @@ class Staging:
             self._checked = known
 
     def _compared(self, manifest: WeightManifest) -> dict[str, str]:
-        """Carry out `check`; return what `_wider` is for this version."""
+        """Run `check`; return the value of `_wider` for this version."""
         version, wider = manifest.version, dict[str, str]()
         if manifest.base_model and self._architecture and manifest.base_model != self._architecture:
             raise UnfitVersion(
@@ -139,13 +139,13 @@ class Staging:
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
         """Fill the copy with a version; blocks.
 
-        With a provisional manifest (`protocol/weights/provisional.py`) the bytes that arrive are staged under
-        the digest that they have.
+        With a provisional manifest (`protocol/weights/provisional.py`), arriving bytes are staged under the
+        digest that they have.
 
-        Returns: bytes that were verified and placed.
+        Returns: number of verified and placed bytes.
 
         Raises:
-            WeightError: the copy is empty again.
+            WeightError: fetching failed; the copy is empty again.
         """
         self._staged = None
         self.check(manifest)
@@ -164,14 +164,14 @@ class Staging:
         return sum(entry.nbytes for entry in manifest.tensors)
 
     def _place(self, receiver: WeightReceiver, manifest: WeightManifest, deadline_s: float) -> None:
-        """Receive and place what this rank has a place for."""
+        """Receive and place the slices that this rank needs."""
         wider = frozenset(self._wider)
         placement = self._placements.pop(wider, None) or self._placement()
         for found in receiver.slices(manifest, placement.wanted, deadline_s, placement.destination):
             self._refuse_cancelled(manifest)
             placement.place((part.entry.name, part.box, part.tensor) for part in found)
         placement.finish()
-        self._placements[wider] = placement  # one that failed may be half filled
+        self._placements[wider] = placement  # a failed placement may be half filled and is not reused
 
     def _placement(self) -> SlicePlacement:
         """Return a placement for the slices of versions."""
@@ -182,7 +182,7 @@ class Staging:
             raise WeightError(f"staging of version {manifest.version} was cancelled")
 
     def cancel(self) -> None:
-        """Make a fetch that runs or is about to begin end soon with WeightError; for other threads."""
+        """Let a running or starting fetch end soon with WeightError; callable from other threads."""
         self._cancelled.set()
         if self._fetching and self._receiver is not None:
             self._receiver.close()
@@ -193,7 +193,7 @@ class Staging:
             self._receiver.close()
 
     def _receiver_of(self, manifest: WeightManifest) -> WeightReceiver:
-        """Return the receiver of the last version, which may still be connected, or a new one."""
+        """Return the last version's receiver, which may still be connected, or a new one."""
         if self._receiver is None or self._transport != manifest.transport:
             self.close()
             self._receiver, self._transport = self._make_receiver(manifest.transport), manifest.transport
@@ -204,10 +204,10 @@ class Staging:
         return make_receiver(transport)
 
     def take(self, manifest: WeightManifest) -> Served:
-        """Take the staged version for a commit; the copy counts as empty from then on.
+        """Take the staged version for a commit; the copy then counts as empty.
 
         Raises:
-            WeightError: if `manifest` is not the staged version.
+            WeightError: `manifest` is not the staged version.
         """
         if self._staged != Served(manifest.epoch, manifest.version, manifest.digest):
             staged = (
@@ -221,30 +221,30 @@ class Staging:
         return taken
 
     def live_digest(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-        """Return the digest that a manifest of live tensors would have, in the types of the live version.
+        """Return the digest of a manifest of live tensors, in the dtypes of the live version.
 
         Args:
-            tensors: by checkpoint name, made one by one.
+            tensors: (checkpoint name, tensor) pairs, created one by one.
         """
         return digest_one_by_one((name, narrowed(one, self._live_wider.get(name))) for name, one in tensors)
 
     def discard(self) -> None:
-        """Discard the staged version, and forget a `cancel` that came too late for its fetch."""
+        """Discard the staged version, and clear a `cancel` that came too late for its fetch."""
         self._staged = None
         self._cancelled.clear()
 
 
 def copy_over(live: Mapping[str, torch.Tensor], copy: Mapping[str, torch.Tensor]) -> None:
-    """Copy staged parameters over the live ones, by the same names."""
+    """Copy staged parameters over the live ones of the same names."""
     targets, sources = list(live.values()), [copy[name] for name in live]
     with torch.no_grad():
         torch._foreach_copy_(targets, sources, non_blocking=True)
     if any(target.is_cuda and not source.is_cuda for target, source in zip(targets, sources, strict=True)):
-        torch.cuda.current_stream().synchronize()  # the next version is written to the host's copy
+        torch.cuda.current_stream().synchronize()  # the next version overwrites the host copy
 
 
 def stored_once(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Return parameters by name, each storage once: of tied parameters the first name stays."""
+    """Return parameters by name, each storage once; tied parameters keep the first name."""
     first_names: dict[tuple[object, ...], str] = {}
     copies: dict[str, torch.Tensor] = {}
     for name, tensor in tensors:
@@ -256,13 +256,13 @@ def stored_once(tensors: Iterable[tuple[str, torch.Tensor]]) -> dict[str, torch.
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """Return a number that tensors of one storage share; on `meta` they have no address."""
+    """Return a number that identifies a tensor's storage; tensors on `meta` have no address."""
     storage = tensor.untyped_storage()
     return storage._cdata if tensor.is_meta else storage.data_ptr()
 
 
 def whole_source(target: torch.Tensor) -> ExpectedTensor:
-    """Expect a tensor that fills the dense `target` as it is."""
+    """Expect a whole tensor that fills the dense `target`."""
     shape = tuple(target.shape)
     return ExpectedTensor(
         dtype_name(target.dtype), shape, (Slice(0, shape, contiguous_stride(shape), target),)
@@ -270,12 +270,12 @@ def whole_source(target: torch.Tensor) -> ExpectedTensor:
 
 
 def contiguous_stride(shape: Sequence[int]) -> tuple[int, ...]:
-    """Return the strides, in elements, of a dense row-major tensor."""
+    """Return the strides of a dense row-major tensor, elements."""
     return torch.empty(tuple(shape), device="meta").stride()
 
 
 def narrowed(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
-    """Return a tensor that was converted from `dtype` in that type; itself if it holds any other value."""
+    """Return a converted tensor in its original `dtype`; the tensor itself if the conversion is not exact."""
     if dtype is None:
         return tensor
     found: torch.Tensor = tensor.to(getattr(torch, dtype))
@@ -283,17 +283,17 @@ def narrowed(tensor: torch.Tensor, dtype: str | None) -> torch.Tensor:
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of a dtype as in manifests, such as "float32"."""
+    """Return the manifest name of a dtype, such as "float32"."""
     return str(dtype).removeprefix("torch.")
 
 
 def digest_of(tensors: Mapping[str, torch.Tensor]) -> int:
-    """Return the digest that a manifest of exactly these tensors would have."""
+    """Return the digest of a manifest of exactly these tensors."""
     return digest_one_by_one(tensors.items())
 
 
 def digest_one_by_one(tensors: Iterable[tuple[str, torch.Tensor]]) -> int:
-    """Return the same of tensors that are made one by one, and released when they have been read."""
+    """Return `digest_of` for tensors that are created one by one and released after reading."""
     digests, facts = Digests(), []
     for name, tensor in tensors:
         facts.append((name, dtype_name(tensor.dtype), tuple(tensor.shape), 0, 0, tensor.nbytes))

@@ -1,4 +1,4 @@
-"""Plans the staging of a model whose loader was traced, in the place that fits."""
+"""Plans the staging of a model from its traced loader, in the place that fits."""
 
 import math
 from collections.abc import Iterable, Mapping
@@ -16,7 +16,7 @@ from rollout.staging.staging import Staging, copy_over
 
 
 class StagingPlan(LoaderTrace):
-    """Loader trace with a staging buffer of the parameters' layout, on their device or on the host."""
+    """Loader trace with a staging buffer in the parameters' layout, on their device or on the host."""
 
     def __init__(
         self,
@@ -28,14 +28,12 @@ class StagingPlan(LoaderTrace):
         """Allocate the buffer.
 
         Args:
-            live: see `LoaderTrace`.
-            shapes: see `LoaderTrace`.
-            recorder: see `LoaderTrace`.
-            place: `DEVICE` or `HOST`, where there is room for the buffer.
+            live, shapes, recorder: see `LoaderTrace`.
+            place: `DEVICE` or `HOST`, with enough memory for the buffer.
 
         Raises:
-            EngineSettingsError: naming a parameter that the loader does not fill exactly, or that is
-                not dense.
+            EngineSettingsError: a parameter is not filled exactly by the loader, or is not dense; the message
+                names it.
         """
         super().__init__(live, shapes, recorder)
         self.buffer = empty_in(place, self.live)
@@ -43,25 +41,25 @@ class StagingPlan(LoaderTrace):
             if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
                 raise EngineSettingsError(f"parameter {name} is not dense: it cannot be staged")
         self.releasable = [] if place == StagingPlace.HOST else list(self.buffer.values())
-        """Memory of the device that the copy takes: an engine that sleeps gives it back."""
+        """Device memory of the copy, released during sleep."""
         self._memory = ReleasableMemory(self.releasable)
         self._padding: list[tuple[torch.Tensor, torch.Tensor]] = []
-        """(part of the buffer, its values) of the padding, which no version brings; while released."""
+        """(part of the buffer, saved values) of padding, which versions lack; only while released."""
 
     def staging(self, *, architecture: str, tied: bool) -> Staging:
         """Return a staging that fills the buffer."""
         return Staging(self.sources(), architecture=architecture, tied=tied)
 
     def sources(self) -> dict[str, ExpectedTensor]:
-        """Return the checkpoint tensors that the loader used, and the parts of the buffer that they fill."""
+        """Return the checkpoint tensors that the loader used, with the parts of the buffer that they fill."""
         return self.sources_in(self.buffer)
 
     def calibrate(self) -> None:
         """Send the live weights through the plan, over a buffer of inverted bits, and compare.
 
         Raises:
-            EngineSettingsError: naming the first parameter that comes out different: the loader wrote one
-                place twice, or left one out.
+            EngineSettingsError: a parameter differs, because the loader wrote a place twice or not at all;
+                the message names the first one.
         """
         with torch.no_grad():
             for name, tensor in self.buffer.items():
@@ -80,7 +78,7 @@ class StagingPlan(LoaderTrace):
                     )
 
     def release(self) -> None:
-        """Release the buffer's memory. What was staged is lost; `sources` stay valid. Idempotent."""
+        """Release the buffer. The staged version is lost; `sources` stay valid. Idempotent."""
         if not self._padding:
             padding = [
                 window.on(self.buffer[name]) for name, fills in self._fills.items() for window in fills
@@ -89,10 +87,10 @@ class StagingPlan(LoaderTrace):
         self._memory.release()
 
     def restore(self) -> None:
-        """Take the buffer's memory again. Idempotent.
+        """Reallocate the buffer. Idempotent.
 
         Raises:
-            EngineError: there is no room.
+            EngineError: memory is insufficient.
         """
         self._memory.restore()
         for tensor, values in self._padding:
@@ -105,7 +103,7 @@ class StagingPlan(LoaderTrace):
 
 
 AnyPlan = StagingPlan | LayeredPlan
-"""A plan for versions that are copied into the live parameters."""
+"""Plan for versions that are copied into the live parameters."""
 
 
 def make_plan(
@@ -114,16 +112,13 @@ def make_plan(
     recorder: Recorder,
     room: StagingRoom,
 ) -> AnyPlan:
-    """Return the plan for the place that the settings and the free memory choose.
+    """Return a plan for the place selected by settings and free memory.
 
     Args:
-        live: see `LoaderTrace`.
-        shapes: see `LoaderTrace`.
-        recorder: see `LoaderTrace`.
-        room: settings of the staging copy.
+        live, shapes, recorder: see `LoaderTrace`.
 
     Raises:
-        EngineError: as the plan; or there is no room for what staging takes.
+        EngineError: the plan cannot be created, or memory is insufficient.
     """
     itemsize = max((tensor.element_size() for tensor in live.values()), default=0)
     largest = max((math.prod(shape) for shape in shapes.values()), default=0) * itemsize
@@ -143,13 +138,9 @@ def trace(
     """Plan the staging of a model.
 
     Args:
-        load: see `record`.
-        parameters: see `record`.
-        shapes: see `record`.
-        dtype: see `record`.
-        room: settings of the staging copy.
+        load, parameters, shapes, dtype: see `record`.
 
     Raises:
-        EngineError: as `record` and `make_plan`.
+        EngineError: see `record` and `make_plan`.
     """
     return make_plan(*record(load, parameters, shapes, dtype), room)

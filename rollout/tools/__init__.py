@@ -1,1 +1,1 @@
-"""Provides tools that a model calls in plain text: a fenced block in its turn, answered by another one."""
+"""Tools that a model calls in plain text: a fenced block in its turn, answered by another block."""

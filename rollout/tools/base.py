@@ -1,6 +1,6 @@
-"""Defines the interface of tools, and finds a call in the model's text.
+"""Defines the interface of tools, and parses tool calls in the model's text.
 
-A call is a fenced block that names the tool; its result is inserted as another fenced block:
+A call is a fenced block named after the tool; its result is inserted as another fenced block:
 
     ```python                    ```output
     print(6 * 7)                 42
@@ -17,34 +17,34 @@ BLOCK = re.compile(r"^[ \t]*```[ \t]*(\w+)[^\S\n]*\n(.*?)^[ \t]*```", re.DOTALL 
 
 
 class Tool(ABC):
-    """Answers calls."""
+    """Tool that answers calls."""
 
     def opened(self, stack: AsyncExitStack) -> "Tool":
-        """Return the tool of one episode, whose end closes the stack. One without state returns itself."""
+        """Return the tool for one episode, which ends with `stack`. Stateless tools return themselves."""
         return self
 
     @property
     def kept(self) -> str:
-        """State of the tool between calls of its episode, such as files; empty: none."""
+        """State of the tool between an episode's calls, such as files; empty: none."""
         return ""
 
-    def restore(self, text: str, state: str) -> None:  # noqa: B027  most have no state
-        """Take over the state after a call of `text`, from an earlier process or from this one."""
+    def restore(self, text: str, state: str) -> None:  # noqa: B027  most tools are stateless
+        """Restore the state after a call of `text` from this or an earlier process."""
 
     @abstractmethod
     async def run(self, text: str) -> str:
-        """Return the answer to a call; the error of a wrong call is an answer, too.
+        """Return the answer to a call; for an invalid call, an error text.
 
         Cancelling the call ends the processes that it started.
 
         Raises:
-            Exception: the tool itself does not work; the episode fails.
+            Exception: the tool itself is broken; the episode fails.
         """
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A fenced block that names a tool."""
+    """Fenced block that calls a tool."""
 
     tool: str
     text: str
@@ -52,19 +52,19 @@ class ToolCall:
 
 
 def is_block_name(name: str) -> bool:
-    """Return whether a block can name a tool so."""
+    """Return whether a fenced block can use this tool name."""
     return re.fullmatch(r"\w+", name) is not None and name == name.lower()
 
 
 def find_call(turn: str, tools: Iterable[str]) -> ToolCall | None:
-    """Return the last call in a turn of the model, if it has one."""
+    """Return the last tool call in a model turn, or None."""
     known = set(tools)
     calls = [ToolCall(name.lower(), text) for name, text in BLOCK.findall(turn) if name.lower() in known]
     return calls[-1] if calls else None
 
 
 def as_output(text: str, most: int) -> str:
-    """Return the answer of a tool as a fenced block; of more than `most` characters, beginning and end."""
+    """Return a tool's answer as a fenced block; beyond `most` characters, only its start and end."""
     text = text.strip("\n")
     if len(text) > most:
         head, tail = (most + 1) // 2, most // 2

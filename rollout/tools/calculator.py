@@ -1,4 +1,4 @@
-"""Computes arithmetic: numbers, + - * / // % **, parentheses, one expression in each line."""
+"""Evaluates arithmetic: numbers, + - * / // % **, parentheses; one expression per line."""
 
 import ast
 import operator
@@ -10,7 +10,7 @@ from rollout.tools.base import Tool
 
 MOST_CHARACTERS = 1000
 MOST_DIGITS = 300
-"""Digits of a number, at most; a larger one is refused, if possible before it is computed."""
+"""Maximum digits of a number; larger results are refused, before the computation if possible."""
 
 BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -25,14 +25,14 @@ UNARY: Mapping[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.po
 
 
 class Calculator(Tool):
-    """Tool `calculator`. It reads no names and calls no functions."""
+    """Tool `calculator`, without names and function calls."""
 
     async def run(self, text: str) -> str:
         return calculate(text)
 
 
 def calculate(text: str) -> str:
-    """Return the value or the error of each line; at most `MOST_CHARACTERS` are read."""
+    """Return the value or error of each line; texts over `MOST_CHARACTERS` are refused."""
     if len(text) > MOST_CHARACTERS:
         return f"error: more than {MOST_CHARACTERS} characters"
     return "\n".join(_line(line) for line in text.splitlines() if line.strip()) or "error: nothing to compute"
@@ -64,7 +64,7 @@ def _value(node: ast.expr) -> int | float:
 
 
 def _check_power(base: float, exponent: float) -> None:
-    """Refuse a power that would be too large to compute."""
+    """Raise ValueError for a power that is too large to compute."""
     if base and abs(exponent) * len(str(abs(int(base)))) > MOST_DIGITS:
         raise ValueError("the power is too large")
 

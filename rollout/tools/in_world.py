@@ -1,4 +1,4 @@
-"""Has the tools `shell` and `python` of an episode work in its sandbox, where they share their files."""
+"""Runs an episode's tools `shell` and `python` in its sandbox, where they share files."""
 
 from collections.abc import Callable, Mapping
 
@@ -10,25 +10,25 @@ from rollout.tools.said import said, shell_order
 
 
 class ToolInWorld(Tool):
-    """A tool of one episode whose calls are commands."""
+    """Tool of one episode whose calls are commands."""
 
     def __init__(self, world: World, order: Callable[[str], SandboxCommand]) -> None:
         self._world, self._order, self._snapshot = world, order, ""
 
     @property
     def kept(self) -> str:
-        """The snapshot after the last call; most have none."""
+        """Snapshot after the last call; usually empty."""
         return self._snapshot
 
     def restore(self, text: str, state: str) -> None:
-        """Note that a call was answered, by this process or an earlier one."""
+        """Record that a call was answered, by this process or an earlier one."""
         self._world.passed(self._order(text), state)
 
     async def run(self, text: str) -> str:
-        """Return the output of the command, and its status.
+        """Return the command's output and status.
 
         Raises:
-            SandboxDied: the sandbox has ended, so that the episode fails.
+            SandboxDied: the sandbox has ended; the episode fails.
         """
         order = self._order(text)
         executed, self._snapshot = await self._world.run(order)
@@ -36,7 +36,7 @@ class ToolInWorld(Tool):
 
 
 def python_order(text: str, wall_s: float, output: int) -> SandboxCommand:
-    """Return the order of Python code, in an interpreter of its own."""
+    """Return the command for Python code, which runs in a new interpreter."""
     return SandboxCommand(("python3", "-c", PROGRAM.format(code=text.replace("\0", ""))), wall_s, output)
 
 
@@ -44,7 +44,7 @@ IN_WORLD: Mapping[str, Callable[[str, float, int], SandboxCommand]] = {
     "python": python_order,
     "shell": shell_order,
 }
-"""Tool -> the command of a call, with its seconds and bytes of output."""
+"""Tool -> function (text, timeout in seconds, output limit in bytes) -> command."""
 
 
 def in_world(tool: str, world: World, wall_s: float, output: int) -> ToolInWorld:

@@ -1,7 +1,7 @@
-"""Calls tools of an MCP server, by the client of the package `mcp`.
+"""Calls tools of an MCP server, with the client of the package `mcp`.
 
-A call names the server; its first word is the tool, the rest the arguments as a JSON object. A call without a
-word is answered with the server's tools:
+An empty call lists the server's tools. Otherwise the first word of a call is the tool, and the rest is a JSON
+object of arguments. A call names the server:
 
     ```files
     read {"path": "notes.txt"}
@@ -31,29 +31,29 @@ USAGE = 'a call is the name of a tool, and its arguments as a JSON object: NAME 
 
 
 class McpTool(Tool):
-    """The tools of one MCP server, over a connection of the episode."""
+    """Tools of one MCP server, over one connection per episode."""
 
     def __init__(self, name: str, server: McpServer, stack: AsyncExitStack | None = None) -> None:
-        """Args: stack: closes the connection of an episode, which its first call opens."""
+        """Args: stack: closes the episode's connection, which its first call opens."""
         self._name, self._server, self._stack = name, server, stack
         self._client: Client | None = None
         self._earlier = list[str]()
         """Calls that were answered from the record."""
 
     def opened(self, stack: AsyncExitStack) -> "McpTool":
-        """Return the tool of one episode."""
+        """Return the tool instance for one episode."""
         return McpTool(self._name, self._server, stack)
 
     def restore(self, text: str, state: str) -> None:
-        """Note a call from the record: a program that is started again has not seen it."""
+        """Store a recorded call, to repeat it for a restarted server program."""
         if self._client is None and self._server.command:
             self._earlier.append(text)
 
     async def run(self, text: str) -> str:
-        """Return the tool's answer, or the error that it names.
+        """Return the tool's answer or error text.
 
         Raises:
-            RuntimeError: the server cannot be reached, or has ended.
+            RuntimeError: the server is unreachable or has ended.
         """
         try:
             client = await self._connected()
@@ -62,9 +62,9 @@ class McpTool(Tool):
             raise self._failed(error) from None
 
     async def _connected(self) -> Client:
-        """Return the connection; a task of its own holds it, so that its failure ends no other wait."""
+        """Return the connection. A separate task holds it, so its failure cancels no other wait."""
         if self._client is None:
-            assert self._stack is not None  # it is the tool of an episode
+            assert self._stack is not None  # set for a tool of an episode
             tasks = await self._stack.enter_async_context(asyncio.TaskGroup())
             connected: asyncio.Future[Client] = asyncio.get_running_loop().create_future()
             closing = asyncio.Event()
@@ -76,14 +76,14 @@ class McpTool(Tool):
         return self._client
 
     async def _hold(self, connected: "asyncio.Future[Client]", closing: asyncio.Event) -> None:
-        """Keep a connection until `closing` is set, or it fails."""
+        """Keep a connection open until `closing` is set or the connection fails."""
         try:
             async with AsyncExitStack() as stack:
                 transport = await self._transport(stack)
                 client = Client(transport, read_timeout_seconds=self._server.call_s)
                 connected.set_result(await stack.enter_async_context(client))
                 await closing.wait()
-        except Exception as error:  # the transport's own errors come in groups
+        except Exception as error:  # the transport raises exception groups
             if connected.done():
                 log.warning("tool.mcp_lost server=%s why=%r", self._name, innermost(error))
             else:

@@ -1,4 +1,4 @@
-"""Defines how an MCP server is started or reached; the package `mcp` is not needed to read it."""
+"""Defines how an MCP server is started or reached, without the package `mcp`."""
 
 import os
 from dataclasses import dataclass, field
@@ -11,24 +11,24 @@ from protocol.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class McpServer:
-    """A program that speaks MCP by its standard input and output, or a service that speaks it by HTTP."""
+    """Program that speaks MCP over standard input and output, or service that speaks MCP over HTTP."""
 
     command: tuple[str, ...] = ()
-    """The program and its arguments; each episode that calls it has a process."""
+    """Program and arguments; each episode that calls the server starts a process."""
     url: str = ""
-    """Where a service listens, such as http://127.0.0.1:8000/mcp (streamable HTTP)."""
+    """URL of a service, such as http://127.0.0.1:8000/mcp (streamable HTTP)."""
     variables: dict[str, str] = field(default_factory=dict)
-    """command: environment variables, with HOME, PATH and the like."""
+    """command: environment variables, in addition to HOME, PATH and similar ones."""
     key_env: str = ""
-    """url: environment variable of the rollout worker with a key, which is sent as a bearer token."""
+    """url: environment variable of the rollout worker with a key to send as a bearer token."""
     call_s: Annotated[float, Interval(gt=0, le=1e6)] = 60.0
-    """How long a call may take, seconds; a longer one is answered with an error."""
+    """Timeout of a call, seconds; a timeout is answered with an error."""
 
     def check(self, name: str) -> None:
-        """Check that there is one way to reach it.
+        """Check that exactly one of `command` and `url` is set, and that the key exists.
 
         Raises:
-            SettingsError: names the option.
+            SettingsError: the options are invalid; the message names the option.
         """
         if bool(self.command) == bool(self.url):
             raise SettingsError(
@@ -41,5 +41,5 @@ class McpServer:
             )
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of requests to a service."""
+        """Return the HTTP headers for requests to a service."""
         return {"Authorization": f"Bearer {os.environ[self.key_env]}"} if self.key_env else {}

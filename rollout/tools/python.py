@@ -1,7 +1,6 @@
-"""Runs Python code of the model in the sandbox, each call in an interpreter of its own.
+"""Runs the model's Python code in the sandbox; each call has a new interpreter.
 
-The answer is the code's output, the value of its last line if that is an expression, and the traceback of an
-exception.
+The answer contains the code's output, the value of a final expression, and the traceback of an exception.
 """
 
 import json
@@ -29,7 +28,7 @@ except BaseException as error:
     error.__traceback__ = error.__traceback__.tb_next
     traceback.print_exception(error)
 """
-"""Program in the sandbox: it exits with 0 even if the code raises."""
+"""Program in the sandbox; it exits with 0 even if the code raises."""
 
 
 class PythonTool(Tool):
@@ -39,7 +38,7 @@ class PythonTool(Tool):
         self._limits, self._runs = limits, runs
 
     async def run(self, text: str) -> str:
-        """Return the code's output. Cancelling kills it, and waits until it has ended.
+        """Return the code's output. Cancelling kills it and waits for its end.
 
         Raises:
             RewardError: the sandbox cannot be set up.

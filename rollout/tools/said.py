@@ -1,18 +1,18 @@
-"""Writes how a command ended as the answer to a call of the tool `shell`."""
+"""Formats a command's result as the answer to a call of the tool `shell`."""
 
 from rollout.sandboxes.base import Executed, SandboxCommand
 
 SHELL = ("/bin/sh", "-c", 'exec "$(command -v bash || echo /bin/sh)" -c "$0"')
-"""Runs its last argument in bash, or in the shell that there is."""
+"""Runs its last argument in bash, or in /bin/sh if bash is missing."""
 
 
 def shell_order(text: str, wall_s: float, output: int) -> SandboxCommand:
-    """Return the order of a command line."""
+    """Return the command for a shell line."""
     return SandboxCommand((*SHELL, text.replace("\0", "")), wall_s, output)
 
 
 def said(executed: Executed, order: SandboxCommand, notes: tuple[str, ...] = ()) -> str:
-    """Return the output of a command, the limit that ended it or its status, and more `notes`."""
+    """Return a command's output, the exceeded limit or exit status, and additional `notes`."""
     reasons = {
         "time": f"{order.wall_s:g} s",
         "output": f"{order.output} bytes of output",

@@ -18,33 +18,33 @@ from protocol.errors import SettingsError
 from rollout.tools.base import Tool
 
 WORDS = 32
-"""Words of a query that are searched for."""
+"""Maximum number of query words to search for."""
 STEPS = 20_000_000
-"""Instructions of SQLite's machine after which a query is ended: about a second."""
+"""SQLite VM instructions after which a query is aborted; about a second."""
 CREATE = "CREATE VIRTUAL TABLE passages USING fts5(title, text, tokenize = 'porter unicode61')"
 FIND = "SELECT title, text FROM passages WHERE passages MATCH ? ORDER BY rank LIMIT ?"
 
 
 class SearchTool(Tool):
-    """Tool `search`: returns the passages that fit a query best."""
+    """Tool `search`: returns the best matching passages."""
 
     def __init__(self, index: Path, results: int, characters: int) -> None:
         """Open an index.
 
         Args:
-            index: file that `build_index` wrote.
-            results: passages of an answer.
-            characters: of each passage.
+            index: file written by `build_index`.
+            results: passages per answer.
+            characters: maximum length of each passage.
 
         Raises:
-            SettingsError: there is no such index.
+            SettingsError: the index is missing or invalid.
         """
         self._index, self._results, self._characters = index, results, characters
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="tool-search")
         self._find("index")
 
     async def run(self, text: str) -> str:
-        """Return the best passages. A query ends after `STEPS`, also if the call was cancelled."""
+        """Return the best passages. A query ends after `STEPS`, even if the call was cancelled."""
         found = await asyncio.wrap_future(self._threads.submit(self._find, text))
         return "\n\n".join(found) or "nothing found"
 
@@ -67,7 +67,7 @@ class SearchTool(Tool):
 
 
 def build_index(index: Path, documents: Iterable[tuple[str, str]]) -> int:
-    """Write an index of passages (title, text), which may be empty titles; return how many there are.
+    """Write an index of passages (title or "", text); return their number.
 
     Raises:
         SettingsError: the file exists.
@@ -85,7 +85,7 @@ def read_documents(path: Path) -> Iterator[tuple[str, str]]:
     """Yield (title, text) of each line of a JSONL file.
 
     Raises:
-        SettingsError: a line is no JSON object with a `text`; names it.
+        SettingsError: a line is not a JSON object with `text`; the message names the line.
     """
     with path.open(encoding="utf-8") as lines:
         for number, line in enumerate(lines, 1):

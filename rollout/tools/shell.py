@@ -1,7 +1,7 @@
-"""Runs command lines of the model in the sandbox, in a directory that is kept over an episode's calls.
+"""Runs the model's command lines in the sandbox, in a directory that persists over an episode's calls.
 
-The directory is empty at first. Between calls it is an archive in memory, which only the sandbox unpacks.
-Processes end with the call; variables and `cd` do not last either.
+The directory is initially empty. Between calls it is an in-memory archive, which is unpacked only in the
+sandbox. Processes end with the call; variables and `cd` do not persist.
 """
 
 from contextlib import AsyncExitStack
@@ -17,27 +17,27 @@ ENDED = "error: the command was ended, as it exceeded a limit; the files are as 
 
 
 class ShellTool(Tool):
-    """Tool `shell`: the directory of one episode."""
+    """Tool `shell`, with the directory of one episode."""
 
     def __init__(self, limits: Limits, runs: SandboxRuns) -> None:
         self._limits, self._runs = limits, runs
         self._sandbox = ProcessSandbox(limits, runs)
 
     def opened(self, stack: AsyncExitStack) -> "ShellTool":
-        """Return the tool with an empty directory."""
+        """Return a tool instance with an empty directory."""
         return ShellTool(self._limits, self._runs)
 
     @property
     def kept(self) -> str:
-        """The directory, packed."""
+        """Packed directory."""
         return self._sandbox.files
 
     def restore(self, text: str, state: str) -> None:
-        """Take a packed directory for the episode's."""
+        """Restore the episode's directory from a packed one."""
         self._sandbox.files = state
 
     async def run(self, text: str) -> str:
-        """Return the command's output and its status. Cancelling kills it; the files are as before.
+        """Return the command's output and status. Cancelling kills the command; files stay unchanged.
 
         Raises:
             RewardError: the sandbox cannot be set up.

@@ -1,5 +1,5 @@
-"""Receives weight versions; `registry.py` has the table of transports.
+"""Receivers of weight versions; `registry.py` has the table of transports.
 
-`shm`, `disk` and `http` are `files.py`; `shared` is `shared.py`; `nccl` is `nccl_pairs.py`, `ipc` is
-`ipc_handles.py`, both driven by `part_receiver.py`.
+`shm`, `disk` and `http` are in `files.py`, `shared` in `shared.py`. `nccl` (`nccl_pairs.py`) and `ipc`
+(`ipc_handles.py`) are driven by `part_receiver.py`.
 """

@@ -1,4 +1,4 @@
-"""Defines the interface of receivers; `registry.py` has them by transport."""
+"""Defines the interface of receivers; `registry.py` lists them by transport."""
 
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
@@ -10,13 +10,13 @@ from protocol.weights.boxes import Box
 from protocol.weights.slices import Wanted
 
 Destination = Callable[[str, Box], torch.Tensor | None]
-"""Returns where a slice of a tensor is to be staged, by name and box: memory of its dtype and shape, dense or
-not, that no other tensor of the version uses. It keeps these elements until the next version, or `close` of
-the receiver, and can be read then. None if the slice has to be divided or copied to several places."""
+"""(name, box) -> staging memory for a slice of a tensor, with its dtype and shape, dense or not, used by no
+other tensor of the version. The memory keeps these elements, and may be read, until the next version or until
+`close` of the receiver. None if the slice must be split or copied to several places."""
 
 
 def no_destination(name: str, box: Box) -> torch.Tensor | None:
-    """Return None: a `Destination` that knows none."""
+    """Return None: a `Destination` without any destinations."""
     return None
 
 
@@ -26,11 +26,11 @@ class ReceivedSlice(NamedTuple):
     entry: TensorEntry
     box: Box
     tensor: torch.Tensor
-    """Just these elements, in their shape."""
+    """The elements in the box, in the box's shape."""
 
 
 class WeightReceiver(Protocol):
-    """Fetches slices of a version. Lives in the process that holds the engine's parameters."""
+    """Receiver of slices of a version. Lives in the process with the engine's parameters."""
 
     @property
     def lasting(self) -> bool:
@@ -38,11 +38,11 @@ class WeightReceiver(Protocol):
 
     @property
     def lockable(self) -> bool:
-        """Whether pages of the slices received last can be locked without a copy of them."""
+        """Whether pages of the last received slices can be locked without copying them."""
 
     @property
     def digest(self) -> int:
-        """`manifest_digest` of the version received last, computed from its bytes if it was provisional."""
+        """`manifest_digest` of the last received version, computed from its bytes if it was provisional."""
 
     def slices(
         self,
@@ -51,22 +51,22 @@ class WeightReceiver(Protocol):
         deadline_s: float,
         place: Destination = no_destination,
     ) -> Iterator[list[ReceivedSlice]]:
-        """Yield every wanted element once, on any device: many slices at a time, valid until the next ones.
+        """Yield every wanted element once, on any device, in batches that are valid until the next batch.
 
-        Transports that read whole tensors yield elements that are not wanted, too. Every whole tensor is
-        verified against its digest only once the iterator has ended without an error. Work on a slice must be
-        queued on the current stream. Connections are kept for the next version.
+        Transports that read whole tensors also yield unwanted elements. Tensors count as verified against
+        their digests only after the iterator has ended without an error. Queue work on a slice on the current
+        stream. Connections are kept for the next version.
 
         Args:
-            manifest: the version.
-            wanted: disjoint boxes of its tensors.
-            deadline_s: seconds within which all of it must have been received.
-            place: a receiver that copies a slice anyway may copy it there if it is dense, and then yields
-                that very memory.
+            wanted: disjoint boxes of the version's tensors.
+            deadline_s: timeout for receiving everything, seconds.
+            place: optional destinations. A receiver that copies a slice anyway may copy it to a dense
+                destination, and then yields that memory.
 
         Raises:
-            WeightError: bytes are missing or wrong, or not there within `deadline_s`; names the tensor.
-                Transports that cannot send a version during its export raise it for a provisional manifest.
+            WeightError: bytes are missing, wrong or late; the message names the tensor. For a provisional
+                manifest:
+                the transport cannot send a version during its export.
         """
 
     def close(self) -> None:
@@ -77,5 +77,5 @@ class WeightReceiver(Protocol):
 
 
 def whole_tensor(entry: TensorEntry, tensor: torch.Tensor) -> list[ReceivedSlice]:
-    """Return a tensor that was received whole."""
+    """Return a tensor that was received whole as a slice."""
     return [ReceivedSlice(entry, tuple((0, n) for n in entry.shape), tensor)]

@@ -1,4 +1,4 @@
-"""One trainer rank's part of the transfer of a version to this engine rank, and how its bytes get here."""
+"""Defines the transfer of a version from a trainer rank to this engine rank, and its channel."""
 
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple, Protocol
@@ -12,27 +12,27 @@ from rollout.weights.base import Destination
 from rollout.weights.verification import Deadline
 
 AHEAD = 4
-"""Buckets in flight at a time."""
+"""Number of buckets in flight."""
 
 
 class PartTransfer(NamedTuple):
-    """One trainer rank's part of the transfer of a version to this engine rank."""
+    """Transfer of a version from one trainer rank to this engine rank."""
 
     manifest: WeightManifest
-    """With the location of that rank."""
+    """Manifest with the location of the trainer rank."""
     part: int
     answer: dict[str, Any]
-    """The rank's answer to the request."""
+    """The trainer rank's answer to the request."""
     plan: Transfer
     deadline: Deadline
     disconnected: Callable[[], bool]
-    """Returns whether the rank has disconnected or the receiver was closed."""
+    """Returns whether the trainer rank has disconnected or the receiver was closed."""
     line: TimedLine
     place: Destination
 
 
 def memory_of(bucket: tuple[Cut, ...], transfer: PartTransfer, device: torch.device) -> torch.Tensor:
-    """Return where a bucket goes, uint8: the dense destination of its only cut, or new memory."""
+    """Return memory for a bucket, uint8: the dense destination of its only cut, or new memory."""
     if len(bucket) == 1:
         (cut,) = bucket
         target = transfer.place(transfer.manifest.tensors[cut.tensor].name, cut.box)
@@ -45,26 +45,26 @@ class ReceiverChannel(Protocol):
     """Channel that transfers slices over a connection to one trainer rank."""
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
-        """Return host and port of the rank.
+        """Return host and port of the trainer rank.
 
         Raises:
-            WeightError: the location contains none, or this engine cannot use the transport.
+            WeightError: the location contains no address, or this engine cannot use the transport.
         """
 
     def sizes(self, answer: dict[str, Any]) -> BucketSizes:
-        """Return the sizes of the buckets in which the rank's cuts are received, by its answer."""
+        """Return the bucket sizes for the trainer rank's cuts, from its answer."""
 
     def slices(self, transfer: PartTransfer) -> Iterator[Iterable[tuple[Cut, torch.Tensor]]]:
-        """Yield every cut of the plan with its elements, in its shape: many at a time, until the next."""
+        """Yield every cut of the plan with its elements, in batches that are valid until the next batch."""
 
     def sums(self, transfer: PartTransfer, count: int) -> torch.Tensor:
-        """Return the sums that the rank sends behind the slices: int64 [count], where the slices were."""
+        """Return the sums sent after the slices: int64 [count], on the device of the slices."""
 
     def drain_device(self) -> None:
-        """Wait until no queued work touches the rank's memory or a destination, before a disconnect."""
+        """Wait until no queued work uses the trainer rank's memory or a destination, before a disconnect."""
 
     def interrupt(self) -> None:
-        """Wake a thread that waits for the bytes of a rank that disconnected. Called with the lock held."""
+        """Wake a thread that waits for bytes of a disconnected rank. Called with the lock held."""
 
     def release(self) -> None:
-        """Release what belongs to the connection. Called with the lock held, possibly more than once."""
+        """Release the connection's resources. Called with the lock held, possibly more than once."""

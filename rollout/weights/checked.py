@@ -1,4 +1,4 @@
-"""Checks a manifest before any receiver fetches its version: one that contradicts itself is refused."""
+"""Checks a manifest before a receiver fetches its version; inconsistent manifests are refused."""
 
 from collections.abc import Iterator
 
@@ -9,17 +9,17 @@ from rollout.weights.base import Destination, ReceivedSlice, WeightReceiver, no_
 
 
 class ManifestCheck:
-    """Checks manifest after manifest; a layout that passed is not checked again in the next version.
+    """Checker of manifests; a layout that passed is not checked again.
 
-    Checking the layout of 36,000 tensors in pieces takes 55 ms of a core that the engine's steps need too.
+    Checking the layout of 36,000 tensors in pieces takes 55 ms of a core that the engine's steps also need.
     """
 
     def __init__(self) -> None:
         self._passed: int | None = None
-        """`layout_digest` of the last manifest that passed."""
+        """`layout_digest` of the last valid manifest."""
 
     def __call__(self, manifest: WeightManifest) -> None:
-        """Refuse a manifest that contradicts itself.
+        """Refuse an inconsistent manifest.
 
         Raises:
             WeightError: see `check_layout`, `check_parts` and `check_digest`.
@@ -34,7 +34,7 @@ class ManifestCheck:
 
 
 class CheckedReceiver:
-    """A receiver that refuses a manifest which contradicts itself before it fetches a byte."""
+    """Receiver that refuses an inconsistent manifest before fetching a byte."""
 
     def __init__(self, receiver: WeightReceiver) -> None:
         self._receiver = receiver

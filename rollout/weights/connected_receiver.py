@@ -1,4 +1,4 @@
-"""Receives versions over a connection that is kept between them; for the transports nccl and ipc."""
+"""Receives versions over a persistent connection, for the transports nccl and ipc."""
 
 import threading
 from collections.abc import Callable, Iterator
@@ -17,9 +17,9 @@ T = TypeVar("T")
 
 
 class ConnectedReceiver:
-    """Requests a version, verifies its bytes, confirms it; disconnects on any error and when the sender does.
+    """Client that requests a version, verifies its bytes and confirms it; it disconnects on any error.
 
-    Used by one thread at a time; `close` may be called from another one.
+    Used by one thread at a time; `close` may be called from another thread.
     """
 
     def __init__(self, channel: ReceiverChannel) -> None:
@@ -28,10 +28,10 @@ class ConnectedReceiver:
         self._connection: SenderConnection | None = None
         self._lock = threading.RLock()
         self._closed = threading.Event()
-        """`close` was called since the last `transfer` began."""
+        """Set if `close` was called since the last `transfer` began."""
         self._receiving = False
         self._sender_left = False
-        """The sender disconnected in the middle of a version."""
+        """Whether the sender disconnected in the middle of a version."""
 
     def transfer(
         self,
@@ -42,23 +42,21 @@ class ConnectedReceiver:
         *,
         keeps: bool = False,
     ) -> Iterator[T]:
-        """Request a version, yield what `receive` does, and confirm it.
+        """Request a version, yield the items of `receive`, and confirm the version.
 
         Args:
-            manifest: the version.
-            deadline: of the version.
-            receive: takes the sender's answer and the connection to it, receives the bytes, waits until they
-                are there, and may refuse them.
-            wanted: which slices of the version, see `SenderConnection.request`.
-            keeps: as there.
+            receive: receives the bytes, given the sender's answer and the connection; waits for them and may
+                refuse them.
+            wanted: encoded slices, see `SenderConnection.request`.
+            keeps: see `SenderConnection.request`.
 
         Raises:
-            WeightError: it was not received; the connection is closed.
+            WeightError: the version was not received; the connection is closed.
         """
         self._closed.clear()
         host, port = self._channel.address(manifest)
         complete = False
-        # Closing ends what blocks in a library or on the GPU.
+        # `close` unblocks calls that wait in a library or on the GPU.
         watchdog = threading.Timer(deadline.remaining("starting"), self.close)
         watchdog.daemon = True
         watchdog.start()
@@ -80,30 +78,30 @@ class ConnectedReceiver:
             self._end_receiving()
 
     def close(self) -> None:
-        """Disconnect and release the transport's resources; wake a thread that waits for the sender."""
+        """Disconnect, release the transport's resources, and wake a thread that waits for the sender."""
         self._closed.set()
         self._disconnect()
 
     def disconnected(self) -> bool:
-        """Return whether there is no sender any more, or the receiver was closed."""
+        """Return whether the sender has disconnected or the receiver was closed."""
         connection = self._connection
         return self._closed.is_set() or connection is None or connection.disconnected()
 
     def _disconnect(self, only: SenderConnection | None = None) -> None:
-        """Close the connection and release what belongs to it; with `only`, unless it is another one."""
-        # The lock is held during the release: after `close` has returned in any thread, no byte is written.
+        """Close the connection and release its resources; with `only`, do so only for this connection."""
+        # Hold the lock during the release: after `close` returns in any thread, no byte is written.
         with self._lock:
             connection = self._connection
             if only is not None and connection is not only:
                 return
             self._connection = None
             if connection is not None:
-                # First: a sender that waits for its export notices, stops, and ends what we wait for.
+                # first, so that a sender that waits for its export notices and stops
                 connection.close()
             self._channel.release()
 
     def _on_hang_up(self, connection: SenderConnection) -> None:
-        """Release a disconnected sender's resources at once, except beneath a copy in progress."""
+        """Release a disconnected sender's resources immediately, unless a copy is in progress."""
         with self._lock:
             if connection is self._connection and self._receiving:
                 self._sender_left = True
@@ -114,7 +112,7 @@ class ConnectedReceiver:
     def _end_receiving(self) -> None:
         with self._lock:
             self._receiving = False
-            # `_on_hang_up` leaves a connection that ends during a copy to this method.
+            # `_on_hang_up` leaves connections that end during a copy to this method.
             if self._connection is not None and self._connection.disconnected():
                 self._disconnect()
 
@@ -127,8 +125,8 @@ class ConnectedReceiver:
         wanted: bytes,
         keeps: bool,
     ) -> tuple[SenderConnection, dict[str, Any]]:
-        """Request a version on the existing connection; on a new one if there is none or it was closed."""
-        connection = self._connection  # read once: the thread that watches it may set it to None
+        """Request a version on the existing connection, or on a new one if there is none or it is closed."""
+        connection = self._connection  # read once: the watching thread may set it to None
         if connection is not None and self._location == manifest.location:
             with suppress(OSError, ValueError):
                 return connection, connection.request(manifest, deadline, wanted, keeps=keeps)

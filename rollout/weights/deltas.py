@@ -1,8 +1,8 @@
-"""Holds the newest version in host memory, and brings it to the next by the changes that the trainer wrote.
+"""Keeps the latest version in host memory, and updates it with the changes that the trainer wrote.
 
-It is brought there apart from the live weights and any staged copy, and counts only once the digest of every
-whole tensor was compared. A chain that lacks a link, or has a wrong one, is refused before a byte of the
-image changes; an image that was changed and not verified is forgotten, and read from the anchor again.
+The image is separate from the live weights and from any staged copy. It becomes valid only after the digests
+of all whole tensors were compared. A chain with a missing or wrong link is refused before a byte of the image
+changes. An image that was changed but not verified is discarded, and read again from the anchor.
 """
 
 from collections.abc import Iterator, Sequence
@@ -32,29 +32,29 @@ from rollout.weights.ranges import RangeReader, range_reader
 from rollout.weights.verification import Deadline
 
 RUN_BYTES = 256 << 20
-"""Most bytes of changes that are held together with the image, unless one tensor's are more."""
+"""Maximum bytes of changes held in memory with the image, unless a single tensor's changes are larger."""
 
 
 class VersionImage:
-    """All bytes of one version, in the buckets of its manifest."""
+    """All bytes of one version, in its manifest's buckets."""
 
     def __init__(self) -> None:
         self.read = 0
-        """Bytes of buckets and changes that the last `advance` has read."""
+        """Bytes of buckets and changes read by the last `advance`."""
         self._buckets: list[NDArray[np.uint8]] = []
         self._digest: int | None = None
-        """Digest of the verified version that the buckets hold."""
+        """Digest of the verified version in the buckets."""
         self._layout = 0
         self._anchors: int | None = 0
-        """Anchors that were verified; None once a version came as changes."""
+        """Number of verified anchors; None after a version arrived as changes."""
         self._counted: int | None = None
-        """Digest of the last of them: one that is staged again is no other anchor."""
+        """Digest of the last counted anchor; staging it again does not count."""
 
     def advance(self, manifest: WeightManifest, deadline: Deadline) -> list[torch.Tensor]:
-        """Return the buckets of a version, from the last one that was verified or from the anchor.
+        """Return the buckets of a version, derived from the last verified version or from the anchor.
 
         Raises:
-            WeightError: a link of the chain is missing, damaged or of another version; names it.
+            WeightError: a link of the chain is missing, damaged or of another version; the message names it.
         """
         root, _, directory = manifest.location.rpartition("/")
         links = manifest.chain or (WeightLink(directory, manifest.digest, sum(manifest.buckets)),)
@@ -92,10 +92,10 @@ class VersionImage:
         return [torch.from_numpy(bucket) for bucket in self._buckets]
 
     def verified(self, manifest: WeightManifest) -> None:
-        """Count the buckets as a version: every tensor's digest was compared.
+        """Mark the buckets as verified, after every tensor's digest was compared.
 
-        They are released if changes of them are not expected: without `weights.delta` all versions are
-        anchors. The tensors that `advance` returned keep theirs.
+        The buckets are released if no changes are expected: without `weights.delta`, all versions are
+        anchors. Tensors returned by `advance` keep their memory.
         """
         self._digest = manifest.digest
         if len(manifest.chain) > 1:
@@ -107,13 +107,13 @@ class VersionImage:
                 self._digest, self._buckets = None, []
 
     def _allocate(self, sizes: Sequence[int]) -> None:
-        """Take memory for all bytes of an anchor: that of the image, if it fits."""
+        """Allocate memory for all bytes of an anchor, reusing the image's buckets if they fit."""
         if [len(bucket) for bucket in self._buckets] != list(sizes):
-            self._buckets = []  # before the others are allocated
+            self._buckets = []  # free the old buckets first
             self._buckets = [np.empty(nbytes, np.uint8) for nbytes in sizes]
 
     def _apply(self, files: RangeReader, delta: Delta, link: WeightLink, manifest: WeightManifest) -> None:
-        """Read changes and make them, a run at a time: those of an apart anchor are all bytes."""
+        """Read and apply changes, one run at a time; an apart anchor consists entirely of changes."""
         for change in delta.changes:
             check_change(change, delta.sizes, manifest.tensors[change.tensor])
         for run in _runs(delta, manifest):
@@ -136,7 +136,7 @@ class VersionImage:
 
 
 def _runs(delta: Delta, manifest: WeightManifest) -> Iterator[list[TensorChange]]:
-    """Yield the changes of each file by offset, as many at a time as `RUN_BYTES` hold, at least one."""
+    """Yield the changes of each file by offset, in runs of at most `RUN_BYTES` or a single change."""
     run: list[TensorChange] = []
     for change in sorted(delta.changes, key=lambda change: (change.file, change.offset)):
         if run and (change.file != run[0].file or _end(change, manifest) - run[0].offset > RUN_BYTES):
@@ -148,11 +148,11 @@ def _runs(delta: Delta, manifest: WeightManifest) -> Iterator[list[TensorChange]
 
 
 def _end(change: TensorChange, manifest: WeightManifest) -> int:
-    """Return the byte of its file after a change."""
+    """Return the end offset of a change in its file."""
     itemsize = DTYPE_BYTES[manifest.tensors[change.tensor].dtype]
     return change.offset + coded_bytes(change.width, change.count, itemsize)
 
 
 def _files(delta: Delta, link: WeightLink) -> list[tuple[str, int]]:
-    """Return the path and size of each file of changes."""
+    """Return path and size of each file of changes."""
     return [(f"{link.directory}/{changes_name(i)}", nbytes) for i, nbytes in enumerate(delta.sizes)]

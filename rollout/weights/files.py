@@ -1,6 +1,6 @@
-"""Receives a version from files: `location` has one file for each bucket, or changes.
+"""Receives a version from files: `location` contains one file per bucket, or changes.
 
-It is a directory, or a URL that fsspec knows.
+`location` is a directory, or a URL supported by fsspec.
 """
 
 import mmap
@@ -21,26 +21,26 @@ from rollout.weights.deltas import VersionImage
 from rollout.weights.verification import Deadline, compare
 
 MADV_POPULATE_READ = 22
-"""Advice of madvise(2) to read all pages at once, which the module mmap does not know yet."""
+"""Advice of madvise(2) to read all pages at once; not yet in the module mmap."""
 READ_BYTES = 16 << 20
-"""Bytes whose pages are read at once, in a few milliseconds."""
+"""Bytes per madvise call, which takes a few milliseconds."""
 
 
 class FileReceiver:
-    """Maps `bucket_00000.bin` ... without copying; a sender may unlink files that are mapped.
+    """Receiver that maps `bucket_00000.bin` ... without copying; a sender may unlink mapped files.
 
-    A version at a URL is read into host memory. One with a chain is made there, out of the one before it and
-    the changes.
+    A version at a URL is read into host memory. A version with a chain is computed there from the previous
+    version and the changes.
     """
 
     lasting = True
 
     def __init__(self, *, shared: bool = False) -> None:
-        """Begin without a version.
+        """Start without a version.
 
         Args:
-            shared: whether files are mapped as memory that is shared with their writer, where the file system
-                does so: locking a private page copies it.
+            shared: whether to map files as memory shared with their writer, if the file system supports it,
+                because locking a private page copies it.
         """
         self.digest = 0
         self.lockable = False
@@ -77,7 +77,7 @@ class FileReceiver:
         self.digest = manifest.digest
 
     def close(self) -> None:
-        """Stop reading; a mapping ends with the last tensor in it."""
+        """Stop reading; a mapping ends with the last tensor that uses it."""
         if self._deadline is not None:
             self._deadline.cancel()
 
@@ -98,7 +98,8 @@ class FileReceiver:
 def _map(path: Path, nbytes: int, first: TensorEntry, shared: bool) -> tuple[torch.Tensor, bool]:
     """Return a file's bytes, and whether their pages are shared with its writer.
 
-    They are private where a file may not be written, or its file system, such as one in FUSE, shares none.
+    Pages are private if the file is not writable, or its file system does not support sharing, such as some
+    FUSE file systems.
     """
     # torch requires writable memory. This module never writes to it; writes to a copy are private.
     if shared:
@@ -118,15 +119,15 @@ def _mapped(path: Path, nbytes: int, first: TensorEntry, mode: str, access: int)
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         memory = mmap.mmap(file.fileno(), nbytes, access=access)
-    with suppress(OSError):  # before Linux 5.14 pages come one after the other
+    with suppress(OSError):  # before Linux 5.14, pages are read on demand
         for first_byte in range(0, nbytes, READ_BYTES):
             memory.madvise(MADV_POPULATE_READ, first_byte, min(READ_BYTES, nbytes - first_byte))
-            time.sleep(0)  # madvise holds the interpreter's lock, for which the engine's next step may wait
+            time.sleep(0)  # madvise holds the GIL, which the engine's next step may need
     return torch.frombuffer(memory, dtype=torch.uint8)
 
 
 def _view(entry: TensorEntry, bucket: torch.Tensor) -> torch.Tensor:
-    """Return a tensor as a view of its bucket. Raises WeightError if its offset is not aligned."""
+    """Return a tensor as a view of its bucket. Raises WeightError for an unaligned offset."""
     try:
         raw = bucket[entry.offset : entry.offset + entry.nbytes]
         return raw.view(getattr(torch, entry.dtype)).view(entry.shape)

@@ -1,9 +1,9 @@
 """Transport `ipc`: reads slices in a trainer rank's memory; sender: `trainer/weights/served/ipc_handles.py`.
 
-`location` is "HOST:PORT/cuda", or "HOST:PORT/cpu" where the trainer has no GPU and its pieces are in host
-memory. Memory of the engine's own GPU, and host memory, is read in place. Of memory of another GPU, which
-need not be visible to this process, the cuts are copied, those that are dense by the copy engines, a few
-buckets ahead of the one that is read; a large cut straight to its destination.
+`location` is "HOST:PORT/cuda", or "HOST:PORT/cpu" if the trainer has no GPU and its pieces are in host
+memory. Host memory and memory of the engine's own GPU are read in place. Cuts in memory of another GPU, which
+need not be visible to this process, are copied a few buckets ahead of the reader: dense cuts by the copy
+engines, and large cuts directly to their destinations.
 """
 
 from collections import deque
@@ -24,26 +24,26 @@ from rollout.weights.channel import AHEAD, PartTransfer, memory_of
 from rollout.weights.sender_connection import parse_location
 
 VERSIONS = 2
-"""Versions in the memory of a trainer rank; their buckets are used again."""
+"""Versions in a trainer rank's memory, which reuses their buckets."""
 UNLIMITED = 1 << 62
-"""Bytes."""
+"""Unlimited bucket size, bytes."""
 DEVICES = ("cpu", "cuda")
-"""Devices on which a rank's pieces may be."""
+"""Possible devices of a trainer rank's pieces."""
 
 
 class HandleSlices:
-    """Maps the buckets of one trainer rank's pieces."""
+    """Channel that maps the buckets of one trainer rank."""
 
     def __init__(self) -> None:
         self._mapped: dict[int, torch.Tensor] = {}
-        """Number on the wire -> bucket."""
+        """Bucket number on the wire -> mapped bucket."""
         self._plan: Transfer | None = None
         self._sizes: tuple[int, ...] = ()
-        """Bytes of the rank's buckets, by the plan."""
+        """Bucket sizes of the trainer rank according to the plan, bytes."""
         self._places: tuple[PiecePlace, ...] = ()
-        """Where its pieces are in these."""
+        """Places of its pieces in the buckets."""
         self._sources: dict[tuple[int, ...], list[list[torch.Tensor]]] = {}
-        """Numbers of mapped buckets -> the elements of each cut in these, by buckets of the plan."""
+        """Numbers of mapped buckets -> elements of each cut, by bucket of the plan."""
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
         host, port, device = parse_location(manifest.location, DEVICES)
@@ -55,7 +55,7 @@ class HandleSlices:
         return host, port
 
     def sizes(self, answer: dict[str, Any]) -> BucketSizes:
-        """Return no limits for memory of our own GPU: its cuts are read in place, without buckets."""
+        """Return unlimited sizes for memory of this GPU, whose cuts are read in place without buckets."""
         return BucketSizes(UNLIMITED, UNLIMITED) if _is_ours(answer["gpu"]) else BucketSizes(*answer["sizes"])
 
     def slices(self, transfer: PartTransfer) -> Iterator[Iterable[tuple[Cut, torch.Tensor]]]:
@@ -69,20 +69,20 @@ class HandleSlices:
         return torch.frombuffer(bytearray(transfer.line.raw(8 * count)), dtype=torch.int64)
 
     def drain_device(self) -> None:
-        # After a disconnect the trainer may write its memory again, and the next version has the same
+        # After a disconnect the trainer may overwrite its memory, and the next version has the same
         # destinations.
         if torch.cuda.is_available():
             with suppress(RuntimeError):
                 torch.cuda.synchronize()
 
     def interrupt(self) -> None:
-        """Return at once: no thread waits for the sender, and mapped bytes are verified after the copy."""
+        """Return immediately: no thread waits for the sender, and bytes are verified after the copy."""
 
     def release(self) -> None:
         self._mapped, self._plan, self._sources = {}, None, {}
 
     def _sources_of(self, transfer: PartTransfer) -> list[list[torch.Tensor]]:
-        """Return the elements of each cut of each bucket in the memory of its trainer rank."""
+        """Return the elements of each cut, by bucket, in the trainer rank's memory."""
         manifest, answer, plan = transfer.manifest, transfer.answer, transfer.plan
         if plan is not self._plan:
             self._plan, self._sources = plan, {}
@@ -101,10 +101,10 @@ class HandleSlices:
         return self._sources[key]
 
     def _buckets_of(self, answer: dict[str, Any], manifest: WeightManifest) -> list[torch.Tensor]:
-        """Return the buckets of a sender's answer in this process, uint8.
+        """Return the sender's buckets, mapped into this process, uint8.
 
         Raises:
-            WeightError: they are on another host, there are fewer or more buckets, or one is smaller.
+            WeightError: the sender is on another host, or number or size of the buckets is wrong.
         """
         version, described, sizes = manifest.version, answer["buckets"], self._sizes
         (boot, name), (own_boot, own_name) = answer["machine"], machine()
@@ -129,14 +129,14 @@ class HandleSlices:
 
 
 def _is_ours(gpu: str) -> bool:
-    """Return whether memory there is on this process's GPU."""
+    """Return whether the memory is on this process's GPU."""
     return gpu != HOST and gpu == gpu_of(torch.device("cuda", torch.cuda.current_device()))
 
 
 def _copies_of_peer(
     transfer: PartTransfer, sources: Sequence[list[torch.Tensor]]
 ) -> Iterator[list[torch.Tensor]]:
-    """Yield the cuts of each bucket of another GPU, copied to memory of ours, a few buckets ahead."""
+    """Yield the cuts of each bucket of another GPU, copied to this GPU a few buckets ahead."""
     reading, copying = torch.cuda.current_stream(), torch.cuda.Stream()
     queued: deque[tuple[list[torch.Tensor], torch.cuda.Event]] = deque()
 
@@ -150,7 +150,7 @@ def _copies_of_peer(
         copies = cuts_in(memory, bucket, transfer.manifest)
         copying.wait_stream(reading)  # reused memory may still be read
         with torch.cuda.stream(copying):
-            # one call for all would be a kernel, which runs with the decoding kernels
+            # a single fused call would be a kernel, which competes with the decoding kernels
             for copy, cut in zip(copies, cuts, strict=True):
                 copy.copy_(cut, non_blocking=True)
             queued.append((copies, copying.record_event()))

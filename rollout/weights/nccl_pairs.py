@@ -1,6 +1,6 @@
-"""Transport `nccl`: receives slices through process groups of two.
+"""Transport `nccl`: receives slices through process groups of two ranks.
 
-The sender is `trainer/weights/served/nccl_pairs.py`. `location` is "HOST:PORT/BACKEND". The dialogue:
+The sender is `trainer/weights/served/nccl_pairs.py`. `location` is "HOST:PORT/BACKEND". Protocol:
 
     receiver -> sender   {"version": v, "epoch": e, "layout": d, "slices": n} and n bytes: the wanted slices
     sender -> receiver   {"join": true}      first request: both create a group, rank 0 the sender, which is
@@ -12,14 +12,15 @@ The sender is `trainer/weights/served/nccl_pairs.py`. `location` is "HOST:PORT/B
                          changes, each announced by {"bucket": [w, n]}; then sums
     receiver -> sender   {"done": v}
 
-Changes are written over the last version at the destinations, or over a copy of it; without a
-destination a tensor is sent whole.
+Changes are applied to the last version at the destinations, or to a copy of it; tensors without a destination
+are sent whole.
 
-The group is aborted on any error. With a group per receiver, an engine that hangs or dies delays no other, no
-group has to be rebuilt when a member leaves, and the collectives need no order with the engine's. Large
-slices are received straight at their destination, a few buckets ahead of the one that is read. On a GPU all
-of it is queued on the current stream, and the host waits once, at the end, with a deadline. An aborted
-collective may return with partial buffers, so only digests prove that a tensor is complete.
+The group is aborted on any error. Each receiver has its own group. An engine that hangs or dies therefore
+delays no other engine, and no group must be rebuilt when a member leaves. The collectives also need no
+ordering with the engine's. Large slices are received directly at their destination, a few buckets ahead of
+the reader. On GPU everything is queued on the current stream, and the host waits once at the end, with a
+deadline. An aborted collective may return with partial buffers, so only digests prove that a tensor is
+complete.
 """
 
 from collections import deque
@@ -41,16 +42,16 @@ from rollout.weights.sender_connection import parse_location
 
 T = TypeVar("T")
 Expected = tuple[tuple[Cut, ...], torch.Tensor, Changes | None]
-"""A bucket, the memory that it is made in, and its changes; None: all of it is sent there."""
+"""(bucket, its memory, its changes); changes None: the whole bucket is sent."""
 
 
 class PairSlices:
-    """Receives packed cuts of one trainer rank's pieces, and then sums, as rank 1 of a group of two."""
+    """Channel that receives packed cuts of one trainer rank, then sums, as rank 1 of a group of two."""
 
     def __init__(self) -> None:
         self.group: Any = None
         self.read = 0
-        """Bytes of buckets and changes that came with the last version."""
+        """Bytes of buckets and changes received for the last version."""
         self._device = torch.device("cpu")
 
     def address(self, manifest: WeightManifest) -> tuple[str, int]:
@@ -77,12 +78,12 @@ class PairSlices:
         return sums
 
     def drain_device(self) -> None:
-        """Return at once: aborting the group waits."""
+        """Return immediately: aborting the group waits."""
 
     def interrupt(self) -> None:
-        """Abort the group, which ends NCCL's collectives at once.
+        """Abort the group, which ends NCCL's collectives immediately.
 
-        Gloo has no abort: its collectives end when the connection to the sender does, or at their deadline.
+        Gloo has no abort: its collectives end with the connection to the sender, or at their deadline.
         """
         if self.group is not None:
             abort(self.group)
@@ -93,14 +94,14 @@ class PairSlices:
             abort(group)
 
     def _join(self, transfer: PartTransfer) -> None:
-        """Create the group if the sender's answer says so."""
+        """Create the group if the sender's answer requests it."""
         if "join" in transfer.answer:
             transfer.line.send({"joining": True})
             seconds = transfer.deadline.remaining("joining the group")
             self.group = join_pair(transfer.line, RECEIVER, self._device, seconds)
 
     def _buckets(self, transfer: PartTransfer) -> Iterator[tuple[Expected, torch.Tensor]]:
-        """Yield each bucket, where it goes and its changes, with the memory that is received into."""
+        """Yield each bucket with its memory and changes, and the memory to receive into."""
         for bucket in transfer.plan.buckets:
             memory, changes = memory_of(bucket, transfer, self._device), None
             if "changes" in transfer.answer:
@@ -110,7 +111,7 @@ class PairSlices:
             yield (bucket, memory, changes), sent
 
     def _announced(self, words: torch.Tensor, message: dict[str, Any]) -> Changes | None:
-        """Return memory for the announced changes of a bucket; None if all of it comes. Raises ValueError."""
+        """Return memory for the announced changes; None if the whole bucket is sent. Raises ValueError."""
         width, count = message["bucket"]
         if (width, count) == (WHOLE, len(words)):
             return None
@@ -122,7 +123,7 @@ class PairSlices:
     def _received(
         self, memories: Iterable[tuple[T, torch.Tensor]], transfer: PartTransfer
     ) -> Iterator[tuple[T, torch.Tensor]]:
-        """Yield each memory, uint8, when it has its bytes; a few broadcasts are in flight at a time."""
+        """Yield each memory (uint8) after it has its bytes; a few broadcasts are in flight."""
         queued: deque[tuple[T, torch.Tensor, Any]] = deque()
         for bucket, memory in memories:
             queued.append((bucket, memory, self._broadcast(memory, transfer) if len(memory) else None))
@@ -148,10 +149,10 @@ def _received(bucket: T, memory: torch.Tensor, work: Any) -> tuple[T, torch.Tens
 
 
 def _change(bucket: tuple[Cut, ...], memory: torch.Tensor, changes: Changes, transfer: PartTransfer) -> None:
-    """Make a bucket out of the last version at the destinations of its cuts.
+    """Reconstruct a bucket from the last version at the destinations of its cuts, and its changes.
 
     Raises:
-        ValueError: a cut has none, which the sender knows.
+        ValueError: a cut has no destination, although the sender was informed.
     """
     manifest = transfer.manifest
     kept = [transfer.place(manifest.tensors[cut.tensor].name, cut.box) for cut in bucket]

@@ -1,9 +1,9 @@
 """Receives slices of a version from the trainer's ranks, one rank after the other.
 
-The dialogue with each is in `nccl_pairs.py` and `ipc_handles.py` of `trainer/weights/served/`. One at a
-time, because a rank serves a limited number of receivers: none holds a place at one rank while it waits for
-one at another. Engine ranks begin at different trainer ranks. Rank 0 comes last: it also sends the sums of
-what none has sent, with which the digests of all whole tensors are complete.
+The protocol of each rank is in `nccl_pairs.py` and `ipc_handles.py` of `trainer/weights/served/`. A rank
+serves a limited number of receivers. Receiving from one rank at a time ensures that no receiver occupies one
+rank while it waits for another. Engine ranks start at different trainer ranks. Rank 0 comes last. It also
+sends the sums of the parts that no rank sent, which complete the digests of all whole tensors.
 """
 
 import os
@@ -28,43 +28,43 @@ from rollout.weights.verification import Deadline, SliceVerification
 
 @dataclass(slots=True)
 class Plans:
-    """Plans for the versions of one layout.
+    """Transfer plans for versions of one layout.
 
-    Planning takes tens of milliseconds of Python's time for a model of some hundred tensors, which an
-    engine's steps need.
+    Planning a model with hundreds of tensors takes tens of milliseconds of Python time, which the engine's
+    steps also need.
     """
 
     layout: int
     boxes: bytes
-    """The wanted slices, encoded."""
+    """Encoded wanted slices."""
     encoded: bytes
-    """These with `forgotten`."""
+    """Encoded wanted slices including `forgotten`."""
     forgotten: frozenset[str]
-    """Tensors without a destination: nothing of them is left at the next version."""
+    """Tensors without a destination; their values are lost by the next version."""
     place: Destination
-    """Where the slices go."""
+    """Destinations of the slices."""
     senders: list[int]
-    """The ranks to ask, see `senders_of`."""
+    """Ranks to request from, see `senders_of`."""
     by_part: dict[tuple[int, BucketSizes], Transfer] = field(default_factory=dict)
-    """(part, sizes of its buckets) -> plan, made when it is needed."""
+    """(part, bucket sizes) -> plan, created on demand."""
 
 
 class PartReceiver:
-    """Keeps a connection to each trainer rank for the next version."""
+    """Receiver with a persistent connection to each trainer rank."""
 
     lasting = False
     lockable = False
 
     def __init__(self, make_channel: Callable[[], ReceiverChannel]) -> None:
-        """Receive by channels that `make_channel` returns, one for each trainer rank."""
+        """Receive through channels created by `make_channel`, one per trainer rank."""
         self._make_channel = make_channel
         self.digest = 0
-        """`manifest_digest` of the version received last, computed from its bytes if it was provisional."""
+        """`manifest_digest` of the last received version, computed from its bytes if it was provisional."""
         self._connections: dict[str, tuple[ReceiverChannel, ConnectedReceiver]] = {}
-        """By location."""
+        """Location -> (channel, receiver)."""
         self._plans = Plans(0, b"", b"", frozenset(), no_destination, [])
         self._closed = threading.Event()
-        """`close` was called since the last `slices` began."""
+        """Set if `close` was called since the last `slices` began."""
 
     def slices(
         self,
@@ -92,13 +92,13 @@ class PartReceiver:
         self.digest = verification.digest
 
     def close(self) -> None:
-        """Disconnect from all ranks; wakes a thread that waits for one. Idempotent."""
+        """Disconnect from all ranks, and wake a thread that waits for one. Idempotent."""
         self._closed.set()
         for _, receiver in list(self._connections.values()):
             receiver.close()
 
     def _has_planned(self, manifest: WeightManifest, wanted: Wanted, place: Destination) -> bool:
-        """Plan a version; return whether the one before had the same plan, and is where this one goes."""
+        """Plan a version; return whether the previous version had the same plan and destinations."""
         layout, boxes = layout_digest(manifest), encode_wanted(wanted)
         known = self._plans
         if (layout, boxes, place) == (known.layout, known.boxes, known.place):
@@ -135,7 +135,7 @@ class PartReceiver:
                     raise ConnectionError("the receiver was closed")
                 slices = [_placed(manifest, cut, tensor, verification, place) for cut, tensor in bucket]
                 if any(part.tensor is not tensor for part, (_, tensor) in zip(slices, bucket, strict=True)):
-                    verification.launch()  # it copies them
+                    verification.launch()  # launch copies them
                 yield slices
             verification.launch()
             if plan.rows:
@@ -153,7 +153,7 @@ class PartReceiver:
         return self._connections[location]
 
     def _forget_others(self, locations: set[str]) -> None:
-        """Disconnect from ranks that serve no more, of a trainer that has ended."""
+        """Disconnect from ranks that are not in `locations`, such as those of an ended trainer."""
         for location in [known for known in self._connections if known not in locations]:
             self._connections.pop(location)[1].close()
 
@@ -165,7 +165,7 @@ def _placed(
     verification: SliceVerification,
     place: Destination,
 ) -> ReceivedSlice:
-    """Verify a cut, and copy it to its destination in the same pass if it has one and is not there yet."""
+    """Verify a cut; in the same pass, copy it to its destination if it is not there yet."""
     entry = manifest.tensors[cut.tensor]
     target = place(entry.name, cut.box)
     if target is not None and (target.device != tensor.device or not target.is_contiguous()):
@@ -177,7 +177,7 @@ def _placed(
 
 
 def _rotated(senders: list[int]) -> list[int]:
-    """Let engine ranks begin at different trainer ranks; the last stays the last."""
+    """Rotate the order so that engine ranks start at different trainer ranks; the last stays last."""
     *others, last = senders
     first = os.getpid() % len(others) if others else 0
     return [*others[first:], *others[:first], last]

@@ -1,7 +1,7 @@
-"""Reads ranges of a version's files in parallel, from a directory or from any URL that fsspec knows.
+"""Reads ranges of a version's files in parallel, from a directory or a URL supported by fsspec.
 
-A range that cannot be read is tried again a few times, each time for half of the time that is left at most.
-So a link that loses connections delays a version, and one that is dead is refused within the deadline.
+A failed read is retried a few times; each attempt gets at most half of the remaining time. A flaky link
+therefore delays a version, and a dead link is refused within the deadline.
 """
 
 import asyncio
@@ -22,40 +22,40 @@ from protocol.errors import WeightError
 from rollout.weights.verification import Deadline
 
 CONNECTIONS = 8
-"""Ranges that are read at once: one connection to a distant server does not fill its link."""
+"""Concurrent reads: a single connection to a distant server does not saturate its link."""
 RANGE_BYTES = (256 << 10, 4 << 20)
-"""Least and most bytes of a range."""
+"""Minimum and maximum size of a range, bytes."""
 INDEX_BYTES = 256 << 20
-"""Most bytes of a file that is read whole over a network."""
+"""Maximum size of a file that is read whole over a network, bytes."""
 TRIES = 4
-"""Attempts at a range."""
+"""Attempts per range."""
 CANCELLED_WITHIN_S = 0.02
-"""Interval at which a read checks for a cancellation."""
+"""Seconds between cancellation checks of a read."""
 PAUSE_S = 0.1
-"""Seconds before the second attempt; twice as many before each one after it."""
+"""Seconds before the second attempt; doubled before each further attempt."""
 T = TypeVar("T")
-logging.getLogger("fsspec.http").setLevel(logging.INFO)  # below, it logs URLs, whose path may be a secret
+logging.getLogger("fsspec.http").setLevel(logging.INFO)  # debug logs URLs, which may be secret
 
 
 class RangeReader:
-    """Reads files below a directory or URL until a deadline. Made by `range_reader`."""
+    """Reader of files below a directory or URL until a deadline; created by `range_reader`."""
 
     def __init__(self, root: str, deadline: Deadline, pool: ThreadPoolExecutor) -> None:
-        """Open the file system, without a read. Raises WeightError if fsspec cannot."""
+        """Open the file system without reading. Raises WeightError if fsspec cannot open it."""
         self._deadline, self._pool = deadline, pool
         address = urlsplit(root)
         # the path of a URL may be a secret
         self._shown = f"{address.scheme}://{address.hostname}/..." if address.scheme else root
         try:
             self._files, self._root = fsspec.core.url_to_fs(root)
-        except Exception as error:  # any error of the file system's own package
+        except Exception as error:  # file system packages raise any exception
             raise WeightError(f"{self._shown}: {error}") from error
 
     def check_sizes(self, sizes: Iterable[tuple[str, int]]) -> None:
-        """Compare the sizes of files with the manifest's, by the range around each one's end.
+        """Check file sizes against the manifest, by reading the range around each file's end.
 
         Raises:
-            WeightError: one is missing, or has another size; names it.
+            WeightError: a file is missing or has another size; the message names it.
         """
 
         def check(name: str, nbytes: int) -> None:
@@ -68,11 +68,11 @@ class RangeReader:
         self._all(check, ((name, nbytes) for name, nbytes in sizes if nbytes))
 
     def contents(self, names: Iterable[str]) -> list[bytes]:
-        """Return all bytes of each file. Raises WeightError, which names the file."""
+        """Return the contents of each file. Raises WeightError with the file's name."""
         return self._all(self._range, ((name, 0, None) for name in names))
 
     def read(self, name: str, target: NDArray[np.uint8], first: int = 0) -> None:
-        """Fill memory with a file's bytes from `first` on. Raises WeightError, which names the file."""
+        """Fill `target` with a file's bytes from `first` on. Raises WeightError with the file's name."""
         least, most = RANGE_BYTES
         step = min(max(-(-len(target) // CONNECTIONS), least), most)
 
@@ -89,12 +89,12 @@ class RangeReader:
         self._all(fill, ((start, min(start + step, len(target))) for start in starts))
 
     def _all(self, function: Callable[..., T], calls: Iterable[tuple[Any, ...]]) -> list[T]:
-        """Make calls in parallel, and return their results in order; the first error ends those to come."""
+        """Run calls in parallel, and return their results in order; the first error is raised."""
         futures = [self._pool.submit(function, *call) for call in calls]
         return [future.result() for future in futures]
 
     def _range(self, name: str, start: int, end: int | None) -> bytes:
-        """Return bytes of a file, fewer at its end; the deadline counts, and so many attempts."""
+        """Return bytes of a file, fewer at its end; retries within the deadline."""
         doing, attempt = f"reading {self._shown}/{name}", 0
         while True:
             attempt += 1
@@ -104,7 +104,7 @@ class RangeReader:
                 raise
             except FileNotFoundError as error:
                 raise WeightError(f"{self._shown}/{name}: No such file") from error
-            except Exception as error:  # any error of the file system's own package
+            except Exception as error:  # file system packages raise any exception
                 if attempt == TRIES:
                     text = str(error).replace(self._root, self._shown) or type(error).__name__
                     raise WeightError(f"{self._shown}/{name}: {text}, {TRIES} times") from error
@@ -113,20 +113,20 @@ class RangeReader:
                 return found
 
     def _answer(self, path: str, start: int, end: int | None, doing: str) -> bytes:
-        """Read once; raises any error of the file system, and WeightError once the deadline is cancelled."""
+        """Read once. Raises any file system exception, and WeightError if the deadline is cancelled."""
         limit_s = self._deadline.remaining(doing) / 2
-        if not self._files.async_impl:  # reads of local files end
+        if not self._files.async_impl:  # local reads always end
             return bytes(self._files.cat_file(path, start=start, end=end))
         most = INDEX_BYTES if end is None else end - start
 
         async def refuse_whole(answer: Any) -> None:
-            """Refuse more than was asked for before it is read: a file may be larger than the memory."""
+            """Refuse an oversized response before reading it: a file may be larger than memory."""
             if answer.status == 200 and (answer.content_length or math.inf) > most:
                 answer.close()
                 raise WeightError(f"{doing}: the server sends the whole file, it has to serve ranges")
 
         checks = {"raise_for_status": refuse_whole} if "http" in self._files.protocol else {}
-        # fsspec's own call in this thread could not be cancelled
+        # fsspec's synchronous call could not be cancelled
         reading = asyncio.run_coroutine_threadsafe(
             self._files._cat_file(path, start=start, end=start + most, **checks), self._files.loop
         )

@@ -1,4 +1,4 @@
-"""Makes receivers by the name of their transport."""
+"""Creates receivers by the name of their transport."""
 
 from collections.abc import Callable
 from functools import partial
@@ -23,14 +23,14 @@ RECEIVERS: dict[str, Callable[[], WeightReceiver]] = {
 
 
 def make_receiver(transport: str, *, shared: bool = False) -> WeightReceiver:
-    """Return the receiver of a manifest's transport; it checks each manifest before it uses it.
+    """Return the receiver for a transport; it checks each manifest before use.
 
     Args:
-        transport: of a manifest.
-        shared: see `FileReceiver`; the others map no files.
+        transport: transport in the manifest.
+        shared: see `FileReceiver`; other receivers map no files.
 
     Raises:
-        WeightError: the transport is unknown; lists the known ones.
+        WeightError: the transport is unknown; the message lists the known ones.
     """
     make = RECEIVERS.get(transport)
     if make is None:

@@ -1,4 +1,4 @@
-"""Connects to the sender, `trainer/weights/served/version_server.py`, and requests versions from it."""
+"""Connects to the sender, `trainer/weights/served/version_server.py`, and requests versions."""
 
 import os
 import select
@@ -15,20 +15,21 @@ from protocol.weights.buckets import layout_digest
 from rollout.weights.verification import Deadline
 
 MAX_LINE = 16 << 20
-"""Bytes of an answer; the handle of a bucket takes a few hundred, and there may be tens of thousands."""
+"""Maximum size of an answer, bytes; a bucket handle takes a few hundred, and there may be tens of thousands.
+"""
 HANG_UP = getattr(select, "POLLRDHUP", select.POLLHUP)
-"""Event of `poll` when the other end disconnects; on systems other than Linux it may come later."""
+"""`poll` event for a disconnect of the other end; on systems other than Linux it may come later."""
 
 
 class SenderConnection(LineConnection):
-    """A connection to the sender, which is kept between versions."""
+    """Persistent connection to the sender."""
 
     def __init__(self, host: str, port: int, deadline: Deadline) -> None:
-        """Connect, and prove to each other who is at either end if `fetch_with_keys` named a directory.
+        """Connect; authenticate both ends if `fetch_with_keys` named a directory.
 
         Raises:
-            OSError: the sender cannot be reached, or disconnected.
-            WeightError: it has not the run's keys, or does not know ours, or a file cannot be read.
+            OSError: the sender is unreachable or has disconnected.
+            WeightError: authentication failed on either end, or a key file cannot be read.
         """
         connection = socket.create_connection((host, port), timeout=deadline.remaining("connecting"))
         super().__init__(connection, "the sender", MAX_LINE)
@@ -53,14 +54,13 @@ class SenderConnection(LineConnection):
         """Request a version and return the sender's answer.
 
         Args:
-            manifest: the version.
-            deadline: of the version.
-            wanted: its slices to send, see `encode_wanted`; sent if they differ from the last request's.
-            keeps: this end has the version before, if it was confirmed on this connection.
+            wanted: encoded slices to send, see `encode_wanted`; transmitted only if changed since the last
+                request.
+            keeps: whether this end still has the previous version, if it was confirmed on this connection.
 
         Raises:
-            WeightError: the sender refused, with its reason.
-            OSError, ValueError: the sender disconnected, or sent no line of JSON.
+            WeightError: the sender refused; the message contains its reason.
+            OSError, ValueError: the sender disconnected, or sent invalid JSON.
         """
         request: dict[str, Any] = {
             "version": manifest.version,
@@ -85,7 +85,7 @@ class SenderConnection(LineConnection):
         self._confirmed = True
 
     def watch(self, on_hang_up: Callable[[], None]) -> None:
-        """Call a function from a thread of its own when the sender disconnects, or `close` does."""
+        """Call a function in a separate thread when the sender disconnects or `close` is called."""
         connection = self.socket.dup()  # its number is not reused before the thread has ended
         threading.Thread(
             target=_watch, args=(connection, on_hang_up), name="weights.watch", daemon=True
@@ -99,7 +99,7 @@ class SenderConnection(LineConnection):
 
     def _prove(self, directory: str, deadline: Deadline) -> None:
         try:
-            from protocol.host.key_proof import ReceiverKeys  # an engine's own Python may lack what it needs
+            from protocol.host.key_proof import ReceiverKeys  # an engine's own Python may lack dependencies
         except ModuleNotFoundError as error:
             raise WeightError(f"fetching weights with keys needs the package {error.name}") from error
         keys = ReceiverKeys(directory)
@@ -114,7 +114,7 @@ def parse_location(location: str, kinds: Collection[str]) -> tuple[str, int, str
     """Split "HOST:PORT/KIND".
 
     Raises:
-        WeightError: it is not of that form, or the kind is none of these.
+        WeightError: the location has another form, or the kind is not in `kinds`.
     """
     address, _, kind = location.partition("/")
     host, _, port = address.rpartition(":")

@@ -1,7 +1,7 @@
-"""Reads a version from the trainer's fp32 masters, in place: `location` is the file that describes them.
+"""Reads a version from the trainer's fp32 masters, in place; `location` is the file that describes them.
 
-The file has a section `MASTERS`, by checkpoint name, and a section `HELD` with one number: the version that
-the masters hold, or -1 while the trainer writes to them.
+The file has a section `MASTERS` by checkpoint name, and a section `HELD` with a single number: the version in
+the masters, or -1 while the trainer writes to them.
 """
 
 from collections.abc import Iterator
@@ -20,7 +20,7 @@ from rollout.weights.verification import Deadline, version_digest, wait_for_queu
 
 
 class SharedReceiver:
-    """Yields the masters converted to the manifest's dtypes, one after the other; keeps only the mapping."""
+    """Receiver that yields the masters converted to the manifest's dtypes, and keeps only the mapping."""
 
     lasting = False
     lockable = False
@@ -60,28 +60,27 @@ class SharedReceiver:
         self.masters(manifest)
 
     def masters(self, manifest: WeightManifest) -> dict[str, torch.Tensor]:
-        """Return the masters of the version verified last, by checkpoint name, in the trainer's memory.
+        """Return checkpoint name -> master of the last verified version, in the trainer's memory.
 
         Raises:
-            WeightError: no version was verified, or the trainer has begun to write to them.
+            WeightError: no version was verified, or the trainer has started to write to the masters.
         """
         check_held(self._held, manifest)
         return self._masters
 
     def close(self) -> None:
-        """Unmap the trainer's memory; a `slices` that runs keeps its own mapping until it ends."""
+        """Unmap the trainer's memory; a running `slices` keeps its own mapping until its end."""
         self._masters, self._held = {}, None
 
 
 def check_held(held: torch.Tensor | None, manifest: WeightManifest) -> None:
-    """Check that the trainer's masters still hold a version.
+    """Check that the trainer's masters still contain a version.
 
     Args:
-        held: the number of the version that they hold, in the trainer's memory; None: they are not mapped.
-        manifest: the version.
+        held: version number in the masters, in the trainer's memory; None: not mapped.
 
     Raises:
-        WeightError: they do not.
+        WeightError: the masters no longer contain the version.
     """
     if held is None or int(held) != manifest.version:
         raise WeightError(

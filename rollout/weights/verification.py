@@ -1,4 +1,4 @@
-"""Verifies every whole tensor of a version, of which this rank may have received slices alone."""
+"""Verifies every whole tensor of a version, even if this rank received only slices of it."""
 
 import threading
 import time
@@ -19,11 +19,11 @@ from protocol.weights.provisional import is_provisional, with_digests
 from protocol.weights.slices import Span
 
 POLL_S = 0.0005
-"""Interval at which a stream is polled."""
+"""Seconds between polls of a stream."""
 
 
 class Deadline:
-    """The time by which a version must have been received."""
+    """Deadline for receiving a version."""
 
     def __init__(self, manifest: WeightManifest, seconds: float) -> None:
         self._what = f"version {manifest.version} over {manifest.transport}"
@@ -32,17 +32,17 @@ class Deadline:
         self._cancelled = threading.Event()
 
     def cancel(self) -> None:
-        """Have the next `remaining` raise, and `sleep` end; for other threads."""
+        """Let the next `remaining` raise and `sleep` end; callable from other threads."""
         self._cancelled.set()
 
     def remaining(self, doing: str = "waiting for the sender") -> float:
-        """Return the seconds left.
+        """Return the remaining seconds.
 
         Args:
-            doing: name of the caller's wait, for the error.
+            doing: description of the caller's wait, for the error.
 
         Raises:
-            WeightError: none are left, or it was cancelled.
+            WeightError: the deadline has passed or was cancelled.
         """
         if self._cancelled.is_set():
             raise WeightError(f"{self._what}: cancelled while {doing}")
@@ -52,48 +52,47 @@ class Deadline:
         return left
 
     def sleep(self, seconds: float, doing: str) -> None:
-        """Wait, until the deadline or a cancellation at most; `doing` and errors are as in `remaining`."""
+        """Sleep until the deadline at most. Raises WeightError if it has passed or was cancelled."""
         self._cancelled.wait(min(seconds, self.remaining(doing)))
 
 
 class SliceVerification:
-    """Adds up the sums of all slices of a version, received or not, and compares its tensors' digests."""
+    """Accumulator of the sums of all slices of a version, received or not; compares the tensors' digests."""
 
     def __init__(self, manifest: WeightManifest) -> None:
         self._manifest = manifest
         self._firsts = list(accumulate((rows_of(entry.nbytes) for entry in manifest.tensors), initial=0))
-        """Index of the sum of each tensor's first row, and the number of all."""
+        """Index of each tensor's first row sum, and the total number of sums."""
         self._received: SliceSums | None = None
-        """Sums of the received slices, where these lie."""
+        """Sums of received slices, on their device."""
         self._sent: list[tuple[Sequence[Span], torch.Tensor]] = []
-        """Sums that the trainer's ranks have sent, with their spans."""
+        """(spans, sums) sent by the trainer's ranks."""
         self.digest = 0
-        """The version's digest, once `finish` has returned."""
+        """Digest of the version after `finish`."""
 
     def add(self, index: int, box: Box, tensor: torch.Tensor, copy: torch.Tensor | None = None) -> None:
-        """Add a received slice, which is kept until its read is queued on the current stream.
+        """Add a received slice, which is referenced until its read is queued on the current stream.
 
         Args:
-            index: of its tensor.
-            box: its place in the tensor.
-            tensor: its elements.
-            copy: dense memory that it is copied to in the same pass, complete after `launch`.
+            index: index of the slice's tensor.
+            box: position in the tensor.
+            copy: dense memory to copy the slice to in the same pass; complete after `launch`.
         """
         if self._received is None:
             self._received = SliceSums(self._firsts[-1], tensor.device)
         self._received.add(tensor, self._manifest.tensors[index].shape, box, self._firsts[index], copy)
 
     def launch(self) -> None:
-        """Queue the reads of all slices that were added."""
+        """Queue the reads of all added slices."""
         if self._received is not None:
             self._received.launch()
 
     def add_sums(self, spans: Sequence[Span], sums: torch.Tensor) -> None:
-        """Add sums that follow each other."""
+        """Add consecutive sums of spans."""
         self._sent.append((spans, sums))
 
     def wait(self, deadline: Deadline, disconnected: Callable[[], bool]) -> None:
-        """Wait for what was queued on a GPU. Raises WeightError if it does not come, or not in time."""
+        """Wait for queued GPU work. Raises WeightError after a disconnect or timeout."""
         received = [self._received.total] if self._received is not None else []
         if any(sums.is_cuda for sums in [*received, *(sums for _, sums in self._sent)]):
             wait_for_queue(self._manifest, deadline, disconnected)
@@ -101,10 +100,10 @@ class SliceVerification:
             refuse_if(disconnected, self._manifest)
 
     def finish(self) -> None:
-        """Compare the digests, or with a provisional manifest compute the version's digest.
+        """Compare the digests; with a provisional manifest, compute the version's digest.
 
         Raises:
-            WeightError: a tensor's bytes do not match its digest; names the tensor.
+            WeightError: a tensor's bytes do not match its digest; the message names the tensor.
         """
         sizes = [entry.nbytes for entry in self._manifest.tensors]
         self.digest = version_digest(self._manifest, digests_of_sums(self._added_up(), sizes))
@@ -125,18 +124,18 @@ class SliceVerification:
 
 
 def wait_for_queue(manifest: WeightManifest, deadline: Deadline, disconnected: Callable[[], bool]) -> None:
-    """Wait for the work queued on the current stream of a GPU.
+    """Wait for the work queued on the current GPU stream.
 
     Raises:
-        WeightError: it has not ended in time, or the sender has disconnected.
+        WeightError: the deadline has passed, or the sender has disconnected.
     """
     queued = torch.cuda.Event()
     queued.record()
-    while not queued.query():  # `synchronize` would have no deadline
+    while not queued.query():  # `synchronize` has no timeout
         deadline.remaining("receiving")
         refuse_if(disconnected, manifest)
         time.sleep(POLL_S)
-    refuse_if(disconnected, manifest)  # a sender that disconnected may have overwritten what was read
+    refuse_if(disconnected, manifest)  # a disconnected sender may have overwritten the bytes that were read
 
 
 def refuse_if(disconnected: Callable[[], bool], manifest: WeightManifest) -> None:
@@ -146,12 +145,12 @@ def refuse_if(disconnected: Callable[[], bool], manifest: WeightManifest) -> Non
 
 
 def version_digest(manifest: WeightManifest, digests: Sequence[int]) -> int:
-    """Return the digest of a version from its received tensors' digests, in the manifest's order.
+    """Return the digest of a version from its tensors' digests, in the manifest's order.
 
     A provisional manifest has no digests to compare with.
 
     Raises:
-        WeightError: a digest differs from its entry's; names the tensor.
+        WeightError: a digest differs from its entry's; the message names the tensor.
     """
     if is_provisional(manifest):
         return manifest_digest(with_digests(manifest, digests).tensors)
@@ -160,10 +159,10 @@ def version_digest(manifest: WeightManifest, digests: Sequence[int]) -> int:
 
 
 def compare(manifest: WeightManifest, digests: Sequence[int]) -> None:
-    """Compare the digests of received tensors with the manifest's, in its order.
+    """Check the digests of received tensors against the manifest, in its order.
 
     Raises:
-        WeightError: one differs; names the tensor.
+        WeightError: a digest differs; the message names the tensor.
     """
     for entry, found in zip(manifest.tensors, digests, strict=True):
         if found != entry.digest:

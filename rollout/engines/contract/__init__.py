@@ -1,1 +1,1 @@
-"""Tests any engine: pytest runs a subclass of `EngineContract` with a fixture `bench`."""
+"""Tests for any engine: pytest runs a subclass of `EngineContract` with a fixture `bench`."""

@@ -1,4 +1,4 @@
-"""Holds one started engine under test, with two models, versions of their weights, and faulty versions."""
+"""Bench with one started engine under test, two models, versions of their weights, and faulty versions."""
 
 import asyncio
 import math
@@ -29,11 +29,11 @@ from rollout.engines.sampling import sampled_distribution
 
 PROMPTS = ((5, 17, 200, 33, 9, 411), (7, 17, 200, 33), (8, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10))
 LONG = 1900
-"""Tokens: more than any engine here makes during a test; `MAX_MODEL_LEN` leaves room for them."""
+"""Token limit that no engine reaches during a test; `MAX_MODEL_LEN` leaves room for it."""
 MAX_MODEL_LEN = 2048
 PILOT = 16
 TURNS = 50
-"""Calls between two steps."""
+"""Number of engine calls between two steps."""
 
 
 @dataclass
@@ -45,28 +45,28 @@ class Bench:
     models: Mapping[str, PreTrainedModel]
     directory: Path
     published: Mapping[str, Mapping[str, torch.Tensor]]
-    """Model -> the tensors that make the engine serve it: all of the model's, or those of an adapter."""
+    """Model -> tensors that make the engine serve it: the model's tensors, or those of an adapter."""
     margin: float = 0.0
-    """By how much the logit of a greedy token may lie below the largest: more than 0 where the engine
-    computes in half precision."""
+    """Tolerated distance of a greedy token's logit from the largest; above 0 for half-precision engines."""
     computes: bool = True
-    """False: the engine has no model, so its tokens have no meaning."""
+    """False: the engine has no model, so its tokens are meaningless."""
     shares: bool = False
-    """True: versions come by the transport `shared`."""
+    """True: the transport is `shared`."""
     layers: bool = False
-    """True: versions are staged where their files have them, and come by no other transport."""
+    """True: `layers` staging from files is the only way to transfer versions."""
     caches: bool = False
     """True: the engine has a prefix cache."""
     least_accepted: float | None = None
-    """More than this share of its drafts is accepted; None: it drafts nothing."""
+    """Lower bound of the fraction of accepted drafts; None: the engine does not draft."""
     last: int = -1
-    """Newest version that was published."""
+    """Latest published version."""
     masters: dict[str, torch.Tensor] = field(default_factory=dict)
-    """Masters of that version, where versions are shared."""
+    """Masters of the latest version, if versions are shared."""
     rooms: list[SharedTensors] = field(default_factory=list)
-    """In which masters are, to be closed at the end."""
+    """Memory of the masters, closed at the end."""
     pilots: int = 1
-    """After how many pilots in a row earlier requests certainly run: over HTTP one may overtake them."""
+    """Number of consecutive pilots after which earlier requests certainly run; over HTTP, a pilot may
+    overtake them."""
 
     def follows(
         self,
@@ -76,18 +76,18 @@ class Bench:
         *,
         recompute: bool,
     ) -> bool:
-        """Return whether tokens are greedy; rows (end, name of the model). True if the engine has none."""
+        """Return whether tokens are greedy for rows (end, model name). True if the engine has no model."""
         models = [(end, self.models[name]) for end, name in rows]
         return not self.computes or follows(models, prompt, tokens, recompute=recompute, margin=self.margin)
 
     def assert_logprobs(self, sampling: Sampling, found: Sequence[float], expected: Sequence[float]) -> None:
-        """Whether an engine's log-probabilities are those that were computed on the CPU, in another order.
+        """Assert that log-probabilities match values computed on CPU in another order of operations.
 
-        Expected ones are -inf for tokens that cannot be sampled, and NaN where rounding decides that.
+        Expected values are -inf for tokens that cannot be sampled, and NaN where this depends on rounding.
         """
         bound = 1e-3 if torch.cuda.is_available() else 1e-4
         pairs = torch.tensor([found, expected])
-        if self.margin:  # tokens that tie with the last that top-k or top-p keeps are kept, too
+        if self.margin:  # tokens that tie with the last token kept by top-k or top-p are kept, too
             bound = 2 * self.margin + (
                 math.log1p(2 / sampling.top_k) if sampling.top_k else 0.05 if sampling.top_p < 1 else 0.0
             )
@@ -96,7 +96,7 @@ class Bench:
         torch.testing.assert_close(pairs[0], pairs[1], atol=bound, rtol=0)
 
     def expected_logprob(self, logits: torch.Tensor, sampling: Sampling, token: int) -> float:
-        """Return a sampled token's log-probability, given logits [V]; NaN as in `assert_logprobs`."""
+        """Return a token's log-probability for logits [V]; NaN as in `assert_logprobs`."""
         distribution = sampled_distribution(logits, sampling)
         if distribution[token].isfinite():
             return float(distribution[token])
@@ -106,12 +106,11 @@ class Bench:
     def assert_switched_logprobs(
         self, rows: Sequence[tuple[int, str]], prompt: Sequence[int], completion: Completion
     ) -> None:
-        """Whether the log-probabilities of a completion at temperature 0 or 1 are those of the models.
+        """Assert that the log-probabilities of a completion at temperature 0 or 1 match the models.
 
         Args:
-            rows: (end, name of the model).
+            rows: (end, model name).
             prompt: token ids.
-            completion: of the prompt.
         """
         assert len(completion.logprobs) == len(completion.tokens)
         if not self.computes:
@@ -123,7 +122,7 @@ class Bench:
         self.assert_logprobs(Sampling(max_tokens=1), completion.logprobs, expected.tolist())
 
     def publish(self, name: str, epoch: str = "e1") -> WeightManifest:
-        """Write the next version, with the weights of a model."""
+        """Write the next version with the weights of a model."""
         return self.publish_tensors(self.published[name], epoch)
 
     def publish_tensors(self, tensors: Mapping[str, torch.Tensor], epoch: str = "e1") -> WeightManifest:
@@ -142,25 +141,25 @@ class Bench:
         )
 
     async def serve(self, name: str) -> WeightManifest:
-        """Publish, stage and commit."""
+        """Publish, stage and commit a model's weights."""
         manifest = self.publish(name)
         await self.engine.stage(manifest)
         await self.engine.commit(manifest)
         return manifest
 
     async def pilot(self, name: str) -> None:
-        """Wait until the engine has made some more tokens for every running request."""
+        """Wait until the engine has generated some more tokens for every running request."""
         await self.engine.generate(Request(f"{name}/0", (3, 4), Sampling(max_tokens=PILOT, temperature=0)))
 
     async def turns(self) -> None:
-        """Wait until the engine has made more steps than a short request takes, unless it is paused."""
+        """Wait for more steps than a short request takes, unless the engine is paused."""
         for _ in range(TURNS):
             await self.engine.live_digest()
             await asyncio.sleep(0)
 
     @asynccontextmanager
     async def long(self, *prompts: Sequence[int]) -> AsyncIterator[list["asyncio.Task[Completion]"]]:
-        """Greedy requests that run while the body does, and are aborted at its end."""
+        """Run greedy requests for the duration of the body; abort them at its end."""
         ids = [f"long{i}/0" for i in range(len(prompts))]
         async with asyncio.TaskGroup() as group:
             requests = [
@@ -188,9 +187,9 @@ async def open_bench(
     """Start an engine on a tiny model, and close it at the end.
 
     Args:
-        config: its settings; `max_model_len` has to be `MAX_MODEL_LEN`.
-        directory: an empty one, for model and versions.
-        computes, caches, margin: fields of the bench.
+        config: engine settings; `max_model_len` must be `MAX_MODEL_LEN`.
+        directory: empty directory for model and versions.
+        computes, caches, margin: fields of `Bench`.
     """
     dtype: torch.dtype = getattr(torch, config.dtype)
     models = {name: tiny_model(seed, dtype=dtype) for seed, name in enumerate("AB", 1)}
@@ -213,14 +212,14 @@ async def open_bench(
 
 
 async def together(engine: Engine, requests: Sequence[Request]) -> list[Completion]:
-    """Completions of requests that run at once."""
+    """Return the completions of concurrent requests."""
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(engine.generate(request), name=request.id) for request in requests]
     return [task.result() for task in tasks]
 
 
 def ask(name: str, prompt: Sequence[int], max_tokens: int, **sampling: Any) -> Request:
-    """Return a request of one completion, greedy unless `sampling` says otherwise."""
+    """Return a request for one completion; greedy unless `sampling` sets a temperature."""
     return Request(
         f"{name}/0", tuple(prompt), Sampling(max_tokens=max_tokens, **{"temperature": 0.0, **sampling})
     )
@@ -288,7 +287,7 @@ OTHER_DTYPES = {
     torch.float16: torch.bfloat16,
     torch.bfloat16: torch.float16,
 }
-"""Type of a version -> one that it cannot be converted from without rounding."""
+"""dtype of a version -> dtype that cannot be converted to it without rounding."""
 FAULTS: dict[str, Callable[[Bench], WeightManifest]] = {
     "corrupted": _corrupted,
     "truncated": _truncated,

@@ -1,4 +1,4 @@
-"""Builds tiny models for engine tests, writes versions of their weights, and checks greedy tokens.
+"""Creates tiny models for engine tests, writes versions of their weights, and checks greedy tokens.
 
 The check recomputes the tokens with plain transformers.
 """
@@ -26,7 +26,7 @@ VOCAB = 512
 
 
 def tiny_model(seed: int, *, tied: bool = False, dtype: torch.dtype = torch.float32) -> Qwen2ForCausalLM:
-    """Qwen2 with 2 layers and weights large enough that two models agree on no token for long.
+    """Return a Qwen2 model with 2 layers and weights so large that two models soon generate different tokens.
 
     It computes in float32; its weights are rounded to `dtype`.
     """
@@ -47,7 +47,7 @@ def tiny_model(seed: int, *, tied: bool = False, dtype: torch.dtype = torch.floa
 
 @torch.no_grad()
 def randomize(model: PreTrainedModel, seed: int, dtype: torch.dtype) -> None:
-    """Draw every weight from a normal distribution, and round it to `dtype`."""
+    """Draw every weight from a normal distribution, rounded to `dtype`."""
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         parameter.normal_(0, 0.15, generator=generator)
@@ -55,13 +55,13 @@ def randomize(model: PreTrainedModel, seed: int, dtype: torch.dtype) -> None:
 
 
 def weights(model: PreTrainedModel, dtype: torch.dtype = torch.float32) -> dict[str, torch.Tensor]:
-    """Checkpoint name -> a copy of the tensor; tied ones once."""
+    """Return checkpoint name -> copy of the tensor; tied tensors occur once."""
     views = checkpoint_views(model, model_tensors(model))
     return {name: view.to(dtype, copy=True) for name, view in views.items()}
 
 
 def entries_of(tensors: Mapping[str, torch.Tensor], bucket_bytes: int) -> tuple[list[TensorEntry], list[int]]:
-    """Lay tensors into buckets."""
+    """Assign tensors to buckets; return their entries and the bucket sizes."""
     layout = BucketLayout(bucket_bytes)
     entries = []
     for name, tensor in tensors.items():
@@ -80,7 +80,7 @@ def manifest(
     version: int,
     epoch: str = "e1",
 ) -> WeightManifest:
-    """Return a manifest whose digest fits its entries."""
+    """Return a manifest with the digest of its entries."""
     return WeightManifest(
         epoch=epoch,
         version=version,
@@ -100,7 +100,7 @@ def write_shm(
     epoch: str = "e1",
     bucket_bytes: int = 200_000,
 ) -> WeightManifest:
-    """One file for each bucket."""
+    """Write a version to one file per bucket; return its manifest."""
     directory.mkdir(parents=True)
     entries, buckets = entries_of(tensors, bucket_bytes)
     memory = [bytearray(n) for n in buckets]
@@ -119,17 +119,13 @@ def write_shared(
     epoch: str = "e1",
     dtype: torch.dtype | None = None,
 ) -> tuple[WeightManifest, dict[str, torch.Tensor], SharedTensors]:
-    """Write the file that describes masters as a trainer holds them.
+    """Write the file that describes a trainer's masters.
 
     Args:
-        path: of the file.
-        tensors: of which the masters are made.
-        version: that they make; `epoch` is its epoch.
-        epoch: see there.
-        dtype: of the version; None: the masters'.
+        dtype: dtype of the version; None: dtype of the masters.
 
     Returns:
-        The manifest, the masters, and the memory that holds them.
+        The manifest, the masters, and their memory.
     """
     room = SharedTensors([torch.tensor(version), *tensors.values()])
     held, *moved = room.tensors
@@ -149,15 +145,14 @@ def switched_logits(
     *,
     recompute: bool,
 ) -> torch.Tensor:
-    """Return the logits [T, V] that each token is sampled from, if the model is switched between tokens.
+    """Return the logits [T, V] that each token is sampled from if the model is switched between tokens.
 
-    All tokens of a row are computed in one forward pass: its inputs are known, so decoding again would give
-    the same logits.
+    Each row is computed in one forward pass: its inputs are known, so decoding would give the same logits.
 
     Args:
-        rows: (end, model): tokens up to `end` come from that model; ends increase, and the last is T.
-        prompt: token ids [P].
-        tokens: token ids [T].
+        rows: (end, model): tokens up to `end` come from this model; ends increase, and the last is T.
+        prompt: [P] token ids.
+        tokens: [T] token ids.
         recompute: whether the KV cache is recomputed at a switch, or kept.
     """
     ids = [*prompt, *tokens]
@@ -181,14 +176,14 @@ def follows(
     recompute: bool,
     margin: float = 0.0,
 ) -> bool:
-    """Return whether tokens are greedy, switched between models.
+    """Return whether tokens are greedy under models that are switched between tokens.
 
     Args:
-        rows: see `switched_logits`; False if one of them has no token, or the last does not end with T.
-        prompt: token ids [P].
-        tokens: token ids [T].
+        rows: see `switched_logits`; the result is False if a row is empty or the last end is not T.
+        prompt: [P] token ids.
+        tokens: [T] token ids.
         recompute: see `switched_logits`.
-        margin: by how much the logit of a token may lie below the largest.
+        margin: tolerated distance of a token's logit from the largest.
     """
     ends = [end for end, _ in rows]
     if any(end <= start for start, end in zip([0, *ends], ends, strict=False)) or ends[-1] != len(tokens):
@@ -200,7 +195,7 @@ def follows(
 
 @torch.no_grad()
 def logits_of(model: PreTrainedModel, prompt: Sequence[int], tokens: Sequence[int]) -> torch.Tensor:
-    """Logits [T, V] that each of `tokens` was sampled from."""
+    """Return the logits [T, V] that each of `tokens` was sampled from."""
     found: torch.Tensor = model(torch.tensor([[*prompt, *tokens]])).logits[0, len(prompt) - 1 : -1]
     return found
 

@@ -1,8 +1,7 @@
 """Tests that every engine must pass; a module provides the fixture `bench` and subclasses `EngineContract`.
 
-No test waits for a time: a pilot request of a few tokens that has ended proves that the others, decoded in
-the same batches, have about as many; requests that must outlive an update are aborted once the test has seen
-enough.
+No test sleeps. A finished pilot request of a few tokens proves that other requests in the same batches have
+about as many tokens. Requests that must outlive an update are aborted at the end of the test.
 """
 
 import asyncio
@@ -18,13 +17,13 @@ from rollout.engines.contract.distribution import LEAST_P_VALUE, places, uniform
 from rollout.engines.contract.models import VOCAB, logits_of
 
 ATTEMPTS = 5
-"""Tries to commit before requests of the greatest length end, which a busy machine may miss."""
+"""Attempts to commit before the longest requests end, which can fail on a busy machine."""
 
 
 class EngineContract:
-    """Promises of the interface `Engine`, a test each; `bench` has the engine.
+    """Contract of the interface `Engine`, one test per promise.
 
-    The engine needs `live_digest()`, too: an awaited number that changes when a live weight does.
+    The engine must also provide `live_digest()`: an awaitable number that changes with the live weights.
     """
 
     async def test_fresh_engine_serves_no_version_and_cannot_adopt_one(self, bench: Bench) -> None:
@@ -315,7 +314,7 @@ class EngineContract:
         assert busy.running is None or busy.running >= len(PROMPTS)
         assert busy.kv_use is None or 0 < busy.kv_use <= 1
         async with asyncio.timeout(30):
-            while (idle := await bench.engine.occupancy()).running:  # what ended leaves with the next step
+            while (idle := await bench.engine.occupancy()).running:  # ended requests leave at the next step
                 await bench.pilot("after")
         at_rest = Occupancy(busy.running and 0, busy.kv_use and 0.0, idle.drafts_accepted)
         assert idle == at_rest
@@ -357,10 +356,9 @@ def assert_switched(
     """Check that tokens equal plain transformers', switched between models at the recorded tokens.
 
     Args:
-        bench: has the models.
         found: completions of `PROMPTS`.
-        names: models of each completion's spans.
-        strict: whether a switch at a neighbouring token would give other ones.
+        names: model names of each completion's spans.
+        strict: whether a switch one token earlier or later must give other tokens.
         recompute: whether the KV cache was lost, under any policy.
     """
     recompute = recompute or bench.kv is KvPolicy.RECOMPUTE
@@ -375,7 +373,7 @@ def assert_switched(
 
 
 async def assert_refused(bench: Bench, fault: str) -> None:
-    """Check that staging a faulty version raises and leaves all as it was, and that the next one is applied.
+    """Check that staging a faulty version fails without effect, and that the next version is applied.
 
     Running requests continue.
     """

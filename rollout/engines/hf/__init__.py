@@ -1,1 +1,1 @@
-"""Serves models of transformers, the reference engine."""
+"""Engine for transformers models; the reference implementation."""

@@ -1,4 +1,4 @@
-"""Decodes with a transformers model: one token for every row and step, from the row's cache if it has one."""
+"""Decodes with a transformers model: one token per row and step, using the row's KV cache if there is one."""
 
 import inspect
 from collections.abc import Callable, Sequence
@@ -15,7 +15,7 @@ from rollout.engines.in_process.running_request import Decoder, RunningRequest, 
 
 
 class HfDecoder:
-    """Base of decoders with a model of transformers."""
+    """Base of decoders for transformers models."""
 
     def __init__(
         self,
@@ -23,19 +23,18 @@ class HfDecoder:
         recorder: ExpertRecorder | None = None,
         adapters: RowAdapters | None = None,
     ) -> None:
-        """Decode with a model.
+        """Create a decoder.
 
         Args:
-            model: of transformers.
-            recorder: of its routers, if their choices are wanted.
-            adapters: on its layers, if rows may name some.
+            recorder: recorder of routed experts, if wanted.
+            adapters: named adapters of the model's layers, if any.
         """
         self._model: Any = model
         self._recorder, self._adapters = recorder, adapters
         self._device = next(model.parameters()).device
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """See `Decoder`."""
+        """Drop the KV cache of rows."""
         for row in rows:
             row.kv = None
 
@@ -43,12 +42,12 @@ class HfDecoder:
 class PaddingDecoder(HfDecoder):
     """Decoder that pads the KV caches of all rows to one batch at every step.
 
-    `RunningRequest.kv` holds the keys and values of the prompt and all tokens but the last.
+    `RunningRequest.kv` holds keys and values of the prompt and of all tokens but the last.
     """
 
     @torch.no_grad()
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
+        """Sample one token per row: prefill new rows in one batch, decode the others in another."""
         fresh = [row for row in rows if row.kv is None]
         for batch, forward in (
             (fresh, self._prefill),
@@ -61,7 +60,7 @@ class PaddingDecoder(HfDecoder):
             take_tokens(batch, forward(batch), version)
 
     def _prefill(self, rows: list[RunningRequest]) -> torch.Tensor:
-        """Compute prompts, padded on the right so that causality alone hides the padding; return [N, V]."""
+        """Compute prompts, right-padded so that causal masking hides the padding; return logits [N, V]."""
         ids = [row.ids for row in rows]
         longest = max(map(len, ids))
         padded = torch.tensor([i + [0] * (longest - len(i)) for i in ids], device=self._device)
@@ -80,7 +79,7 @@ class PaddingDecoder(HfDecoder):
         return torch.stack([logits[n, where[n]] for n in range(len(rows))])
 
     def _decode(self, rows: list[RunningRequest]) -> torch.Tensor:
-        """Compute one token for each row on KV that is padded on the left; return logits [N, V]."""
+        """Compute one token per row on left-padded KV; return logits [N, V]."""
         kvs = [row.kv for row in rows if row.kv is not None]
         lengths = [kv[0][0].shape[1] for kv in kvs]
         longest = max(lengths)
@@ -109,16 +108,16 @@ def _left_pad(tensor: torch.Tensor, length: int) -> torch.Tensor:
 
 
 class RowDecoder(HfDecoder):
-    """Decoder of one row a pass. `RunningRequest.kv` holds transformers' cache of the row."""
+    """Decoder with one forward pass per row. `RunningRequest.kv` holds the row's transformers cache."""
 
     @torch.no_grad()
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
+        """Sample one token per row, with one forward pass per row."""
         for row in rows:
             take_tokens([row], self._logits(row)[None], version)
 
     def _logits(self, row: RunningRequest) -> torch.Tensor:
-        """Compute the new tokens of a row; return logits [V] of its next token."""
+        """Compute the new tokens of a row; return logits [V] for its next token."""
         ids, first = row.ids, 0
         if row.kv is None:
             row.kv = empty_cache(self._model)
@@ -136,11 +135,11 @@ class RowDecoder(HfDecoder):
 
 
 class WholeDecoder(HfDecoder):
-    """Decoder without a cache: each step computes a row from its first token."""
+    """Decoder without a cache: each step recomputes a row from its first token."""
 
     @torch.no_grad()
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
+        """Sample one token per row, recomputing the row from its first token."""
         for row in rows:
             if self._adapters is not None:
                 self._adapters.choose([row.request.adapter])
@@ -152,9 +151,9 @@ class WholeDecoder(HfDecoder):
 
 
 def decoder_of(model: Any, *, alone: bool = False) -> Callable[..., Decoder]:
-    """Return the fastest decoder that is exact with a model; with `alone` each row has a pass of its own.
+    """Return the fastest exact decoder for a model; `alone`: one forward pass per row.
 
-    A model that takes no positions counts a token's place in its row, padding included.
+    Models without `position_ids` derive positions from the place in the row, including padding.
     """
     arguments = inspect.signature(model.forward).parameters
     if "past_key_values" not in arguments:
@@ -164,14 +163,15 @@ def decoder_of(model: Any, *, alone: bool = False) -> Callable[..., Decoder]:
 
 
 def empty_cache(model: Any) -> DynamicCache:
-    """Return a cache with what each layer keeps.
+    """Return an empty cache with each layer's kind of state.
 
-    Of a model that has an encoder, which is not computed here, the configuration counts that one's layers.
+    For encoder-decoder configurations a plain cache is used, because the configuration counts encoder layers,
+    which are not computed here.
     """
     return DynamicCache() if hasattr(model.config, "encoder_layers") else DynamicCache(config=model.config)
 
 
 def has_state(model: Any) -> bool:
-    """Return whether transformers keeps a state of some layers, in place of keys and values."""
+    """Return whether some layers keep a recurrent state instead of keys and values."""
     layers = empty_cache(model).layers
     return any(isinstance(layer, LinearAttentionCacheLayerMixin) for layer in layers)

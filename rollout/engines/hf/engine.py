@@ -1,4 +1,4 @@
-"""Serves a transformers model in this process, on a CPU or a GPU: the reference engine, clear, not fast."""
+"""Serves a transformers model in this process, on CPU or GPU; a simple reference engine, not a fast one."""
 
 from pathlib import Path
 from typing import Any
@@ -29,8 +29,8 @@ from rollout.staging.staging import Committable, LiveAndStaged, Staging, digest_
 class HFEngine(InProcessEngine):
     """Engine for every model that `AutoModelForCausalLM` loads.
 
-    A model directory without weights gives a model with random ones. Versions have the tensors of the model's
-    checkpoint, not transformers' own layout.
+    Without weights in the model directory, weights are random. Versions contain tensors in the checkpoint's
+    layout, not in transformers' internal layout.
     """
 
     def _load(self) -> LoadedModel:
@@ -48,8 +48,7 @@ class HFEngine(InProcessEngine):
         )
 
         def digest() -> int:
-            # copies: a digest is computed through numpy, and a storage that numpy has seen can never be
-            # released again
+            # copy first: the digest uses NumPy, and a storage that NumPy has viewed can never be released
             found = (
                 {name: live[name] for name in staging.copy}
                 if isinstance(staging, MergedStaging)
@@ -79,7 +78,7 @@ class HFEngine(InProcessEngine):
 def _staging(
     model: Any, live: dict[str, torch.Tensor], lora: LoraConfig, room: StagingRoom
 ) -> tuple[Committable, Staging, ReleasableMemory]:
-    """Return what commits a version, what stages it, and what sleep releases."""
+    """Return (committer, staging, releasable memory) of a model."""
     architecture = type(model).__name__
     if lora.rank:
         targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in live.items()}, lora)
@@ -111,12 +110,12 @@ def _staging(
 
 
 def _is_tied(model: Any) -> bool:
-    """Whether input and output embeddings are one tensor."""
+    """Return whether input and output embeddings are tied."""
     return bool(getattr(model.config, "tie_word_embeddings", False))
 
 
 def load_model(model_dir: Path, config: EngineConfig) -> Any:
-    """Load a model to generate with. Raises EngineError, or EngineSettingsError that names the setting."""
+    """Load a model for generation. Raises EngineError, or EngineSettingsError with the setting's name."""
     dtype = getattr(torch, config.dtype, None)
     if not isinstance(dtype, torch.dtype):
         raise EngineSettingsError(f"engine hf: dtype {config.dtype!r} is not known")
@@ -129,13 +128,13 @@ def load_model(model_dir: Path, config: EngineConfig) -> Any:
                 model = AutoModelForCausalLM.from_config(made, dtype=dtype, **code_trust())
     except (OSError, ValueError, KeyError) as error:
         raise EngineSettingsError(f"engine hf cannot load {model_dir}: {error}") from error
-    except RuntimeError as error:  # such as no memory, which may be there a moment later
+    except RuntimeError as error:  # for example out of memory, which may be transient
         raise EngineError(f"engine hf cannot load {model_dir}: {error}") from error
     apply_config(model)
     if not torch.cuda.is_available():
         torch.set_num_threads(config.threads)
     model = model.to("cuda" if torch.cuda.is_available() else "cpu").eval()
     for tensor in (*model.parameters(), *model.buffers()):
-        if not tensor.untyped_storage().resizable():  # mapped from the file: it could not be released
+        if not tensor.untyped_storage().resizable():  # memory-mapped from the file: could not be released
             tensor.data = tensor.data.clone()
     return model

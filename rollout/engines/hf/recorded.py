@@ -1,7 +1,7 @@
-"""Generates a recorded request of the engine `hf` again: each token under the version that sampled it then.
+"""Regenerates a recorded request of the engine `hf`: each token under the version that sampled it.
 
-A commit dropped the KV cache of a running request, so its next token was computed from all tokens before it
-under the new weights alone. The same is done here, between the same two tokens.
+A commit drops the KV cache of running requests, so the next token is computed from all previous tokens under
+the new weights. The same happens here between the same two tokens.
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -19,18 +19,18 @@ Tensors = Mapping[str, torch.Tensor]
 
 
 class RecordedEngine:
-    """The model and the decoder of an engine with `batch_invariant`, for one request at a time."""
+    """Model and decoder equivalent to an engine with `batch_invariant`, for one request at a time."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, tensors: Callable[[int], Tensors]) -> None:
         """Load the model.
 
         Args:
-            config: of the engine that generated.
-            model_dir: of the initial model.
-            tensors: version -> its tensors as published, by their Hugging Face names.
+            config: settings of the engine that generated the request.
+            model_dir: directory of the initial model.
+            tensors: version -> its published tensors, by Hugging Face name.
 
         Raises:
-            EngineError: it cannot be loaded.
+            EngineError: the model cannot be loaded.
         """
         model = load_model(model_dir, config)
         self._views = checkpoint_views(model, model_tensors(model))
@@ -39,7 +39,7 @@ class RecordedEngine:
         self._tensors, self._version, self._threads = tensors, -1, config.threads
 
     def generate(self, request: Request, versions: Iterable[int]) -> RunningRequest:
-        """Generate a request, one token under each of `versions`, or up to its end."""
+        """Generate a request, one token under each of `versions`, until its end."""
         torch.set_num_threads(self._threads)
         seed = request.sampling.seed
         assert seed is not None

@@ -1,4 +1,4 @@
-"""Records which experts a transformers model chooses, by hooks on its routers."""
+"""Records the experts that a transformers model chooses, with hooks on its routers."""
 
 from typing import Any
 
@@ -9,18 +9,18 @@ from numpy.typing import NDArray
 from protocol.errors import EngineSettingsError
 
 ROUTER = "topkrouter"
-"""How the class names of transformers' routers end, in lower case. They return logits, weights and experts,
-the last ones [tokens, K]."""
+"""Suffix of transformers' router class names, in lower case. Routers return logits, weights and experts
+[tokens, K]."""
 
 
 class ExpertRecorder:
-    """The experts of the last forward pass."""
+    """Recorder of the experts of the last forward pass."""
 
     def __init__(self, model: torch.nn.Module) -> None:
-        """Put hooks on the routers of a model.
+        """Register hooks on the routers of a model.
 
         Raises:
-            EngineSettingsError: it has none.
+            EngineSettingsError: the model has no supported router.
         """
         self._chosen: list[NDArray[np.uint16]] = []
         routers = [module for module in model.modules() if type(module).__name__.lower().endswith(ROUTER)]
@@ -33,7 +33,7 @@ class ExpertRecorder:
             router.register_forward_hook(self._record)
 
     def take(self) -> NDArray[np.uint16]:
-        """Return the experts of all tokens of the last pass, [tokens, L, K], and forget them."""
+        """Return the experts of the last pass, [tokens, L, K], and clear them."""
         chosen, self._chosen = self._chosen, []
         return np.stack(chosen, axis=1)
 

@@ -1,4 +1,4 @@
-"""Adds the outputs of the adapter that a request names to its row of a batch, by hooks on linear layers."""
+"""Adds named adapters to batch rows, with hooks on linear layers."""
 
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -10,17 +10,17 @@ from protocol.errors import EngineSettingsError
 from rollout.engines.named_adapters import NamedAdapter
 
 Pairs = dict[str, tuple[torch.Tensor, torch.Tensor]]
-"""Name of an adapter -> its A and scaling B of one layer."""
+"""Adapter name -> (A, scaled B) of one layer."""
 
 
 class RowAdapters:
-    """The adapters of a model, and those of the rows of the next pass."""
+    """Adapters of a model, and their assignment to the rows of the next pass."""
 
     def __init__(self, model: torch.nn.Module, adapters: Iterable[NamedAdapter]) -> None:
-        """Put hooks on the layers of `model` that an adapter changes.
+        """Register hooks on the layers of `model` that an adapter changes.
 
         Raises:
-            EngineSettingsError: one changes a layer that is no linear one.
+            EngineSettingsError: an adapter changes a layer that is not linear.
         """
         self._rows: Sequence[str] = ()
         layers: dict[str, Pairs] = {}
@@ -41,11 +41,11 @@ class RowAdapters:
             module.register_forward_hook(_hook(self, pairs))
 
     def choose(self, rows: Sequence[str]) -> None:
-        """Set the adapter of each row of the next passes; "" is none."""
+        """Set the adapter name of each row for the next passes; "": no adapter."""
         self._rows = rows
 
     def add(self, pairs: Pairs, x: torch.Tensor, output: torch.Tensor) -> torch.Tensor:
-        """Return a layer's output with its rows' adapters, all [N, S, width] or [N * S, width]."""
+        """Return a layer's output plus the adapters of its rows; shapes [N, S, width] or [N * S, width]."""
         inputs, found = x.reshape(len(self._rows), -1, x.shape[-1]), output.clone()
         outputs = found.view(len(self._rows), -1, output.shape[-1])
         for name in pairs.keys() & set(self._rows):

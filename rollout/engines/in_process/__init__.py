@@ -1,1 +1,1 @@
-"""Runs engines that decode inside the rollout worker's own process."""
+"""Engines that decode in the rollout worker's process."""

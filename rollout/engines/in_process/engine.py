@@ -1,6 +1,6 @@
-"""Runs a model in the worker's own process: one thread decodes one token per step for all running requests.
+"""Runs a model in the worker's process; one thread decodes a token per step for all running requests.
 
-Between two steps the thread takes in new requests, aborts, pauses and commits. So no update falls into a
+New requests, aborts, pauses and commits are processed between two steps. Therefore no update overlaps a
 forward pass, and the version of a token is known when it is sampled.
 """
 
@@ -42,35 +42,35 @@ from rollout.staging.staging import Committable, Staging
 
 T = TypeVar("T")
 NONE_NAMED: Mapping[str, Path] = {}
-"""No adapters by name."""
+"""No named adapters."""
 
 
 class Releasable(Protocol):
-    """Memory of a model, as `ReleasableMemory`."""
+    """Releasable memory of a model, such as `ReleasableMemory`."""
 
     def release(self) -> None:
-        """Release it. Idempotent."""
+        """Release the memory. Idempotent."""
 
     def restore(self) -> None:
-        """Take it again. Idempotent. Raises EngineError: there is no room."""
+        """Reallocate the memory. Idempotent. Raises EngineError if memory is insufficient."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A loaded model, and what updates and sleep do with its weights."""
+    """Loaded model with the handlers for weight updates and sleep."""
 
     decoder: Decoder
     weights: Committable
-    """The parameters that updates change."""
+    """Parameters that updates change."""
     staging: Staging
     digest: Callable[[], int]
     """Returns the digest that a manifest of the live weights would have."""
     memory: Releasable | None = None
-    """What sleep releases; None: the engine cannot sleep."""
+    """Memory that sleep releases; None: the engine cannot sleep."""
 
 
 class InProcessEngine(Engine):
-    """Base of engines whose model runs in this process; a subclass loads it."""
+    """Base of engines whose model runs in this process; subclasses load the model."""
 
     def __init__(
         self,
@@ -81,13 +81,13 @@ class InProcessEngine(Engine):
         shared: Path | None = None,
         named: Mapping[str, Path] = NONE_NAMED,
     ) -> None:
-        """Create an engine that is not started; the arguments are as in `make_engine`."""
+        """Create an engine that is not started; arguments: see `make_engine`."""
         self.capabilities = Capabilities(sleep=shared is None)
         self._config = config
         self._lora, self._named = lora, named
         self._shared = shared
         self._shared_memory: SharedTensors | None = None
-        """The parameters, if the trainer computes with them; set by `_load`."""
+        """Parameters shared with the trainer, if any; set by `_load`."""
         self._model_dir = model_dir
         self._name = incarnation
         self._weights = WeightState()
@@ -98,15 +98,15 @@ class InProcessEngine(Engine):
         """Request id -> key in `_rows`."""
         self._numbers = itertools.count()
         self._rows: dict[int, tuple[RunningRequest, asyncio.Future[str]]] = {}
-        """Every request that is waiting or running, in order of arrival; guarded by `_wake`."""
+        """Waiting and running requests in order of arrival; guarded by `_wake`."""
         self._aborted: set[int] = set()
         self._jobs: deque[Callable[[], None]] = deque()
         self._paused = False
         self._profile = StepProfile()
-        """Used by the decoding thread alone."""
+        """Used only by the decoding thread."""
         self._closing = False
         self._error: BaseException | None = None
-        """What ended the decoding thread."""
+        """Exception that ended the decoding thread."""
         self._loading: asyncio.Future[LoadedModel] | None = None
         self._thread: threading.Thread | None = None
 
@@ -182,7 +182,7 @@ class InProcessEngine(Engine):
             raise EngineError(f"engine {self._name}: the trace cannot be written: {error}") from error
 
     async def live_digest(self) -> int:
-        """Return the digest of the live parameters, read between two steps, as a manifest of them has it."""
+        """Return the digest of the live parameters, computed between two steps as for a manifest."""
         return await self._between_steps(self._digest)
 
     async def sleep(self) -> None:
@@ -220,10 +220,10 @@ class InProcessEngine(Engine):
             await asyncio.to_thread(self._thread.join)
             await asyncio.to_thread(self._staging.staging.close)
             if self._model.memory is not None and torch.cuda.is_available():
-                # this process may live on and use the device
+                # this process may continue to use the device
                 await asyncio.to_thread(self._model.memory.release)
         elif self._loading is not None:
-            # `start` was cancelled: its thread runs on, and `_unload` releases what it takes
+            # `start` was cancelled: its thread still runs, and `_unload` releases its resources
             await asyncio.wait({self._loading}, timeout=self._config.start_timeout_s)
         self._unload()
 
@@ -232,11 +232,11 @@ class InProcessEngine(Engine):
         """Load the model; called once, in a thread.
 
         Raises:
-            EngineError: naming the setting or the file that is to blame.
+            EngineError: loading failed; the message names the setting or file.
         """
 
     def _unload(self) -> None:
-        """Release what `_load` took, if anything; called after the thread has ended, once or more often."""
+        """Release the resources of `_load`, if any; called at least once, after the thread has ended."""
         if self._shared_memory is not None:
             self._shared_memory.close()
         if self._shared is not None:
@@ -251,7 +251,7 @@ class InProcessEngine(Engine):
     async def _between_steps(self, job: Callable[[], T]) -> T:
         """Run `job` in the decoding thread between two steps.
 
-        Cancelling the caller does not undo it.
+        Cancelling the caller does not cancel the job.
         """
         await self.check()
         done: asyncio.Future[T] = self._loop.create_future()
@@ -262,16 +262,16 @@ class InProcessEngine(Engine):
             except Exception as error:
                 self._set_exception(done, error)
 
-        # retrieves the exception that a cancelled caller does not
+        # retrieve the exception even if the caller was cancelled
         done.add_done_callback(lambda done: done.cancelled() or done.exception())
         self._hand_over(lambda: self._jobs.append(run))
         return await asyncio.shield(done)
 
     def _hand_over(self, put: Callable[[], None]) -> None:
-        """Run `put`, which queues work for the decoding thread, and notify the thread.
+        """Run `put`, which queues work for the decoding thread, and wake the thread.
 
         Raises:
-            EngineError: if the thread has ended or is about to, so that the work would never run.
+            EngineError: the thread has ended or is ending, so the work would never run.
         """
         with self._wake:
             if self._closing:
@@ -306,7 +306,7 @@ class InProcessEngine(Engine):
             job()
 
     def _run_step(self) -> bool:
-        """Carry out jobs and aborts, then decode one token per request; false if the thread is to end."""
+        """Run jobs and aborts, then decode one token per request; return False to end the thread."""
         with self._wake:
             self._wake.wait_for(
                 lambda: self._closing or self._jobs or self._aborted or (self._rows and not self._frozen)
@@ -315,7 +315,7 @@ class InProcessEngine(Engine):
             closing = self._closing
         for job in jobs:
             job()
-        if closing or self._weights.poisoned:  # poisoned by a job: not one more token
+        if closing or self._weights.poisoned:  # poisoned by a job: decode no further token
             return False
         with self._wake:
             aborted = dict.fromkeys(self._aborted & self._rows.keys(), "abort")
@@ -337,10 +337,10 @@ class InProcessEngine(Engine):
         return self._paused or self._weights.released
 
     def _finish(self, reasons: Mapping[int, str]) -> None:
-        """End rows, by their numbers.
+        """Finish rows, given by number -> reason.
 
-        The decoder forgets them outside of the lock: ranks of the model are called through the event loop,
-        which waits for the lock itself.
+        The decoder forgets rows outside the lock: it calls the model's ranks through the event loop, which
+        may wait for the lock.
         """
         if not reasons:
             return
@@ -364,7 +364,7 @@ class InProcessEngine(Engine):
         self._model.memory.release()
 
     def _copy_staged_weights(self, manifest: WeightManifest) -> float:
-        """Commit; returns the milliseconds that it took."""
+        """Commit the staged version; return the duration in milliseconds."""
         start = time.perf_counter()
         with self._weights.commit(manifest):
             self._staging.staging.take(manifest)

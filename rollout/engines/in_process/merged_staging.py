@@ -1,4 +1,4 @@
-"""Stages versions of an adapter for an engine whose layers have none: merged into the weights of its base."""
+"""Stages adapter versions by merging them into the base weights, for engines without adapter layers."""
 
 from collections.abc import Mapping, Sequence
 
@@ -14,8 +14,8 @@ from rollout.weights.verification import Deadline
 class MergedStaging(Staging):
     """Staging of merged weights.
 
-    Once a version is staged, `copy` holds W + B A for every weight that has an adapter. `base` keeps W, and
-    `adapter` A and B.
+    After staging, `copy` contains W + B A for every weight with an adapter, `base` contains W, and `adapter`
+    contains A and B.
     """
 
     def __init__(
@@ -30,11 +30,10 @@ class MergedStaging(Staging):
         """Allocate A and B.
 
         Args:
-            targets: weights that have an adapter.
-            rank: of the adapter.
-            base: W of each of these, by checkpoint name; never written to.
-            copy: where the merged weights go, in the layout of `base`.
-            architecture: class of the model in transformers.
+            targets: weights with an adapter.
+            base: checkpoint name -> W of each target; read-only.
+            copy: destination of merged weights, in the layout of `base`.
+            architecture: class name of the model in transformers.
         """
         self._targets, self.base, self.copy = targets, dict(base), dict(copy)
         like = next(iter(self.base.values()))
@@ -46,7 +45,7 @@ class MergedStaging(Staging):
         )
 
     def _place(self, receiver: WeightReceiver, manifest: WeightManifest, deadline_s: float) -> None:
-        """Receive A and B, and merge them; a version counts as staged only after the last weight."""
+        """Receive A and B, and merge them; the version counts as staged only after the last weight."""
         deadline = Deadline(manifest, deadline_s)
         super()._place(receiver, manifest, deadline_s)
         for target in self._targets:

@@ -1,4 +1,4 @@
-"""Represents a running request in the decoding thread, and defines the decoder that steps such requests."""
+"""Defines a running request of the decoding thread, and the interface of decoders."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -14,19 +14,19 @@ from rollout.engines.sampling import sample
 
 @dataclass(slots=True, eq=False)
 class RunningRequest:
-    """One running request, a row of the decoded batch."""
+    """Running request: one row of the decode batch."""
 
     request: Request
     generator: torch.Generator
-    """Random numbers of this request's samples."""
+    """Random generator of the request's samples."""
     tokens: list[int] = field(default_factory=list)
-    """[T] generated so far."""
+    """[T] tokens generated so far."""
     logprobs: list[float] = field(default_factory=list)
-    """[T] nats, as sampled."""
+    """[T] log-probabilities as sampled, nats."""
     versions: list[int] = field(default_factory=list)
     """[T] version that each token was sampled under."""
     experts: list[NDArray[np.uint16]] = field(default_factory=list)
-    """[1, L, K] or more of them: experts of the first inputs, as far as they are recorded."""
+    """Arrays [inputs, L, K] that cover the first inputs, as far as experts are recorded."""
     kv: Any = None
     """KV cache, set by the decoder; None before the first step."""
 
@@ -37,7 +37,7 @@ class RunningRequest:
 
     @property
     def length(self) -> int:
-        """Tokens of prompt and completion."""
+        """Length of prompt plus completion, tokens."""
         return len(self.request.prompt) + len(self.tokens)
 
     @property
@@ -48,7 +48,7 @@ class RunningRequest:
         return "length" if len(self.tokens) >= self.request.sampling.max_tokens else ""
 
     def record(self, first: int, experts: NDArray[np.uint16]) -> None:
-        """Record the experts of the inputs from `first` on, [inputs, L, K], if they are not recorded yet."""
+        """Record the experts [inputs, L, K] of inputs from `first` on, unless already recorded."""
         known = sum(map(len, self.experts))
         if first + len(experts) > known:
             self.experts.append(experts[known - first :])
@@ -64,7 +64,7 @@ def take_tokens(rows: Sequence[RunningRequest], logits: torch.Tensor, version: i
 
 
 def batches(rows: Iterable[RunningRequest], most_tokens: int) -> Iterator[list[RunningRequest]]:
-    """Yield batches of rows of similar lengths, padded to `most_tokens` at most unless it is a single row."""
+    """Yield batches of rows with similar lengths, each a single row or padded to at most `most_tokens`."""
     batch: list[RunningRequest] = []
     for row in sorted(rows, key=lambda row: row.length):
         if (len(batch) + 1) * row.length > most_tokens and batch:
@@ -76,17 +76,18 @@ def batches(rows: Iterable[RunningRequest], most_tokens: int) -> Iterator[list[R
 
 
 class Decoder(Protocol):
-    """Decodes rows. Not thread-safe: one thread calls it, and weights change only between two steps."""
+    """Decoder of rows. Not thread-safe: one thread calls it, and weights change only between steps."""
 
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """Sample a token under the live weights, whose version is `version`, for each row.
+        """Sample one token for each row under the live weights.
 
-        A decoder whose memory has no room for all serves the first ones, and always the very first.
+        If memory is insufficient for all rows, only the first rows get a token; the very first row always
+        does.
 
         Args:
-            rows: in order of arrival; a row that is missing in the next step has been forgotten.
-            version: recorded with each token.
+            rows: rows in order of arrival; a row that is missing in the next step has been forgotten.
+            version: live version, recorded with each token.
         """
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """Drop the KV cache of rows: they have ended, or their next step computes it again."""
+        """Drop the KV cache of rows: they have ended, or their next step recomputes it."""

@@ -1,1 +1,1 @@
-"""Serves the trainer's Megatron model in the worker's own process."""
+"""Engine that serves the trainer's Megatron model in the worker's process."""

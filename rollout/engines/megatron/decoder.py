@@ -1,10 +1,9 @@
-"""Decodes requests with the pages of a `CachedModel`, as many at a time as its memory has room for.
+"""Decodes requests with the KV cache pages of a `CachedModel`, as many concurrently as fit into memory.
 
-The requests that hold pages are always the first of all, by arrival. A request starts only if a page stays
-free for each that runs and may need more. When none is free for the next token, the last one that started
-gives its pages back and is computed again later. So what runs is guaranteed its memory before what comes
-after it; the first request always continues, as the cache holds `max_model_len` tokens; and every request
-becomes the first.
+Requests with pages are always the earliest arrivals. A request starts only if a page remains free for each
+running request that may need more. If the next token finds no free page, the request that started last is
+preempted: it returns its pages and is recomputed later. Earlier requests thus have priority over later ones.
+The first request always continues, because the cache holds `max_model_len` tokens, so every request finishes.
 """
 
 from collections.abc import Sequence
@@ -18,12 +17,12 @@ from trainer.megatron.inference.cache import pages_for
 
 
 class Paged(Protocol):
-    """Model whose KV cache has pages; see `CachedModel`."""
+    """Model with a paged KV cache; see `CachedModel`."""
 
     pages: int
 
     def clear(self, pages: Sequence[int]) -> None:
-        """Zero pages before their first use by a sequence."""
+        """Zero pages before a sequence first uses them."""
 
     def prefill(
         self,
@@ -31,7 +30,7 @@ class Paged(Protocol):
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str] = (),
     ) -> torch.Tensor:
-        """Fill the cache with N sequences; returns logits [N, V] after the end of each."""
+        """Fill the cache with N sequences; return logits [N, V] after the last token of each."""
 
     def decode(
         self,
@@ -40,30 +39,30 @@ class Paged(Protocol):
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str] = (),
     ) -> torch.Tensor:
-        """Append a token to each of B sequences; returns logits [B, V] after it."""
+        """Append a token to each of B sequences; return logits [B, V] after it."""
 
     def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
-        """Return the experts of the last pass; None if they are not recorded."""
+        """Return the experts of the last pass; None if not recorded."""
 
 
 class PagedDecoder:
-    """Decoder whose rows hold numbers of pages, `row.kv`, for all their tokens but the last."""
+    """Decoder whose rows hold page numbers (`row.kv`) for all their tokens but the last."""
 
     def __init__(self, model: Paged, batch_tokens: int) -> None:
-        """Use all pages of `model`, with at most `batch_tokens` tokens in a prefill, padding included."""
+        """Use all pages of `model`, with at most `batch_tokens` tokens per prefill, including padding."""
         self._model = model
         self._batch_tokens = batch_tokens
         self._free = list(range(model.pages))
         self.running = 0
-        """Rows that hold pages."""
+        """Number of rows with pages."""
 
     @property
     def use(self) -> float:
-        """Share of the pages that rows hold."""
+        """Fraction of the pages in use."""
         return 1 - len(self._free) / self._model.pages
 
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
+        """Decode one token for each running row, then start waiting rows while pages are free."""
         held = self._grow([row for row in rows if row.kv])
         if held:
             before = [row.length - 1 for row in held]
@@ -78,7 +77,7 @@ class PagedDecoder:
             take_tokens(batch, logits, version)
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """See `Decoder`."""
+        """Return the pages of rows to the free list."""
         for row in rows:
             if row.kv:
                 self._free += row.kv
@@ -86,14 +85,14 @@ class PagedDecoder:
                 self.running -= 1
 
     def _grow(self, held: list[RunningRequest]) -> list[RunningRequest]:
-        """Give each row the page that its next token needs; returns those that still run."""
+        """Allocate the page for each row's next token; return the rows that still run."""
         running, grown = list(held), []
         number = 0
         while number < len(running):
             row = running[number]
             if pages_for(row.length) > len(row.kv):
                 if not self._free:
-                    self.forget([running.pop()])  # the last one, which may be this row
+                    self.forget([running.pop()])  # preempt the last row, which may be this one
                     continue
                 row.kv.append(self._free.pop())
                 grown.append(row)
@@ -105,14 +104,14 @@ class PagedDecoder:
     def _start(
         self, held: Sequence[RunningRequest], waiting: Sequence[RunningRequest]
     ) -> list[RunningRequest]:
-        """Give pages to the first waiting rows, while one stays free for each row that may need more."""
+        """Allocate pages to the first waiting rows, keeping a page free for each row that may need more."""
         started: list[RunningRequest] = []
         growing = sum(len(row.kv) < _most_pages(row) for row in held)
         for row in waiting:
             needed = pages_for(row.length)
             growing += needed < _most_pages(row)
             if (held or started) and needed + growing > len(self._free):
-                break  # those after it, even if they are shorter, do not overtake it
+                break  # no overtaking, even by shorter rows
             row.kv = [self._free.pop() for _ in range(needed)]
             self.running += 1
             started.append(row)
@@ -121,7 +120,7 @@ class PagedDecoder:
         return started
 
     def _record(self, rows: Sequence[RunningRequest], places: Sequence[tuple[int, int]]) -> None:
-        """Record the experts of the last pass, if they are; `places` are first and number of its inputs."""
+        """Record the last pass's experts, if any; `places` are (first input, number of inputs) per row."""
         chosen = self._model.experts_of_pass(len(rows))
         if chosen is None:
             return
@@ -134,5 +133,5 @@ def _adapters(rows: Sequence[RunningRequest]) -> list[str]:
 
 
 def _most_pages(row: RunningRequest) -> int:
-    """Return the pages of a row at its end, when its last token has been sampled but not been an input."""
+    """Return the final number of pages of a row; its last token is never an input."""
     return pages_for(len(row.request.prompt) + row.request.sampling.max_tokens - 1)

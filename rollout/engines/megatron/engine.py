@@ -1,9 +1,8 @@
-"""Serves the training model: megatron-core's GPTModel with a paged KV cache, in this process, on CPU or GPU.
+"""Serves megatron-core's GPTModel with a paged KV cache, in this process, on CPU or GPU.
 
-Log-probabilities are computed by the same layers that training runs. A request that arrives while others run
-joins them at the next step. Several tensor ranks are processes of their own (`ranks.py`); one rank may decode
-with CUDA graphs. Weights come through a transport, as to every engine, or the trainer computes with the live
-ones, too.
+Log-probabilities are computed by the layers that training uses. Incoming requests join running ones at the
+next step. Several tensor-parallel ranks run in separate processes (`ranks.py`); a single rank may decode with
+CUDA graphs. Weights arrive through a transport, or the trainer shares the live weights.
 """
 
 import logging
@@ -34,13 +33,13 @@ from trainer.megatron.inference.model import CachedModel
 
 log = logging.getLogger("tether.rollout")
 DEFAULT_BATCH_TOKENS = 8192
-"""Tokens of one forward pass, padding included."""
+"""Default maximum tokens of a forward pass, including padding."""
 
 
 class MegatronEngine(InProcessEngine):
-    """Engine for the model families that the trainer backend `megatron` trains.
+    """Engine for the model families supported by the trainer backend `megatron`.
 
-    A model directory without weights gives a model with random ones.
+    Without weights in the model directory, weights are random.
     """
 
     _cached_model: CachedModel | None = None
@@ -110,7 +109,7 @@ class MegatronEngine(InProcessEngine):
             architecture = read_architecture(self._model_dir)
         except SettingsError as error:
             raise EngineSettingsError(f"engine megatron: {error}") from error
-        _uses_graphs(config, architecture)  # they do not, which it logs
+        _uses_graphs(config, architecture)  # only logs why tensor ranks use no graphs
         if config.enable_return_routed_experts:
             _check_answer(batch_tokens, architecture.experts, architecture.layers)
         model = self._ranked = RankedModel(
@@ -146,7 +145,7 @@ class MegatronEngine(InProcessEngine):
 
 
 def _sharing(model: CachedModel, decoder: PagedDecoder) -> LoadedModel:
-    """Return a model whose versions come out of the trainer's masters."""
+    """Return a model whose versions are converted from the trainer's masters."""
     parts = {name: part for name, (_, part) in model.slices().items()}
     sources = {name: replace(whole_source(part), shape=model.shapes[name]) for name, part in parts.items()}
     staging = SharedStaging(sources, architecture=model.architecture.name, tied=model.architecture.tied)
@@ -159,7 +158,7 @@ def _sharing(model: CachedModel, decoder: PagedDecoder) -> LoadedModel:
 
 
 def _uses_graphs(config: EngineConfig, architecture: Architecture) -> bool:
-    """Return whether decode steps are padded, to be CUDA graphs on a GPU; logs why none will be captured."""
+    """Return whether decode steps are padded for CUDA graphs; log why no graphs will be captured."""
     if config.enforce_eager:
         return False
     dtype, records = getattr(torch, config.dtype), config.enable_return_routed_experts
@@ -170,10 +169,11 @@ def _uses_graphs(config: EngineConfig, architecture: Architecture) -> bool:
 
 
 def _check_answer(batch_tokens: int, experts: Experts, layers: int) -> None:
-    """Refuse passes of so many tokens that the experts of one exceed a rank's answer.
+    """Check that the experts of one forward pass fit into a rank's answer.
 
     Raises:
-        EngineSettingsError: naming the settings that decide how many tokens these are.
+        EngineSettingsError: a pass has too many tokens; the message names the settings that determine the
+            number.
     """
     each = experts.sparse_layers_before(layers) * experts.per_token * np.dtype(EXPERTS).itemsize
     if batch_tokens * each > MAX_VALUE:
@@ -184,10 +184,10 @@ def _check_answer(batch_tokens: int, experts: Experts, layers: int) -> None:
 
 
 def _batch_tokens(config: EngineConfig) -> int:
-    """Return how many tokens a forward pass may have.
+    """Return the maximum tokens of a forward pass.
 
     Raises:
-        EngineSettingsError: naming a setting that this engine does not support.
+        EngineSettingsError: a setting is invalid for this engine; the message names it.
     """
     if config.buffer_size_gb < 0:
         raise EngineSettingsError(

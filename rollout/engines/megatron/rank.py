@@ -1,8 +1,8 @@
-"""Runs one tensor rank of the engine `megatron`: answers the engine's calls of its part of the model.
+"""Runs one tensor-parallel rank of the engine `megatron`, and answers the engine's calls.
 
-The engine sends every call to every rank, in one order, so the ranks' collectives meet. Staging is asked for
-at any time and runs beside the steps; everything else is between two of them. All ranks have the same logits;
-rank 0 writes them to memory that it shares with the engine.
+The engine sends every call to every rank in the same order, so the ranks' collectives match. Staging calls
+run at any time, concurrently with steps; all other calls run between two steps. All ranks compute the same
+logits; rank 0 writes them to memory shared with the engine.
 """
 
 import mmap
@@ -35,26 +35,26 @@ from trainer.megatron.inference.model import CachedModel
 from trainer.ranks.process_group import join_ranks
 
 EXPERTS = np.uint16
-"""Type of the numbers of experts in an answer."""
+"""dtype of expert indices in an answer."""
 
 
 class TensorRankSettings(msgspec.Struct, frozen=True):
-    """Settings of the engine that each rank needs."""
+    """Engine settings for each rank."""
 
     model_dir: str
     dtype: str
     running: int
-    """Most sequences of a pass."""
+    """Maximum sequences of a pass."""
     length: int
-    """Tokens of the longest sequence."""
+    """Maximum length of a sequence, tokens."""
     buffer_bytes: int
     records_experts: bool
     adapters: LoraConfig
     named: dict[str, str]
-    """Name -> PEFT directory of the adapters that requests may name."""
+    """Name -> PEFT directory of adapters that requests may name."""
     staging: StagingRoom
     shared: str
-    """File that describes rank 0's live weights to a trainer that computes with them; empty: none does."""
+    """File that describes rank 0's live weights to a trainer that computes with them; empty: none."""
     threads: int
     start_timeout_s: float
 
@@ -63,25 +63,25 @@ class RankLoaded(msgspec.Struct, frozen=True):
     """Answer to `load`."""
 
     pages: int
-    """Pages of the KV cache."""
+    """Number of KV cache pages."""
     unplaced: list[str]
-    """Tensors of a version of which the rank has no part."""
+    """Tensors of a version without a shard on this rank."""
 
 
 class TensorRank:
-    """One rank's part of the model, with its staging copy."""
+    """Model shard of one rank, with its staging copy."""
 
     def __init__(self, directory: Path, file: int, rank: int, ranks: int) -> None:
-        """Load nothing yet; the arguments are as in `main`."""
+        """Store the arguments (see `main`); `load` loads the model."""
         self._directory, self._file, self._rank, self._ranks = directory, file, rank, ranks
 
     def load(self, given: dict[str, Any]) -> RankLoaded:
-        """Join the other ranks and load this one's part.
+        """Join the other ranks and load this rank's shard. A collective.
 
         Raises:
-            SettingsError: the model is not supported, or cannot be divided.
+            SettingsError: the model is not supported, or cannot be sharded.
             EngineError: its weights cannot be staged.
-            RuntimeError: there is no room.
+            RuntimeError: out of memory.
         """
         settings = msgspec.convert(given, TensorRankSettings)
         on_gpu = torch.cuda.is_available()
@@ -114,7 +114,7 @@ class TensorRank:
         return RankLoaded(model.pages, self.staging.unplaced)
 
     def _plan(self, settings: TensorRankSettings) -> RankPlan:
-        """Return where versions go; with a trainer that computes with the live weights, share them."""
+        """Return the staging plan; if the trainer computes with the live weights, share them."""
         model = self._model
         if settings.shared:
             self._shared, buffers = share_parameters(model.module, model.buffers())
@@ -138,7 +138,7 @@ class TensorRank:
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str],
     ) -> bytes:
-        """Clear pages, then do as `CachedModel.prefill`; see `_show`."""
+        """Clear pages, run `CachedModel.prefill`, and publish its logits and experts with `_show`."""
         self._clear(clear)
         return self._show(self._model.prefill(sequences, tables, adapters))
 
@@ -150,27 +150,27 @@ class TensorRank:
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str],
     ) -> bytes:
-        """Clear pages, then do as `CachedModel.decode`; see `_show`."""
+        """Clear pages, run `CachedModel.decode`, and publish its logits and experts with `_show`."""
         self._clear(clear)
         return self._show(self._model.decode(tokens, lengths, tables, adapters))
 
     def stage(self, manifest: bytes, deadline_s: float) -> str:
-        """See `RankStaging.stage`."""
+        """Start staging a version on this rank; return the reason of a refusal, or ""."""
         return self.staging.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
 
     def commit(self, manifest: bytes) -> RankCommit:
-        """See `RankStaging.commit`."""
+        """Commit the staged version on this rank."""
         return self.staging.commit(msgspec.msgpack.decode(manifest, type=WeightManifest))
 
     def sleep(self) -> str:
-        """Release the memory of weights, cache and copy; return why not, or ""."""
+        """Release the memory of weights, cache and staging copy; return the reason of a refusal, or ""."""
         refusal = self.staging.sleep()
         if not refusal:
             self._memory.release()
         return refusal
 
     def wake(self) -> str:
-        """Take the memory again; return why not, or ""."""
+        """Reallocate the memory; return the reason of a refusal, or ""."""
         self._memory.restore()
         return self.staging.wake()
 
@@ -179,9 +179,9 @@ class TensorRank:
             self._model.clear(pages)
 
     def _show(self, logits: torch.Tensor) -> bytes:
-        """Write logits [N, V] to the engine's memory, and return the experts of the pass, on rank 0.
+        """On rank 0, write logits [N, V] to the shared memory, and return the experts of the pass.
 
-        All ranks choose the same. The experts are `EXPERTS` [S, N, L, K]; empty if they are not recorded.
+        All ranks choose the same experts. Format: `EXPERTS` [S, N, L, K]; empty if not recorded.
         """
         experts = self._model.experts_of_pass(len(logits))
         if self._rank:
@@ -205,17 +205,16 @@ METHODS: dict[str, Callable[..., Any]] = {
 }
 """Methods that the engine's process may call."""
 ANYTIME = ("stage", "status", "cancel")
-"""Those that concern the staging copy alone, and do not wait for a step."""
+"""Methods that only affect the staging copy, and do not wait for a step."""
 
 
 def main(directory: Path, file: int, rank: int, ranks: int) -> None:
-    """Serve until the engine's process has ended.
+    """Serve until the engine's process ends.
 
     Args:
-        directory: in which the ranks make their sockets and meet.
+        directory: directory of the ranks' sockets and rendezvous file.
         file: descriptor of the file that rank 0 shares with the engine.
-        rank: number of this rank.
-        ranks: number of ranks.
+        rank: index of this rank.
     """
     exit_with_parent(lambda _: os._exit(1))
     part = TensorRank(directory, file, rank, ranks)

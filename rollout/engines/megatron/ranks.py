@@ -1,6 +1,6 @@
-"""Generates and stages on several tensor ranks, each a process of its own (`rank.py`).
+"""Generates and stages on several tensor-parallel ranks, each in its own process (`rank.py`).
 
-This process schedules and samples, as with one rank: every pass is one call of all ranks.
+This process schedules and samples as with one rank; every forward pass is one call to all ranks.
 """
 
 import asyncio
@@ -29,7 +29,7 @@ MODULE = "rollout.engines.megatron.rank"
 
 
 class RankedModel:
-    """Model over several ranks, for a `PagedDecoder`, and what updates and sleep do with its weights."""
+    """Model over several ranks, for a `PagedDecoder`, with commit and sleep of its weights."""
 
     def __init__(
         self,
@@ -42,22 +42,18 @@ class RankedModel:
         """Start the ranks and load the model.
 
         Args:
-            config: the engine's settings.
-            settings: of each rank.
-            architecture: the model's.
-            name: the engine's, in errors.
-            loop: the engine's.
+            loop: event loop of the engine.
 
         Raises:
-            EngineError: a rank refuses, or has ended.
+            EngineError: a rank raised or has ended.
         """
         self._to_clear: list[int] = []
-        """Pages that the next pass has to clear before it uses them."""
+        """Pages that the next pass must clear before it uses them."""
         self._file = os.memfd_create("tether-megatron", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         memory = reserved(self._file, 4 * settings.running * architecture.vocabulary)
         self._logits = torch.frombuffer(memory, dtype=torch.float32).view(settings.running, -1)
         self._chosen = b""
-        """Experts of the last pass, `EXPERTS` [S, N, *choice]; empty if they are not recorded."""
+        """Experts of the last pass, `EXPERTS` [S, N, *choice]; empty if not recorded."""
         experts = architecture.experts
         self._choice = experts.sparse_layers_before(architecture.layers), experts.per_token
         self._all = AllRanksStaging(
@@ -79,7 +75,7 @@ class RankedModel:
         self.staging = StagedOnRanks(self._all, loop)
 
     def _load(self, settings: TensorRankSettings) -> int:
-        """Load the model on all ranks; returns the pages of the KV cache."""
+        """Load the model on all ranks; return the number of KV cache pages."""
         answers = self.processes.call("load", msgspec.to_builtins(settings))
         loaded = msgspec.convert(answers, list[RankLoaded])
         self.processes.run(self._all.divide([rank.unplaced for rank in loaded]))
@@ -89,7 +85,7 @@ class RankedModel:
         return await self.processes.call_each(method, *arguments)
 
     def clear(self, pages: Sequence[int]) -> None:
-        """See `CachedModel`: the next pass begins with it."""
+        """Clear pages at the start of the next pass; see `CachedModel`."""
         self._to_clear += pages
 
     def prefill(
@@ -98,7 +94,7 @@ class RankedModel:
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str] = (),
     ) -> torch.Tensor:
-        """See `CachedModel`; the logits are overwritten by the next pass."""
+        """Prefill sequences on all ranks; return logits [N, V], which the next pass overwrites."""
         return self._pass(len(sequences), "prefill", sequences, tables, adapters)
 
     def decode(
@@ -108,22 +104,22 @@ class RankedModel:
         tables: Sequence[Sequence[int]],
         adapters: Sequence[str] = (),
     ) -> torch.Tensor:
-        """See `CachedModel`; the logits are overwritten by the next pass."""
+        """See `CachedModel`; the next pass overwrites the logits."""
         return self._pass(len(tokens), "decode", tokens, lengths, tables, adapters)
 
     def experts_of_pass(self, sequences: int) -> torch.Tensor | None:
-        """See `CachedModel`."""
+        """Return the experts of the last pass; None if not recorded."""
         if not self._chosen:
             return None
         chosen = np.frombuffer(self._chosen, EXPERTS).astype(np.int64)
         return torch.from_numpy(chosen).view(-1, sequences, *self._choice)
 
     def apply(self) -> None:
-        """Commit the version that was taken, on all ranks; see `Committable`."""
+        """Commit the taken version on all ranks; see `Committable`."""
         self.processes.run(self._all.commit(self.staging.taken))
 
     def digest(self) -> int:
-        """Return the digest of the live weights of all ranks."""
+        """Return the digest of the live weights over all ranks."""
         return self.processes.run(self._all.live_digest())
 
     def release(self) -> None:
@@ -132,7 +128,7 @@ class RankedModel:
             self.processes.run(self._all.sleep())
 
     def restore(self) -> None:
-        """Take the memory of all ranks again."""
+        """Reallocate the memory of all ranks."""
         self.processes.run(self._all.wake())
 
     def close(self) -> None:
@@ -149,7 +145,7 @@ class RankedModel:
 
 
 class StagedOnRanks(Staging):
-    """Staging copies of all ranks, as one to `InProcessStaging`."""
+    """Staging copies of all ranks, behind the interface of one `Staging`."""
 
     def __init__(self, ranks: AllRanksStaging, loop: asyncio.AbstractEventLoop) -> None:
         super().__init__({})
@@ -159,12 +155,12 @@ class StagedOnRanks(Staging):
 
     @property
     def taken(self) -> WeightManifest:
-        """The version that `take` returned last."""
+        """Version returned by the last `take`."""
         assert self._manifest is not None
         return self._manifest
 
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
-        """Stage on all ranks, each of which has a deadline; see `Staging`."""
+        """Stage on all ranks, each with its own deadline; see `Staging`."""
         self._staged = None
         ended = threading.Event()
 
@@ -178,7 +174,7 @@ class StagedOnRanks(Staging):
         try:
             running.result()
         except CancelledError:
-            ended.wait(2 * CALL_TIMEOUT_S)  # a cancelled call goes on until the ranks have discarded it
+            ended.wait(2 * CALL_TIMEOUT_S)  # the ranks still have to discard the version
             raise WeightError(f"staging of version {manifest.version} was cancelled") from None
         finally:
             self._running = None

@@ -1,1 +1,1 @@
-"""Runs engines whose ranks are processes of their own."""
+"""Engines whose ranks run in separate processes."""

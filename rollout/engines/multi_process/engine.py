@@ -1,7 +1,7 @@
-"""Updates weights on all ranks, and admits requests, for engines whose model runs in other processes.
+"""Updates weights on all ranks and admits requests, for engines whose model runs in other processes.
 
-A subclass starts the processes, sends requests to them (`_complete`), and carries out commits and sleep in
-its own way inside what this base offers: `_committing`, `_release_memory`.
+Subclasses start the processes, submit requests (`_complete`), and implement commit and sleep with
+`_committing` and `_release_memory`.
 """
 
 import asyncio
@@ -24,31 +24,31 @@ from rollout.engines.weight_state import WeightState
 from rollout.staging.ranks import AllRanksStaging, Call
 
 ABORTED = Completion((), (), (), "abort")
-"""Completion of a request that was aborted before it was submitted."""
+"""Completion of a request that was aborted before submission."""
 
 
 class RequestGate:
-    """Holds requests back while weights change or are released."""
+    """Gate that holds requests back while weights change or are released."""
 
     def __init__(self, weights: WeightState, check: Callable[[], Awaitable[None]]) -> None:
-        """Create a gate that `weights` opens and closes.
+        """Create a gate.
 
         Args:
-            weights: say whether requests are admitted.
+            weights: decides whether requests are admitted.
             check: raises EngineError if the engine is dead, poisoned or closed.
         """
         self._weights = weights
         self._check = check
         self._waiting: dict[str, asyncio.Future[None]] = {}
-        """Request id -> resolved when it may test the gate again."""
+        """Request id -> future that is resolved when the request may retry."""
         self._aborted: set[str] = set()
         """Waiting requests that were aborted."""
 
     async def admitted(self, request_id: str) -> bool:
-        """Wait until requests may be submitted; return false if this one was aborted before.
+        """Wait until requests may be submitted; return False if this request was aborted first.
 
         Raises:
-            EngineError: if the engine ended while the request waited.
+            EngineError: the engine ended while the request waited.
         """
         try:
             while not self._weights.admits_requests and request_id not in self._aborted:
@@ -61,12 +61,12 @@ class RequestGate:
             self._aborted.discard(request_id)
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """Abort the waiting ones among these requests."""
+        """Abort requests that are waiting; ignore others."""
         self._aborted |= self._waiting.keys() & set(request_ids)
         self.notify()
 
     def notify(self) -> None:
-        """Have all waiting requests test the gate again."""
+        """Let all waiting requests retry."""
         for waiting in self._waiting.values():
             if not waiting.done():
                 waiting.set_result(None)
@@ -90,15 +90,14 @@ class MultiProcessEngine(Engine):
         """Create an engine that is not started.
 
         Args:
-            config: the engine's settings.
             model_dir: directory of the model's config and weights.
-            incarnation: name of this engine, in errors and logs.
-            lora: the adapter that versions bring, if any.
-            named: name -> PEFT directory of the adapters that requests may name. Versions can then bring an
-                adapter alone, for the other requests.
-            call: reaches all ranks between the same two steps.
-            call_anytime: reaches all ranks at any time, for what concerns the staging copy alone.
-            no_seeds: why the engine has no seeds of single requests; empty: it has.
+            incarnation: name of this engine in errors and logs.
+            lora: adapter that versions contain, if any.
+            named: name -> PEFT directory of adapters that requests may name. Versions may then contain only
+                an adapter, for the other requests.
+            call: calls all ranks between the same two steps.
+            call_anytime: calls all ranks at any time, for operations on the staging copy only.
+            no_seeds: why the engine lacks per-request seeds; empty: it supports them.
         """
         self.capabilities = Capabilities(sleep=config.enable_sleep_mode, seeds=not no_seeds)
         self._config = config
@@ -113,7 +112,7 @@ class MultiProcessEngine(Engine):
         self._weights = WeightState()
         self._gate = RequestGate(self._weights, self.check)
         self._running: dict[str, str] = {}
-        """Request id -> the id that the engine's own processes know."""
+        """Request id -> id used in the engine's processes."""
         self._numbers = itertools.count()
         self._updating = asyncio.Lock()
         """Held while weights change or are released, and while the scheduler is paused or resumed."""
@@ -137,7 +136,7 @@ class MultiProcessEngine(Engine):
             no_seeds=self._no_seeds,
             adapters=self._named,
         )
-        # SGLang aborts by prefix: with a number in front no request id is the beginning of another
+        # SGLang aborts by prefix; a leading number keeps any id from being a prefix of another
         self._running[request.id] = name = f"{next(self._numbers)}:{request.id}"
         try:
             if not await self._gate.admitted(request.id):
@@ -184,7 +183,7 @@ class MultiProcessEngine(Engine):
 
     async def occupancy(self) -> Occupancy:
         await self.check()
-        if self._weights.released:  # running requests were put back, and the cache is empty
+        if self._weights.released:  # running requests were requeued, and the cache is empty
             return Occupancy(0, 0.0)
         return await self._occupancy()
 
@@ -193,9 +192,9 @@ class MultiProcessEngine(Engine):
         await self._call("profile", str(file), steps)
 
     async def live_digest(self) -> int:
-        """Return the digest of the live parameters, read between two steps.
+        """Return the digest of the live parameters, computed between two steps.
 
-        With one rank it is the digest of the manifest whose bytes they are.
+        With one rank it equals the digest of the version's manifest.
         """
         if self._weights.released:
             raise EngineError(f"engine {self._name} has slept: it holds no weights before the next commit")
@@ -203,21 +202,21 @@ class MultiProcessEngine(Engine):
 
     @abstractmethod
     async def _complete(self, request: Request, name: str) -> Any:
-        """Return the answer of the engine's processes, which know the request by `name`."""
+        """Return the response of the engine's processes, which know the request as `name`."""
 
     @abstractmethod
     async def _completion(self, request: Request, name: str, answer: Any) -> Completion:
-        """Return the completion of a request from the answer of `_complete`."""
+        """Return the completion of a request from the response of `_complete`."""
 
     async def _occupancy(self) -> Occupancy:
-        """Return the occupancy of an engine that holds its memory."""
+        """Return the occupancy of an engine that is not asleep."""
         return Occupancy(*(await self._call("occupancy"))[0])
 
     async def _read_model(self, model: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
-        """Learn what requests need of the model; return name -> shape of its checkpoint's tensors.
+        """Read the model properties that requests need; return name -> shape of the checkpoint's tensors.
 
         Args:
-            model: the model's config.json.
+            model: parsed config.json.
         """
         self._vocab = int(model.get("vocab_size") or 0)
         shapes = await asyncio.to_thread(checkpoint_shapes, self._model_dir)
@@ -230,7 +229,7 @@ class MultiProcessEngine(Engine):
         """Exclude other updates and hold requests back while the body commits `manifest`.
 
         Raises:
-            WeightError: if a version is being staged, which continues.
+            WeightError: a version is being staged; staging continues.
         """
         await self.check()
         if self._staging.is_staging:
@@ -241,7 +240,7 @@ class MultiProcessEngine(Engine):
 
     @asynccontextmanager
     async def _changing_weights(self) -> AsyncIterator[None]:
-        """Hold requests back during the body; afterwards those that wait test the gate again."""
+        """Hold requests back during the body; afterwards let them retry."""
         try:
             with self._weights.changing():
                 yield
@@ -249,10 +248,10 @@ class MultiProcessEngine(Engine):
             self._gate.notify()
 
     async def _release_memory(self, release: Callable[[], Awaitable[None]]) -> None:
-        """Go to sleep: serve no version, and run `release`, unless the engine sleeps already.
+        """Go to sleep: serve no version and run `release`, unless the engine is already asleep.
 
         Args:
-            release: puts running requests back, with their tokens, and releases all memory on all ranks; no
+            release: requeues running requests with their tokens, and releases all memory on all ranks. No
                 step may follow before the next commit. If it fails, the engine is poisoned.
         """
         await self.check()

@@ -1,4 +1,4 @@
-"""Ends engine processes when the engine's owner ends; until then they hold its device lock with it."""
+"""Ends engine processes when their owner ends; until then both hold the device lock."""
 
 import os
 import select
@@ -9,19 +9,18 @@ from collections.abc import Callable
 from protocol.host.fd_passing import receive_fd
 
 OWNER = "_TETHER_ENGINE_OWNER"
-"""Environment variable: pid of the process that owns the engine."""
+"""Environment variable with the pid of the engine's owner."""
 
 
 def exit_with_parent(end: Callable[[int], None]) -> bool:
-    """Call `end(pid of the owner)` in a thread when the process that owns this engine has ended.
+    """Call `end(owner's pid)` in a thread after the process that owns this engine has ended.
 
-    Call it before any allocation on a device: from then on this process holds the lock of the device, if
-    there is one, together with its owner.
+    Call this before any device allocation: from then on this process shares the owner's device lock, if any.
 
-    Returns: False at once if this process belongs to no engine.
+    Returns: False immediately if this process belongs to no engine.
 
     Raises:
-        OSError: the owner lives, but does not answer.
+        OSError: the owner is alive, but does not reply.
     """
     owner = os.environ.get(OWNER, "")
     if not owner.isdecimal() or int(owner) == os.getpid():
@@ -41,7 +40,7 @@ def _wait_for_exit(pid: int) -> None:
         handle = os.pidfd_open(pid)
     except ProcessLookupError:
         return
-    except OSError:  # no pidfd here (a sandbox): poll every second
+    except OSError:  # no pidfd in some sandboxes: poll every second
         while _exists(pid):
             time.sleep(1)
         return

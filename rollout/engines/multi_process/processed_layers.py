@@ -1,8 +1,8 @@
-"""Processes a version's weights as an engine does after loading them, on shadows of its layers.
+"""Applies an engine's post-load weight processing to a version, on shadows of the engine's layers.
 
-A shadow is the live layer with its parameters as the engine made them, before any weight was processed. Its
-quantisation method and kernels are copies, which keep what processing writes into them. What an engine
-remembers of its layers and how it processes them comes from its own folder (`LayerRules`).
+A shadow is a copy of the live layer with parameters as they were before processing. Its quantization method
+and kernels are copied, because processing writes to them. The engine's own folder provides the processing and
+the attributes of its layers (`LayerRules`).
 """
 
 import copy
@@ -22,35 +22,35 @@ from rollout.staging.staging_plan import AnyPlan, make_plan
 
 PROCESS = "process_weights_after_loading"
 OF_MODULES = frozenset(vars(nn.Module()))
-"""Attributes that every module has."""
+"""Attributes of every module."""
 
 
 class LayerRules(Protocol):
-    """Rules of an engine about its layers."""
+    """Engine-specific rules for layers."""
 
     @property
     def searched(self) -> tuple[str, ...]:
-        """Beginnings of the modules whose objects may hold a layer's tensors."""
+        """Module prefixes of objects that may hold a layer's tensors."""
 
     @property
     def kept(self) -> Collection[str]:
-        """Names of parameters that stay as they are: no loader fills them."""
+        """Names of parameters that no loader fills; they are kept unchanged."""
 
     def unprocessed(self, layer: nn.Module) -> Mapping[str, torch.Tensor]:
-        """Return the parameters that a layer had when it was made, on `meta`, with their loaders."""
+        """Return the parameters that a layer was created with, on `meta`, with their loaders."""
 
     def is_latent(self, layer: nn.Module) -> bool:
-        """Return whether a layer has no weights of its own to load, and computes with other layers'."""
+        """Return whether a layer loads no weights and computes with other layers' weights."""
 
     def process(self, shadow: Any, staged: Staged) -> None:
-        """Process a shadow's weights in place; `staged` as in `Processing`."""
+        """Process a shadow's weights in place; `staged` returns staged copies of other layers' weights."""
 
 
 class LayerProcessing:
-    """A layer's processing; see `Processing`."""
+    """Processing of one layer; see `Processing`."""
 
     def __init__(self, name: str, layer: nn.Module, rules: LayerRules) -> None:
-        """Find the layer's parameters as they were before they were processed."""
+        """Find the layer's parameters as they were before processing."""
         self.name = name
         self.layer = layer
         self._rules = rules
@@ -60,20 +60,20 @@ class LayerProcessing:
         }
 
     def loading(self) -> Any:
-        """Return a shadow with parameters on `meta`, for a loader that is traced."""
+        """Return a shadow with parameters on `meta`, for tracing a loader."""
         return self._shadow(self._unprocessed)
 
     def live(self) -> dict[str, torch.Tensor]:
-        """See `Processing`."""
+        """Return path -> tensor of the live layer."""
         return dict(self._tensors(self.layer))
 
     def process(self, inputs: Mapping[str, torch.Tensor], staged: Staged) -> dict[str, torch.Tensor]:
-        """See `Processing`."""
+        """Process loaded weights on a shadow; return path -> tensor created by processing."""
         shadow = self._shadow(
             {key: like(tensor, inputs[f"{self.name}.{key}"]) for key, tensor in self._unprocessed.items()}
         )
         live = self.live()
-        # no default device: beside one torch.compile fails on parameters of an engine's class
+        # no default device: with one, torch.compile fails on parameters of an engine's class
         with torch.no_grad():
             self._rules.process(shadow, staged)
         return {
@@ -93,7 +93,7 @@ class LayerProcessing:
         return shadow
 
     def _tensors(self, layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
-        """Yield the tensors of a layer and of the objects that compute for it, by where they are."""
+        """Yield (path, tensor) for the tensors of a layer and of its helper objects."""
         own = {key: value for key, value in vars(layer).items() if key not in OF_MODULES}
         members = {**own, **layer._buffers, **layer._parameters}
         return _search(self.name, members, self._rules.searched, set())
@@ -107,19 +107,18 @@ def plan_of(
     room: StagingRoom,
     model_dir: Path,
 ) -> AnyPlan | ShadowedPlan:
-    """Plan the staging of a model; layers that the engine quantises or repacks after loading get shadows.
+    """Plan the staging of a model; layers that the engine quantizes or repacks after loading get shadows.
 
     Args:
-        model: the engine's.
-        layers_of: returns the processed layers, given the names of live parameters that hold something else
-            than the loader wrote, in the order in which the engine processes them.
-        shapes: see `record`.
-        dtype: see `record`.
-        room: settings of the staging copy.
-        model_dir: the files that the live weights were loaded from.
+        model: model of the engine.
+        layers_of: returns the processed layers in the engine's processing order. Its argument is the set of
+            live parameters whose values differ from the loader's.
+        shapes: checkpoint name -> shape of the whole tensor.
+        dtype: dtype of the checkpoint tensors in the trace.
+        model_dir: files that the live weights were loaded from.
 
     Raises:
-        EngineError: the model cannot be staged; names the layer or parameter.
+        EngineError: the model cannot be staged; the message names the layer or parameter.
     """
     differing: set[str] = set()
     for _ in range(2):
@@ -145,14 +144,13 @@ def processings(
     is_processed: Callable[[nn.Module, Mapping[str, torch.Tensor], bool], bool],
     differing: Collection[str],
 ) -> list[LayerProcessing]:
-    """Return the processing of each layer whose live parameters are not those that the loader fills.
+    """Return the processing of each layer whose live parameters differ from the loaded ones.
 
     Args:
-        model: the engine's.
-        rules: the engine's.
-        is_processed: says so of a layer, given its parameters as they were made, and whether one of them
-            holds something else than the loader wrote.
-        differing: names of live parameters that do.
+        model: model of the engine.
+        is_processed: (layer, its original parameters, whether a live value differs from the loader's) ->
+            whether the layer is processed.
+        differing: names of live parameters whose values differ from the loader's.
     """
     found: dict[int, LayerProcessing] = {}
     for name, layer in model.named_modules():
@@ -165,12 +163,12 @@ def processings(
 
 
 def layouts(parameters: Mapping[str, torch.Tensor | None]) -> dict[str, tuple[torch.Size, torch.dtype]]:
-    """Return shapes and dtypes of a layer's parameters."""
+    """Return shape and dtype of each of a layer's parameters."""
     return {key: (tensor.shape, tensor.dtype) for key, tensor in parameters.items() if tensor is not None}
 
 
 def like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
-    """Return `data` as a parameter of the engine's class and with its attributes."""
+    """Return `data` as a parameter with the class and attributes of `parameter`."""
     tensor = data.detach()
     tensor.__class__ = parameter.__class__
     tensor.__dict__ = dict(parameter.__dict__)
@@ -178,7 +176,7 @@ def like(parameter: torch.Tensor, data: torch.Tensor) -> torch.Tensor:
 
 
 def copied(module: nn.Module) -> nn.Module:
-    """Return a module with the same attributes, whose parameters, buffers and parts can be replaced."""
+    """Return a shallow copy of a module, whose parameters, buffers and submodules can be replaced."""
     new: nn.Module = object.__new__(type(module))
     new.__dict__ = dict(vars(module))
     for members in ("_parameters", "_buffers", "_modules"):
@@ -187,7 +185,7 @@ def copied(module: nn.Module) -> nn.Module:
 
 
 def with_staged(module: nn.Module | None, staged: Staged) -> nn.Module | None:
-    """Return a module whose own parameters are the staged ones."""
+    """Return a copy of a module whose own parameters are the staged ones."""
     if module is None:
         return None
     new: Any = copied(module)
@@ -199,12 +197,12 @@ def with_staged(module: nn.Module | None, staged: Staged) -> nn.Module | None:
 
 
 def _loading(model: nn.Module, layers: Collection[LayerProcessing]) -> Any:
-    """Return a model that shares all but `layers`, which are as their loader fills them."""
+    """Return a copy of the model in which `layers` are replaced by shadows for loading."""
     return _replaced(model, {id(one.layer): one.loading() for one in layers}, {})
 
 
 def _replaced(module: nn.Module, shadows: Mapping[int, nn.Module], done: dict[int, nn.Module]) -> nn.Module:
-    """Return `module` itself if neither it nor a part of it is replaced; `done` gets what it returns."""
+    """Return a module with replaced submodules, or `module` itself if none is; `done` caches results."""
     if id(module) not in done:
         parts = {
             key: None if child is None else _replaced(child, shadows, done)
@@ -220,7 +218,7 @@ def _replaced(module: nn.Module, shadows: Mapping[int, nn.Module], done: dict[in
 
 
 def _copy_helpers(owner: Any) -> None:
-    """Copy the objects that process weights for `owner`, and those that do so for them."""
+    """Copy the objects that process weights for `owner`, recursively."""
     for key, value in list(vars(owner).items()):
         if not isinstance(value, nn.Module | torch.Tensor | type) and callable(getattr(value, PROCESS, None)):
             vars(owner)[key] = helper = copy.copy(value)

@@ -1,7 +1,7 @@
-"""Starts the ranks of a model as processes of this host, and calls them from the decoding thread.
+"""Starts a model's ranks as local processes, and calls them from the decoding thread.
 
-A rank runs a `RankRpcServer` in the directory that it is given, and ends with this process. Once one has
-ended, all connections are closed, so that no call waits for the others, which may wait for it.
+Each rank runs a `RankRpcServer` in a given directory, and ends with this process. When a rank ends, all
+connections are closed, so that no call waits for ranks that are blocked on the dead rank.
 """
 
 import asyncio
@@ -26,17 +26,17 @@ from rollout.engines.multi_process.rank_rpc import RankRpcClient, socket_path
 
 POLL_S = 0.05
 REASON_S = 2.0
-"""How long a rank whose connection has closed is waited for, to say how it ended."""
+"""Seconds to wait for the exit code of a rank whose connection has closed."""
 LOG_TAIL = 600
-"""Characters of a rank's log that an error quotes."""
+"""Characters of a rank's log to quote in errors."""
 RENDEZVOUS = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
-"""Variables of other ranks, which a rank must not inherit."""
+"""Distributed environment variables that a rank must not inherit."""
 
 T = TypeVar("T")
 
 
 class RankProcesses:
-    """Processes of one engine's ranks. No method but `close` may be called from the event loop's thread."""
+    """Processes of one engine's ranks. Only `close` may be called from the event loop's thread."""
 
     def __init__(
         self,
@@ -51,22 +51,20 @@ class RankProcesses:
         """Start `python -m module DIRECTORY FILE RANK RANKS` for each rank, and connect.
 
         Args:
-            module: serves a rank.
-            config: the engine's settings.
-            name: the engine's, in errors.
-            loop: runs the connections.
+            module: module that serves a rank.
+            loop: event loop of the connections.
             file: descriptor that the ranks inherit.
-            python: interpreter of the ranks; this one by default.
-            variables: environment variables of the ranks beyond those of this process.
+            python: interpreter of the ranks; empty: this interpreter.
+            variables: additional environment variables of the ranks.
 
         Raises:
-            EngineError: a rank ends, or is not there within `start_timeout_s`.
+            EngineError: a rank ends, or is not ready within `start_timeout_s`.
             EngineSettingsError: `python` cannot be started.
         """
         self._python, self._variables = python or sys.executable, variables
         self._loop = loop
         self.ended = ""
-        """Why the ranks cannot be called any more; empty while they can."""
+        """Why the ranks can no longer be called; empty while they can."""
         self.directory = Path(tempfile.mkdtemp(prefix="tether-ranks-"))
         self._client = RankRpcClient(name, self._lost, timeout_s=config.start_timeout_s)
         self._processes: list[subprocess.Popen[bytes]] = []
@@ -79,14 +77,14 @@ class RankProcesses:
             raise
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Run a coroutine in the event loop and return its value."""
+        """Run a coroutine in the event loop and return its result."""
         return asyncio.run_coroutine_threadsafe(work, self._loop).result()
 
     def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Call a method of every rank and return their values.
+        """Call a method of every rank and return the results.
 
         Raises:
-            EngineError: a rank raises, or has ended.
+            EngineError: a rank raised or has ended.
         """
         try:
             return self.run(self.call_each(method, *arguments))
@@ -96,11 +94,11 @@ class RankProcesses:
             raise EngineError(f"{error}; {self._reason()}") from error
 
     async def call_each(self, method: str, *arguments: Any) -> list[Any]:
-        """Do as `call`, in the event loop."""
+        """Call a method of every rank, like `call`, from the event loop."""
         return await self._client.call_each(method, *arguments)
 
     def close(self) -> None:
-        """End the processes and remove their files. Idempotent; may come from the event loop's thread."""
+        """Kill the processes and remove their files. Idempotent; callable from the event loop's thread."""
         self.ended = self.ended or "the ranks are closed"
         self._loop.call_soon_threadsafe(self._client.close)
         for process in self._processes:
@@ -147,12 +145,12 @@ class RankProcesses:
         self.run(self._client.connect(paths))
 
     def _lost(self) -> None:
-        """Note that a rank has ended, and end the calls that wait for the others."""
+        """Record that a rank has ended, and fail the calls that wait for other ranks."""
         self.ended = self._dead() or "a rank has closed its connection"
         self._client.close()
 
     def _reason(self) -> str:
-        """Return which rank has ended: its connection closes a moment before the process has."""
+        """Return which rank has ended; a connection closes slightly before its process exits."""
         deadline = time.monotonic() + REASON_S
         while not (found := self._dead()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
@@ -160,7 +158,7 @@ class RankProcesses:
         return self.ended
 
     def _dead(self) -> str:
-        """Return which rank has ended, and the end of its log; empty if none has."""
+        """Return which rank has ended, with the end of its log; empty if all run."""
         for rank, process in enumerate(self._processes):
             if (code := process.poll()) is not None:
                 return f"rank {rank} has ended with code {code}{self.log_tail(rank)}"
@@ -170,7 +168,7 @@ class RankProcesses:
         return self.directory / f"rank{rank}.log"
 
     def log_tail(self, rank: int) -> str:
-        """Return the end of a rank's log, as an error quotes it."""
+        """Return the end of a rank's log, formatted for an error."""
         with suppress(OSError):
             lines = self._log(rank).read_text(errors="replace").splitlines()
             return f"; its log: {' / '.join(line.strip() for line in lines[-8:])[-LOG_TAIL:]}"

@@ -1,13 +1,12 @@
-"""Carries calls from the engine's process to its ranks over Unix sockets.
+"""Calls methods of ranks from the engine's process over Unix sockets.
 
 It is used for operations that the engine's own API lacks.
 
     engine -> rank   a call: (number, method, arguments)
     rank -> engine   an answer: (number, value, error), one from every rank
 
-A frame is its length in 4 bytes, big endian, and one msgpack value. A call is sent either to rank 0 alone,
-which passes it on to the others at a place where all of them are between the same two steps, or, where that
-does not matter, to every rank.
+A frame is a 4-byte big-endian length followed by one msgpack value. Calls that must run between the same two
+steps on all ranks are sent to rank 0, which broadcasts them. Other calls are sent to every rank.
 """
 
 import asyncio
@@ -25,17 +24,17 @@ import msgspec
 from protocol.errors import EngineError, EngineSettingsError, SettingsError
 
 CALL_TIMEOUT_S = 60.0
-"""Usual limit for one answer of all ranks; a step on a loaded CPU can take seconds."""
+"""Default timeout for the answers of all ranks, seconds; a step on a loaded CPU can take seconds."""
 MAX_FRAME = 64 << 20
-"""Bytes; a manifest of a thousand tensors has a tenth of a megabyte."""
+"""Maximum frame size, bytes; a manifest of a thousand tensors takes about 0.1 MB."""
 MAX_VALUE = MAX_FRAME - 64
-"""Most bytes of an answer's value; its number comes on top."""
+"""Maximum size of an answer's value, bytes; excludes its number."""
 SEND_S = 10
-"""Limit for the engine's process to accept an answer, after which its connection counts as lost."""
+"""Timeout for sending an answer to the engine's process, seconds; then the connection counts as lost."""
 
 
 class RankCall(msgspec.Struct, frozen=True, array_like=True):
-    """Call of a method of every rank."""
+    """Call of a method on every rank."""
 
     number: int
     method: str
@@ -43,7 +42,7 @@ class RankCall(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Answer(msgspec.Struct, frozen=True, array_like=True):
-    """Answer of one rank: a plain value, or why there is none."""
+    """Answer of one rank: a plain value, or an error."""
 
     number: int
     value: Any = None
@@ -51,12 +50,12 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
 
 
 def start_error(said: str) -> type[EngineError]:
-    """Return the type of error with which an engine ends its start, from a rank's report of its own error."""
+    """Return the exception type for a failed start, from a rank's report of its error."""
     return EngineSettingsError if SettingsError.__name__ in said else EngineError
 
 
 class RankRpcServer:
-    """A rank's end; reads calls in a thread of its own, from one connection at a time."""
+    """Server of a rank; reads calls in its own thread, from one connection at a time."""
 
     def __init__(self, path: Path, arrived: Callable[[RankCall], None]) -> None:
         """Listen at `path`; `arrived` is called in the reading thread."""
@@ -69,10 +68,10 @@ class RankRpcServer:
         threading.Thread(target=self._run, name="tether-calls", daemon=True).start()
 
     def answer(self, answer: Answer) -> None:
-        """Send an answer; it is dropped if the connection has closed.
+        """Send an answer; drop it if the connection has closed.
 
-        A call may arrive through rank 0 before this rank's thread has accepted the connection that the answer
-        is sent over, so wait for that.
+        A call may arrive through rank 0 before this rank's thread has accepted its own connection, so this
+        waits for the connection.
         """
         self._connected.wait(SEND_S)
         connection = self._connection
@@ -84,7 +83,7 @@ class RankRpcServer:
         """Run `method` with the call's arguments and send the answer."""
         try:
             answer = Answer(call.number, method(*call.arguments))
-        except Exception as error:  # the engine's process decides how to handle any error
+        except Exception as error:  # the engine's process decides how to handle errors
             answer = Answer(call.number, error=f"{call.method}: {type(error).__name__}: {error}")
         self.answer(answer)
 
@@ -102,15 +101,15 @@ class RankRpcServer:
 
 
 class RankRpcClient:
-    """The engine's end: one connection to each rank."""
+    """Client in the engine's process, with one connection per rank."""
 
     def __init__(self, engine: str, on_lost: Callable[[], None], timeout_s: float = CALL_TIMEOUT_S) -> None:
         """Create a client that is not connected.
 
         Args:
-            engine: the engine's name, in errors.
-            on_lost: called once, when a rank's connection ends that was not closed here.
-            timeout_s: limit for one answer of all ranks.
+            engine: engine name, for errors.
+            on_lost: called once, when a rank closes its connection.
+            timeout_s: timeout for the answers of all ranks, seconds.
         """
         self._timeout_s = timeout_s
         self._engine = engine
@@ -122,7 +121,7 @@ class RankRpcClient:
         """Connect to every rank's socket.
 
         Raises:
-            EngineError: if a rank does not listen.
+            EngineError: a rank does not listen.
         """
         loop = asyncio.get_running_loop()
         for path in paths:
@@ -133,17 +132,17 @@ class RankRpcClient:
             self._connections.append(connection)
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Send a call to rank 0, which passes it on, and return the answers of all ranks.
+        """Send a call to rank 0, which broadcasts it, and return the answers of all ranks.
 
-        The ranks carry out a cancelled call nevertheless.
+        Cancelling the call does not stop the ranks from executing it.
 
         Raises:
-            EngineError: if a rank refuses, has ended, or does not answer in time.
+            EngineError: a rank raised, has ended, or did not answer in time.
         """
         return await self._call(self._connections[:1], self._connections, method, arguments)
 
     async def call_each(self, method: str, *arguments: Any) -> list[Any]:
-        """Send a call to every rank and return their answers; otherwise as `call`."""
+        """Send a call to every rank and return their answers; otherwise like `call`."""
         return await self._call(self._connections, self._connections, method, arguments)
 
     def close(self) -> None:
@@ -231,7 +230,7 @@ class _Connection(asyncio.Protocol):
         self._lost()
 
     def expect(self, number: int) -> "asyncio.Future[Answer]":
-        """Return a future of the answer to call `number`."""
+        """Return a future for the answer to call `number`."""
         future = self._waiting[number] = asyncio.get_running_loop().create_future()
         if self._transport is None:
             future.set_exception(EngineError("the rank's process has ended"))
@@ -241,11 +240,11 @@ class _Connection(asyncio.Protocol):
         """Drop the future of call `number`; a late answer is ignored."""
         future = self._waiting.pop(number)
         if future.done() and not future.cancelled():
-            future.exception()  # marks it as retrieved: it was raised already, or is not needed
+            future.exception()  # mark the exception as retrieved
         future.cancel()
 
     def send(self, call: RankCall) -> None:
-        """Send a call, if the rank is still connected."""
+        """Send a call if the rank is still connected."""
         if self._transport is not None:
             self._transport.write(frame(call))
 
@@ -256,13 +255,13 @@ class _Connection(asyncio.Protocol):
 
 
 def frame(message: RankCall | Answer) -> bytes:
-    """Encode a message as it is sent over the socket."""
+    """Encode a message as a frame."""
     body = msgspec.msgpack.encode(message)
     return len(body).to_bytes(4, "big") + body
 
 
 def socket_path(directory: Path, rank: int) -> Path:
-    """Return the path of the socket at which a rank listens."""
+    """Return the path of a rank's socket."""
     return directory / f"rank{rank}.sock"
 
 
@@ -274,7 +273,7 @@ def _body_length(head: bytes | bytearray) -> int:
 
 
 def _receive_exactly(connection: socket.socket, count: int) -> bytes:
-    """Receive `count` bytes; none at the end of the stream."""
+    """Receive `count` bytes; empty at the end of the stream."""
     data = b""
     while len(data) < count:
         part = connection.recv(min(count - len(data), 1 << 20))

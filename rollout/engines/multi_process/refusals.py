@@ -1,4 +1,4 @@
-"""Tells an engine's refusal of its settings at its start from a failure that another start may not have."""
+"""Distinguishes an engine's rejection of its settings from start failures that a retry may avoid."""
 
 import re
 from collections.abc import Iterable
@@ -8,42 +8,42 @@ import torch
 REFUSALS = frozenset(
     {"AssertionError", "AttributeError", "KeyError", "NotImplementedError", "TypeError", "ValueError"}
 )
-"""Errors that another start would end with, too, unless they are about memory, which may be free by then."""
+"""Exception types that another start would raise again, except memory errors, because memory may be freed."""
 RAISED = re.compile(r"^(?:\w+\.)*(\w+(?:Error|Exception)): ?(.*)$", re.MULTILINE)
-"""The line of a traceback in a log that has the error."""
+"""Line of a traceback in a log that contains the error."""
 IGNORED = re.compile(
     r"^Exception ignored (?:in|while)\b.*\n(?:Traceback .*\n)?(?:[ \t].*\n)*(?:\S.*)?", re.MULTILINE
 )
-"""Python's words about an error that cannot be caught, as in a `__del__` while a process ends."""
+"""Python's message about an uncatchable error, such as in `__del__` at process exit."""
 PASSING = re.compile(
     r"out of memory|\bat \d+ is not available|used by a process already|port is already in use"
 )
-"""Want of memory or of a port, which may be free at another start, in lower case."""
+"""Lack of memory or of a port, which may be transient; matched in lower case."""
 
 
 def is_refusal(kinds: Iterable[str], text: str) -> bool:
-    """Return whether an error at the start of an engine is about its settings or its model.
+    """Return whether a start error is caused by the engine's settings or model.
 
     Args:
-        kinds: names of the error's class and of those that it inherits from.
-        text: the error's.
+        kinds: names of the exception's class and base classes.
+        text: error message.
     """
     said = text.lower()
-    # on a CPU a cache has the size that is asked for, and too little room in it is no matter of time
+    # on CPU the cache has a fixed size, so a too small cache is a permanent error
     is_about_memory = "free memory" in said or ("memory" in said and torch.cuda.is_available())
     return not REFUSALS.isdisjoint(kinds) and not is_about_memory
 
 
 def refusal_in(log: str) -> str:
-    """Return the last error in the log of an engine that has ended, if it is a refusal; otherwise "".
+    """Return the last error in the log of an ended engine if it is a rejection of its settings; otherwise "".
 
-    It is none if any error is of want of memory or of a port.
+    If any error is a lack of memory or of a port, the result is "".
 
     Args:
-        log: of all of its processes; one may report the end of another.
+        log: log of all processes of the engine; one may report the end of another.
     """
     found = [(kind, text) for kind, text in RAISED.findall(IGNORED.sub("", log)) if text]
-    # other processes end with errors of their own after the first
+    # other processes end with follow-up errors
     is_passing = any(kind == "OutOfMemoryError" or PASSING.search(text.lower()) for kind, text in found)
     if not found or is_passing:
         return ""

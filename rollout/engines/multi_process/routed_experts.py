@@ -1,6 +1,6 @@
-"""Converts the experts that vLLM and SGLang report into those that a `Completion` carries.
+"""Converts the experts reported by vLLM and SGLang to the form in `Completion`.
 
-Both report a row for each token that was an input, of all layers of the model: those without experts, too.
+Both report a row per input token with all layers of the model, including layers without experts.
 """
 
 import re
@@ -16,32 +16,31 @@ from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import UNKNOWN_EXPERT
 
 EXPERT = re.compile(r"\blayers\.(\d+)\..*\bexperts\.")
-"""Names of checkpoints' tensors of routed experts; shared experts' names do not match."""
+"""Checkpoint names of routed experts' tensors; shared experts do not match."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mixture:
-    """Numbers of a model's experts, from its config and checkpoint."""
+    """Expert layout of a model, from its config and checkpoint."""
 
     layers: tuple[int, ...]
-    """Numbers of the layers that have experts, ascending."""
+    """Ascending indices of the layers with experts."""
     all_layers: int
-    """Layers of the model."""
+    """Number of layers of the model."""
     chosen: int
-    """K: experts of a token in each of them."""
+    """K: experts per token in each expert layer."""
 
     @classmethod
     def of(cls, names: Iterable[str], model: Mapping[str, Any], model_dir: Path) -> "Mixture":
-        """Read a model.
+        """Read the expert layout of a model.
 
         Args:
-            names: of the checkpoint's tensors.
-            model: the model's config.json. Layers after its last one, which predict further tokens, do not
-                count.
-            model_dir: where both are from.
+            names: tensor names of the checkpoint.
+            model: parsed config.json. Layers beyond its last layer (multi-token prediction) do not count.
+            model_dir: model directory, for errors.
 
         Raises:
-            EngineSettingsError: no layer has experts, or the config does not say how many a token has.
+            EngineSettingsError: no layer has experts, or the config lacks the number of experts per token.
         """
         all_layers, chosen = (
             int(model.get(key) or 0) for key in ("num_hidden_layers", "num_experts_per_tok")
@@ -56,7 +55,7 @@ class Mixture:
         return cls(layers, all_layers, chosen)
 
     def rows(self, data: bytes) -> NDArray[np.int32] | None:
-        """Return int32 [inputs, all layers, K] from its bytes; None if they are of another shape."""
+        """Decode int32 [inputs, all layers, K]; None if the size does not match."""
         flat = np.frombuffer(data, np.int32) if len(data) % 4 == 0 else np.empty(0, np.int32)
         whole = flat.size and flat.size % (self.all_layers * self.chosen) == 0
         return flat.reshape(-1, self.all_layers, self.chosen) if whole else None
@@ -67,18 +66,17 @@ def recorded_experts(
 ) -> NDArray[np.uint16]:
     """Return the experts of a completion, [inputs, L, K].
 
-    A row of one expert K times is unknown: engines report it where no pass has written. Missing rows at the
-    end of an aborted request are unknown, too.
+    A row that repeats one expert K times is unknown: engines report it for tokens without a forward pass.
+    Missing rows at the end of an aborted request are unknown, too.
 
     Args:
-        request_id: id of the request.
-        rows: [inputs, layers of the model, K], as the engine reports them; None: it reports none.
-        mixture: the model's experts.
-        inputs: prompt and generated tokens, without the last one.
+        rows: [inputs, layers of the model, K] as reported by the engine; None: not reported.
+        mixture: expert layout of the model.
+        inputs: number of prompt and generated tokens, without the last one.
         aborted: whether the request was aborted.
 
     Raises:
-        EngineError: there are more or fewer rows than inputs, or fewer layers than the model has.
+        EngineError: the number of rows differs from `inputs`, or layers are missing.
     """
     if rows is None and aborted:
         rows = np.empty((0, mixture.all_layers, mixture.chosen), np.uint16)

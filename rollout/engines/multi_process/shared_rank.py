@@ -1,8 +1,8 @@
-"""Shares one tensor rank's live weights with the same rank of the trainer, which divides the model alike.
+"""Shares one tensor-parallel rank's live weights with the trainer's same rank, which must be sharded equally.
 
-As in `rollout/staging/shared_weights.py` there is no staging copy, and a commit converts the trainer's
-masters into the live weights. A rank has parts of most tensors, so it compares these with sums that the
-trainer's rank 0 has in its memory, and all sums with the digests of the manifest.
+As in `rollout/staging/shared_weights.py` there is no staging copy; a commit converts the trainer's masters
+into the live weights. A rank holds only shards of most tensors. It compares their sums with the sums in the
+memory of the trainer's rank 0, and all sums with the digests of the manifest.
 """
 
 from collections.abc import Iterator, Mapping, Sequence
@@ -32,28 +32,27 @@ from rollout.weights.verification import Deadline, version_digest
 
 @dataclass(frozen=True, slots=True)
 class LiveSlice:
-    """A rank's part of a tensor."""
+    """Shard of a tensor on one rank."""
 
     shape: tuple[int, ...]
     """Shape of the whole tensor."""
     box: Box
     live: torch.Tensor
-    """View of the live weights that is the box, see `matches_layout`."""
+    """View of the live weights that corresponds to the box, see `matches_layout`."""
 
 
 Slices = Mapping[str, LiveSlice]
-"""Checkpoint name -> the part that a rank has of the tensor."""
+"""Checkpoint name -> shard on this rank."""
 
 
 def traced_slices(trace: LoaderTrace, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, LiveSlice]:
-    """Return the parts that a rank's loader has put into parameters.
+    """Return the shards that a rank's loader copied into parameters.
 
     Args:
-        trace: of the loader.
-        shapes: of the whole tensors.
+        shapes: shapes of the whole tensors.
 
     Raises:
-        EngineError: naming a tensor whose part in this rank is not one dense part of a parameter.
+        EngineError: a tensor's shard is not one dense part of a parameter; the message names the tensor.
     """
     found: dict[str, LiveSlice] = {}
     for copy in trace.copies():
@@ -69,12 +68,19 @@ def traced_slices(trace: LoaderTrace, shapes: Mapping[str, tuple[int, ...]]) -> 
 
 
 class SharedRankStaging(Staging):
-    """Staging without a copy of a rank's part of a version, see `SharedStaging`."""
+    """Staging without a copy for one rank's shards, see `SharedStaging`."""
 
     widenings = frozenset()
 
     def __init__(self, slices: Slices, rank: int, *, architecture: str = "", tied: bool = False) -> None:
-        """Expect versions of a trainer of the same ranks; `rank` is this one."""
+        """Expect versions of a trainer with the same ranks.
+
+        Args:
+            slices: shards on this rank.
+            rank: index of this rank.
+            architecture: class name of the model in transformers; empty: any.
+            tied: whether input and output embeddings are tied in this engine.
+        """
         self._dtype = next(iter(slices.values())).live.dtype
         kind = dtype_name(self._dtype)
         sources = {name: ExpectedTensor(kind, part.shape, ()) for name, part in slices.items()}
@@ -83,9 +89,9 @@ class SharedRankStaging(Staging):
         self._check_manifest = ManifestCheck()
         self._masters: dict[str, torch.Tensor] = {}
         self._held: torch.Tensor | None = None
-        """The number of the version that the masters hold, in the trainer's memory."""
+        """Number of the version in the masters, in the trainer's memory."""
         self._sums = np.empty(0, np.int64)
-        """Sums of all pieces, as the trainer has published them."""
+        """Sums of all pieces, as published by the trainer."""
         self._taken: WeightManifest | None = None
 
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:
@@ -111,10 +117,10 @@ class SharedRankStaging(Staging):
         return served
 
     def apply(self) -> None:
-        """Convert the masters of the version that was taken into the live weights, and unmap them.
+        """Convert the masters of the taken version into the live weights, and unmap them.
 
         Raises:
-            WeightError: the trainer has begun to write to the masters; the live weights may be mixed.
+            WeightError: the trainer has started to write to the masters; the live weights may be mixed.
         """
         assert self._taken is not None
         with torch.no_grad():
@@ -122,7 +128,7 @@ class SharedRankStaging(Staging):
                 part.live.copy_(self._masters[name])
         if torch.cuda.is_available():
             torch.cuda.current_stream().synchronize()
-            # the contents of GPU memory are undefined once the process that owned it has ended
+            # GPU memory becomes undefined when the process that owns it ends
             live = {name: part.live for name, part in self._slices.items()}
             self._verify(self._taken, live, Deadline(self._taken, float("inf")))
         check_held(self._held, self._taken)
@@ -162,10 +168,10 @@ class SharedRankStaging(Staging):
         held: Mapping[str, torch.Tensor],
         deadline: Deadline,
     ) -> None:
-        """Compare this rank's parts, converted, with the published sums, and these with the digests.
+        """Check this rank's converted shards against the published sums, and the sums against the digests.
 
         Raises:
-            WeightError: naming a tensor that differs.
+            WeightError: a tensor differs; the message names it.
         """
         rows = PieceRows(manifest)
         pieces = [piece for part in manifest.parts for piece in part.pieces]
@@ -197,7 +203,7 @@ class SharedRankStaging(Staging):
 
 
 class SharedRankPlan:
-    """Plan of live weights that the trainer computes with, too, for `RankStaging`."""
+    """Plan for `RankStaging` of live weights that the trainer also computes with."""
 
     def __init__(self, slices: Slices, rank: int) -> None:
         self._slices, self._rank = slices, rank
@@ -206,7 +212,7 @@ class SharedRankPlan:
         self._staging: SharedRankStaging | None = None
 
     def calibrate(self) -> None:
-        """Return at once: there is no copy, and the trainer compares every bit when it attaches."""
+        """Return immediately: there is no copy, and the trainer compares every bit when it attaches."""
 
     def staging(self, *, architecture: str, tied: bool) -> SharedRankStaging:
         """Create the staging that `apply` commits from."""
@@ -214,14 +220,14 @@ class SharedRankPlan:
         return self._staging
 
     def gathered(self) -> Iterator[tuple[str, torch.Tensor, bool]]:
-        """Yield (name, tensor, whether this rank holds all of it); what it does not hold is zero."""
+        """Yield (name, tensor, whether this rank holds the whole tensor); missing parts are zero."""
         for name, part in self._slices.items():
             tensor = torch.zeros(part.shape, dtype=part.live.dtype, device=part.live.device)
             tensor[tuple(slice(*side) for side in part.box)] = part.live.reshape(shape_of(part.box))
             yield name, tensor, size_of(part.box) == tensor.numel()
 
     def apply(self) -> None:
-        """Commit the version that was taken from the staging. Raises WeightError, see `SharedRankStaging`."""
+        """Commit the taken version. Raises WeightError, see `SharedRankStaging`."""
         assert self._staging is not None
         self._staging.apply()
 
@@ -230,4 +236,4 @@ class SharedRankPlan:
         raise EngineError("the trainer computes with the live weights: their memory cannot be released")
 
     def restore(self) -> None:
-        """Return at once: no memory was released."""
+        """Return immediately: no memory was released."""

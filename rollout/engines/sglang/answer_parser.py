@@ -1,4 +1,4 @@
-"""`python -m rollout.engines.sglang.answer_parser`: parses answers as the server of SGLang does."""
+"""`python -m rollout.engines.sglang.answer_parser`: parses answers as SGLang's server does."""
 
 from typing import Any
 
@@ -6,10 +6,10 @@ from rollout.engines.answer_lines import Parse, check_names, serve_lines
 
 
 def load(given: dict[str, Any]) -> Parse:
-    """Return a function that parses by the parsers `tools` and `reasoning`; without a model, raise or return.
+    """Return a function that applies the parsers `tools` and `reasoning`; without a model, only check names.
 
     Raises:
-        ValueError: a name is unknown, or a parser does not take the tokenizer.
+        ValueError: a parser name is unknown, or a parser rejects the tokenizer.
     """
     from sglang.srt.function_call.function_call_parser import FunctionCallParser
     from sglang.srt.parser.reasoning_parser import ReasoningParser
@@ -46,7 +46,7 @@ def load(given: dict[str, Any]) -> Parse:
 
 
 def _reasoning_parser(make: Any, name: str, tokenizer: Any, opened: str) -> Any:
-    """Return a parser for one answer, in its thoughts already if the tokens before it opened them."""
+    """Return a parser for one answer, inside thoughts if the tokens before the answer opened them."""
     parser = make(name, stream_reasoning=False, tokenizer=tokenizer)
     start = getattr(parser.detector, "think_start_token", "")
     if start and opened.rstrip().endswith(start):

@@ -1,6 +1,6 @@
-"""Names the arguments of SGLang's server that are refused in `[engine.arguments]`, and why.
+"""Lists the arguments of SGLang's server that `[engine.arguments]` refuses, with reasons.
 
-SGLang is not imported: it may be installed for another interpreter.
+SGLang is not imported, because it may be installed in another interpreter.
 """
 
 import json
@@ -16,10 +16,11 @@ from rollout.engines import arguments as shared
 from rollout.engines.base import EngineConfig
 
 OTHER_LOGPROBS = "SGLANG_RETURN_ORIGINAL_LOGPROB"
-"""Variable with which SGLang returns log-probabilities at temperature 1 for any sampling temperature."""
+"""Environment variable that makes SGLang return log-probabilities at temperature 1 for any sampling
+temperature."""
 
 BOUND = "attn_logit_softcapping"
-"""Field of config.json that bounds attention scores (Gemma 2)."""
+"""Field of config.json that caps attention scores (Gemma 2)."""
 
 _SAMPLER = "tether's plug-in applies top-k and top-p before SGLang's own sampler, which it knows"
 _QUANTISED = (
@@ -138,31 +139,31 @@ REFUSED: Mapping[str, str] = {
     "enable_return_routed_experts": "set trainer.routing_replay",
     "stream_interval": "requests are answered once, at their end",
 }
-"""Argument -> why it is refused. All others are passed as they are."""
+"""Argument -> reason of the refusal. All other arguments are passed unchanged."""
 CHANGEABLE = frozenset(
     {"cuda_graph_max_bs_decode", "log_level", "lora_backend", "max_total_tokens", "sleep_on_idle"}
 )
-"""Arguments that the engine has a value for, and that may be given another one."""
+"""Arguments that the engine sets by default and that users may override."""
 FIND = "import importlib.util as u; s = u.find_spec('sglang'); print(s.submodule_search_locations[0])"
 FIND_S = 30.0
-"""For an interpreter to say where it has SGLang."""
+"""Timeout for locating SGLang in an interpreter, seconds."""
 
 
 def argument_names(config: EngineConfig) -> list[str]:
-    """Return the arguments of the SGLang that `engine.python` has; empty if there is none on this host."""
+    """Return the argument names of the SGLang in `engine.python`; empty if not installed on this host."""
     place = _package(config.python or sys.executable)
     if place is None:
         return []
     arguments = place / "srt/server_args.py"
-    fields = sorted(place.glob("srt/arg_groups/fields/*.py"))  # since 0.5.2x they are spread over groups
+    fields = sorted(place.glob("srt/arg_groups/fields/*.py"))  # since 0.5.2x the fields are split into groups
     return [*shared.annotated_fields([arguments], ("ServerArgs",)), *shared.annotated_fields(fields)]
 
 
 def option_words(arguments: Mapping[str, Any]) -> list[str]:
-    """Return the words that pass arguments on the server's command line.
+    """Return the command-line words for the server's arguments.
 
-    true is the option alone, and false `--no-OPTION`, which SGLang has for some; the words of an array follow
-    the option; a table is JSON.
+    true becomes `--OPTION`; false becomes `--no-OPTION`, which SGLang supports for some options. Array
+    elements follow the option as separate words. Tables become JSON.
     """
     words: list[str] = []
     for name, value in arguments.items():
@@ -178,7 +179,7 @@ def option_words(arguments: Mapping[str, Any]) -> list[str]:
 
 @cache
 def _package(python: str) -> Path | None:
-    """Return the directory of an interpreter's SGLang, which it does not import; None: it has none."""
+    """Return the directory of an interpreter's SGLang without importing it; None if not installed."""
     try:
         found = subprocess.run(
             [python, "-c", FIND], capture_output=True, text=True, timeout=FIND_S, check=True
@@ -189,10 +190,10 @@ def _package(python: str) -> Path | None:
 
 
 def check_environment(config: EngineConfig) -> None:
-    """Check the variables of the server's process.
+    """Check the environment variables of the server's process.
 
     Raises:
-        EngineSettingsError: one of them has SGLang return other log-probabilities.
+        EngineSettingsError: a variable makes SGLang return log-probabilities of another distribution.
     """
     if OTHER_LOGPROBS in config.environment:
         raise EngineSettingsError(
@@ -202,14 +203,13 @@ def check_environment(config: EngineConfig) -> None:
 
 
 def check_bounded_scores(model: Mapping[str, Any], model_dir: Path) -> None:
-    """Check a model that is served on a CPU.
+    """Check that a model can be served on CPU.
 
     Args:
-        model: its config.json.
-        model_dir: its directory.
+        model: parsed config.json.
 
     Raises:
-        EngineSettingsError: its attention has bounded scores (Gemma 2).
+        EngineSettingsError: the model caps attention scores (Gemma 2).
     """
     if model.get(BOUND):
         raise EngineSettingsError(

@@ -1,4 +1,4 @@
-"""Gives SGLang what it lacks where there is no GPU: latent attention, divided experts, unpinned memory."""
+"""Adds missing CPU features to SGLang: latent attention, experts sharded over ranks, unpinned memory."""
 
 from contextlib import suppress
 from typing import Any
@@ -8,7 +8,7 @@ from torch import nn
 
 
 def pin_nothing() -> None:
-    """Keep SGLang from pinning host memory, such as recorded experts."""
+    """Keep SGLang from pinning host memory, such as that of recorded experts."""
     with suppress(ImportError):
         from sglang.srt.mem_cache.pool_host import common
 
@@ -16,12 +16,12 @@ def pin_nothing() -> None:
 
 
 def attend_to_latents() -> None:
-    """Have SGLang's attention in torch compute with latent vectors.
+    """Let SGLang's torch attention compute with latent vectors.
 
-    It reads keys and values from its cache alone, where latent attention keeps vectors, but is handed
-    expanded keys and values with the first tokens of a request.
+    The backend reads keys and values only from its cache, which contains latent vectors. For the first tokens
+    of a request, however, latent attention passes expanded keys and values.
     """
-    with suppress(ImportError):  # an older release
+    with suppress(ImportError):  # older SGLang
         from sglang.srt.models.deepseek_common import attention_backend_handler as handlers
 
         handlers.AttentionBackendRegistry.register(
@@ -30,11 +30,11 @@ def attend_to_latents() -> None:
 
 
 def divide_experts() -> None:
-    """Have SGLang's experts in torch leave out the choices of other ranks' experts.
+    """Let SGLang's torch experts skip choices of experts on other ranks.
 
-    These have the number -1, which SGLang 0.5.23 takes for an index.
+    Such choices are -1, which SGLang 0.5.23 uses as an index.
     """
-    with suppress(ImportError):  # an older release
+    with suppress(ImportError):  # older SGLang
         from sglang.srt.layers.moe import fused_moe_native as experts
 
         whole = experts.moe_forward_native
@@ -46,7 +46,7 @@ def divide_experts() -> None:
             outputs = torch.zeros_like(x)
             if own.any():
                 tokens = own.nonzero()[:, 0]
-                rows = choices._replace(  # of one choice each
+                rows = choices._replace(  # one choice per row
                     topk_ids=choices.topk_ids[own][:, None], topk_weights=choices.topk_weights[own][:, None]
                 )
                 outputs.index_add_(0, tokens, whole(layer, x[tokens], rows, config))

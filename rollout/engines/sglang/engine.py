@@ -1,8 +1,8 @@
-"""Serves with SGLang: its server is a child process, with our `plugin.py` in its schedulers.
+"""Serves with SGLang, whose server is a child process with `plugin.py` in its schedulers.
 
-Requests are sent to the server over HTTP on loopback, tokens in and tokens out. Weights are staged next to
-the live ones while requests are decoded, and committed between two steps on all ranks. This process needs no
-SGLang: `engine.python` names the interpreter that has it.
+Requests go to the server over HTTP on loopback, tokens in and tokens out. Weights are staged next to the live
+ones during decoding, and committed between two steps on all ranks. This process does not need SGLang:
+`engine.python` names the interpreter that has it.
 """
 
 import asyncio
@@ -30,13 +30,14 @@ from rollout.engines.sglang.plugin import RankSettings
 from rollout.engines.sglang.sampling import VERSIONS
 
 ABORT_S = 5.0
-"""How long an abort is repeated: one that overtakes its request in SGLang's own queues is lost."""
+"""Seconds during which an abort is repeated: an abort that overtakes its request in SGLang's queues is lost.
+"""
 ABORT_INTERVAL_S = 0.05
-"""Time between two repetitions."""
+"""Seconds between repeated aborts."""
 
 
 class SglangEngine(MultiProcessEngine):
-    """One server. TP ranks commit at the same step; pipeline and data parallelism are not used."""
+    """Engine with one server; TP ranks commit at the same step, and no other parallelism is used."""
 
     def __init__(
         self,
@@ -46,7 +47,7 @@ class SglangEngine(MultiProcessEngine):
         lora: LoraConfig = NO_ADAPTERS,
         named: Mapping[str, Path] | None = None,
     ) -> None:
-        """Create an engine that is not started; the arguments are as in `MultiProcessEngine`."""
+        """Create an engine that is not started; arguments: see `MultiProcessEngine`."""
         self._server = SglangServer(config, model_dir, incarnation)
         self._ranks = RankRpcClient(incarnation, on_lost=self._server.give_up)
         super().__init__(
@@ -60,8 +61,7 @@ class SglangEngine(MultiProcessEngine):
             no_seeds="engine sglang does not support seeds of single requests",
         )
         self._adapters: dict[str, str] = {}
-        """Name of each adapter that a request may have -> SGLang's; of "" the one that versions bring, if
-        any."""
+        """Adapter name -> SGLang's name; "" is the adapter in versions, if any."""
         self._http: aiohttp.ClientSession | None = None
 
     async def start(self) -> None:
@@ -72,7 +72,7 @@ class SglangEngine(MultiProcessEngine):
                 named = await asyncio.to_thread(named_tensors, self._named, self._model_dir)
                 self._lora = covering(config for config, _ in named.values()) if named else self._lora
                 model = await asyncio.to_thread(check_model, self._config, self._model_dir, self._lora)
-                # names of ours: SGLang takes some characters apart
+                # use plain numbers as names: SGLang treats some characters specially
                 numbers = {name: str(number) for number, name in enumerate(named)}
                 await self._server.start(
                     self._http, self._lora, {numbers[name]: adapter for name, adapter in named.items()}
@@ -97,7 +97,7 @@ class SglangEngine(MultiProcessEngine):
         with suppress(TimeoutError):
             async with asyncio.timeout(ABORT_S):
                 while names:
-                    # not through the server's process, which may lag behind the scheduler
+                    # bypass the server's process, which may lag behind the scheduler
                     await self._call("abort", sorted(names))
                     await asyncio.sleep(ABORT_INTERVAL_S)
                     names &= set(self._running.values())
@@ -136,7 +136,7 @@ class SglangEngine(MultiProcessEngine):
             await self._http.close()
 
     async def _install(self, model: dict[str, Any]) -> None:
-        """Connect to the ranks and install our part in them."""
+        """Connect to the ranks and install the extension in them."""
         paths = [
             socket_path(self._server.directory, rank) for rank in range(self._config.tensor_parallel_size)
         ]
@@ -164,7 +164,7 @@ class SglangEngine(MultiProcessEngine):
             raise kind(f"{self._model_dir} cannot be updated in place: {error}") from error
 
     async def _complete(self, request: Request, name: str) -> dict[str, Any]:
-        """Return SGLang's answer to /generate."""
+        """Return SGLang's response to /generate."""
         sampling = request.sampling
         body = {
             "rid": name,
@@ -194,10 +194,10 @@ class SglangEngine(MultiProcessEngine):
         return completion_of(request, answer, self._mixture)
 
     async def _post(self, body: dict[str, Any]) -> Any:
-        """Send a body to the server's /generate and return its answer.
+        """Send a request to the server's /generate and return its response.
 
         Raises:
-            EngineError: with the server's message, or if it does not answer.
+            EngineError: the server returned an error or does not respond.
         """
         if self._http is None:
             raise EngineError(f"engine {self._name} is not started")
@@ -208,19 +208,19 @@ class SglangEngine(MultiProcessEngine):
                     reason = answer[:500].decode(errors="replace")
                     raise EngineError(f"SGLang answers with status {response.status}: {reason}")
         except (aiohttp.ClientError, RuntimeError) as error:
-            self._server.give_up()  # its sockets close before the system says that it has ended
+            self._server.give_up()  # sockets close before the process exit is visible
             raise EngineError(f"SGLang's server does not answer: {error!r}") from error
         return msgspec.json.decode(answer) if answer else None
 
 
 def new_session(key: str) -> aiohttp.ClientSession:
-    """Create an HTTP session for the server that has this key.
+    """Create an HTTP session for a server with this API key.
 
-    It has no limits: the engine bounds the number of requests, and each may take as long as it needs.
+    The session has no limits: the engine bounds the number of requests, and a request may take any time.
     """
     return aiohttp.ClientSession(
-        # the server closes a connection that was idle for a few seconds, possibly while the next request is
-        # on its way over it: so none is kept
+        # no keep-alive: the server closes idle connections after seconds, possibly while a request is being
+        # sent
         connector=aiohttp.TCPConnector(limit=0, force_close=True),
         timeout=aiohttp.ClientTimeout(total=None),
         headers={"Authorization": f"Bearer {key}"},
@@ -228,15 +228,13 @@ def new_session(key: str) -> aiohttp.ClientSession:
 
 
 def completion_of(request: Request, answer: dict[str, Any], mixture: Mixture | None = None) -> Completion:
-    """Decode SGLang's answer to /generate.
+    """Decode SGLang's response to /generate.
 
     Args:
-        request: what was asked for.
-        answer: the answer.
-        mixture: the model's layers, if it is to have recorded experts.
+        mixture: expert layout of the model; None: experts are not recorded.
 
     Raises:
-        EngineError: if it lacks log-probabilities or versions for a token, or experts.
+        EngineError: log-probabilities or versions of a token are missing, or experts are missing.
     """
     tokens, meta = tuple(answer["output_ids"]), answer["meta_info"]
     logprobs = tuple(float(row[0]) for row in meta.get("output_token_logprobs") or ())
@@ -250,10 +248,10 @@ def completion_of(request: Request, answer: dict[str, Any], mixture: Mixture | N
     if request.sampling.temperature and request.sampling.top_k == 1:
         logprobs = (0.0,) * len(tokens)
     reason = str(meta["finish_reason"]["type"])
-    # SGLang counts tokens before it looks for stops: the last one that fits may be one
+    # SGLang checks the length before stop tokens: the last token may be a stop token
     if reason == "length" and tokens and tokens[-1] in request.sampling.stop_token_ids:
         reason = "stop"
-    # a request that was put back is counted again when it continues, with its own tokens
+    # a requeued request is counted again when it continues, including its own tokens
     cached = min(int(meta.get("cached_tokens") or 0), len(request.prompt))
     if mixture is None or not tokens:
         return Completion(tokens, logprobs, spans_of(versions), reason, None, cached)

@@ -1,4 +1,4 @@
-"""Starts and stops SGLang's server: command, environment, entry point of our plug-in, processes."""
+"""Starts and stops SGLang's server: command line, environment, plug-in entry point, processes."""
 
 import asyncio
 import os
@@ -40,31 +40,33 @@ from rollout.engines.sglang.memory import check_memory_saver
 from rollout.engines.sglang.plugin import DIRECTORY
 
 SPARE_TOKENS = 8
-"""Positions of a context that SGLang reserves; it shortens requests that would need them."""
+"""Positions of a context that SGLang reserves; it truncates requests that would need them."""
 ENTRY_POINT = "[sglang.srt.plugins]\ntether = rollout.engines.sglang.plugin:load\n"
 METADATA = "Metadata-Version: 2.1\nName: tether-sglang-plugin\nVersion: 1\n"
 LONGEST_TMPDIR = 70
-"""Characters; a socket's path may have 107 on Linux, and SGLang makes some of its own in our directory."""
+"""Maximum length of TMPDIR, characters; Linux limits socket paths to 107, and SGLang creates some in the
+directory."""
 HIGHEST_PORT = 55535
-"""SGLang 0.5.15 adds 10000 for a server that it does not start, and exits if the sum is no valid port."""
+"""SGLang 0.5.15 adds 10000 to the port for a server that it does not start, and exits if the sum is no valid
+port."""
 PORT_TRIES = 100
 POLL_S = 0.1
 EXIT_GRACE_S = 5.0
-"""For the server's processes to end after they were killed."""
+"""Seconds for the server's processes to exit after they were killed."""
 EXIT_USAGE = 2
-"""Exit code of Python's argparse for arguments that it does not accept."""
+"""Exit code of argparse for invalid arguments."""
 NOISE = re.compile(r"py-?spy|coredump|sigquit", re.IGNORECASE)
-"""In lines that SGLang writes after the error that ended it."""
+"""Matches lines that SGLang logs after the fatal error."""
 LOG_TAIL = 600
-"""Characters of the server's log that an error quotes."""
+"""Characters of the server's log to quote in errors."""
 
 NamedTensors = tuple[LoraConfig, Mapping[str, torch.Tensor]]
-"""Settings of an adapter, and A and scaling B by their PEFT names."""
+"""(settings of an adapter, PEFT name -> A or scaled B)."""
 NONE_NAMED: Mapping[str, NamedTensors] = {}
 
 
 class SglangServer:
-    """One server with its processes, which form a process group of their own, and their directory."""
+    """Server with its processes, which form a process group, and its directory."""
 
     def __init__(self, config: EngineConfig, model_dir: Path, incarnation: str) -> None:
         self._config = config
@@ -75,7 +77,7 @@ class SglangServer:
         self.directory = Path()
         self.url = ""
         self.key = secrets.token_hex(16)
-        """API key of requests: without it others on this host could load other weights."""
+        """API key of requests; without it, others on this host could load other weights."""
 
     async def start(
         self,
@@ -83,15 +85,15 @@ class SglangServer:
         lora: LoraConfig = NO_ADAPTERS,
         named: Mapping[str, NamedTensors] = NONE_NAMED,
     ) -> None:
-        """Start the server and return when it answers.
+        """Start the server and wait until it responds.
 
         Args:
-            session: with the key.
-            lora: rank and modules of the adapter `NAME`, which has no effect before a version.
-            named: name -> further adapter, of modules that `lora` has.
+            session: HTTP session with the key.
+            lora: rank and modules of the adapter `NAME`, which is a no-op until a version is committed.
+            named: name -> further adapter, limited to modules of `lora`.
 
         Raises:
-            EngineError: with the end of its log, if it ends before.
+            EngineError: the server ended during its start; the message quotes its log.
         """
         if len(tempfile.gettempdir()) > LONGEST_TMPDIR:
             raise EngineSettingsError(
@@ -100,7 +102,7 @@ class SglangServer:
             )
         self.directory = Path(tempfile.mkdtemp(prefix="tether-sglang-"))
         _write_entry_point(self.directory)
-        secret = self.directory / "server.yaml"  # every user can read a command line
+        secret = self.directory / "server.yaml"  # command lines are readable by every user
         secret.write_text(f"api-key: {self.key}\n")
         port = free_port()
         self.url = f"http://127.0.0.1:{port}"
@@ -136,10 +138,10 @@ class SglangServer:
             await asyncio.sleep(POLL_S)
 
     def check(self) -> None:
-        """Raise EngineError if the server has ended, or was given up.
+        """Raise EngineError if the server has ended or was given up.
 
         Raises:
-            EngineSettingsError: it has refused its arguments.
+            EngineSettingsError: the server rejected its arguments.
         """
         code = self._process.returncode if self._process is not None else None
         if code is not None:
@@ -149,7 +151,7 @@ class SglangServer:
             raise EngineError(f"SGLang's server, or one of its ranks, ended: {self.log_tail()}")
 
     def log_tail(self) -> str:
-        """Return the end of the server's log, in one line."""
+        """Return the end of the server's log, on one line."""
         lines = [line for line in self._log().splitlines() if line.strip() and not NOISE.search(line)]
         return " / ".join(line.strip() for line in lines[-8:])[-LOG_TAIL:] or "no log"
 
@@ -159,15 +161,15 @@ class SglangServer:
         return ""
 
     def give_up(self) -> None:
-        """Count the server as ended, because a part of it does not answer, and kill the rest. Idempotent."""
+        """Treat the server as ended because a part of it does not respond, and kill the rest. Idempotent."""
         if not self._given_up:
             self._given_up = True
             self.kill()
 
     def kill(self) -> None:
-        """Kill all of its processes at once, but for Python's resource tracker.
+        """Kill all processes of the server except Python's resource tracker.
 
-        The tracker then removes the named semaphores and ends by itself.
+        The tracker then removes the named semaphores and exits on its own.
         """
         for process in self._group():
             with suppress(psutil.Error):
@@ -175,7 +177,7 @@ class SglangServer:
                     process.kill()
 
     async def stop(self) -> None:
-        """End all of its processes and remove the files that they leave behind."""
+        """End all processes of the server and remove their files."""
         self.kill()
         if self._process is not None:
             try:
@@ -189,7 +191,7 @@ class SglangServer:
             await asyncio.to_thread(shutil.rmtree, self.directory, ignore_errors=True)
 
     def _write(self, lora: LoraConfig, named: Mapping[str, NamedTensors]) -> dict[str, Path]:
-        """Write the adapters, all with the modules of `lora`; returns their directories by name."""
+        """Write the adapters, all with the modules of `lora`; return name -> directory."""
         adapters = {NAME: (lora, NO_TENSORS), **named}
         shapes = checkpoint_shapes(self._model_dir)
         directories = {}
@@ -223,9 +225,9 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         "host": "127.0.0.1",
         "port": port,
         "log-level": "warning",
-        # not the model's generation_config.json (top_k, repetition_penalty ...)
+        # ignore the model's generation_config.json (top_k, repetition_penalty ...)
         "sampling-defaults": "openai",
-        # engines with one seed would sample the same completions
+        # engines with equal seeds would sample equal completions
         "random-seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
     }
     flags = ["skip-tokenizer-init", "skip-server-warmup", "sleep-on-idle"]
@@ -238,7 +240,7 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
         values["max-total-tokens"] = kv_tokens(config, read_config(model_dir))
     if config.enforce_eager or not on_gpu:
         flags.append("disable-cuda-graph")
-    else:  # by itself SGLang captures graphs for half as many requests as a GPU can decode
+    else:  # by default SGLang captures graphs for half as many requests as a GPU decodes
         values["cuda-graph-max-bs-decode"] = config.max_running
     if config.enable_sleep_mode and on_gpu:
         flags.append("enable-memory-saver")
@@ -258,11 +260,8 @@ def server_command(config: EngineConfig, model_dir: Path, incarnation: str, port
 
 
 def adapter_options(directories: Mapping[str, Path]) -> list[str]:
-    """Return the options that the command has besides with adapters in these directories, by their names.
-
-    Each has a slot.
-    """
-    # no version brings the base weights, so SGLang keeps them in host memory while the engine sleeps
+    """Return the additional options for adapters, given as name -> directory; each adapter gets a slot."""
+    # versions do not contain the base weights, so SGLang keeps them in host memory during sleep
     kernels = (
         ["--enable-weights-cpu-backup"] if torch.cuda.is_available() else ["--lora-backend=torch_native"]
     )
@@ -271,9 +270,9 @@ def adapter_options(directories: Mapping[str, Path]) -> list[str]:
 
 
 def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
-    """Return the server's environment: this process's, without our settings, and the plug-in's variables.
+    """Return the server's environment: this process's, without this project's settings, plus the plug-in's.
 
-    SGLang finds our plug-in by it, and keeps its files in `directory`. `engine.environment` comes last.
+    It lets SGLang find the plug-in and keep its files in `directory`. `engine.environment` has precedence.
     """
     defaults = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     if not torch.cuda.is_available():
@@ -291,10 +290,10 @@ def server_environment(config: EngineConfig, directory: Path) -> dict[str, str]:
 
 
 def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
-    """Return how many tokens' keys and values fit into `kv_cache_mb`.
+    """Return the number of tokens whose keys and values fit into `kv_cache_mb`.
 
     Raises:
-        EngineSettingsError: if that is less than one request may have.
+        EngineSettingsError: a single request of maximum length does not fit.
     """
     found = (config.kv_cache_mb << 20) // max(kv_bytes(model, getattr(torch, config.dtype).itemsize), 1)
     if found < config.max_model_len + SPARE_TOKENS:
@@ -305,10 +304,10 @@ def kv_tokens(config: EngineConfig, model: dict[str, Any]) -> int:
 
 
 def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Any]:
-    """Return the model's config, after checks of what would fail late or in another process.
+    """Return the model's config after checks that would otherwise fail late or in another process.
 
     Raises:
-        EngineSettingsError: naming the culprit.
+        EngineSettingsError: a check failed; the message names the setting or file.
     """
     if torch.cuda.is_available() and config.dtype == "float32":
         raise EngineSettingsError(
@@ -324,7 +323,7 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
 
 
 def _write_entry_point(directory: Path) -> None:
-    """Write what pip would install: SGLang's interpreter need not have this project installed."""
+    """Write the files that pip would install, because SGLang's interpreter may lack this project."""
     info = directory / "tether_sglang_plugin-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(METADATA)
@@ -332,7 +331,7 @@ def _write_entry_point(directory: Path) -> None:
 
 
 def free_port() -> int:
-    """Return a port that is free now, and at most `HIGHEST_PORT` if the system offers one."""
+    """Return a currently free port, at most `HIGHEST_PORT` if the system offers one."""
     for _ in range(PORT_TRIES):
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
@@ -351,7 +350,7 @@ async def _answers(session: aiohttp.ClientSession, url: str) -> bool:
 
 
 async def _group_ended(group: int) -> None:
-    """Wait until no process of the group is left."""
+    """Wait until no process of the group exists."""
     with suppress(ProcessLookupError):
         while True:
             os.killpg(group, 0)

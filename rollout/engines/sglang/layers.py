@@ -1,8 +1,8 @@
-"""Names the layers whose weights SGLang processes after loading, and processes them on shadows.
+"""Finds the layers whose weights SGLang processes after loading, and processes them on shadows.
 
-SGLang forgets how a layer was before that: `remember` notes it when the model is made. Latent attention takes
-the weights of its `kv_b_proj` apart as they are loaded, before these are quantised. So its tensors are made
-where `kv_b_proj` is processed.
+SGLang does not keep a layer's original parameters, so `remember` records them when the model is created.
+Latent attention splits the loaded weights of its `kv_b_proj` before they are quantized. Its tensors are
+therefore created when `kv_b_proj` is processed.
 """
 
 from collections.abc import Collection, Mapping
@@ -26,22 +26,22 @@ from rollout.engines.multi_process.processed_layers import (
 from rollout.staging.shadows import Staged
 
 EXPANDED = "kv_b_proj"
-"""Part of latent attention that is taken apart."""
+"""Submodule of latent attention whose weights are split."""
 DERIVED = ("w_kc", "w_vc", "w_scale", "w_scale_k", "w_scale_v")
-"""Attributes that latent attention gets by it."""
+"""Attributes of latent attention derived from the split weights."""
 EXPANSION = "_tether_expansion"
-"""Attribute of that part: the tensors that its attention gets, by name."""
+"""Attribute of `kv_b_proj`: name -> derived tensor of its attention."""
 FINISH = "post_load_weights"
-"""Method of a model that does it, at the end of loading."""
+"""Model method that derives the tensors at the end of loading."""
 UNLOADED = "_tether_unloaded"
-"""Attribute of a layer: returns the parameters that no loader fills, as they were when it was made."""
+"""Layer attribute: function that returns the original values of parameters that no loader fills."""
 
 _made: WeakKeyDictionary[nn.Module, Mapping[str, torch.Tensor]] = WeakKeyDictionary()
-"""Layer -> its parameters when it was made, on `meta`."""
+"""Layer -> its original parameters, on `meta`."""
 
 
 def remember(model: nn.Module, *args: Any, **kwargs: Any) -> None:
-    """Note the parameters of a model whose layers SGLang processes, before weights are loaded."""
+    """Record the parameters of layers that SGLang processes, before weights are loaded."""
     for layer in model.modules():
         if callable(getattr(getattr(layer, "quant_method", None), PROCESS, None)):
             made = {key: tensor for key, tensor in layer._parameters.items() if tensor is not None}
@@ -53,7 +53,7 @@ def remember(model: nn.Module, *args: Any, **kwargs: Any) -> None:
             unloaded = {
                 key: made[key].detach().to("cpu", copy=True) for key in made.keys() - _made[layer].keys()
             }
-            if unloaded:  # in a function: the layer holds no further tensor
+            if unloaded:  # wrapped in a function, so that the layer holds no further tensor
                 vars(layer)[UNLOADED] = partial(_parameters, unloaded)
 
 
@@ -64,14 +64,15 @@ class SglangRules:
     kept: Collection[str] = ()
 
     def __init__(self, model: Any) -> None:
-        """Note which part of each latent attention its tensors come from.
+        """Record the submodule that each latent attention derives its tensors from.
 
         Raises:
-            EngineSettingsError: naming an attention that has such tensors and a part that was not remembered.
+            EngineSettingsError: an attention with derived tensors has a submodule that was not recorded; the
+                message names the attention.
         """
         self._model = model
         self._attention: dict[int, nn.Module] = {}
-        """id of an `EXPANSION`, which a shadow shares with its layer, -> the attention."""
+        """id of an `EXPANSION`, which a shadow shares with its layer -> attention."""
         for name, attention in model.named_modules():
             if tensors := _derived(attention):
                 expanded = attention._modules[EXPANDED]
@@ -81,26 +82,26 @@ class SglangRules:
                 self._attention[id(tensors)] = attention
 
     def unprocessed(self, layer: nn.Module) -> Mapping[str, torch.Tensor]:
-        """See `LayerRules`."""
+        """Return a layer's recorded original parameters; empty if SGLang does not process the layer."""
         return _made.get(layer, {})
 
     def is_latent(self, layer: nn.Module) -> bool:
-        """See `LayerRules`: attention that has scales alone."""
+        """Return whether an attention layer has only scales; see `LayerRules`."""
         return UNLOADED in vars(layer) and not _made[layer]
 
     def process(self, shadow: Any, staged: Staged) -> None:
-        """See `LayerRules`."""
+        """Process a shadow's weights in place, and derive the tensors of its latent attention, if any."""
         if EXPANSION in vars(shadow):
             attention: Any = copied(self._attention[id(vars(shadow)[EXPANSION])])
             vars(shadow)[EXPANSION] = self._expand(attention, shadow)
-        if UNLOADED in vars(shadow):  # scales in 8 bits, which SGLang writes in place
+        if UNLOADED in vars(shadow):  # 8-bit scales, which SGLang updates in place
             shadow._parameters |= vars(shadow)[UNLOADED](next(self._model.parameters()).device)
         getattr(shadow.quant_method, PROCESS)(shadow)
 
     def _expand(self, attention: Any, expanded: nn.Module) -> dict[str, torch.Tensor]:
-        """Return the tensors that SGLang makes of weights in `expanded`, for a copy of their attention."""
+        """Return the tensors that SGLang derives from `expanded`, using a copy of its attention."""
         attention._modules[EXPANDED] = expanded
-        for name in _derived(attention):  # SGLang would write into these tensors, which are the live ones
+        for name in _derived(attention):  # SGLang would otherwise write to these live tensors
             setattr(attention, name, None)
         layers = {0: SimpleNamespace(self_attn=attention)}
         model: Any = copied(self._model)
@@ -111,19 +112,19 @@ class SglangRules:
 
 
 def sglang_processings(model: nn.Module, differing: Collection[str]) -> list[LayerProcessing]:
-    """Return SGLang's processed layers; arguments as in `processings`."""
+    """Return SGLang's processed layers; arguments: see `processings`."""
     return processings(model, SglangRules(model), _is_processed, differing)
 
 
 def loader_of(model: nn.Module) -> Any:
-    """Return the model with a loader that may be traced: it derives no tensors at its end."""
+    """Return the model with a traceable loader that derives no tensors at its end."""
     loader = copied(model)
     vars(loader)[FINISH] = lambda *args, **kwargs: None
     return loader
 
 
 def _derived(attention: nn.Module) -> dict[str, torch.Tensor]:
-    """Return the tensors that latent attention has of its `EXPANDED` part; empty for other layers."""
+    """Return the tensors that latent attention derived from `EXPANDED`; empty for other layers."""
     if EXPANDED not in attention._modules:
         return {}
     tensors = {name: getattr(attention, name, None) for name in DERIVED}
@@ -131,7 +132,7 @@ def _derived(attention: nn.Module) -> dict[str, torch.Tensor]:
 
 
 def _parameters(values: Mapping[str, torch.Tensor], device: torch.device) -> dict[str, nn.Parameter]:
-    """Return new parameters with `values`."""
+    """Return `values` as new parameters on a device."""
     return {key: nn.Parameter(value.to(device, copy=True), False) for key, value in values.items()}
 
 

@@ -1,9 +1,9 @@
-"""Updates one LoRA adapter of SGLang in its slot; adapters that are served by name have the others.
+"""Updates one LoRA adapter of SGLang in its slot; named adapters use the other slots.
 
 SGLang loads an adapter once and copies it into tensors that its kernels read. An update stages and commits
-these tensors, as it does parameters without adapters; SGLang itself must never load or move the adapter
-again. Where each element ends up is found by sending numbers instead of weights through SGLang's own loader,
-which stacks, cuts and pads what it loads, differently for each layer.
+these tensors like parameters. SGLang itself must never load or move the adapter again. SGLang's loader
+stacks, slices and pads tensors differently for each layer. The destination of each element is found by
+loading element numbers instead of weights.
 """
 
 from collections.abc import Mapping, Sequence
@@ -22,12 +22,12 @@ from rollout.staging.places import StagingRoom
 from rollout.staging.staging_plan import AnyPlan, make_plan
 
 NAME = "policy"
-"""What versions bring, and what requests have that name no adapter."""
+"""Name of the adapter in versions, used by requests that name no adapter."""
 NO_TENSORS: Mapping[str, torch.Tensor] = {}
 FUSED = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
-"""Modules that SGLang fuses into one layer: it loads adapters of all of them or of none."""
+"""Modules that SGLang fuses into one layer; it needs adapters of all or none of them."""
 NOTHING = 0
-"""Number of an element that no tensor of a version brings."""
+"""Number of an element that no tensor of a version provides."""
 
 
 def write_adapter(
@@ -37,14 +37,12 @@ def write_adapter(
     dtype: str,
     given: Mapping[str, torch.Tensor] = NO_TENSORS,
 ) -> None:
-    """Write an adapter into a new directory; without tensors it has no effect.
+    """Write an adapter into a new directory; it is a no-op if `given` is empty.
 
     Args:
-        directory: is created.
-        shapes: shapes of the model's tensors, by checkpoint name.
-        lora: rank and modules of the adapter; modules that SGLang fuses with these are added.
-        dtype: dtype of the tensors.
-        given: A and B that are not zero, by their PEFT name.
+        shapes: checkpoint name -> shape of the model's tensors.
+        lora: rank and modules of the adapter; modules that SGLang fuses with them are added.
+        given: PEFT name -> nonzero A or B.
     """
     modules = {target.last for target in adapter_targets(shapes, lora)}
     fused = LoraConfig(lora.rank, lora.alpha, _with_fused(sorted(modules), shapes))
@@ -59,15 +57,15 @@ def write_adapter(
 def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_mb: int) -> AnyPlan:
     """Plan the staging of the slot of the adapter `NAME`.
 
-    Loads all adapters, each into a slot, and forbids SGLang to load or drop one again.
+    Loads every adapter into its slot. Afterwards SGLang can neither load nor drop adapters.
 
     Args:
-        manager: SGLang's LoRAManager, of a model that has the adapter, and slots for all that it has.
-        shapes: shapes of the adapter's tensors that versions bring, by name.
+        manager: SGLang's LoRAManager with the adapter, and a slot for each of its adapters.
+        shapes: name -> shape of the adapter's tensors in versions.
         staging_mb: see `EngineConfig`.
 
     Raises:
-        EngineError: if SGLang has no place for a tensor, or rearranges one in a way that cannot be traced.
+        EngineError: SGLang has no destination for a tensor, or rearranges it in an untraceable way.
     """
     (uid,) = (uid for uid, ref in manager.lora_refs.items() if ref.lora_name == NAME)
     manager.fetch_new_loras(set(manager.loras))
@@ -90,17 +88,17 @@ def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_m
 
 @dataclass(frozen=True, slots=True)
 class Numbered:
-    """Tensors whose elements are numbered consecutively, to be traced through a loader."""
+    """Tensors with consecutively numbered elements, for tracing a loader."""
 
     names: Sequence[str]
     starts: torch.Tensor
     """[N] number of each tensor's first element."""
     tensors: Mapping[str, torch.Tensor]
-    """Name -> numbers of its elements, int64."""
+    """Name -> int64 numbers of the tensor's elements."""
 
     @classmethod
     def of(cls, shapes: Mapping[str, tuple[int, ...]]) -> "Numbered":
-        """Return numbers for the elements of tensors of these shapes."""
+        """Return element numbers for tensors of these shapes."""
         starts, tensors, number = [], {}, NOTHING + 1
         for name, shape in shapes.items():
             count = int(torch.Size(shape).numel())
@@ -113,11 +111,11 @@ class Numbered:
         """Return the copies that produce `numbers` from the tensors, and the rows that no copy fills.
 
         Args:
-            parameter: name of the parameter, in copies and errors.
-            numbers: [..., C], dense; the parameter's contents after the tensors were loaded into it.
+            parameter: name of the parameter, for copies and errors.
+            numbers: [..., C] dense; contents of the parameter after loading the numbered tensors.
 
         Raises:
-            EngineError: if a row is not a contiguous part of one tensor's row.
+            EngineError: a row is not a contiguous part of one tensor's row.
         """
         rows = numbers.reshape(-1, numbers.shape[-1])
         columns = rows.shape[-1]
@@ -139,12 +137,12 @@ class Numbered:
         return copies, fills
 
     def _owners(self, numbers: torch.Tensor) -> torch.Tensor:
-        """Return [R] indices of the tensors that have these numbers; -1 for `NOTHING`."""
+        """Return [R] index of the tensor of each number; -1 for `NOTHING`."""
         return torch.bucketize(numbers.contiguous(), self.starts, right=True) - 1
 
 
 def _runs(numbers: Sequence[int], owners: Sequence[int]) -> list[tuple[int, int, int]]:
-    """Group rows of one owner at equal distances from each other into runs (begin, end, distance)."""
+    """Group equidistant rows of one tensor into runs (begin, end, distance)."""
     runs: list[tuple[int, int, int]] = []
     begin = 0
     for end in range(1, len(numbers) + 1):
@@ -159,7 +157,7 @@ def _runs(numbers: Sequence[int], owners: Sequence[int]) -> list[tuple[int, int,
 
 
 def _load_numbers(manager: Any, uid: str, numbered: Numbered) -> dict[str, torch.Tensor]:
-    """Return the slot's tensors as they would be after loading `numbered`, without writing to them."""
+    """Return the slot's tensors as they would be after loading `numbered`; the live slot is not written."""
     from sglang.srt.lora.lora import LoRAAdapter
 
     pool = manager.memory_pool
@@ -206,7 +204,7 @@ def _buffers(pool: Any) -> dict[str, torch.Tensor]:
 
 
 def _with_fused(modules: Sequence[str], shapes: Mapping[str, tuple[int, ...]]) -> tuple[str, ...]:
-    """Return the target modules, and the model's modules that SGLang fuses with them."""
+    """Return the target modules and the model's modules that SGLang fuses with them."""
     present = {name.removesuffix(".weight").rpartition(".")[2] for name in shapes}
     more = [part for group in FUSED if set(group) & set(modules) for part in group if part in present]
     return tuple(dict.fromkeys([*modules, *more]))

@@ -1,8 +1,8 @@
-"""Releases the memory of an SGLang rank while the engine sleeps.
+"""Releases the memory of an SGLang rank during sleep.
 
-SGLang's own release and resume keep the memory that no version fills (buffers, captured graphs) and
-synchronise the ranks. On a GPU its memory saver releases the memory and maps it again at the same addresses.
-On a CPU that saver has no effect: there the storages themselves are released.
+SGLang's own release and resume preserve memory that no version fills (buffers, captured graphs), and
+synchronize the ranks. On GPU its memory saver unmaps the memory and maps it again at the same addresses. On
+CPU the memory saver has no effect, so the storages themselves are released.
 """
 
 import asyncio
@@ -20,17 +20,17 @@ FIND = f"from importlib.util import find_spec; raise SystemExit(find_spec({SAVER
 
 
 class RankMemory:
-    """Memory of one rank's parameters and KV cache; released only while no request runs."""
+    """Parameters and KV cache of one rank; releasable only while no request runs."""
 
     def __init__(self, scheduler: Any, updated: Iterable[torch.Tensor]) -> None:
-        """Find the memory of SGLang's `scheduler`.
+        """Collect the memory of SGLang's `scheduler`.
 
         Args:
-            scheduler: SGLang's, with the model loaded.
-            updated: parameters that every version fills again; on a CPU the others are kept in host memory.
+            scheduler: SGLang's scheduler with a loaded model.
+            updated: parameters that every version overwrites; on CPU, others are kept in host memory.
 
         Raises:
-            EngineSettingsError: on a GPU, if SGLang's memory saver is not enabled.
+            EngineSettingsError: SGLang's memory saver is disabled on a GPU.
         """
         self._scheduler = scheduler
         self._updater = scheduler.weight_updater
@@ -41,13 +41,13 @@ class RankMemory:
             return
         cache = scheduler.token_to_kv_pool_allocator.get_kvcache()
         model = scheduler.tp_worker.model_runner.model
-        # latent vectors have one buffer, which has no keys or values
+        # latent vectors use a single buffer instead of keys and values
         latents = getattr(cache, "kv_buffer", None)
         held = [*cache.k_buffer, *cache.v_buffer] if latents is None else latents
         self._storages = ReleasableMemory([*updated, *held], kept=model.parameters())
 
     def release(self) -> None:
-        """Release the memory. The KV cache must be empty, and no request may run."""
+        """Release the memory. Requires an empty KV cache and no running request."""
         from sglang.srt.managers.io_struct import ReleaseMemoryOccupationReqInput
 
         with _without_waiting_queue(self._scheduler):
@@ -55,7 +55,7 @@ class RankMemory:
         self._storages.release()
 
     def restore(self) -> None:
-        """Take the memory again. Raises EngineError, or the memory saver's error, if there is no room."""
+        """Reallocate the memory. Raises EngineError or the memory saver's error if memory is insufficient."""
         from sglang.srt.managers.io_struct import ResumeMemoryOccupationReqInput
 
         self._storages.restore()
@@ -63,13 +63,13 @@ class RankMemory:
 
 
 def empty_cache(scheduler: Any) -> bool:
-    """Empty the KV cache while no request runs; return false if SGLang refuses."""
+    """Empty the KV cache while no request runs; return False if SGLang refuses."""
     with _without_waiting_queue(scheduler):
         return bool(scheduler.flush_cache(empty_cache=False))
 
 
 async def check_memory_saver(python: str) -> None:
-    """Raise EngineSettingsError if SGLang's interpreter lacks the package that releases memory on a GPU."""
+    """Raise EngineSettingsError if SGLang's interpreter lacks the package torch_memory_saver."""
     process = await asyncio.create_subprocess_exec(python, "-c", FIND, stdin=asyncio.subprocess.DEVNULL)
     if await process.wait():
         raise EngineSettingsError(
@@ -80,10 +80,10 @@ async def check_memory_saver(python: str) -> None:
 
 @contextmanager
 def _without_waiting_queue(scheduler: Any) -> Iterator[None]:
-    """Hide waiting requests from SGLang during the body.
+    """Hide queued requests from SGLang in the body.
 
-    They have no tokens in the KV cache, but SGLang 0.5.15 neither empties it nor releases memory while there
-    are any.
+    They have no tokens in the KV cache, but SGLang 0.5.15 neither empties the cache nor releases memory while
+    requests are queued.
     """
     waiting, scheduler.waiting_queue = scheduler.waiting_queue, []
     try:

@@ -1,11 +1,11 @@
 """Stages, commits, sleeps and records token versions inside SGLang's processes.
 
-SGLang calls `load` through the entry point group `sglang.srt.plugins` in each of its processes; `launch.py`
-writes the entry point to a place where SGLang finds it. Calls arrive on a socket of rank 0 and travel with
-the requests that SGLang passes to all ranks at the top of their loops: there all ranks are between the same
-two steps. SGLang's scheduler overlaps steps: the last one's kernels may still run there, and its result is
-not processed. A commit waits for the kernels; their tokens carry the version under which they were launched.
-What drops the KV cache has SGLang process the result first.
+SGLang calls `load` in each of its processes through the entry point group `sglang.srt.plugins`; `launch.py`
+writes the entry point to a directory that SGLang searches. Calls arrive on a socket of rank 0. SGLang
+broadcasts them with its requests at the top of the scheduler loop, where all ranks are between the same two
+steps. SGLang overlaps steps: at this point kernels of the last step may still run, and its result is not
+processed. A commit waits for the kernels; their tokens have the version under which they were launched.
+Operations that drop the KV cache let SGLang process the result first.
 """
 
 import os
@@ -44,14 +44,14 @@ from rollout.staging.shadows import ShadowedPlan
 from rollout.staging.staging_plan import AnyPlan
 
 DIRECTORY = "TETHER_ENGINE_DIR"
-"""Environment variable: directory of the ranks' sockets, which belongs to this engine alone."""
+"""Environment variable with the directory of the ranks' sockets, private to this engine."""
 SCHEDULER = "sglang.srt.managers.scheduler"
 
 
 def load() -> None:
-    """Register our hooks; SGLang calls this in every process.
+    """Register the hooks; SGLang calls this in every process.
 
-    It has no effect in a process that belongs to no engine of ours.
+    No effect in processes that belong to no engine of this project.
     """
     if not exit_with_parent(_end) or SCHEDULER not in sys.modules:
         return
@@ -70,12 +70,12 @@ def _end(owner: int) -> None:
 
 
 class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """Settings of the engine that a rank needs; sent by the engine's process."""
+    """Engine settings for a rank, sent by the engine's process."""
 
     architecture: str
-    """Class of the model in transformers, as in its config.json."""
+    """Class name of the model in transformers, from its config.json."""
     adapter: bool
-    """Whether versions bring an adapter instead of the model's weights."""
+    """Whether versions contain an adapter instead of the model's weights."""
     recompute: bool
     """Whether a commit drops the KV cache."""
     sleeps: bool
@@ -87,17 +87,16 @@ class RankSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SchedulerRank:
-    """One rank: its scheduler, its part of the weights, and the calls that it has received."""
+    """One rank with its scheduler, its shard of the weights, and its pending calls."""
 
     def __init__(self, scheduler: Any) -> None:
-        """Listen for calls; `scheduler` is SGLang's, with the model loaded."""
+        """Start listening for calls; `scheduler` is SGLang's, with a loaded model."""
         self.scheduler = scheduler
         self.weights = WeightState()
         self._staging: RankStaging | None = None
         self._memory: RankMemory | None = None
         self.prefixes = "0/"
-        """Beginning of the keys of the prefixes in the cache that the live weights computed; SGLang adds the
-        adapter."""
+        """Key of cached prefixes computed by the live weights; SGLang appends the adapter."""
         self._recompute = False
         self._paused = False
         self.profile = StepProfile()
@@ -105,13 +104,13 @@ class SchedulerRank:
         self._wake = os.eventfd(0, os.EFD_NONBLOCK)
         if scheduler.idle_sleeper is not None:
             scheduler.idle_sleeper.poller.register(self._wake, select.POLLIN)
-        # a completion ends at the stop tokens of its own request, not at the model's end-of-text token
+        # a completion ends at its request's stop tokens, not at the model's end-of-text token
         scheduler.model_config.hf_eos_token_id = set()
         self.number = torch.distributed.get_rank()
         self._server = RankRpcServer(socket_path(Path(os.environ[DIRECTORY]), self.number), self._arrive)
 
     def pull(self) -> list[RankCall]:
-        """Return the calls that have arrived since the last time."""
+        """Return the calls that arrived since the last call of this method."""
         with suppress(BlockingIOError):
             os.eventfd_read(self._wake)
         calls = []
@@ -120,17 +119,17 @@ class SchedulerRank:
         return calls
 
     def run(self, call: RankCall) -> None:
-        """Carry out a call and answer it."""
+        """Execute a call and send its answer."""
         self._server.carry_out(call, lambda *arguments: METHODS[call.method](self, *arguments))
 
     def install(self, shapes: dict[str, list[int]], settings: dict[str, Any]) -> dict[str, Any]:
         """Trace the loader and calibrate; return {"bytes", "unplaced"}.
 
         Args:
-            shapes: shapes of the tensors that versions bring, by checkpoint name.
+            shapes: checkpoint name -> shape of the tensors in versions.
             settings: `RankSettings` as plain values.
         """
-        # both users of this file hold it open, and neither would remove it
+        # both users of this file keep it open, and neither removes it
         with suppress(AttributeError, FileNotFoundError):
             os.unlink(self.scheduler.load_snapshot_writer.path)
         missing = [target for target in [CARRIER, *HOOKS] if not _is_available(target)]
@@ -149,11 +148,11 @@ class SchedulerRank:
         return {"bytes": self._staging.bytes, "unplaced": self._staging.unplaced}
 
     def stage(self, manifest: bytes, deadline_s: float) -> str:
-        """Begin to stage in the background; return why not, or ""."""
+        """Start staging in the background; return the reason of a refusal, or ""."""
         return self.staging.stage(msgspec.msgpack.decode(manifest, type=WeightManifest), deadline_s)
 
     def commit(self, manifest: bytes) -> RankCommit:
-        """Copy the staged version over the live weights; drop the KV cache if it is to be recomputed."""
+        """Copy the staged version over the live weights; drop the KV cache if configured."""
         decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
         start = time.perf_counter()
         _wait_for_kernels()
@@ -170,11 +169,11 @@ class SchedulerRank:
         return result
 
     def rename(self, version: int) -> None:
-        """Count tokens from the next step on as sampled under `version`."""
+        """Record tokens of later steps under `version`."""
         self.weights.serve(self.weights.renamed(self.weights.served.epoch, version))
 
     def sleep(self) -> str:
-        """Put running requests back with their tokens, and release all memory; return why not, or "".
+        """Requeue running requests with their tokens, and release all memory; return why it failed, or "".
 
         No step follows before the next commit.
         """
@@ -189,7 +188,7 @@ class SchedulerRank:
         return refusal
 
     def wake(self) -> str:
-        """Take the memory again; the live weights come with the next commit. Return why not, or ""."""
+        """Reallocate the memory; the next commit provides the weights. Return why it failed, or ""."""
         assert self._memory is not None, "the engine was not started to sleep"
         self._memory.restore()
         self.weights.wake()
@@ -203,18 +202,18 @@ class SchedulerRank:
         self.scheduler.pause_generation(PauseGenerationReqInput(mode="in_place"))
 
     def resume(self) -> None:
-        """Resume, now or, if there are no weights, at the next commit."""
+        """Resume, or if there are no weights, let the next commit resume."""
         self._paused = False
         self._resume_scheduler()
 
     def wait_idle(self) -> None:
-        """Wait for requests and calls, at most a second: a paused scheduler would busy-wait for them."""
+        """Wait up to a second for requests and calls; otherwise a paused scheduler would busy-wait."""
         if self.scheduler._engine_paused and self.scheduler.idle_sleeper is not None:
             self.scheduler.idle_sleeper.maybe_sleep()
 
     @property
     def staging(self) -> RankStaging:
-        """This rank's part of the weights, live and staged."""
+        """Live and staged weights of this rank."""
         assert self._staging is not None, "install comes first"
         return self._staging
 
@@ -232,17 +231,17 @@ class SchedulerRank:
         )
 
     def _separate_prefixes(self) -> None:
-        """Have requests that wait, put back or not begun, take none of the old weights' prefixes."""
+        """Keep queued requests from using prefixes of the old weights."""
         self.prefixes = f"{int(self.prefixes.removesuffix('/')) + 1}/"
         for request in self.scheduler.waiting_queue:
             self.separate(request)
 
     def separate(self, request: Any) -> None:
-        """Have a request that begins, or begins again, take only prefixes that the live weights computed."""
+        """Restrict a (re)starting request to prefixes computed by the live weights."""
         request.extra_key = self.prefixes + request.extra_key.partition("/")[2]
 
     def _drop_kv(self) -> bool:
-        """Retract running requests, with their tokens, and empty the cache; false if SGLang refuses."""
+        """Retract running requests, with their tokens, and empty the cache; return False on refusal."""
         from sglang.srt.managers.io_struct import PauseGenerationReqInput
 
         self.scheduler.pause_generation(PauseGenerationReqInput(mode="retract"))
@@ -281,27 +280,27 @@ METHODS: dict[str, Callable[..., Any]] = {
 """Methods that the engine's process may call."""
 
 _ranks: list[SchedulerRank] = []
-"""This process's rank, once its scheduler exists; at most one."""
+"""This process's rank after its scheduler was created; at most one."""
 
 
 def _create_rank(result: None, scheduler: Any, *args: Any, **kwargs: Any) -> None:
-    """Create this process's rank, after `Scheduler.__init__`: model loaded, graphs captured."""
+    """Create this process's rank after `Scheduler.__init__`: model loaded, graphs captured."""
     if not torch.cuda.is_available():
         attend_to_latents()
     _ranks[:] = [SchedulerRank(scheduler)]
 
 
 def _add_calls(requests: list[Any] | None, receiver: Any) -> list[Any] | None:
-    """Add our calls to the requests that rank 0 has pulled; SGLang passes both to the other ranks."""
+    """Append pending calls to the requests that rank 0 has pulled; SGLang broadcasts both."""
     if requests is None or not _ranks:
         return None
     return [*requests, *_ranks[0].pull()]
 
 
 def _run_calls(process: Callable[..., Any], scheduler: Any, requests: list[Any]) -> Any:
-    """Handle requests as SGLang does, then run our calls that arrived with them.
+    """Handle requests as SGLang does, then run the calls that arrived with them.
 
-    A request gets its key of prefixes here: a commit may have come since it was sent.
+    Requests get their prefix key here, because a commit may have happened since they were sent.
     """
     for request in requests:
         if _ranks and hasattr(request, "extra_key"):
@@ -316,13 +315,13 @@ def _run_calls(process: Callable[..., Any], scheduler: Any, requests: list[Any])
 
 
 def _separate(result: None, request: Any) -> None:
-    """Key a request that SGLang puts back for want of room: versions may have come since it began."""
+    """Set the prefix key of a request that SGLang requeues; versions may have changed since its start."""
     if _ranks:
         _ranks[0].separate(request)
 
 
 def _sample(forward: Callable[..., Any], sampler: Any, output: Any, *args: Any, **kwargs: Any) -> Any:
-    """Sample with SGLang's sampler, and record the live version with the tokens, and the step."""
+    """Run SGLang's sampler, record the live version with the tokens, and count the step for profiling."""
     tokens = sample_with_dropped_tokens_masked(forward, sampler, output, *args, **kwargs)
     if _ranks:
         record_version(output, _ranks[0].weights.served.version)
@@ -341,17 +340,17 @@ HOOKS: dict[str, tuple[str, Callable[..., Any]]] = {
     "sglang.srt.layers.sampler.Sampler.forward": ("around", _sample),
     "sglang.srt.managers.schedule_batch.Req.reset_for_retract": ("after", _separate),
 }
-"""SGLang's function -> (kind of hook, our hook)."""
+"""SGLang's function -> (kind of hook, hook)."""
 
 
 def _wait_for_kernels() -> None:
-    """Wait for the kernels of the last step, which may still run on SGLang's own streams."""
+    """Wait for the last step's kernels, which may still run on SGLang's streams."""
     if torch.cuda.is_available():
         torch.cuda.synchronize()
 
 
 def _is_available(target: str) -> bool:
-    """Whether SGLang has `target` and, if there is a hook for it, has installed the hook."""
+    """Return whether SGLang has `target` and has installed its hook, if any."""
     with suppress(ImportError, AttributeError):
         found = pkgutil.resolve_name(target)
         return target not in HOOKS or hasattr(found, "__wrapped__")
@@ -359,11 +358,11 @@ def _is_available(target: str) -> bool:
 
 
 def occupancy_of(scheduler: Any) -> tuple[int, float | None]:
-    """Return how many requests run, and the share of the KV cache that they hold; call it between two steps.
+    """Return (running requests, used fraction of the KV cache); call between two steps.
 
-    The share is None if this SGLang does not say.
+    The fraction is None if this SGLang does not report it.
     """
-    # prefilled requests join the running batch at the beginning of the next step
+    # prefilled requests join the running batch at the start of the next step
     batches = [batch for batch in (scheduler.running_batch, scheduler.last_batch) if batch is not None]
     running = {request.rid for batch in batches for request in batch.reqs if not request.finished()}
     if not hasattr(scheduler, "pool_stats_observer"):
@@ -373,9 +372,9 @@ def occupancy_of(scheduler: Any) -> tuple[int, float | None]:
 
 
 def abort_requests(scheduler: Any, names: Sequence[str]) -> None:
-    """Abort requests in all queues; call it between two steps.
+    """Abort requests in all queues; call between two steps.
 
-    SGLang's server answers them with the tokens that they have.
+    SGLang's server answers them with the tokens generated so far.
     """
     from sglang.srt.managers.io_struct import AbortReq
     from sglang.srt.managers.schedule_batch import FINISH_ABORT
@@ -389,7 +388,7 @@ def abort_requests(scheduler: Any, names: Sequence[str]) -> None:
     left = set(names) - {request.rid for request in waiting}
     request = scheduler.chunked_req
     if request is not None and request.rid in left and request.output_ids:
-        request.to_finish = FINISH_ABORT()  # with the next token, after its last piece
+        request.to_finish = FINISH_ABORT()  # takes effect with the next token, after the last chunk
         left.remove(request.rid)
     for name in sorted(left):
         scheduler.abort_request(AbortReq(rid=name))

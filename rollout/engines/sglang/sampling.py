@@ -1,4 +1,4 @@
-"""Extends SGLang's sampler: log-probabilities as sampled, and the weight version of every token."""
+"""Extends SGLang's sampler with log-probabilities as sampled, and the weight version of every token."""
 
 from collections.abc import Callable
 from typing import Any
@@ -8,27 +8,26 @@ import torch
 from rollout.engines.sampling import kept_tokens
 
 VERSIONS = "tether_versions"
-"""Key of the answer's meta_info: list of the version of each token."""
+"""Key in meta_info of the response: list of each token's version."""
 CARRIER = "sglang.srt.layers.logits_processor.LogitsProcessorOutput.customized_info"
-"""Field of SGLang's sampler output whose values SGLang puts into meta_info."""
+"""Field of SGLang's sampler output whose values SGLang copies to meta_info."""
 
 
 def sample_with_dropped_tokens_masked(
     forward: Callable[..., Any], sampler: Any, output: Any, info: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Run SGLang's sampler so that its log-probabilities account for top-k and top-p, which it leaves out.
+    """Run SGLang's sampler with log-probabilities after top-k and top-p, which SGLang itself ignores.
 
-    The tokens that top-k and top-p drop are masked in the logits first, so SGLang samples from the rest and
-    reports its log-probabilities. Greedy rows (top_k 1 in SGLang) then have one token left: their
+    Tokens dropped by top-k and top-p are masked in the logits first, so SGLang samples from the rest and
+    reports its log-probabilities. Greedy rows (top_k 1 in SGLang) then have a single token; their
     log-probabilities in the full distribution are filled in afterwards.
 
     Args:
         forward: SGLang's `Sampler.forward`.
-        sampler: its `Sampler`.
-        output: its LogitsProcessorOutput, with `next_token_logits` [B, V].
-        info: its SamplingBatchInfo.
-        args: further arguments of `forward`.
-        kwargs: further arguments of `forward`.
+        sampler: SGLang's `Sampler`.
+        output: LogitsProcessorOutput with `next_token_logits` [B, V].
+        info: SamplingBatchInfo.
+        args, kwargs: further arguments of `forward`.
 
     Returns: token ids [B].
     """
@@ -38,7 +37,7 @@ def sample_with_dropped_tokens_masked(
     scores = logits.float() / info.temperatures  # 1 for greedy rows
     kept = kept_tokens(scores, info.top_ks, info.top_ps)
     greedy = info.top_ks == 1
-    # exactly one token, also where several have the highest logit
+    # exactly one token, even if several share the highest logit
     best = torch.zeros_like(kept).scatter(-1, logits.argmax(-1, keepdim=True), True)
     output.next_token_logits = logits.masked_fill(~torch.where(greedy[:, None], best, kept), -torch.inf)
     requested = info.need_top_k_sampling, info.need_top_p_sampling
@@ -58,7 +57,6 @@ def record_version(output: Any, version: int) -> None:
 
     Args:
         output: SGLang's LogitsProcessorOutput.
-        version: version of the live weights.
     """
     rows = len(output.next_token_logits)
     output.customized_info = {**(output.customized_info or {}), VERSIONS: [version] * rows}

@@ -1,1 +1,1 @@
-"""Serves with sglang-jax: its models and KV cache are in a process with an interpreter of its own."""
+"""Engine that serves with sglang-jax; models and KV cache live in a process with another interpreter."""

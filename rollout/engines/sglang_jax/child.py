@@ -1,4 +1,4 @@
-"""Starts the process with the model, calls it from the decoding thread, and shares memory with it.
+"""Starts the model process, calls it from the decoding thread, and shares memory with it.
 
 memory = the tensors of a staged version, each aligned | logits, float32 [slots, V]
 """
@@ -25,16 +25,16 @@ MODULE = "rollout.engines.sglang_jax.model_process"
 
 
 class ModelProcess:
-    """Process of one model under the interpreter `engine.python`; the slots of its KV cache are `Slots`.
+    """Process of one model under the interpreter `engine.python`; implements `Slots` for its KV cache.
 
-    All calls wait for their answers; none may come from the event loop's own thread.
+    Calls block until they are answered; none may come from the event loop's thread.
     """
 
     def __init__(self, config: EngineConfig, name: str, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the process; `name` is the engine's, in errors.
+        """Start the process; `name` is the engine's name, for errors.
 
         Raises:
-            EngineError: it ends, or is not there within `start_timeout_s`.
+            EngineError: the process ends, or is not ready within `start_timeout_s`.
         """
         self._file = os.memfd_create("tether-sglang-jax", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
@@ -47,22 +47,22 @@ class ModelProcess:
 
     @property
     def ended(self) -> str:
-        """Why the process cannot be called any more; empty while it can."""
+        """Why the process can no longer be called; empty while it can."""
         return self._ranks.ended
 
     def call(self, method: str, *arguments: Any) -> Any:
-        """Call a method of the process's `JaxModel` and return its value.
+        """Call a method of the process's `JaxModel` and return the result.
 
         Raises:
-            EngineError: it raises, or the process has ended.
+            EngineError: the method raised, or the process has ended.
         """
         return self._ranks.call(method, *arguments)[0]
 
     def load(self, *arguments: Any) -> dict[str, tuple[int, ...]]:
-        """Load a model; returns name -> shape of each of its tensors.
+        """Load a model; return name -> shape of its tensors.
 
         Raises:
-            EngineError: it cannot be loaded.
+            EngineError: the model cannot be loaded.
         """
         try:
             return {name: tuple(shape) for name, shape in self.call("load", *arguments)}
@@ -72,13 +72,11 @@ class ModelProcess:
     def share(
         self, shapes: dict[str, tuple[int, ...]], dtype: torch.dtype, slots: int, vocab: int
     ) -> dict[str, torch.Tensor]:
-        """Make the memory for the staged tensors of a version and for logits; returns these tensors.
+        """Allocate shared memory for staged tensors and logits; return the staged tensors.
 
         Args:
             shapes: name -> shape of each tensor that versions change.
-            dtype: of the model.
-            slots: sequences that the KV cache holds.
-            vocab: tokens of the vocabulary.
+            slots: number of sequences in the KV cache.
         """
         places, end = [], 0
         for shape in shapes.values():
@@ -97,21 +95,21 @@ class ModelProcess:
         return self._staged
 
     def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """See `Slots`; the logits are overwritten by the next pass."""
+        """Prefill slots from `first` on; return logits [N, V], which the next pass overwrites."""
         self.call("prefill", first, sequences)
         return self._logits[: len(sequences)]
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """See `Slots`; the logits are overwritten by the next pass."""
+        """Append a token to each slot in use; return logits [B, V], which the next pass overwrites."""
         self.call("decode", tokens, lengths)
         return self._logits[: len(tokens)]
 
     def move(self, source: int, target: int) -> None:
-        """See `Slots`."""
+        """Move the sequence in slot `source` to slot `target`; `source` becomes free."""
         self.call("move", source, target)
 
     def apply(self) -> None:
-        """Compute with the tensors of the staged version from now on; see `Committable`."""
+        """Switch the computation to the staged version; see `Committable`."""
         self.call("replace")
 
     def release(self) -> None:
@@ -121,10 +119,10 @@ class ModelProcess:
             self._memory.madvise(mmap.MADV_REMOVE)
 
     def restore(self) -> None:
-        """Take their memory again; see `Releasable`.
+        """Reallocate the memory; see `Releasable`.
 
         Raises:
-            EngineError: there is no room.
+            EngineError: memory is insufficient.
         """
         try:
             os.posix_fallocate(self._file, 0, len(self._memory))
@@ -133,7 +131,7 @@ class ModelProcess:
         self.call("restore")
 
     def digest(self) -> int:
-        """Return the digest that a manifest of the tensors would have that it computes with."""
+        """Return the digest that a manifest of the live tensors would have."""
         entries = zip(self._staged.items(), self.call("digests"), strict=True)
         return manifest_digest(
             [
@@ -143,16 +141,16 @@ class ModelProcess:
         )
 
     def close(self) -> None:
-        """End the process and remove its files. Idempotent; may come from the event loop's thread."""
+        """End the process and remove its files. Idempotent; callable from the event loop's thread."""
         self._ranks.close()
         if self._file >= 0:
-            with suppress(OSError):  # closed already, because there was no memory
+            with suppress(OSError):  # already closed after an allocation failure
                 os.close(self._file)
             self._file = -1
 
 
 def _variables(config: EngineConfig) -> dict[str, str]:
-    """Return variables of the process beyond those of this one, with `engine.environment`."""
+    """Return additional environment variables of the process, including `engine.environment`."""
     threads = f"--xla_cpu_multi_thread_eigen={'true' if config.threads > 1 else 'false'}"
     return {
         **{name: os.environ.get(name, "1") for name in ("HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE")},

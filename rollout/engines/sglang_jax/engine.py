@@ -1,8 +1,8 @@
-"""Serves with sglang-jax: the model computes in a child process; this one batches, samples and stages.
+"""Serves with sglang-jax: a child process runs the model; this process batches, samples and stages.
 
-sglang-jax needs Python 3.12 and versions of its own of most libraries, so `engine.python` names an
-interpreter that has it. Its scheduler and its sampler are not used: release 0.0.2 returns no
-log-probabilities, and cannot take new weights.
+sglang-jax needs Python 3.12 and its own versions of most libraries, so `engine.python` names an interpreter
+that has it. Its scheduler and sampler are not used: release 0.0.2 returns no log-probabilities and cannot
+update weights.
 """
 
 from contextlib import ExitStack
@@ -25,20 +25,20 @@ from rollout.staging.places import StagingRoom, choose
 from rollout.staging.staging import Staging, whole_source
 
 BATCH_TOKENS = 2048
-"""Tokens of one forward pass of prompts; its attention takes memory with their square."""
+"""Maximum tokens of a prefill pass; attention memory grows with their square."""
 
 
 class SglangJaxEngine(InProcessEngine):
-    """Engine for the families that sglang-jax has, on a CPU.
+    """Engine for the model families of sglang-jax, on CPU.
 
-    A model directory without weights gives a model with random ones. Release 0.0.2 has no layers with
-    adapters: the adapter of a version is merged into the weights that it changes.
+    Without weights in the model directory, weights are random. Release 0.0.2 does not support adapters, so a
+    version's adapter is merged into the base weights.
     """
 
     def __init__(
         self, config: EngineConfig, model_dir: Path, incarnation: str, lora: LoraConfig = NO_ADAPTERS
     ) -> None:
-        """Create an engine that is not started; the arguments are as in `make_engine`."""
+        """Create an engine that is not started; arguments: see `make_engine`."""
         super().__init__(config, model_dir, incarnation, lora)
         self._child: ModelProcess | None = None
 
@@ -70,7 +70,7 @@ class SglangJaxEngine(InProcessEngine):
     def _shared_staging(
         self, child: ModelProcess, shapes: dict[str, tuple[int, ...]], architecture: str
     ) -> Staging:
-        """Share memory for the tensors that versions change, and return what fills it."""
+        """Share memory for the tensors that versions change, and return their staging."""
         targets = adapter_targets(shapes, self._lora) if self._lora.rank else ()
         changed = {target.weight: shapes[target.weight] for target in targets} or shapes
         dtype = getattr(torch, self._config.dtype)
@@ -87,7 +87,7 @@ class SglangJaxEngine(InProcessEngine):
 
     async def occupancy(self) -> Occupancy:
         found = await super().occupancy()
-        # a slot each, as many as there are
+        # each request uses one slot
         return replace(found, kv_use=(found.running or 0) / self._config.max_running)
 
     def _unload(self) -> None:

@@ -1,7 +1,7 @@
-"""Computes with a model of sglang-jax under the interpreter that has it: prompts, single tokens, new weights.
+"""Runs a sglang-jax model in its interpreter: prefill, decode and weight updates.
 
-N sequences, T tokens of all of them, K keys of all of them, V the vocabulary. N, T and K are rounded up to
-powers of two, so that JAX compiles few programs.
+Shapes: N sequences, T tokens and K keys over all sequences, V vocabulary. N, T and K are rounded up to powers
+of two to limit the number of compiled programs.
 """
 
 import copy
@@ -35,20 +35,20 @@ MAPPINGS = {
     "Qwen2ForCausalLM": "_create_qwen2_weight_mappings",
     "Qwen3ForCausalLM": "_create_qwen3_weight_mappings",
 }
-"""Class of a model -> its method that says where each tensor of a checkpoint goes."""
+"""Model class -> its method that maps checkpoint tensors to parameters."""
 LEAST_TOKENS = 64
 LEAST_KEYS = 256
 Integers = NDArray[np.int32]
 
 
 class JaxModel:
-    """Model with a KV cache of slots; arrays come and go through memory that it shares with the engine.
+    """Model with a slotted KV cache; arrays are exchanged through memory shared with the engine.
 
-    The cache has a place for each token. Place 0 stays empty, because the attention takes it for padding.
+    The cache has one place per token. Place 0 stays empty, because attention uses it for padding.
     """
 
     def __init__(self, descriptor: int) -> None:
-        """Create it without a model; `descriptor` is the file that `share` maps."""
+        """Create an object without a model; `descriptor` is the file that `share` maps."""
         self._descriptor = descriptor
 
     def load(
@@ -57,14 +57,13 @@ class JaxModel:
         """Load a model.
 
         Args:
-            model_dir: directory of the model.
-            random: give it random weights, because the directory has none.
-            dtype: of parameters and KV cache.
-            overrides: fields of its config that this interpreter's transformers would not find.
-            slots: sequences that the KV cache holds.
-            length: most tokens of a sequence.
+            random: use random weights, because the directory has none.
+            dtype: dtype of parameters and KV cache.
+            overrides: config fields that this interpreter's transformers would not find.
+            slots: number of sequences in the KV cache.
+            length: maximum length of a sequence, tokens.
 
-        Returns: name and shape of each tensor of its checkpoint.
+        Returns: (name, shape) of each checkpoint tensor.
         """
         jax.config.update("jax_default_matmul_precision", "highest")
         config = ModelConfig(
@@ -102,18 +101,17 @@ class JaxModel:
         return [(name, list(self._tensor(name).shape)) for name in self._mappings]
 
     def share(self, names: list[str], nbytes: int, places: list[int], logits_at: int) -> None:
-        """Map the memory that the engine has made.
+        """Map the memory allocated by the engine.
 
         Args:
-            names: tensors that versions change; under adapters not all that `load` returned.
-            nbytes: size of the memory.
-            places: byte at which each of these tensors begins.
-            logits_at: byte at which logits begin, float32 [N, V].
+            names: tensors that versions change; with adapters, a subset of the tensors returned by `load`.
+            places: byte offset of each tensor.
+            logits_at: byte offset of the logits, float32 [N, V].
         """
         self._mappings = {name: self._mappings[name] for name in names}
         changed = {id(self._parameter(mapping).value) for mapping in self._mappings.values()}
         self._replaced = {index for index, leaf in enumerate(self._leaves) if id(leaf) in changed}
-        """Indices of the leaves that a version brings."""
+        """Indices of the leaves that versions replace."""
         memory, shapes = mmap.mmap(self._descriptor, nbytes), [self._tensor(name).shape for name in names]
         self._staged = {
             name: np.frombuffer(memory, self._dtype, int(np.prod(shape)), place).reshape(shape)
@@ -123,7 +121,7 @@ class JaxModel:
         self._logits = logits.reshape(-1, self._vocab)
 
     def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> None:
-        """Fill the slots from `first` on, one for each sequence, and write logits [N, V] after its end."""
+        """Fill slots from `first` on, one per sequence, and write logits [N, V] after the last tokens."""
         lengths = [len(sequence) for sequence in sequences]
         places = [self._places(first + i, length) for i, length in enumerate(lengths)]
         positions = [np.arange(length) for length in lengths]
@@ -133,8 +131,8 @@ class JaxModel:
         """Append a token to each slot in use and write logits [N, V] after it.
 
         Args:
-            tokens: one for each slot.
-            lengths: tokens that each slot holds before.
+            tokens: token of each slot.
+            lengths: number of tokens in each slot before the call.
         """
         ends = [length + 1 for length in lengths]
         keys = [self._places(slot, end) for slot, end in enumerate(ends)]
@@ -143,11 +141,11 @@ class JaxModel:
         self._run(np.array(tokens), positions, last, keys, ends, is_prompt=False)
 
     def move(self, source: int, target: int) -> None:
-        """Make slot `target` hold what slot `source` holds, which is free afterwards."""
+        """Move the sequence in slot `source` to slot `target`; `source` becomes free."""
         self._first[source], self._first[target] = self._first[target], self._first[source]
 
     def replace(self) -> None:
-        """Compute with the tensors in the shared memory from now on; an error leaves the old ones."""
+        """Switch to the tensors in shared memory; on an error the old tensors remain."""
         params = jax.tree_util.tree_unflatten(self._structure, self._leaves)
         with jax.set_mesh(self._mesh):
             for name, mapping in self._mappings.items():
@@ -158,19 +156,19 @@ class JaxModel:
         self._leaves = jax.block_until_ready(leaves)
 
     def release(self) -> None:
-        """Drop the tensors of a version and the KV cache. Idempotent."""
+        """Drop the tensors of versions and the KV cache. Idempotent."""
         self._leaves = [
             _like(leaf) if index in self._replaced else leaf for index, leaf in enumerate(self._leaves)
         ]
         self._kv, self._pool.kv_buffer = [], []
 
     def restore(self) -> None:
-        """Take the KV cache again; the tensors come with the next `replace`. Idempotent."""
+        """Reallocate the KV cache; the next `replace` provides the tensors. Idempotent."""
         if not self._kv:
             self._kv = [jnp.zeros(kv.shape, kv.dtype, device=kv.sharding) for kv in self._kv_like]
 
     def digests(self) -> list[int]:
-        """Return digests of the tensors that versions change, as they are live, in the order of `share`."""
+        """Return the digests of the live tensors that versions change, in the order of `share`."""
         return [digest(self._tensor(name).tobytes()) for name in self._mappings]
 
     def _run(
@@ -183,7 +181,7 @@ class JaxModel:
         *,
         is_prompt: bool,
     ) -> None:
-        """Compute tokens [T] at their positions; keys and values are written and read at these places."""
+        """Compute tokens [T] at their positions, writing and reading keys and values at the given places."""
         count = len(lengths)
         rows = _rounded(count, 1)
         size = _rounded(len(tokens), LEAST_TOKENS) if is_prompt else rows
@@ -239,7 +237,7 @@ class JaxModel:
         return compute
 
     def _hold_once(self) -> None:
-        """Leave the arrays to the leaves, as `replace` and `release` would leave the model's behind."""
+        """Let only the leaves own arrays: `replace` and `release` do not update the model's references."""
         self._kv_like = [_like(kv) for kv in self._kv]
         state = jax.tree_util.tree_unflatten(self._structure, [_like(leaf) for leaf in self._leaves])
         nnx.update(self._model, state)
@@ -248,14 +246,14 @@ class JaxModel:
         return np.arange(self._first[slot], self._first[slot] + length, dtype=np.int32)
 
     def _has(self, mapping: Any) -> bool:
-        """Whether the model has the parameter; some mappings name a bias that it lacks."""
+        """Return whether the model has the parameter; some mappings name a missing bias."""
         try:
             return self._parameter(mapping) is not None
         except ValueError:
             return False
 
     def _tensor(self, name: str) -> NDArray[Any]:
-        """Return a tensor that it computes with, as a checkpoint has it."""
+        """Return a live tensor in checkpoint layout."""
         mapping = self._mappings[name]
         found = np.asarray(self._parameter(mapping).value)
         return found.T if mapping.transpose and not name.endswith(".bias") else found
@@ -266,17 +264,17 @@ class JaxModel:
 
 
 def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
-    """Return shape, dtype and place of an array, without its memory."""
+    """Return shape, dtype and sharding of an array without its memory."""
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
 def _rounded(count: int, least: int) -> int:
-    """Return the power of two that is at least `count` and `least`, which is one, too."""
+    """Return the smallest power of two of at least `count` and `least`; `least` is a power of two."""
     return max(least, 1 << (count - 1).bit_length())
 
 
 def _padded(parts: Sequence[NDArray[Any]], size: int, filler: int) -> Integers:
-    """Join arrays and fill up to `size`."""
+    """Concatenate arrays and pad to `size`."""
     found = np.full(size, filler, np.int32)
     joined = np.concatenate(parts)
     found[: len(joined)] = joined

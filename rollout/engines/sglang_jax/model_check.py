@@ -1,4 +1,4 @@
-"""Refuses models that sglang-jax 0.0.2 has not, or would compute wrongly, and sizes the KV cache."""
+"""Refuses models that sglang-jax 0.0.2 lacks or computes incorrectly, and sizes the KV cache."""
 
 import subprocess
 import sys
@@ -24,10 +24,11 @@ def check_interpreter(python: str) -> None:
     """Check that the interpreter `engine.python` can run the engine's model process.
 
     Args:
-        python: the setting; empty: this interpreter.
+        python: value of the setting; empty: this interpreter.
 
     Raises:
-        EngineSettingsError: naming the missing package, and the lock of an environment with all.
+        EngineSettingsError: the interpreter lacks a package; the message names it and the lock file to
+            install.
     """
     try:
         found = subprocess.run(
@@ -49,16 +50,17 @@ def check_interpreter(python: str) -> None:
 
 FAMILIES = ("qwen2", "qwen3")
 DTYPES = {"float32": 4, "bfloat16": 2}
-"""Name -> bytes of a number."""
+"""Name -> bytes per number."""
 ROPE_THETA = 10000.0
-"""Base of the rotary embeddings where config.json has none."""
+"""Default base of rotary embeddings."""
 
 
 def check_model(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> None:
-    """Compare the engine's settings and a model's config with the abilities of the engine.
+    """Check settings and model config against the engine's abilities.
 
     Raises:
-        EngineSettingsError: naming the setting, or the field of config.json, that cannot be served.
+        EngineSettingsError: the model cannot be served; the message names the setting or the field of
+            config.json.
     """
     check_fits(config, model, model_dir)
     if config.tensor_parallel_size != 1:
@@ -86,15 +88,15 @@ def check_model(config: EngineConfig, model: dict[str, Any], model_dir: Path) ->
 
 
 def config_overrides(model: dict[str, Any]) -> dict[str, Any]:
-    """Return what transformers 4 would not find in a config.json that transformers 5 has written."""
+    """Return config fields that transformers 4 does not find in a config.json written by transformers 5."""
     return {"rope_theta": _rope(model).get("rope_theta") or model.get("rope_theta") or ROPE_THETA}
 
 
 def slots_of(config: EngineConfig, model: dict[str, Any]) -> int:
-    """Return how many sequences of `max_model_len` tokens the KV cache holds.
+    """Return the number of sequences of `max_model_len` tokens in the KV cache.
 
     Raises:
-        EngineSettingsError: if not one fits into `kv_cache_mb`.
+        EngineSettingsError: not even one sequence fits into `kv_cache_mb`.
     """
     each = kv_bytes(model, DTYPES[config.dtype]) * config.max_model_len
     found = (config.kv_cache_mb << 20) // each

@@ -1,4 +1,4 @@
-"""Runs under `engine.python`: answers the engine's calls of a `JaxModel`, one after the other."""
+"""Runs under `engine.python`, and executes the engine's calls to a `JaxModel` sequentially."""
 
 import os
 import queue
@@ -12,11 +12,11 @@ METHODS = ("load", "share", "prefill", "decode", "move", "replace", "release", "
 
 
 def main(directory: Path, descriptor: int) -> None:
-    """Serve until the engine's process has ended.
+    """Serve until the engine's process ends.
 
     Args:
-        directory: in which the socket is made.
-        descriptor: of the file that model and engine share.
+        directory: directory of the socket.
+        descriptor: file shared by model and engine.
     """
     exit_with_parent(lambda _: os._exit(1))
     calls: queue.SimpleQueue[RankCall] = queue.SimpleQueue()
@@ -30,7 +30,7 @@ def main(directory: Path, descriptor: int) -> None:
         def run(*arguments: object, method: str = call.method) -> object:
             nonlocal model
             if model is None:
-                # the first call answers with its errors
+                # import errors are reported in the answer to the first call
                 from rollout.engines.sglang_jax.jax_model import JaxModel
 
                 model = JaxModel(descriptor)

@@ -1,15 +1,15 @@
-"""Repairs sglang-jax 0.0.2 on a CPU; another release is refused, because the repairs fit this source alone.
+"""Fixes sglang-jax 0.0.2 on CPU; other releases are refused, because the fixes depend on this source.
 
-1. `NativeAttention` registers itself as a pytree a second time, which jax 0.8 refuses: it cannot be imported.
-2. Weights are padded to the head size 128, which TPU kernels need; model and KV cache are not padded.
-3. The output layer of a model with untied embeddings computes in bfloat16, whatever the model's dtype, as
-   its source gives it no dtype. Log-probabilities of a float32 model were off by up to 0.018 before this
-   repair and matrix products of the highest precision; with both they agree within 1e-4.
-4. Rotary embeddings round their frequencies to the model's dtype; in bfloat16, angles of late positions are
-   wrong by whole turns.
+1. `NativeAttention` registers itself as a pytree twice, which jax 0.8 rejects, so it cannot be imported.
+2. Weights are padded to head size 128 for TPU kernels, but model and KV cache are not padded.
+3. The output layer of a model with untied embeddings computes in bfloat16 for any model dtype, because its
+   source passes no dtype. Log-probabilities of a float32 model were off by up to 0.018 before this fix and
+   highest-precision matrix products; with both they agree within 1e-4.
+4. Rotary embeddings round frequencies to the model's dtype; in bfloat16, angles of late positions are off by
+   whole turns.
 
-`register_repairs` is called before anything else of sglang-jax is imported. Only `JaxModel` computes with
-it; repairs of the release's scheduler and sampler are not here.
+Call `register_repairs` before importing other modules of sglang-jax. The release's scheduler and sampler are
+not fixed, because only `JaxModel` uses this.
 """
 
 import copy
@@ -25,10 +25,10 @@ RELEASE = "0.0.2"
 
 
 def register_repairs() -> None:
-    """Repair the installed sglang-jax in this process, but for `repair_output`.
+    """Fix the installed sglang-jax in this process, except for `repair_output`.
 
     Raises:
-        EngineSettingsError: it is another release.
+        EngineSettingsError: the installed release is not supported.
     """
     if (found := version("sglang-jax")) != RELEASE:
         raise EngineSettingsError(
@@ -40,7 +40,7 @@ def register_repairs() -> None:
 
 
 def repair_output(model: Any) -> None:
-    """Have the output layer of a loaded model compute in the model's dtype."""
+    """Let the output layer of a loaded model compute in the model's dtype."""
     if hasattr(model, "lm_head"):
         model.lm_head.dtype = model.dtype
 

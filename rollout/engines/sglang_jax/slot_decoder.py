@@ -1,4 +1,4 @@
-"""Decodes with a model that keeps keys and values in slots of one length, a running request each."""
+"""Decodes with a model whose KV cache has fixed-length slots, one per running request."""
 
 from collections.abc import Sequence, Set
 from typing import Protocol
@@ -9,38 +9,38 @@ from rollout.engines.in_process.running_request import RunningRequest, batches, 
 
 
 class Slots(Protocol):
-    """Model with a KV cache of slots; those in use are the first ones."""
+    """Model with a slotted KV cache; the slots in use are the first ones."""
 
     def prefill(self, first: int, sequences: Sequence[Sequence[int]]) -> torch.Tensor:
-        """Fill the slots from `first` on, one for each sequence; returns logits [N, V] after its end."""
+        """Fill slots from `first` on, one per sequence; return logits [N, V] after the last tokens."""
 
     def decode(self, tokens: Sequence[int], lengths: Sequence[int]) -> torch.Tensor:
-        """Append a token to each of the B slots in use; returns logits [B, V] after it.
+        """Append a token to each of the B slots in use; return logits [B, V] after it.
 
         Args:
-            tokens: one for each slot.
-            lengths: tokens that each slot holds before.
+            tokens: token of each slot.
+            lengths: number of tokens in each slot before the call.
         """
 
     def move(self, source: int, target: int) -> None:
-        """Make slot `target` hold what slot `source` holds, which is free afterwards."""
+        """Move the sequence in slot `source` to slot `target`; `source` becomes free."""
 
 
 class SlotDecoder:
-    """Decoder that keeps the KV cache of rows in the slots of a model.
+    """Decoder that keeps the KV cache of rows in a model's slots.
 
-    Slot i holds the KV of the i-th row in `_held`, of all its tokens but the last.
+    Slot i holds the KV of all tokens but the last of row i in `_held`.
     """
 
     def __init__(self, model: Slots, batch_tokens: int) -> None:
-        """Use the slots of `model`, with at most `batch_tokens` tokens in a prefill, padding included."""
+        """Use the slots of `model`, with at most `batch_tokens` tokens per prefill, including padding."""
         self._model = model
         self._batch_tokens = batch_tokens
         self._held: list[RunningRequest] = []
         """Row of each slot in use."""
 
     def step(self, rows: Sequence[RunningRequest], version: int) -> None:
-        """See `Decoder`."""
+        """Decode one token for each running row, then prefill new rows."""
         self._drop_all_but(set(rows))
         held = list(self._held)
         if held:
@@ -52,11 +52,11 @@ class SlotDecoder:
             take_tokens(batch, logits, version)
 
     def forget(self, rows: Sequence[RunningRequest]) -> None:
-        """See `Decoder`."""
+        """Free the slots of rows."""
         self._drop_all_but(set(self._held).difference(rows))
 
     def _drop_all_but(self, rows: Set[RunningRequest]) -> None:
-        """Free the slots of other rows; the last slot in use moves into each gap."""
+        """Free the slots of all other rows; the last slot in use moves into each gap."""
         slot = 0
         while slot < len(self._held):
             if self._held[slot] in rows:

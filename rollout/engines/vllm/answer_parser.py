@@ -1,4 +1,4 @@
-"""`python -m rollout.engines.vllm.answer_parser`: parses answers as the server of vLLM does."""
+"""`python -m rollout.engines.vllm.answer_parser`: parses answers as vLLM's server does."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ from rollout.engines.answer_lines import Parse, check_names, serve_lines
 
 
 def load(given: dict[str, Any]) -> Parse:
-    """Return a function that parses by the parsers `tools` and `reasoning`; without a model, raise or return.
+    """Return a function that applies the parsers `tools` and `reasoning`; without a model, only check names.
 
     Raises:
-        ValueError: a name is unknown.
-        TypeError: a parser does not take the tokenizer.
+        ValueError: a parser name is unknown.
+        TypeError: a parser rejects the tokenizer.
     """
     from vllm.reasoning import ReasoningParserManager
     from vllm.tool_parsers import ToolParserManager

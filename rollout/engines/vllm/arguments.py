@@ -1,4 +1,4 @@
-"""Names the arguments of vLLM's AsyncEngineArgs that are refused in `[engine.arguments]`, and why.
+"""Lists the arguments of vLLM's AsyncEngineArgs that `[engine.arguments]` refuses, with reasons.
 
 vLLM is not imported.
 """
@@ -120,15 +120,15 @@ REFUSED: Mapping[str, str] = {
     "enable_sleep_mode": "set engine.enable_sleep_mode",
     "enable_return_routed_experts": "set trainer.routing_replay",
 }
-"""Argument -> why it is refused. All others are passed as they are."""
+"""Argument -> reason of the refusal. All other arguments are passed unchanged."""
 CHANGEABLE = frozenset(
     {"disable_log_stats", "enable_prefix_caching", "kv_cache_memory_bytes", "max_cudagraph_capture_size"}
 )
-"""Arguments that the engine has a value for, and that may be given another one."""
+"""Arguments that the engine sets by default and that users may override."""
 
 
 def argument_names(config: EngineConfig | None = None) -> list[str]:
-    """Return the arguments of the installed vLLM, which is not imported; empty if there is none."""
+    """Return the argument names of the installed vLLM, without importing it; empty if not installed."""
     spec = find_spec("vllm")
     places = spec.submodule_search_locations if spec is not None else None
     paths = [Path(place) / "engine/arg_utils.py" for place in places or ()]

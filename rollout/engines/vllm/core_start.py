@@ -1,6 +1,6 @@
-"""Brings the error with which vLLM's engine process fails at its start to the process that starts it.
+"""Reports the error of vLLM's failed engine process to the process that started it.
 
-vLLM itself says only that its engine process failed, and leaves the error to the log.
+vLLM itself reports only that its engine process failed, and writes the error to the log.
 """
 
 import functools
@@ -16,24 +16,25 @@ from rollout.engines.multi_process.refusals import is_refusal
 
 @contextmanager
 def reported_start(model: str) -> Iterator[None]:
-    """Start vLLM in the block; an error of its engine process is raised here.
+    """Start vLLM in the block, and raise an error of its engine process here.
 
     Args:
-        model: the model's directory, named in the error.
+        model: model directory, for the error.
 
     Raises:
-        EngineError: with vLLM's reason; EngineSettingsError if it refuses arguments or model.
+        EngineError: vLLM's start failed; the message contains its reason. EngineSettingsError: vLLM rejects
+            arguments or model.
     """
     from vllm.v1.engine.core import EngineCoreProc
 
     with tempfile.TemporaryDirectory(prefix="tether-start-") as directory:
         report = Path(directory) / "error"
         run = EngineCoreProc.run_engine_core
-        by_us = run if isinstance(run, functools.partial) else None  # `eager_core` replaces it, too
+        by_us = run if isinstance(run, functools.partial) else None  # `eager_core` also replaces it
         EngineCoreProc.run_engine_core = functools.partial(run_core, str(report), by_us)
         try:
             yield
-        except Exception as error:  # vLLM raises many types; all of them mean that it did not start
+        except Exception as error:  # vLLM raises many exception types; all mean that the start failed
             kind, text = _read(report) or (_kind(error), str(error))
             raise kind(f"vLLM cannot serve {model}: {' '.join(text.split())}") from error
         finally:
@@ -41,7 +42,7 @@ def reported_start(model: str) -> Iterator[None]:
 
 
 def run_core(report: str, run: Callable[..., None] | None, *args: Any, **kwargs: Any) -> None:
-    """Run vLLM's engine process by `run`, or as vLLM does; an error is written to the file `report`, too."""
+    """Run vLLM's engine process by `run` or vLLM's own function; also write errors to the file `report`."""
     try:
         if run is None:
             from vllm.v1.engine.core import EngineCoreProc
@@ -50,13 +51,13 @@ def run_core(report: str, run: Callable[..., None] | None, *args: Any, **kwargs:
         run(*args, **kwargs)
     except Exception as error:
         place = Path(report)
-        if place.parent.is_dir():  # once the engine has started, its errors are reported by vLLM
+        if place.parent.is_dir():  # after the start, vLLM reports errors itself
             place.write_text(f"{_kind(error).__name__}\n{type(error).__name__}: {error}")
         raise
 
 
 def _read(report: Path) -> tuple[type[EngineError], str] | None:
-    """Return the error that the engine process has written; None if it has written none."""
+    """Return the error written by the engine process; None if there is none."""
     if not report.is_file():
         return None
     name, _, text = report.read_text().partition("\n")

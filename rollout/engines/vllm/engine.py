@@ -1,8 +1,8 @@
-"""Serves with vLLM: AsyncLLM in this process, the model in processes of its own with our `worker.py` in them.
+"""Serves with vLLM: AsyncLLM in this process, the model in vLLM's processes, extended by `worker.py`.
 
-Weights are staged next to the live ones while requests are decoded, and committed between two steps on all
-ranks. The worker marks the result of each step with log-probabilities and the version that sampled; the
-scheduler records them with the tokens that it accepts, and a request's last message brings its record.
+Weights are staged next to the live ones during decoding, and committed between two steps on all ranks. The
+worker attaches log-probabilities and the sampling version to each step's result. The scheduler records both
+with the accepted tokens, and a request's last message contains its record.
 """
 
 import asyncio
@@ -40,10 +40,10 @@ from rollout.engines.vllm.step_records import RECORD
 
 
 class VllmEngine(MultiProcessEngine):
-    """One AsyncLLM. TP ranks commit at the same step; pipeline and data parallelism are not used."""
+    """Engine with one AsyncLLM; TP ranks commit at the same step, and no other parallelism is used."""
 
     worker_extension = WORKER_EXTENSION
-    """Name of the class that vLLM mixes into its workers; a benchmark measures with one of its own."""
+    """Class that vLLM mixes into its workers; benchmarks override it."""
 
     def __init__(
         self,
@@ -54,9 +54,10 @@ class VllmEngine(MultiProcessEngine):
         shared: Path | None = None,
         named: Mapping[str, Path] | None = None,
     ) -> None:
-        """Create an engine that is not started; most arguments are as in `MultiProcessEngine`.
+        """Create an engine that is not started; further arguments: see `MultiProcessEngine`.
 
-        With `shared`, a file, the trainer finds the live weights by it, to compute with them.
+        Args:
+            shared: file through which the trainer finds the live weights; None: the trainer has its own.
         """
         self._vllm = VllmProcesses(incarnation)
         drafts = config.drafts != "off"
@@ -72,7 +73,7 @@ class VllmEngine(MultiProcessEngine):
         )
         self._shared = shared
         self._adapters: dict[str, Any] = {}
-        """LoRARequest of each adapter that a request may name; of "" the one that versions bring, if any."""
+        """Adapter name -> LoRARequest; "" is the adapter in versions, if any."""
         self._paused = False
 
     @classmethod
@@ -98,7 +99,7 @@ class VllmEngine(MultiProcessEngine):
                     )
                 )
                 await self._install(model, list(named.values()))
-                # the first step allocates and compiles, and fails where an attention kernel lacks this
+                # the first step allocates and compiles; it fails if an attention kernel does not support this
                 # model's shape
                 await self._complete(Request("warm-up", (0,), Sampling(max_tokens=2)), "warm-up")
                 self._vllm.find_shared_files()
@@ -126,13 +127,13 @@ class VllmEngine(MultiProcessEngine):
     async def resume(self) -> None:
         await self.check()
         async with self._updating:
-            if not self._weights.released:  # else the next commit resumes
+            if not self._weights.released:  # otherwise the next commit resumes
                 await self._vllm.resume_scheduler()
             self._paused = False
 
     async def commit(self, manifest: WeightManifest) -> float:
         async with self._committing(manifest):
-            slept = self._weights.released  # then there is no KV cache, and the scheduler is paused
+            slept = self._weights.released  # after sleep there is no KV cache, and the scheduler is paused
             recompute = not slept and self._config.kv is KvPolicy.RECOMPUTE and bool(self._running)
             start = time.perf_counter()
             if recompute and not self._paused:
@@ -175,7 +176,7 @@ class VllmEngine(MultiProcessEngine):
         """Drop the KV cache of the version before `manifest`.
 
         Raises:
-            PoisonedError: the cache may still be there, under the new weights.
+            PoisonedError: the old cache may still be in use under the new weights.
         """
         try:
             await self._vllm.drop_kv()
@@ -189,21 +190,22 @@ class VllmEngine(MultiProcessEngine):
         return await self._vllm.occupancy()
 
     async def _release_on_ranks(self) -> None:
-        """Preempt running requests, with their tokens, and release all memory; the next commit resumes."""
+        """Preempt running requests, keeping their tokens, and release all memory; the next commit resumes."""
         await self._vllm.pause_scheduler()
         await self._vllm.drop_kv()
-        # an adapter's base weights come with no version, a model that drafts not whole: the host keeps them
+        # Versions contain neither an adapter's base weights nor a complete draft model: keep those on the
+        # host.
         await self._staging.sleep(1 if self._lora.rank or self._config.drafts in MODELS else 2)
 
     async def _install(self, model: dict[str, Any], named: Sequence[NamedAdapter]) -> None:
-        """Install our part in all workers, and connect to their sockets."""
+        """Install the extension in all workers, and connect to their sockets."""
         shapes = await self._read_model(model)
         if self._lora.rank:
             shapes = await self._load_adapters(shapes, named)
         if self._config.trained_head:
             head = head_shapes(read_config(Path(self._config.trained_head)))
             shapes |= {PREFIX + name: shape for name, shape in head.items()}
-        # the sockets need no name any more once they are connected
+        # connected sockets no longer need their files
         with tempfile.TemporaryDirectory(prefix="tether-ranks-") as directory:
             ranks = await self._call(
                 "install",
@@ -229,7 +231,7 @@ class VllmEngine(MultiProcessEngine):
     async def _load_adapters(
         self, shapes: Mapping[str, tuple[int, ...]], named: Sequence[NamedAdapter]
     ) -> dict[str, tuple[int, ...]]:
-        """Have vLLM load an adapter without effect and the named ones; return the shapes of the first."""
+        """Load a no-op adapter and the named ones into vLLM; return the shapes of the no-op adapter."""
         with tempfile.TemporaryDirectory(prefix="tether-adapter-") as directory:
             first = first_adapter(Path(directory), shapes, self._lora, self._config.dtype)
             others = {adapter.name: named_request(adapter, i) for i, adapter in enumerate(named)}
@@ -237,8 +239,8 @@ class VllmEngine(MultiProcessEngine):
             for adapter in (first, *others.values()):
                 if not await llm.add_lora(adapter) or not await llm.pin_lora(adapter.lora_int_id):
                     raise EngineError(f"engine {self._name}: vLLM did not load adapter {adapter.lora_name!r}")
-            # a model's own requests have the one without effect: on a CPU vLLM adds the last slot's to rows
-            # without any
+            # base model requests use the no-op adapter: on CPU, vLLM adds the last slot's adapter to rows
+            # without one
             self._adapters = {"": first, **others}
         return adapter_shapes(adapter_targets(shapes, self._lora), self._lora.rank)
 
@@ -266,7 +268,7 @@ class VllmEngine(MultiProcessEngine):
         tokens, logprobs, marks = list(output.token_ids), b"", list[tuple[int, int]]()
         if answer.kv_transfer_params:
             logprobs, marks = answer.kv_transfer_params[RECORD]
-        elif tokens and (found := await self._vllm.sampled(name)) is not None:  # aborted after its first one
+        elif tokens and (found := await self._vllm.sampled(name)) is not None:  # aborted
             tokens, logprobs, marks = np.frombuffer(found[0], np.int32).tolist(), *found[1:]
         values = np.frombuffer(logprobs, np.float32).tolist()
         if len(values) != len(tokens):
@@ -277,17 +279,16 @@ class VllmEngine(MultiProcessEngine):
         return Completion(tuple(tokens), tuple(values), spans, str(output.finish_reason), experts, cached)
 
     def _experts(self, request: Request, answer: Any, count: int) -> NDArray[np.uint16] | None:
-        """Return the experts that vLLM recorded; None if it does not record, or has sampled no token.
+        """Return the experts recorded by vLLM; None if recording is off or no token was sampled.
 
         Args:
-            request: the request.
-            answer: vLLM's answer to it.
-            count: tokens of the completion.
+            answer: vLLM's output of the request.
+            count: number of tokens of the completion.
         """
         if self._mixture is None or not count:
             return None
         output = answer.outputs[0]
-        # some versions report the prompt's experts apart
+        # some vLLM versions report the prompt's experts separately
         parts = [getattr(answer, "prompt_routed_experts", None), getattr(output, "routed_experts", None)]
         rows = [np.asarray(part) for part in parts if part is not None]
         inputs = len(request.prompt) + count - 1

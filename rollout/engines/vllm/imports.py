@@ -1,6 +1,6 @@
-"""Imports vLLM for an engine: sets variables first, and leaves modules out.
+"""Imports vLLM for an engine, after setting environment variables and skipping modules.
 
-No module of vLLM is imported before one of these functions is called.
+No vLLM module is imported before one of these functions is called.
 """
 
 import os
@@ -15,9 +15,9 @@ from rollout.engines.vllm.core_server import fork_server, import_here, without_c
 
 
 def set_environment(config: EngineConfig) -> None:
-    """Set what vLLM reads from the environment, before it is imported; its processes inherit it."""
-    # On a CPU vLLM runs a single rank in a process of its own, so as to bind threads, which is off here: that
-    # process would import vLLM once more, 10 s of computing. AsyncLLM has its engine process in any case.
+    """Set the environment variables that vLLM reads at import; its processes inherit them."""
+    # On CPU, vLLM runs even a single rank in its own process to bind threads, which is disabled here. That
+    # process would import vLLM again (10 s of CPU time). AsyncLLM has an engine process in any case.
     one_process = config.tensor_parallel_size == 1 and not torch.cuda.is_available()
     os.environ.update(
         {
@@ -35,7 +35,7 @@ def set_environment(config: EngineConfig) -> None:
         "DO_NOT_TRACK": "1",
         "HF_HUB_OFFLINE": "1",
         "TRANSFORMERS_OFFLINE": "1",
-        # vLLM samples with it only where no log-probabilities of the sampled distribution are wanted
+        # vLLM uses it only if log-probabilities of the sampled distribution are not requested
         "VLLM_USE_FLASHINFER_SAMPLER": "0",
     }
     for name, value in defaults.items():
@@ -44,13 +44,13 @@ def set_environment(config: EngineConfig) -> None:
 
 
 def runs_eagerly(eager: bool) -> bool:
-    """Return whether the engine compiles no code: an eager engine on a CPU."""
+    """Return whether the engine compiles no code: an eager engine on CPU."""
     return eager and not torch.cuda.is_available()
 
 
 @contextmanager
 def eager_environment(eager: bool) -> Iterator[None]:
-    """Keep an eager engine on a CPU from compiling its sampler, for half a minute, while processes start."""
+    """Keep an eager CPU engine from compiling its sampler (half a minute) while processes start."""
     if not runs_eagerly(eager):
         yield
         return
@@ -62,7 +62,7 @@ def eager_environment(eager: bool) -> Iterator[None]:
 
 
 def import_vllm(config: EngineConfig) -> Callable[[], None] | None:
-    """Import what an engine's start will; return what has the server, if there is one, imported already."""
+    """Import the modules of an engine's start; return a function that forks the server, if one is used."""
     set_environment(config)
     is_eager = runs_eagerly(config.enforce_eager)
     with without_compiler() if is_eager else nullcontext():
@@ -81,7 +81,7 @@ def has_server(eager: bool, ranks: int) -> bool:
 
 
 def cpu_head_sizes() -> list[int]:
-    """Return the sizes of an attention head that vLLM supports on a CPU; none if it does not say."""
+    """Return the attention head sizes that vLLM supports on CPU; empty if unknown."""
     try:
         from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackend
     except ImportError:

@@ -1,4 +1,4 @@
-"""Starts and stops vLLM's processes, and calls their ranks: environment, arguments, checks of the model."""
+"""Starts and stops vLLM's processes, and calls their ranks; builds arguments and checks the model."""
 
 import asyncio
 import multiprocessing
@@ -40,47 +40,47 @@ from rollout.staging.places import StagingPlace
 T = TypeVar("T")
 
 WORKER_EXTENSION = "rollout.engines.vllm.worker.WorkerExtension"
-SCHEDULER = "rollout.engines.vllm.scheduling.make_scheduler"  # which makes vLLM's own
+SCHEDULER = "rollout.engines.vllm.scheduling.make_scheduler"  # creates vLLM's own scheduler
 SHARED_FILES = ("vllm_dist_", "psm_")
-"""How names of vLLM's files in /dev/shm begin."""
+"""Name prefixes of vLLM's files in /dev/shm."""
 UNCACHED: dict[str, Any] = {"enable_prefix_caching": False}
-"""Arguments for `engine.batch_invariant`: a prefix from the cache was computed in another pass."""
+"""Arguments for `engine.batch_invariant`: cached prefixes were computed in other passes."""
 ALONE = {**UNCACHED, "max_num_seqs": 1}
-"""Arguments for it without vLLM's own mode: products of matrices round otherwise with other numbers of rows,
-also on a CPU."""
+"""Arguments for `engine.batch_invariant` without vLLM's own mode: matrix products round differently for other
+numbers of rows, also on CPU."""
 OWN_MODE = "VLLM_BATCH_INVARIANT"
-"""Variable that gives vLLM's kernels on a GPU one order of sums, however many requests share a pass."""
+"""Environment variable that fixes the summation order of vLLM's GPU kernels for any batch size."""
 GRAPHS = 512
-"""Largest batch for which vLLM captures CUDA graphs by itself."""
+"""Largest batch for which vLLM captures CUDA graphs by default."""
 EXIT_GRACE_S = 1.0
-"""For vLLM's processes to end by themselves."""
+"""Seconds for vLLM's processes to exit on their own."""
 
 
 class VllmProcesses:
-    """One AsyncLLM with its processes, and calls to its ranks that fail at once when a rank has died."""
+    """AsyncLLM with its processes; calls to ranks fail immediately after a rank has died."""
 
     def __init__(self, name: str) -> None:
-        """Store the arguments; `name` is the engine's, in errors."""
+        """Store the engine's name for errors."""
         self.llm: Any = None
-        """AsyncLLM; None before `start` and from `stop` on."""
+        """AsyncLLM; None before `start` and after `stop`."""
         self._name = name
         self._ranks = RankRpcClient(name, self._on_rank_lost)
         self._numbered = NumberedCalls(name)
         self._calls: set[asyncio.Timeout] = set()
-        """Limits of the calls that wait for an answer."""
+        """Timeouts of the calls in progress."""
         self._limits_s: dict[str, float] = {}
-        """Seconds for calls that read or write the whole model; others have CALL_TIMEOUT_S."""
+        """Method -> timeout of calls that read or write the whole model, seconds; default: CALL_TIMEOUT_S."""
         self.rank_lost = False
         """Whether a rank's process has ended."""
         self._pids: set[int] = set()
         self._files: set[Path] = set()
-        """Files by which the processes communicate, and which vLLM leaves behind."""
+        """IPC files of the processes, which vLLM does not remove."""
 
     async def start(self, arguments: dict[str, Any]) -> None:
-        """Start AsyncLLM with these arguments of AsyncEngineArgs; cancelled, it ends what it has started.
+        """Start AsyncLLM with arguments of AsyncEngineArgs. Cancellation ends the started processes.
 
         Raises:
-            EngineError: with vLLM's reason.
+            EngineError: the start failed; the message contains vLLM's reason.
         """
         before = {child.pid for child in multiprocessing.active_children()}
         launching = asyncio.get_running_loop().run_in_executor(None, launch, arguments)
@@ -95,18 +95,18 @@ class VllmProcesses:
             raise
 
     def prepare(self, config: EngineConfig) -> None:
-        """Set the environment, and let the server begin to import vLLM where the engine is forked from it."""
+        """Set the environment; start the import of vLLM in the fork server if one is used."""
         set_environment(config)
         self._limits_s["install"] = config.start_timeout_s
         if config.staging in (StagingPlace.LAYERS, StagingPlace.AUTO):
-            # the engine process answers the other two after a commit that it is at
+            # the engine process answers the other two after a running commit
             behind = "commit", "tether_sampled", "tether_occupancy"
             self._limits_s |= dict.fromkeys(behind, max(CALL_TIMEOUT_S, config.stage_timeout_s))
         if has_server(config.enforce_eager, config.tensor_parallel_size):
             start_server(self)
 
     def add_pids(self, pids: Iterable[int]) -> None:
-        """Note processes of vLLM, which `stop` waits for; this one and the server are left out."""
+        """Record vLLM processes that `stop` waits for, except this process and the server."""
         self._pids |= set(pids) - {os.getpid(), server_pid()}
 
     async def connect(self, directory: Path, ranks: int) -> None:
@@ -114,25 +114,25 @@ class VllmProcesses:
         await self._ranks.connect([socket_path(directory, rank) for rank in range(ranks)])
 
     def find_shared_files(self) -> None:
-        """Note the files by which vLLM's processes communicate, which `stop` removes."""
+        """Record the IPC files of vLLM's processes, which `stop` removes."""
         self._files = shared_files(self._pids)
 
     async def stop(self, running: Iterable[str]) -> bool:
-        """Abort requests, end all processes, and remove what they leave behind.
+        """Abort requests, end all processes, and remove their files.
 
         Args:
-            running: vLLM's ids of the requests that run.
+            running: vLLM's ids of running requests.
 
-        Returns: whether there was anything to stop.
+        Returns: whether the engine was started.
         """
         self._ranks.close()
         llm, self.llm = self.llm, None
         if llm is None:
             stop_server(self)
             return False
-        with suppress(Exception):  # an engine process that is dead has ended its requests already
+        with suppress(Exception):  # a dead engine process has already ended its requests
             await llm.abort(list(running))
-        # vLLM waits long for its workers; with our part in them they need no more than a moment
+        # vLLM waits long for its workers, which exit quickly with the extension
         async with asyncio.TaskGroup() as group:
             group.create_task(asyncio.to_thread(llm.shutdown), name="vllm-shutdown")
             group.create_task(asyncio.to_thread(end_processes, self._pids, EXIT_GRACE_S), name="vllm-end")
@@ -143,7 +143,7 @@ class VllmProcesses:
         return True
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
-        """Return the answers of all ranks to a method of their worker extension, given between two steps."""
+        """Call a method of the worker extension on all ranks between two steps; return the results."""
         if self.llm is None:
             raise EngineError(f"engine {self._name} is closed")
         number = self._numbered.next()
@@ -151,31 +151,31 @@ class VllmProcesses:
         return self._numbered.values(number, method, await self._answer(answers, method))
 
     async def call_anytime(self, method: str, *arguments: Any) -> list[Any]:
-        """Return the answers of all ranks to a call over their sockets, during their steps."""
+        """Call all ranks over their sockets during their steps; return the results."""
         return await self._ranks.call_each(method, *arguments)
 
     async def sampled(self, name: str) -> Packed | None:
-        """Return the scheduler's record of a request that did not end by itself; None: it has none."""
+        """Return the scheduler's record of a request that was aborted; None if there is none."""
         found: Packed | None = await self._ask("tether_sampled", name)
         return found
 
     async def occupancy(self) -> Occupancy:
-        """Return the scheduler's own numbers."""
+        """Return the scheduler's occupancy."""
         return Occupancy(*await self._ask("tether_occupancy"))
 
     async def pause_scheduler(self) -> None:
-        """Stop the scheduler between two steps, keeping every running request."""
+        """Stop the scheduler between two steps, keeping all running requests."""
         await self._answer(self.llm.engine_core.pause_scheduler_async("keep", False), "pause")
 
     async def resume_scheduler(self) -> None:
-        """Let the scheduler continue."""
+        """Resume the scheduler."""
         await self._answer(self.llm.engine_core.resume_scheduler_async(), "resume")
 
     async def drop_kv(self) -> None:
-        """Preempt running requests, with their tokens, and empty the KV cache.
+        """Preempt running requests, keeping their tokens, and empty the KV cache.
 
         Raises:
-            EngineError: the cache may still be there.
+            EngineError: the cache may still exist.
         """
         if not await self._answer(
             self.llm.reset_prefix_cache(reset_running_requests=True), "reset_prefix_cache"
@@ -183,16 +183,16 @@ class VllmProcesses:
             raise EngineError(f"engine {self._name}: the KV cache could not be dropped")
 
     async def _ask(self, method: str, *arguments: Any) -> Any:
-        """Return the answer of a method that `scheduling.py` gives the engine process."""
+        """Call a method that `scheduling.py` adds to the engine process."""
         if self.llm is None:
             raise EngineError(f"engine {self._name} is closed")
         return await self._answer(self.llm.engine_core.call_utility_async(method, *arguments), method)
 
     async def _answer(self, answer: Awaitable[T], call: str) -> T:
-        """Await vLLM's answer to `call`, at most until one of its processes has ended.
+        """Await vLLM's response to `call` until its timeout or the end of a rank's process.
 
         Raises:
-            EngineError: there was none, or it was an error.
+            EngineError: there was no response, or it was an error.
         """
         limit_s = self._limits_s.get(call, CALL_TIMEOUT_S)
         limit = asyncio.timeout(0 if self.rank_lost else limit_s)
@@ -209,7 +209,7 @@ class VllmProcesses:
             self._calls.discard(limit)
 
     def _on_rank_lost(self) -> None:
-        """End the calls that wait: vLLM reports a dead process only to those that wait for a request."""
+        """Fail the calls in progress: vLLM reports a dead process only to callers that wait for a request."""
         self.rank_lost = True
         for limit in self._calls:
             limit.reschedule(0)
@@ -226,7 +226,7 @@ def engine_arguments(
     """Return the keyword arguments of vLLM's AsyncEngineArgs.
 
     Raises:
-        EngineSettingsError: if vLLM has no adapters of that rank.
+        EngineSettingsError: vLLM does not support the adapter's rank.
     """
     on_gpu = torch.cuda.is_available()
     memory: dict[str, Any] = (
@@ -251,13 +251,13 @@ def engine_arguments(
         "max_model_len": config.max_model_len,
         "max_num_seqs": config.max_running,
         "logprobs_mode": "processed_logprobs",
-        "generation_config": "vllm",  # not the model's own sampling defaults
+        "generation_config": "vllm",  # ignore the model's own sampling defaults
         "disable_log_stats": True,
         "enable_prefix_caching": True,
         "worker_extension_cls": worker_extension,
         "scheduler_cls": SCHEDULER,
         "enable_sleep_mode": config.enable_sleep_mode,
-        # engines with one seed would sample the same completions
+        # engines with equal seeds would sample equal completions
         "seed": xxhash.xxh3_64_intdigest(incarnation.encode()) % 2**31,
         **({"enable_return_routed_experts": True} if config.enable_return_routed_experts else {}),
         **draft_arguments(config, model_dir),
@@ -268,17 +268,17 @@ def engine_arguments(
 
 
 def invariance(config: EngineConfig) -> dict[str, Any]:
-    """Return the arguments with which a request's bits do not depend on others, if they are not to."""
+    """Return the arguments that make results independent of other requests, if configured."""
     if not config.batch_invariant:
         return {}
     return UNCACHED if os.environ.get(OWN_MODE) == "1" and torch.cuda.is_available() else ALONE
 
 
 def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADAPTERS) -> dict[str, Any]:
-    """Return the model's config, after checks of what would fail late or in another process.
+    """Return the model's config after checks that would otherwise fail late or in another process.
 
     Raises:
-        EngineSettingsError: naming the culprit.
+        EngineSettingsError: a check failed; the message names the setting or file.
     """
     if config.enable_sleep_mode and not torch.cuda.is_available():
         raise EngineSettingsError(
@@ -300,7 +300,7 @@ def check_model(config: EngineConfig, model_dir: Path, lora: LoraConfig = NO_ADA
     check_draft_model(config, model, model_dir, lora)
     head_dim = head_dim_of(model)
     if not torch.cuda.is_available() and head_dim:
-        with eager_environment(config.enforce_eager):  # vLLM is imported here
+        with eager_environment(config.enforce_eager):  # imports vLLM
             sizes = cpu_head_sizes()
         if sizes and head_dim not in sizes:
             raise EngineSettingsError(
@@ -315,7 +315,8 @@ def launch(arguments: dict[str, Any]) -> Any:
     """Start an AsyncLLM with its processes; blocks for seconds to minutes.
 
     Raises:
-        EngineError: with vLLM's reason; EngineSettingsError if it refuses the arguments.
+        EngineError: the start failed; the message contains vLLM's reason. EngineSettingsError: vLLM rejects
+            the arguments.
     """
     with eager_environment(arguments["enforce_eager"]), reported_start(arguments["model"]):
         from vllm.engine.arg_utils import AsyncEngineArgs
@@ -324,14 +325,14 @@ def launch(arguments: dict[str, Any]) -> Any:
 
         is_served = has_server(arguments["enforce_eager"], arguments["tensor_parallel_size"])
         with forked_from_server(is_served):
-            # by its use vLLM chooses how many tokens a step computes: a server of many requests
+            # selects the token budget per step of a server with many requests
             return AsyncLLM.from_engine_args(
                 AsyncEngineArgs(**arguments), usage_context=UsageContext.OPENAI_API_SERVER
             )
 
 
 def sampling_parameters(sampling: Sampling) -> Any:
-    """Return vLLM's SamplingParams: tokens and the log-probability of each, once, at the end."""
+    """Return vLLM's SamplingParams: final output only, with the log-probability of each token."""
     from vllm import SamplingParams
     from vllm.sampling_params import RequestOutputKind
 
@@ -350,31 +351,31 @@ def sampling_parameters(sampling: Sampling) -> Any:
 
 
 def end_context(llm: Any) -> None:
-    """Terminate the ZeroMQ context of an AsyncLLM that was shut down.
+    """Terminate the ZeroMQ context of a stopped AsyncLLM.
 
-    vLLM leaves that to the garbage collector, which then warns about it.
+    vLLM leaves this to the garbage collector, which then warns.
     """
     core = getattr(llm, "engine_core", None)
     shadow, context = getattr(core, "ctx", None), getattr(getattr(core, "resources", None), "ctx", None)
     if shadow is None or context is None:
         return
-    # with an open socket `term` would block
+    # `term` blocks while a socket is open
     if all(socket.closed for socket in [*shadow._sockets, *context._sockets]):
         context.term()
 
 
 def shared_files(pids: set[int]) -> set[Path]:
-    """Return the files in /dev/shm by which these processes of vLLM communicate."""
+    """Return the IPC files in /dev/shm of these vLLM processes."""
     paths: set[Path] = set()
     for pid in pids:
-        with suppress(OSError):  # it has ended
+        with suppress(OSError):  # process has ended
             lines = Path(f"/proc/{pid}/maps").read_text().splitlines()
             paths |= {Path(line.split(maxsplit=5)[5]) for line in lines if "/dev/shm/" in line}
     return {path for path in paths if path.name.startswith(SHARED_FILES)}
 
 
 def end_processes(pids: set[int], grace_s: float) -> None:
-    """Wait until these processes have ended, and kill those that are left after `grace_s` seconds."""
+    """Wait for the exit of processes; kill them after `grace_s` seconds."""
     children = [child for child in multiprocessing.active_children() if child.pid in pids]
     others = []
     for pid in pids - {child.pid for child in children}:

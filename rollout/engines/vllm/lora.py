@@ -1,7 +1,7 @@
-"""Updates the LoRA adapter in vLLM's first slot in place; adapters that are served by name have the others.
+"""Updates the LoRA adapter in vLLM's first slot in place; named adapters use the other slots.
 
 vLLM loads an adapter once and copies it into tensors that its kernels read. An update stages and commits
-these tensors, as it does parameters without adapters; vLLM itself must never load or move an adapter again.
+these tensors like parameters. vLLM itself must never load or move an adapter again.
 """
 
 from collections.abc import Iterator, Mapping
@@ -20,23 +20,22 @@ from rollout.staging.staging_plan import AnyPlan, trace
 
 NAME = "policy"
 NUMBER = 1
-"""vLLM's `lora_int_id` of the adapter."""
+"""vLLM's `lora_int_id` of the adapter in versions."""
 SLOT = 0
 
 
 def lora_arguments(lora: LoraConfig, model_dir: Path, named: int = 0) -> dict[str, Any]:
-    """Return AsyncEngineArgs' arguments for adapters of a model; empty without adapters.
+    """Return AsyncEngineArgs' adapter arguments; empty without adapters.
 
-    A slot has the next rank that vLLM has kernels for, and zeros where the adapter does not fill it. Layers
-    without an adapter, such as experts, keep the kernels that they have without adapters.
+    A slot has the next rank supported by vLLM's kernels, with zero padding. Layers without an adapter, such
+    as experts, keep their normal kernels.
 
     Args:
-        lora: the adapter of the first slot.
-        model_dir: the model's directory.
-        named: further adapters, each with a slot of its own.
+        lora: adapter of the first slot.
+        named: number of further adapters, one slot each.
 
     Raises:
-        EngineSettingsError: if the rank is above all of these.
+        EngineSettingsError: the rank exceeds the largest supported rank.
     """
     if not lora.rank:
         return {}
@@ -50,7 +49,7 @@ def lora_arguments(lora: LoraConfig, model_dir: Path, named: int = 0) -> dict[st
     slot = next(rank for rank in ranks if rank >= lora.rank)
     slots = 1 + named
     arguments = {"enable_lora": True, "max_loras": slots, "max_cpu_loras": slots, "max_lora_rank": slot}
-    if "lora_target_modules" not in argument_names():  # an older release
+    if "lora_target_modules" not in argument_names():  # older vLLM
         return arguments
     targets = adapter_targets(checkpoint_shapes(model_dir), lora)
     return {**arguments, "lora_target_modules": sorted({target.last for target in targets})}
@@ -59,13 +58,12 @@ def lora_arguments(lora: LoraConfig, model_dir: Path, named: int = 0) -> dict[st
 def first_adapter(
     directory: Path, shapes: Mapping[str, tuple[int, ...]], lora: LoraConfig, dtype: str
 ) -> Any:
-    """Write an adapter without effect, and return the LoRARequest that names it.
+    """Write a no-op adapter, and return its LoRARequest.
 
     Args:
-        directory: exists, and is empty.
-        shapes: shapes of the model's tensors, by checkpoint name.
-        lora: the adapter that versions bring.
-        dtype: dtype of the tensors.
+        directory: existing empty directory.
+        shapes: checkpoint name -> shape of the model's tensors.
+        lora: adapter that versions contain.
     """
     from vllm.lora.request import LoRARequest
 
@@ -79,7 +77,7 @@ def first_adapter(
 
 
 def named_request(adapter: NamedAdapter, number: int) -> Any:
-    """Return the LoRARequest of an adapter that is served by name; `number` counts them from 0."""
+    """Return the LoRARequest of a named adapter; `number` is its index from 0."""
     from vllm.lora.request import LoRARequest
 
     return LoRARequest(adapter.name, NUMBER + 1 + number, str(adapter.directory.absolute()))
@@ -88,18 +86,18 @@ def named_request(adapter: NamedAdapter, number: int) -> Any:
 def trace_adapter(
     runner: Any, shapes: Mapping[str, tuple[int, ...]], dtype: torch.dtype, staging_mb: int = 0
 ) -> AnyPlan:
-    """Plan the staging of the tensors of the adapter's slot, by tracing how vLLM fills it.
+    """Plan the staging of the first slot's tensors by tracing how vLLM fills it.
 
-    Forbids vLLM to fill it again.
+    Afterwards vLLM cannot fill the slot again.
 
     Args:
-        runner: vLLM's model runner, of a worker that has loaded the first adapter.
-        shapes: shapes of the adapter's tensors, by name.
+        runner: vLLM's model runner in a worker that has loaded the first adapter.
+        shapes: name -> shape of the adapter's tensors.
         dtype: dtype of the adapter's tensors.
         staging_mb: see `EngineConfig`.
 
     Raises:
-        EngineError: if vLLM stores the adapter in another way than in the versions we know.
+        EngineError: vLLM stores the adapter in an unknown way.
     """
     manager = runner.lora_manager._adapter_manager
     if manager.lora_index_to_id[SLOT] != NUMBER:
@@ -125,7 +123,7 @@ def trace_adapter(
             a, b = ([pair[side] for pair in pairs] for side in (0, 1))
             layer.set_lora(SLOT, *((a, b) if name in manager.packed_modules else (a[0], b[0])))
             for part, tensor in enumerate(a):
-                if tensor is not None:  # ranks that the slot has more than the adapter stay zero
+                if tensor is not None:  # ranks of the slot beyond the adapter's stay zero
                     layer.lora_a_stacked[part][SLOT, :, len(tensor) :].zero_()
                     layer.lora_b_stacked[part][SLOT, ..., len(tensor) :].zero_()
 
@@ -136,9 +134,9 @@ def trace_adapter(
 
 
 def _members(manager: Any, name: str, shapes: Mapping[str, tuple[int, ...]]) -> list[str]:
-    """Return the PEFT names of the weights that a layer holds, "" for those without an adapter.
+    """Return the PEFT names of a layer's weights, "" for weights without an adapter.
 
-    The list is empty if none has one.
+    The list is empty if no weight has an adapter.
     """
     members = [f"base_model.model.{member}" for member in manager.packed_modules.get(name, [name])]
     found = [member if f"{member}.lora_A.weight" in shapes else "" for member in members]

@@ -1,8 +1,8 @@
-"""Matches the ranks' answers with the call that they answer.
+"""Matches the ranks' answers to their call.
 
-vLLM takes answers off one queue for each rank. If a rank raises, it reads no further: the other ranks'
-answers stay there, and the next call gets them as its own. So no method of our worker extension raises, and
-every answer says which call it is of.
+vLLM reads answers from one queue per rank, and stops reading when a rank raises. The other answers then
+remain in their queues, and the next call would take them for its own. Therefore no method of the worker
+extension raises, and every answer contains the number of its call.
 """
 
 import itertools
@@ -12,11 +12,11 @@ from typing import Any
 from protocol.errors import EngineError
 
 Answer = tuple[int, str, Any]
-"""Number of the call, error (or empty), and the method's result."""
+"""(number of the call, error or "", result of the method)."""
 
 
 class NumberedCalls:
-    """Numbers the calls to an engine's ranks, from 1."""
+    """Counter of the calls to an engine's ranks, from 1."""
 
     def __init__(self, engine: str) -> None:
         self._engine = engine
@@ -27,10 +27,10 @@ class NumberedCalls:
         return next(self._numbers)
 
     def values(self, number: int, method: str, answers: Sequence[Answer]) -> list[Any]:
-        """Return what each rank has returned to a call.
+        """Return each rank's result of a call.
 
         Raises:
-            EngineError: a rank has failed, or its answer is of another call.
+            EngineError: a rank failed, or answered another call.
         """
         for rank, (answered, error, _) in enumerate(answers):
             where = f"engine {self._engine}, rank {rank}: {method}"

@@ -1,13 +1,14 @@
-"""Makes vLLM's scheduler: it separates prefixes by version, records tokens, and switches vLLM's own drafts.
+"""Creates vLLM's scheduler, extended to separate prefixes by version, record tokens, and switch drafts.
 
-The key of a request (`cache_salt`) is part of the hash of its first block, on which all others rest. Versions
-may be committed while a request waits here. So it has the key of the version that is live when it begins, or
-begins again after it was preempted, and not when it was sent. A commit passes through the engine process, as
-steps do: those that were scheduled before it run on the old weights, all others on the new ones.
+The `cache_salt` of a request is part of the hash of its first block, on which the hashes of all later blocks
+depend. Versions may be committed while a request is queued. Its salt is therefore set to the live version
+when the request starts or restarts after preemption, not when it is submitted. Commits pass through the
+engine process in order with steps: steps scheduled before a commit run on old weights, later steps on new
+ones.
 
-vLLM can draft by the size of the batch (`num_speculative_tokens_per_batch_size`): its scheduler looks the
-length up at each step. The table is replaced here as the switch decides. At length 0 the model that drafts
-still reads the step's tokens, so its KV cache is complete once drafts are made again.
+vLLM can draft by batch size (`num_speculative_tokens_per_batch_size`): its scheduler looks up the draft
+length at each step. The draft switch replaces this table. At length 0 the draft model still reads the step's
+tokens, so its KV cache is complete when drafting resumes.
 """
 
 import functools
@@ -18,14 +19,14 @@ from rollout.engines.vllm.drafts.drafter import VerifiedDrafts
 from rollout.engines.vllm.step_records import SampledTokens, StepResult
 
 NULL_BLOCKS = 1
-"""Blocks of the KV cache that vLLM sets aside as placeholders."""
+"""KV cache blocks that vLLM reserves as placeholders."""
 STEPS_BEHIND = 3
-"""Most steps after a decision whose drafts were made before it: the scheduler is a step ahead of the results,
-and the drafts that are made at a step are verified in the next one."""
+"""Maximum steps after a decision that still verify older drafts: the scheduler runs one step ahead of the
+results, and drafts of a step are verified in the next step."""
 
 
 def make_scheduler(**arguments: Any) -> Any:
-    """Make vLLM's scheduler with these arguments, as vLLM would; its engine process calls this once."""
+    """Create vLLM's scheduler with its own arguments; the engine process calls this once."""
     from vllm.v1.core.sched.async_scheduler import AsyncScheduler
     from vllm.v1.core.sched.scheduler import Scheduler
     from vllm.v1.engine.core import EngineCore
@@ -40,11 +41,12 @@ def make_scheduler(**arguments: Any) -> Any:
 
 
 def separate_prefixes(core: Any, manager: Any) -> None:
-    """Have requests that begin take prefixes that the live weights computed, and no others.
+    """Let starting requests use only prefixes computed with the live weights.
 
     Args:
-        core: vLLM's class EngineCore: calls of the ranks pass through it, and requests as they arrive.
-        manager: vLLM's KVCacheManager, asked for the prefix of a request as it begins, or begins again.
+        core: vLLM's class EngineCore, which handles calls of the ranks and incoming requests.
+        manager: vLLM's KVCacheManager, which is queried for the prefix of a request when it starts or
+            restarts.
     """
     call, receive, find = core.collective_rpc, core.preprocess_add_request, manager.get_computed_blocks
     live = "0"
@@ -60,7 +62,7 @@ def separate_prefixes(core: Any, manager: Any) -> None:
 
     @functools.wraps(receive)
     def preprocess_add_request(core: Any, request: Any) -> Any:
-        request.cache_salt = live  # hashed in another thread, as a rule for good
+        request.cache_salt = live  # hashed in another thread; usually still valid at the start
         return receive(core, request)
 
     def get_computed_blocks(request: Any) -> Any:
@@ -75,11 +77,12 @@ def separate_prefixes(core: Any, manager: Any) -> None:
 
 
 def record_tokens(core: Any, scheduler: Any) -> None:
-    """Have a scheduler record the tokens that it accepts, and vLLM's engine process answer about them.
+    """Let the scheduler record accepted tokens, and let vLLM's engine process return the records.
 
     Args:
         core: vLLM's class EngineCore, whose methods the starting process can call.
-        scheduler: vLLM's scheduler. Where it counts statistics every token leaves at once, as these count so.
+        scheduler: vLLM's scheduler. If it logs statistics, every token is sent immediately, because the
+            statistics count sent tokens.
     """
     from vllm.sampling_params import RequestOutputKind
 
@@ -114,7 +117,7 @@ def record_tokens(core: Any, scheduler: Any) -> None:
 
 
 def switch_drafts(scheduler: Any, switch: DraftSwitch) -> None:
-    """Have a scheduler ask for drafts only while `switch` wants them."""
+    """Let a scheduler request drafts only while `switch` allows them."""
     lengths, update = scheduler.dynamic_sd_lookup, scheduler.update_from_output
     none = [0] * len(lengths)
 

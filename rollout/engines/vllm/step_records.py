@@ -1,9 +1,9 @@
-"""Records the log-probabilities and versions of the tokens that vLLM's scheduler accepts.
+"""Records log-probabilities and versions of the tokens that vLLM's scheduler accepts.
 
-It runs in the thread of the scheduler. A worker marks the result of each step with what `StepResult` holds;
-vLLM's own log-probabilities would be objects of each token that pass through two processes. Whoever asked for
-a request waits for its end, so the tokens between its first and its last are kept here until then: each
-message costs the engine process and ours time at every step.
+The code runs in the scheduler's thread. Workers attach a `StepResult` to the result of each step, because
+vLLM's own log-probabilities are one object per token that passes through two processes. Tokens between a
+request's first and last are held back until its end, because each message costs both processes time at every
+step.
 """
 
 from array import array
@@ -15,32 +15,33 @@ import numpy as np
 from numpy.typing import NDArray
 
 KEPT_BYTES = 128 << 20
-"""Memory of ended requests whose tokens can be fetched: one may be aborted as its last message leaves."""
+"""Memory limit for records of ended requests. They can still be fetched, because a request may be aborted
+while its last message is sent."""
 ENTRY_BYTES = 512
-"""Memory of such a request without its tokens."""
+"""Memory of such a record without its tokens, bytes."""
 RECORD = "tether_record"
-"""Key, in what vLLM passes on with a request's last tokens, of its log-probabilities and marks."""
+"""Key of log-probabilities and marks in the data that vLLM passes along with a request's last tokens."""
 _RESULT = "tether_result"
 
 Marks = list[tuple[int, int]]
-"""(First token, version), of which the last one for a token counts."""
+"""(first token, version); for equal indices the last mark counts."""
 Packed = tuple[bytes, bytes, Marks]
 """Record of a request: token ids as int32, log-probabilities as float32, and marks."""
 
 
 class StepResult(NamedTuple):
-    """Log-probabilities of a step, and their version, which a worker adds to its result."""
+    """Log-probabilities of a step and their version, attached to its result by a worker."""
 
     version: int
     """Version that was live when the step was launched."""
     logprobs: NDArray[np.float32]
-    """[N] of all requests, one after the other."""
+    """[N] log-probabilities of all requests, concatenated."""
     starts: Sequence[int] | None
-    """[B], where each request's log-probabilities begin. None: [B] of them, one a request."""
+    """[B] start of each request's log-probabilities; None: one per request."""
 
     @staticmethod
     def take(output: Any, version: int) -> Any:
-        """Replace the log-probabilities of vLLM's ModelRunnerOutput by ours, and return it."""
+        """Replace the log-probabilities in vLLM's ModelRunnerOutput with a `StepResult`; return it."""
         if (found := getattr(output, "logprobs", None)) is not None:
             starts = getattr(found, "cu_num_generated_tokens", None)
             setattr(output, _RESULT, StepResult(version, found.logprobs[:, 0], starts))
@@ -49,42 +50,42 @@ class StepResult(NamedTuple):
 
     @staticmethod
     def of(output: Any) -> "StepResult | None":
-        """Return the result that `take` left in a ModelRunnerOutput; None: no token was sampled."""
+        """Return the result attached by `take`; None if no token was sampled."""
         return getattr(output, _RESULT, None)
 
 
 class SampledTokens:
-    """Tokens of every request, with log-probabilities and versions, and the answers that have to leave now.
+    """Tokens of every request with log-probabilities and versions; decides which answers are sent now.
 
-    Results come in the order of their steps. A request is known by a number of ours, at the front of its id:
-    vLLM appends random characters.
+    Results arrive in step order. Requests are identified by the number at the start of their id, because vLLM
+    appends random characters.
     """
 
     def __init__(self, kept_bytes: int = KEPT_BYTES) -> None:
         self._kept_bytes = kept_bytes
         self._bytes = 0
-        """Memory of `_finished`."""
+        """Memory of `_finished`, bytes."""
         self._version = -1
         """Version of the last result."""
         self._running: dict[str, _RequestTokens] = {}
-        """By id."""
+        """Request id -> tokens."""
         self._ids: dict[str, str] = {}
-        """Number -> id, of running requests."""
+        """Number -> id of running requests."""
         self._finished: OrderedDict[str, Packed] = OrderedDict()
-        """By number."""
+        """Number -> record of ended requests."""
 
     def begin(self, request: Any, *, waits: bool) -> None:
-        """Record a request from now on.
+        """Start recording a request.
 
         Args:
             request: vLLM's Request.
-            waits: whether its tokens are wanted at its end alone.
+            waits: whether the request's tokens are needed only at the request's end.
         """
         self._running[request.request_id] = _RequestTokens(request, self._version, waits)
         self._ids[_number(request.request_id)] = request.request_id
 
     def end(self, request_ids: Iterable[str]) -> None:
-        """Keep the records of requests that have ended, and earlier ones while there is room."""
+        """Store the records of ended requests; evict old records beyond the memory limit."""
         while self._bytes > self._kept_bytes:
             self._bytes -= _size(self._finished.popitem(last=False)[1])
         for request_id in request_ids:
@@ -96,13 +97,13 @@ class SampledTokens:
                 self._bytes += _size(packed)
 
     def add(self, result: StepResult | None, rows: Mapping[str, int], answers: Sequence[Any]) -> list[Any]:
-        """Record the tokens that the scheduler accepted of a step, and return the answers that cannot wait.
+        """Record the accepted tokens of a step; return the answers that must be sent now.
 
-        These have all tokens that were kept back until now. The last one of a request has its record.
+        A sent answer contains all tokens held back so far. The last answer of a request contains its record.
 
         Args:
-            result: of the step; None: no token was sampled.
-            rows: id -> row of the request in the result.
+            result: result of the step; None: no token was sampled.
+            rows: request id -> row of the request in the result.
             answers: vLLM's EngineCoreOutputs of the requests.
         """
         values, starts = [], None
@@ -110,7 +111,7 @@ class SampledTokens:
             values, starts = result.logprobs.tolist(), result.starts
             self._mark(result.version)
         running, leaving = self._running, []
-        for answer in answers:  # every token passes here, in the process that limits small models
+        for answer in answers:  # hot path: every token passes here, in the process that limits small models
             name = answer.request_id
             record = running.get(name)
             if record is None:
@@ -137,19 +138,19 @@ class SampledTokens:
         return leaving
 
     def _mark(self, version: int) -> None:
-        """Note that the tokens that come next are of `version`."""
+        """Set the version of the following tokens."""
         if version != self._version:
             self._version = version
             for record in self._running.values():
                 record.marks.append((len(record.logprobs), version))
 
     def pop(self, name: str) -> Packed | None:
-        """Return and forget the record of a request; one that runs is not recorded any more.
+        """Return and remove the record of a request; recording of a running request stops.
 
         Args:
-            name: the request's id, with or without the characters that vLLM appends.
+            name: request id, with or without vLLM's suffix.
 
-        Returns: None if there was no such request, it was fetched before, or ended too long ago.
+        Returns: None if the request is unknown, was already fetched, or was evicted.
         """
         number = _number(name)
         if number in self._ids:
@@ -167,13 +168,13 @@ class _RequestTokens:
     def __init__(self, request: Any, version: int, waits: bool) -> None:
         self._request, self.waits = request, waits
         self._sent = 0
-        """Tokens that have left."""
+        """Number of sent tokens."""
         self.logprobs = array("f")
         self.append = self.logprobs.append
         self.marks: Marks = [(0, version)]
 
     def unsent(self) -> list[int]:
-        """Return the tokens that have not left, which leave now."""
+        """Return the tokens not sent yet, and mark them as sent."""
         tokens: list[int] = self._request.output_token_ids[self._sent :]
         self._sent += len(tokens)
         return tokens
@@ -188,5 +189,5 @@ def _size(packed: Packed) -> int:
 
 
 def _number(request_id: str) -> str:
-    """Return our own number from the front of an id."""
+    """Return the number at the start of an id."""
     return request_id.partition(":")[0]

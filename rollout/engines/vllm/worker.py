@@ -1,12 +1,12 @@
 """Stages, commits and records token versions inside vLLM's workers.
 
-vLLM gets `WorkerExtension` as `worker_extension_cls`; its methods are called by `collective_rpc`. Such a call
-runs between two steps, in the thread that runs the model, on all ranks at the same step. Staging has a thread
-of its own and is requested over a socket of each rank, so that staging and steps do not wait for each other.
+vLLM gets `WorkerExtension` as `worker_extension_cls` and calls its methods through `collective_rpc`. These
+calls run between two steps, in the model's thread, at the same step on all ranks. Staging runs in its own
+thread and is requested over each rank's socket, so staging and steps do not block each other.
 
-Importing this module in a worker ties the worker's life to the process that started the engine, and on a CPU
-keeps vLLM from repacking weights. Both must happen before the model is loaded, so this must be the
-first of our modules that vLLM imports.
+Importing this module in a worker ties the worker's life to the process that started the engine, and on CPU
+keeps vLLM from repacking weights. Both must happen before the model is loaded. This must therefore be the
+first module of this project that vLLM imports.
 """
 
 import logging
@@ -45,10 +45,10 @@ log = logging.getLogger("tether.rollout")
 
 
 class WorkerExtension:
-    """Mixin of vLLM's worker class, which has `model_runner` and `vllm_config`.
+    """Mixin of vLLM's worker class, which provides `model_runner` and `vllm_config`.
 
-    It holds this rank's staging (`_tether`), the version whose weights are live (`_tether_version`), and the
-    profile of its steps (`_tether_profile`).
+    It holds this rank's staging (`_tether`), the live version (`_tether_version`), and the step profile
+    (`_tether_profile`).
     """
 
     def tether_install(
@@ -61,20 +61,18 @@ class WorkerExtension:
         directory: str,
         shared: str,
     ) -> dict[str, Any]:
-        """Trace the loader, calibrate, and record the scheduler's steps from now on.
+        """Trace the loader, calibrate, and start recording the scheduler's steps.
 
         Args:
-            shapes: shapes of the published tensors: the model's, or its `adapter`'s.
-            architecture: class of the model in transformers, as in its config.json.
-            adapter: whether versions bring an adapter instead of the model's weights.
-            staging: see `EngineConfig`.
-            staging_mb: see `EngineConfig`.
-            directory: where this rank creates the socket over which it is asked to stage.
-            shared: file that describes the live weights to a trainer that computes with them; empty:
-                there is none.
+            shapes: name -> shape of the published tensors of the model or its adapter.
+            architecture: class name of the model in transformers, from its config.json.
+            adapter: whether versions contain an adapter instead of the model's weights.
+            staging, staging_mb: see `EngineConfig`.
+            directory: directory in which this rank creates its staging socket.
+            shared: file that describes the live weights to a trainer that computes with them; empty: none.
 
-        Returns: {"pid", "parent", "error"}, and without an error {"bytes", "unplaced", "draft"}: the digest
-        of the tensors that draft and that no version changes; None: there are none.
+        Returns: {"pid", "parent", "error"}, and without an error {"bytes", "unplaced", "draft"}. "draft" is
+        the digest of draft tensors that no version changes, or None.
         """
         sizes = {name: tuple(shape) for name, shape in shapes.items()}
         try:
@@ -114,7 +112,7 @@ class WorkerExtension:
     def tether_call(self, number: int, method: str, arguments: Sequence[Any]) -> Answer:
         """Return a method's answer to a numbered call.
 
-        It never raises: vLLM would leave the answers of the other ranks for the next call, as its own.
+        It never raises: the other ranks' answers would then be taken for those of the next call.
         """
         try:
             return number, "", getattr(self, f"tether_{method}")(*arguments)
@@ -127,9 +125,9 @@ class WorkerExtension:
         self._tether.divide(nowhere)
 
     def tether_commit(self, manifest: bytes) -> dict[str, Any]:
-        """Copy the staged version over the live weights; tokens from the next step on are of that version.
+        """Copy the staged version over the live weights; tokens of later steps have this version.
 
-        Returns: a `RankCommit` as plain values, since vLLM carries it.
+        Returns: a `RankCommit` as plain values, which vLLM can serialize.
         """
         decoded = msgspec.msgpack.decode(manifest, type=WeightManifest)
         result = self._tether.commit(decoded)
@@ -138,17 +136,17 @@ class WorkerExtension:
         return msgspec.to_builtins(result)
 
     def tether_rename(self, version: int) -> None:
-        """Count tokens from the next step on as sampled under `version`."""
+        """Record tokens of later steps under `version`."""
         self._tether_version = version
 
     def tether_profile(self, file: str, steps: int) -> None:
-        """Watch the next steps of this rank, see `Engine.profile`."""
+        """Profile the next steps of this rank, see `Engine.profile`."""
         self._tether_profile.begin_or_end(file, self.rank, steps)  # type: ignore[attr-defined]
 
     def tether_sleep(self, level: int) -> str:
-        """Release the memory of the staging copy and vLLM's own; return why not, or "".
+        """Release the memory of the staging copy and of vLLM; return the reason of a refusal, or "".
 
-        vLLM's level 2 discards the weights, level 1 keeps them in host memory.
+        vLLM's level 2 discards the weights; level 1 keeps them in host memory.
         """
         refusal = self._tether.sleep()
         if not refusal:
@@ -156,12 +154,12 @@ class WorkerExtension:
         return refusal
 
     def tether_wake(self) -> str:
-        """Take the memory again; the live weights come with the next commit. Return why not, or ""."""
+        """Reallocate the memory; the next commit provides the weights. Return why it failed, or ""."""
         self.wake_up(None)  # type: ignore[attr-defined]
         return self._tether.wake()
 
     def tether_live_digest(self) -> tuple[bool, int]:
-        """Return whether this rank has all of the live weights, and the digest of what it has."""
+        """Return (whether this rank holds all live weights, digest of the weights it holds)."""
         return self._tether.live_digest()
 
 
@@ -204,7 +202,7 @@ def _shared_staging(
     shared, buffers = share_parameters(
         model, {name: tensor for name, tensor in model.named_buffers() if name.endswith(ROTARY)}
     )
-    worker._tether_shared = shared  # keeps the memory mapped
+    worker._tether_shared = shared  # keep the memory mapped
     with set_current_vllm_config(worker.vllm_config):
         if processed := vllm_processings(model, worker.vllm_config, ()):
             raise EngineSettingsError(
@@ -244,11 +242,11 @@ def _profile_steps(runner: Any, profile: StepProfile) -> None:
 
 
 def _mark_results(runner: Any, live: Callable[[], int]) -> None:
-    """Mark the results of vLLM's model runner with the version that sampled them.
+    """Attach the sampling version to the results of vLLM's model runner.
 
-    A step is launched by `execute_model` and `sample_tokens`, one after the other, between two calls of
-    methods of ours. So the version of its tokens is the one that is live then, also where the scheduler is a
-    step ahead and asks for the result when the next step, or a commit, has been launched behind it.
+    A step is launched by `execute_model` and `sample_tokens` between two extension calls. Its tokens
+    therefore have the version that is live at this time. This also holds if the scheduler runs a step ahead
+    and fetches the result after the next step or a commit was launched.
     """
     if not hasattr(runner, "sample_tokens"):
         raise EngineSettingsError(
@@ -258,7 +256,7 @@ def _mark_results(runner: Any, live: Callable[[], int]) -> None:
 
     def sample_tokens(*args: Any, **kwargs: Any) -> Any:
         output, version = sample(*args, **kwargs), live()
-        if hasattr(output, "get_output"):  # asynchronous scheduling: the result is waited for later
+        if hasattr(output, "get_output"):  # asynchronous scheduling fetches the result later
             wait = output.get_output
             output.get_output = lambda: StepResult.take(wait(), version)
             return output
@@ -268,7 +266,7 @@ def _mark_results(runner: Any, live: Callable[[], int]) -> None:
 
 
 def _end_after(owner: int, engine: int) -> None:
-    """End this process, and vLLM's engine process, which is its parent."""
+    """End this process and its parent, vLLM's engine process."""
     if engine != owner and engine == os.getppid():
         os.kill(engine, signal.SIGKILL)
     os._exit(1)

@@ -1,1 +1,1 @@
-"""Plays environments that other projects define."""
+"""Adapters for environments of other projects."""

@@ -1,8 +1,8 @@
-"""Has a program solve tasks of Harbor in sandboxes, and scores it by the tests of each task.
+"""Runs a program on Harbor tasks in sandboxes, and scores it with each task's tests.
 
-A task is a directory: `task.toml`, `instruction.md`, `tests/test.sh`. The program of the options is started
-as `command` starts it. When it has ended, `tests/` is written to /tests, `bash /tests/test.sh` is run, and
-the reward is in /logs/verifier/reward.txt or reward.json. This program writes the prompts:
+A task is a directory with `task.toml`, `instruction.md` and `tests/test.sh`. The program starts as in
+`command`. After its end, `tests/` is copied to /tests, `bash /tests/test.sh` runs, and the reward is read
+from /logs/verifier/reward.txt or reward.json. This module also writes the prompts:
 
     python -m rollout.environments.third_party.harbor DIRECTORY-OF-TASKS PROMPTS.jsonl
 """
@@ -29,10 +29,10 @@ from rollout.sandboxes.registry import PROCESS
 
 TESTS, LOGS, VERIFIER = "/tests", "/logs", "/logs/verifier"
 PLACES = (TESTS, LOGS)
-"""Directories of a sandbox that tests may write."""
+"""Sandbox directories that tests may write."""
 TEST_FILE = "tests/test.sh"
 FIELD = "harbor"
-"""Field of a prompt: the task's directory."""
+"""Prompt field with the task's directory."""
 NO_NETWORK = "no-network"
 CLEARED = f"""
 set -e
@@ -42,15 +42,15 @@ find {TESTS} -mindepth 1 -delete
 [ -z "$(ls -A {TESTS})" ]
 mkdir {VERIFIER}
 """
-"""Removes files of a program where the tests are and where they write; fails if one stays."""
+"""Deletes the program's files from the test and verifier directories; fails if a file remains."""
 NONE: Mapping[str, str] = MappingProxyType({})
 TEST_S = 600.0
-"""Seconds of the tests where a task says no other time."""
+"""Default timeout of a task's tests, seconds."""
 MAX_REWARD = 1 << 16
-"""Bytes of a reward."""
+"""Maximum size of a reward file, bytes."""
 UNKNOWN = ("steps", "artifacts")
 UNKNOWN_HERE = ("gpus", "tpu", "mcp_servers", "skills_dir", "healthcheck", "env", "workdir")
-"""Settings of a task, and of its environment, that this environment does not have."""
+"""Unsupported settings of a task and of its environment."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,23 +58,23 @@ class Options(command.Options):
     """Options of `harbor`."""
 
     offline: bool = False
-    """Whether tasks that ask for the internet are played without it, since their tests do not need it."""
+    """Whether to run tasks that ask for internet access without it, because their tests do not need it."""
 
 
 @dataclass(frozen=True)
 class HarborTask:
-    """A task's directory."""
+    """Parsed task directory."""
 
     path: Path
     image: str
-    """Image that it names; may be empty."""
+    """Image named by the task; may be empty."""
     test_s: float
     variables: dict[str, str]
-    """Environment variables of its tests."""
+    """Environment variables of the tests."""
 
 
 class HarborProgram(SandboxedProgram):
-    """A program, and behind it the tests of its task, in one sandbox."""
+    """Program followed by the tests of its task, in one sandbox."""
 
     offline = False
 
@@ -103,10 +103,10 @@ class Harbor(command.Command):
         self._offline = options.offline
 
     def configured(self, config: EnvironmentConfig) -> None:
-        """Learn where programs run.
+        """Set up the sandbox.
 
         Raises:
-            SettingsError: that is no sandbox, or it lacks a thing that an option asks for.
+            SettingsError: the sandbox is `process`, is unknown, or does not support a configured option.
         """
         if config.sandbox.name == PROCESS:
             raise SettingsError(
@@ -123,14 +123,14 @@ class Harbor(command.Command):
 
 
 def read_task(path: Path, *, offline: bool) -> HarborTask:
-    """Return a task.
+    """Return the task in a directory.
 
     Args:
-        path: its directory.
-        offline: whether one that asks for the internet is taken, too.
+        path: task directory.
+        offline: whether to accept tasks that ask for internet access.
 
     Raises:
-        SettingsError: it is none, or has a setting that cannot be followed; names it.
+        SettingsError: the directory is not a task, or has an unsupported setting; the message names it.
     """
     try:
         settings = tomllib.loads((path / "task.toml").read_text("utf-8"))
@@ -160,10 +160,10 @@ def read_task(path: Path, *, offline: bool) -> HarborTask:
 
 
 async def tested(sandbox: Sandbox, task: HarborTask) -> float:
-    """Return the reward that a task's tests write in the sandbox where its program has ended.
+    """Run a task's tests in the sandbox after the program has ended; return the reward.
 
     Raises:
-        RuntimeError: they wrote none, or took too long, or files of the program cannot be removed.
+        RuntimeError: the tests wrote no reward or timed out, or files of the program cannot be deleted.
         SandboxDied: the sandbox has ended.
     """
     cleared = await _ran(sandbox, ("sh", "-c", CLEARED))
@@ -193,7 +193,7 @@ def _said(ended: Executed) -> str:
 
 
 def _reward(name: str, data: bytes) -> float:
-    """Return the reward in a file: a number, or in an object `reward`, or its only number."""
+    """Return the reward in a file: a number, or an object with `reward` or with a single number."""
     try:
         found = json.loads(data)
         if isinstance(found, dict):

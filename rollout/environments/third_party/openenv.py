@@ -1,9 +1,9 @@
-"""Plays an environment that an OpenEnv server has: each turn of the model is an action.
+"""Plays an environment of an OpenEnv server; each model turn is an action.
 
-An episode is a connection to `URL/ws`: {"type": "reset", "data": ...} and {"type": "step", "data": ACTION}
-are answered by {"type": "observation", "data": {"observation", "reward", "done"}}. The prompt's metadata
-`reset` are the arguments of the reset. The prompt shows the first observation; this program asks a server
-for it:
+An episode is a WebSocket connection to `URL/ws`. {"type": "reset", "data": ...} and {"type": "step", "data":
+ACTION} are answered by {"type": "observation", "data": {"observation", "reward", "done"}}. The prompt's
+metadata `reset` contains the reset arguments. The prompt is the first observation; this module requests it
+from a server:
 
     python -m rollout.environments.third_party.openenv URL PROMPTS.jsonl COUNT [FIELD]
 """
@@ -25,9 +25,9 @@ from protocol.errors import SettingsError
 from rollout.environments.episode import Episode, EpisodeEnvironment
 
 MAX_ANSWER = 16 << 20
-"""Bytes of an answer."""
+"""Maximum size of a reply, bytes."""
 WRONG_ACTION = "VALIDATION_ERROR"
-"""Code of an error that is the model's."""
+"""Error code of an invalid action of the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,30 +35,30 @@ class Options:
     """Options of `openenv`."""
 
     url: str = ""
-    """Where the server listens, such as http://127.0.0.1:8000."""
+    """URL of the server, such as http://127.0.0.1:8000."""
     action: str = "message"
-    """Field of an action that is the model's turn. Empty: the turn is the action, as a JSON object."""
+    """Action field that gets the model's turn. Empty: the turn itself is the action, as a JSON object."""
     observation: str = ""
-    """Field of an observation that the model is shown. Empty: all of it, as JSON."""
+    """Observation field shown to the model. Empty: the whole observation as JSON."""
     turn_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
-    """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
+    """Maximum sampled tokens per turn. 0: `sampling.max_tokens`."""
     step_s: Annotated[float, Interval(gt=0, le=1e6)] = 60.0
-    """How long a reset or a step may take, seconds; a longer one fails the episode."""
+    """Timeout of a reset or step, seconds; a timeout fails the episode."""
 
 
 class OpenEnvSession:
-    """A connection to a server, which keeps one environment for it."""
+    """Connection to a server, which holds one environment."""
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, options: Options) -> None:
         self._socket, self._options = socket, options
 
     async def asked(self, kind: str, data: dict[str, Any]) -> tuple[str, float | None, bool]:
-        """Return the text of an observation, its reward, and whether the episode is over.
+        """Send a message; return (observation text, reward, whether the episode is over).
 
         Raises:
-            ValueError: the server refuses the action; says why.
-            RuntimeError: the server does not answer, or by another error, or by no observation.
-            SettingsError: the observation has no such field as the model is to be shown.
+            ValueError: the server rejects the action; the message contains its reason.
+            RuntimeError: the server does not reply, or replies with another error or without an observation.
+            SettingsError: the observation lacks the configured field.
         """
         url = self._options.url
         try:
@@ -97,7 +97,7 @@ class OpenEnv(EpisodeEnvironment):
         super().__init__(self._play)
 
     async def _play(self, episode: Episode) -> float | None:
-        """Play one episode, and return the sum of its rewards; None if it had none."""
+        """Play one episode; return the sum of its rewards, or None if it had none."""
         async with connected(self._options) as session:
             _, reward, done = await session.asked("reset", dict(episode.metadata.get("reset", {})))
             while not done:
@@ -108,7 +108,7 @@ class OpenEnv(EpisodeEnvironment):
             return _sum(episode.reward, reward)
 
     async def _step(self, session: OpenEnvSession, turn: str) -> tuple[str, float | None, bool]:
-        """Act by a turn of the model; one that is no action is answered with the error."""
+        """Execute a model turn as an action; invalid actions return the error as an observation."""
         try:
             action = {self._options.action: turn} if self._options.action else json.loads(turn)
             if isinstance(action, dict):
@@ -122,10 +122,10 @@ class OpenEnv(EpisodeEnvironment):
 
 @asynccontextmanager
 async def connected(options: Options) -> AsyncIterator[OpenEnvSession]:
-    """Have a connection for one episode.
+    """Open a connection for one episode.
 
     Raises:
-        RuntimeError: the server does not answer.
+        RuntimeError: the server does not reply.
     """
     async with aiohttp.ClientSession() as client:
         try:
@@ -153,7 +153,7 @@ def _sum(before: float | None, reward: float | None) -> float | None:
 
 
 async def write_prompts(url: str, path: Path, count: int, field: str) -> None:
-    """Write the first observation under each seed below `count` as a prompt."""
+    """Write the first observation for each seed below `count` as a prompt."""
     options, lines = Options(url, observation=field), []
     for seed in range(count):
         async with connected(options) as session:

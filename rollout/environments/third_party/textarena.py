@@ -1,6 +1,6 @@
-"""Plays single-player games of textarena; prompts come from the source `textarena`.
+"""Plays single-player games of textarena, with prompts from the source `textarena`.
 
-The reward is the game's own, as a rule between 0 and 1, and -1 for moves against the rules.
+The reward is the game's own: usually between 0 and 1, and -1 for illegal moves.
 """
 
 from dataclasses import dataclass
@@ -18,13 +18,13 @@ class Options:
     """Options of `textarena`."""
 
     turn_tokens: Annotated[int, Interval(ge=0, le=10**7)] = 0
-    """Tokens that the model may sample per turn. 0: `sampling.max_tokens`."""
+    """Maximum sampled tokens per turn. 0: `sampling.max_tokens`."""
     truncated_reward: Annotated[float, Interval(ge=-1e6, le=1e6)] = 0.0
-    """Reward of a game that `environment.max_turns` or `engine.max_model_len` ends."""
+    """Reward of a game truncated by `environment.max_turns` or `engine.max_model_len`."""
 
 
 class TextArena:
-    """Plays one game with each episode."""
+    """Player of one game per episode."""
 
     def __init__(self, options: Options) -> None:
         self._options = options
@@ -33,8 +33,8 @@ class TextArena:
         """Play the prompt's game to its end.
 
         Raises:
-            SettingsError: the prompt is not one of the source `textarena`.
-            EpisodeError: the game does not begin as the prompt says.
+            SettingsError: the prompt is not from the source `textarena`.
+            EpisodeError: the game's opening differs from the prompt.
         """
         try:
             name, seed = str(episode.metadata["game"]), int(episode.metadata["seed"])

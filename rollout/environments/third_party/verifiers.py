@@ -1,9 +1,9 @@
-"""Has an environment server of the package `verifiers` run each sample, over ZeroMQ.
+"""Runs each sample in an environment server of the package `verifiers`, over ZeroMQ.
 
-The server (`verifiers.v1.serve`) is a process of its own, with a Python environment of its own; this process
-does not import the package. Each sample has a connection: three frames (request id, "run", MessagePack),
-which are answered by frames (request id, kind, MessagePack). Kind "delta" has the changes of a trace; "reply"
-ends the episode. A cancelled sample sends "cancel".
+The server (`verifiers.v1.serve`) is a separate process with its own Python environment; this process does not
+import the package. Each sample opens a connection and sends three frames (request id, "run", MessagePack).
+The replies are frames (request id, kind, MessagePack). Kind "delta" contains changes of a trace; "reply" ends
+the episode. A cancelled sample sends "cancel".
 """
 
 import functools
@@ -23,16 +23,16 @@ from rollout.environments.session import SessionEnvironment, SessionOptions, Tas
 from rollout.off_loop import off_loop
 
 MAX_FRAME = 1 << 28
-"""Bytes of a frame; a larger one ends the connection."""
+"""Maximum size of a frame, bytes; a larger frame closes the connection."""
 LINGER_MS = 1000
-"""How long a cancellation may take to leave, milliseconds."""
+"""Time for sending a cancellation before the socket closes, milliseconds."""
 MAX_SHOWN = 300
-"""Characters of a server's error that are shown."""
+"""Characters of a server error to show."""
 NO_VARIABLE = "TETHER_SESSION_KEY"
-"""Names no variable of the server: each task has a key of its own. The package replaces one of the headers
-that have it, by API."""
+"""Name of an unset variable on the server, because each task has its own key. Headers contain the key; the
+package overwrites one of them, depending on the API."""
 MAX_SOCKETS = 1 << 16
-"""Samples at once."""
+"""Maximum concurrent samples."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,14 +40,14 @@ class Options(SessionOptions):
     """Options of `verifiers`."""
 
     address: str = ""
-    """Where the environment server listens, such as tcp://127.0.0.1:5000."""
+    """Address of the environment server, such as tcp://127.0.0.1:5000."""
     silence_s: Annotated[float, Interval(ge=0.1, le=1e6)] = 60.0
-    """How long the server may be silent before it is asked whether it is there, and then to answer that,
-    seconds. After twice this time the sample has failed."""
+    """Seconds of silence before the server gets a health request. After twice this time without a message,
+    the sample fails."""
 
 
 class TraceReward(msgspec.Struct, frozen=True):
-    """One of the rewards of a trace."""
+    """Reward entry of a trace."""
 
     score: float
     weight: float = 1.0
@@ -61,10 +61,10 @@ class TraceError(msgspec.Struct, frozen=True):
 
 
 class TraceValues(msgspec.Struct, frozen=True):
-    """The values of a trace that changed."""
+    """Changed values of a trace."""
 
     rewards: dict[str, TraceReward | None] | UnsetType = UNSET
-    """None: it was not computed."""
+    """None: the reward was not computed."""
     ok: bool | UnsetType = UNSET
 
 
@@ -73,26 +73,26 @@ class TraceDelta(msgspec.Struct, frozen=True):
 
     trace: str
     discard: bool = False
-    """Whether the trace is void: another attempt replaces it."""
+    """Whether the trace is invalid because another attempt replaces it."""
     values: TraceValues = msgspec.field(default_factory=TraceValues, name="set")
     errors: tuple[TraceError, ...] = ()
 
 
 class EpisodeHead(msgspec.Struct, frozen=True):
-    """Fields of an episode other than its traces."""
+    """Fields of an episode except its traces."""
 
     ok: bool
     errors: tuple[TraceError, ...] = ()
 
 
 class TraceSummary(msgspec.Struct, frozen=True):
-    """Names a trace of the finished episode."""
+    """Reference to a trace of the finished episode."""
 
     id: str
 
 
 class Reply(msgspec.Struct, frozen=True):
-    """The answer to a request."""
+    """Reply to a request."""
 
     success: bool
     error: str | None = None
@@ -101,7 +101,7 @@ class Reply(msgspec.Struct, frozen=True):
 
 
 class EpisodeReading:
-    """Reader of a server's frames about one episode."""
+    """Accumulator of a server's frames about one episode."""
 
     def __init__(self) -> None:
         self._rewards: dict[str, dict[str, TraceReward | None]] = {}
@@ -109,7 +109,7 @@ class EpisodeReading:
         self._errors: list[TraceError] = []
 
     def apply(self, delta: TraceDelta) -> None:
-        """Note a change."""
+        """Apply a change."""
         if delta.discard:
             self._rewards.pop(delta.trace, None)
             self._broken.discard(delta.trace)
@@ -123,7 +123,7 @@ class EpisodeReading:
             self._broken.add(delta.trace)
 
     def reward(self, reply: Reply) -> float | None:
-        """Return the weighted sum of the rewards of the episode's trace, None if it has none.
+        """Return the weighted sum of the rewards of the episode's trace; None if it has no rewards.
 
         Raises:
             RuntimeError: the episode failed, a reward was not computed, or there is not exactly one trace.
@@ -147,7 +147,7 @@ class EpisodeReading:
 
 
 class EnvironmentServer(SessionEnvironment):
-    """Sends each task to an environment server."""
+    """Environment that sends each task to an environment server."""
 
     def __init__(self, options: Options) -> None:
         super().__init__(options)
@@ -180,14 +180,14 @@ class EnvironmentServer(SessionEnvironment):
             connection.close()
 
     async def close(self) -> None:
-        """Close connections, and stop serving."""
+        """Close all connections, and stop the endpoint."""
         if self._context is not None:
             self._context.destroy(linger=LINGER_MS)
             self._context = None
         await super().close()
 
     async def _read_reward(self, connection: zmq.asyncio.Socket, run: bytes) -> float | None:
-        """Read until the reply to the run. Raises RuntimeError if the server is silent or says garbage."""
+        """Return the reward in the run's reply. Raises RuntimeError on silence or an invalid frame."""
         address, silence_s = self._options.address, self._options.silence_s
         reading, is_asked = EpisodeReading(), False
         while True:
@@ -218,7 +218,7 @@ class EnvironmentServer(SessionEnvironment):
 
 
 def _decoded(kind: bytes, data: bytes) -> TraceDelta | Reply:
-    """Return a decoded frame. Raises ValueError, ProtocolError or RecursionError if it is garbage."""
+    """Return a decoded frame. Raises ValueError, ProtocolError or RecursionError for garbage."""
     check_shape(data)
     if kind == b"delta":
         return msgspec.msgpack.decode(data, type=TraceDelta)
@@ -226,7 +226,7 @@ def _decoded(kind: bytes, data: bytes) -> TraceDelta | Reply:
 
 
 def run_request(task: Task) -> dict[str, Any]:
-    """Return the request for a sample: the prompt's metadata are the fields of its task."""
+    """Return the request for a sample; the prompt's metadata become fields of the task."""
     prompt = task.prompt
     text: Any = prompt.text
     if prompt.messages:
@@ -245,13 +245,13 @@ def run_request(task: Task) -> dict[str, Any]:
 
 
 def _cancel(connection: zmq.asyncio.Socket, run: bytes) -> None:
-    """Tell the server that a run's result is not awaited any more."""
+    """Send a cancellation for a run whose result is no longer needed."""
     payload = msgspec.msgpack.encode({"request_id": run.decode()})
     plain: zmq.Socket[bytes] = zmq.Socket.shadow(connection.underlying)
     try:
         plain.send_multipart([uuid.uuid4().hex.encode(), b"cancel", payload], zmq.NOBLOCK)
     except zmq.ZMQError:
-        return  # not connected: there is no run to cancel
+        return  # not connected, so there is no run to cancel
 
 
 def _shown(text: str) -> str:

@@ -1,1 +1,1 @@
-"""Runs an episode's commands on a machine of another company, by that company's own client."""
+"""Sandboxes on machines of cloud providers, with the provider's own client."""

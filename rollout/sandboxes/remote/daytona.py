@@ -1,7 +1,7 @@
-"""Runs an episode's commands in a sandbox of Daytona, by its package `daytona`.
+"""Runs an episode's commands in a Daytona sandbox, with the package `daytona`.
 
-The package reads the key DAYTONA_API_KEY. Setting `image` is a snapshot of Daytona, which has Python as
-`python3` (the default one does), `service` the URL of the API where it is not Daytona's own.
+The package reads the key DAYTONA_API_KEY. Setting `image` is a Daytona snapshot with `python3` (the default
+one has it). `service` is the API URL, if it is not Daytona's own.
 """
 
 import ipaddress
@@ -39,7 +39,7 @@ _translated = partial(
 
 
 class DaytonaMachine:
-    """A sandbox of Daytona."""
+    """Sandbox of Daytona."""
 
     def __init__(self, sandbox: AsyncSandbox) -> None:
         self._sandbox = sandbox
@@ -66,10 +66,10 @@ class DaytonaProvider(RemoteProvider):
     """Provider `daytona`."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        """Make the client.
+        """Create the client.
 
         Raises:
-            SettingsError: there is no key.
+            SettingsError: the key is missing.
         """
         super().__init__(config)
         words = {"api_url": config.service} if config.service else {}
@@ -87,7 +87,7 @@ class DaytonaProvider(RemoteProvider):
             os_user="root",
             labels=dict(labels),
             ephemeral=True,
-            auto_stop_interval=0,  # which counts from the last call, and a command may be long
+            auto_stop_interval=0,  # the interval counts from the last call, but a command may run longer
             ttl_minutes=max(1, math.ceil(start.lease_s / 60)),
             **(_reached(host) if host else {"network_block_all": True}),
         )
@@ -103,7 +103,7 @@ class DaytonaProvider(RemoteProvider):
 
 
 def _reached(host: str) -> dict[str, str]:
-    """Return the parameter that lets a machine reach a host alone, an address or a name."""
+    """Return the parameter that restricts a machine's network to one host (address or name)."""
     try:
         return {"network_allow_list": str(ipaddress.ip_network(host))}
     except ValueError:

@@ -1,7 +1,7 @@
-"""Runs an episode's commands in a sandbox of E2B, by its package `e2b`, which reads the key E2B_API_KEY.
+"""Runs an episode's commands in an E2B sandbox, with the package `e2b`, which reads the key E2B_API_KEY.
 
-Setting `image` is the template, which has Python as `python3` (the default one does), `service` the URL of
-the API where it is not E2B's own.
+Setting `image` is the template, with `python3` (the default one has it). `service` is the API URL, if it is
+not E2B's own.
 """
 
 import math
@@ -30,7 +30,7 @@ _translated = partial(
 
 
 class E2BMachine:
-    """A sandbox of E2B."""
+    """Sandbox of E2B."""
 
     def __init__(self, sandbox: AsyncSandbox) -> None:
         self._sandbox = sandbox
@@ -57,7 +57,7 @@ class E2BMachine:
 
 
 class ListedMachine(E2BMachine):
-    """A sandbox whose name alone is known."""
+    """Sandbox known only by its id."""
 
     def __init__(self, name: str, words: Mapping[str, Any]) -> None:
         self._name, self._words = name, words
@@ -75,7 +75,7 @@ class E2BProvider(RemoteProvider):
         self._words = {"request_timeout": CREATE_S, **({"api_url": config.service} if config.service else {})}
 
     async def close(self) -> None:
-        pass  # the package keeps connections for each event loop
+        pass  # the package manages connections per event loop
 
     async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
         network = {"allow_out": [host], "deny_out": [ALL]} if host else {"deny_out": [ALL]}

@@ -1,8 +1,8 @@
-"""Serves a sandbox on a machine of another company, by any client.
+"""Implements a sandbox on a cloud provider's machine, for any client.
 
-Each request is a file on the machine, which `rollout/sandboxes/inside.py` answers by another file, as root;
-commands run as a user without rights, who can read neither. So a command has the same limits as elsewhere;
-memory and disk as a whole are the machine's.
+Each request is a file on the machine. `rollout/sandboxes/inside.py` processes it as root, and writes the
+reply to another file. Commands run as an unprivileged user, who cannot read either file, with the same limits
+as in other sandboxes. Total memory and disk are limited by the machine.
 """
 
 import asyncio
@@ -21,35 +21,35 @@ from rollout.sandboxes.base import SandboxDied, SandboxFull, Start
 from rollout.sandboxes.served import FIRST_UID, GRACE_S, INSIDE, AskedSandbox
 
 FOLDER, WORK = "/tmp/.tether", "/tmp/sandbox"
-"""Directories on the machine: root's, with requests and answers, and the episode's."""
+"""Directories on the machine: root's, with requests and replies, and the episode's."""
 
 
 class RemoteMachine(Protocol):
-    """A machine for one episode. Each call raises `SandboxDied` if it fails."""
+    """Machine for one episode. Every call raises `SandboxDied` if it fails."""
 
     async def run(self, line: str, wall_s: float) -> str:
-        """Run a shell line as root; return what went wrong, empty if its status is 0."""
+        """Run a shell line as root; return the error text, empty if the status is 0."""
 
     async def put(self, path: str, data: bytes) -> None:
         """Write a file as root."""
 
     async def get(self, path: str) -> bytes:
-        """Return a file of root."""
+        """Return the contents of a file as root."""
 
     async def remove(self) -> None:
-        """End the machine; one that has ended is no error."""
+        """End the machine; an already ended machine is not an error."""
 
 
 class RemoteSandbox(AskedSandbox):
-    """Sandbox on a machine."""
+    """Sandbox on a remote machine."""
 
     def __init__(self, machine: RemoteMachine, config: SandboxConfig, folder: ProgramFolder) -> None:
-        """Args: folder: on this host; as long as it is there the worker lives."""
+        """Args: folder: folder on this host, which exists while the worker lives."""
         super().__init__(config.disk_mb << 20)
         self._machine, self._config, self._folder = machine, config, folder
         settings = {
             "work": WORK,
-            "uid": FIRST_UID + secrets.randbelow(1 << 24),  # a kernel counts processes by user
+            "uid": FIRST_UID + secrets.randbelow(1 << 24),  # the kernel counts processes per user
             "cpu_s": config.cpu_s,
             "processes": config.processes,
             "memory_mb": config.memory_mb,
@@ -58,10 +58,10 @@ class RemoteSandbox(AskedSandbox):
         program = f"python3 -I inside.py one {shlex.quote(json.dumps(settings))}"
         self._line = f"cd {FOLDER} && {program} < request > answer"
         self._dead = ""
-        """Why it is of no use any more; empty: it is."""
+        """Why the sandbox is unusable; empty: it is usable."""
 
     async def begin(self, start: Start) -> None:
-        """Install the program, the directories that can be read, and the files of a snapshot."""
+        """Install the program, the read-only directories, and the files of a snapshot."""
         written = shlex.join((WORK, *self._config.directories))
         await self._ran(f"mkdir -m 700 {FOLDER} && mkdir -p {written} && chmod 1777 {written}", GRACE_S)
         await self._machine.put(f"{FOLDER}/inside.py", INSIDE.encode())
@@ -112,10 +112,10 @@ class RemoteSandbox(AskedSandbox):
 
 
 def _packed(paths: tuple[str, ...], most: int) -> bytes:
-    """Return an archive of directories of this machine, under their own names.
+    """Return an archive of this machine's directories under their own paths.
 
     Raises:
-        SettingsError: it has more than `most` bytes.
+        SettingsError: the archive has more than `most` bytes.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as files:
@@ -130,7 +130,7 @@ def _packed(paths: tuple[str, ...], most: int) -> bytes:
 
 
 def _readable(entry: tarfile.TarInfo) -> tarfile.TarInfo:
-    """Return an entry of an archive as a file of root's that all may read."""
+    """Return an archive entry owned by root and readable by everyone."""
     entry.uid = entry.gid = 0
     entry.mode |= 0o555 if entry.isdir() or entry.mode & 0o100 else 0o444
     return entry

@@ -1,7 +1,7 @@
-"""Runs an episode's commands in a sandbox of Modal, by its package `modal`.
+"""Runs an episode's commands in a Modal sandbox, with the package `modal`.
 
-The package reads the key MODAL_TOKEN_ID and MODAL_TOKEN_SECRET. Setting `image` is an image of a registry,
-which has Python as `python3` (Modal's own one does); sandboxes belong to its app `tether`.
+The package reads MODAL_TOKEN_ID and MODAL_TOKEN_SECRET. Setting `image` is a registry image with `python3`
+(Modal's default has it). Sandboxes belong to the Modal app `tether`.
 """
 
 import asyncio
@@ -25,13 +25,13 @@ from rollout.sandboxes.remote.provider import RemoteProvider, translated_errors
 
 APP = "tether"
 CHUNK = 1 << 20
-"""Bytes of a file that are sent at once."""
+"""Bytes of a file to send at once."""
 
 _translated = partial(translated_errors, "Modal", modal.exception.AuthError, (modal.exception.Error, OSError))
 
 
 class ModalMachine:
-    """A sandbox of Modal."""
+    """Sandbox of Modal."""
 
     def __init__(self, sandbox: modal.Sandbox) -> None:
         self._sandbox = sandbox
@@ -74,10 +74,10 @@ class ModalProvider(RemoteProvider):
     """Provider `modal`."""
 
     def __init__(self, config: SandboxConfig) -> None:
-        """Take the settings.
+        """Store the settings.
 
         Raises:
-            SettingsError: another service is named.
+            SettingsError: `service` is set.
         """
         super().__init__(config)
         if config.service:
@@ -87,7 +87,7 @@ class ModalProvider(RemoteProvider):
             )
 
     async def close(self) -> None:
-        pass  # the package has one client for the process
+        pass  # the package has one client per process
 
     async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
         image = start.image or self._config.image
@@ -122,7 +122,7 @@ async def _app() -> modal.App:
 
 
 def _reached(host: str) -> dict[str, list[str]]:
-    """Return the parameter that lets a machine reach a host alone, an address or a name."""
+    """Return the parameter that restricts a machine's network to one host (address or name)."""
     try:
         return {"outbound_cidr_allowlist": [str(ipaddress.ip_network(host))]}
     except ValueError:
@@ -130,7 +130,7 @@ def _reached(host: str) -> dict[str, list[str]]:
 
 
 async def _ended(process: Any) -> str:
-    """Wait for a process; return what went wrong, empty if its status is 0."""
+    """Wait for a process; return the error text, empty if the status is 0."""
     said = bytes(await process.stderr.read.aio())
     status = await process.wait.aio()
     return f"status {status}: {said[-300:].decode(errors='replace')}" if status else ""
@@ -138,11 +138,11 @@ async def _ended(process: Any) -> str:
 
 @contextmanager
 def _refusing(image: str) -> Iterator[None]:
-    """Turn the package's refusal of a new machine into an error of the setting."""
+    """Convert the package's rejection of a new machine into an error of the image setting."""
     try:
         yield
     except modal.exception.ConflictError:
-        raise  # of its state at the moment
+        raise  # a transient state conflict
     except (modal.exception.InvalidError, modal.exception.NotFoundError) as error:
         raise SettingsError(
             f"setting environment.sandbox.image: {image!r}: Modal: {str(error)[:300]}"

@@ -1,8 +1,8 @@
-"""Starts sandboxes on machines of another company, and removes those whose workers have died.
+"""Starts sandboxes on cloud providers' machines, and removes sandboxes of dead workers.
 
-A machine has the labels `tether_host`, this host's directory of programs, and `tether_folder`: a folder in it
-that its worker has locked for as long as it lives. It has a lease of the company's, too, in case no worker
-starts on this host again.
+A machine has the labels `tether_host`, which identifies this host's programs directory, and `tether_folder`,
+a folder in it that the worker keeps locked while it lives. The machine also has a lease of its provider, in
+case no worker starts on this host again.
 """
 
 import secrets
@@ -22,11 +22,11 @@ from rollout.sandboxes.pool import completed, created
 from rollout.sandboxes.remote.machine import RemoteMachine, RemoteSandbox
 
 IDENTITY = "host"
-"""File in the directory of programs that has this host's label."""
+"""File in the programs directory with this host's label."""
 
 
 class RemoteProvider(ABC):
-    """Provider whose sandboxes are machines of a company."""
+    """Provider whose sandboxes are cloud machines."""
 
     def __init__(self, config: SandboxConfig) -> None:
         self._config = config
@@ -59,7 +59,7 @@ class RemoteProvider(ABC):
         return count
 
     async def forget(self, snapshot: str) -> None:  # noqa: B027
-        pass  # it is the files themselves
+        pass  # the snapshot is the files themselves
 
     @abstractmethod
     async def close(self) -> None:
@@ -67,18 +67,18 @@ class RemoteProvider(ABC):
 
     @abstractmethod
     async def _created(self, start: Start, host: str, labels: Mapping[str, str]) -> RemoteMachine:
-        """Create a machine that ends after its lease and reaches `host` alone; empty: no host at all."""
+        """Create a machine that ends after its lease and reaches only `host`; empty: no network."""
 
     @abstractmethod
     def _listed(self, labels: Mapping[str, str]) -> AsyncIterator[tuple[RemoteMachine, Mapping[str, str]]]:
-        """Yield machines that have all of the labels, with all that they have."""
+        """Yield (machine, its labels) for machines with all of the given labels."""
 
 
 def endpoint_host(endpoint: str) -> str:
-    """Return the host of an endpoint, which other machines have to reach.
+    """Return the host of an endpoint that other machines must reach.
 
     Raises:
-        SettingsError: they do not.
+        SettingsError: the endpoint is on loopback.
     """
     host = URL(endpoint).host or "" if endpoint else ""
     if host and is_loopback(host):
@@ -90,9 +90,9 @@ def endpoint_host(endpoint: str) -> str:
 
 
 def host_label() -> dict[str, str]:
-    """Return the label of this host's machines: a random name, since hosts may have the same name.
+    """Return the label of this host's machines: a random name, because host names may collide.
 
-    It is kept in the directory of programs, so that who reads it finds the folders of the label, too.
+    It is stored in the programs directory, so its readers also find the label's folders.
     """
     kept = programs_directory() / IDENTITY
     if not kept.exists():
@@ -108,12 +108,12 @@ def host_label() -> dict[str, str]:
 def translated_errors(
     company: str, refused: type[Exception], failed: tuple[type[Exception], ...]
 ) -> Iterator[None]:
-    """Turn the errors of a company's package into ours.
+    """Convert the exceptions of a provider's package.
 
     Args:
-        company: as it writes itself.
-        refused: error of a wrong or missing key.
-        failed: other errors of its calls.
+        company: provider name, as it spells it.
+        refused: exception for a wrong or missing key.
+        failed: other exceptions of its calls.
     """
     try:
         yield

@@ -1,1 +1,1 @@
-"""Answers of the model as clients get them: thoughts, text and calls of tools."""
+"""Parse model answers into the parts that clients receive: thoughts, text and tool calls."""

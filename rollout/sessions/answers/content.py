@@ -1,4 +1,4 @@
-"""Makes the content that clients get of an answer's tokens, and the key of requests that continue it."""
+"""Converts an answer's tokens to client-facing content, and computes the key of continuation requests."""
 
 import json
 from dataclasses import dataclass, replace
@@ -16,15 +16,15 @@ from rollout.sessions.requests import HarnessRequest
 
 @dataclass(frozen=True, slots=True)
 class AnswerContent:
-    """Content of an answer, and the beginning of requests that continue it."""
+    """Content of an answer, and the lookup key of requests that continue it."""
 
     text: str
     message: dict[str, Any]
     end: int | TextEnd
     also: int | None = None
-    """As in `ModelCall`."""
+    """`end`, `also`: as in `ModelCall`."""
     stopped_by: str = ""
-    """The request's own stop string that ended it, which neither text nor message has."""
+    """Stop string of the request that ended the answer; removed from text and message."""
 
 
 def answer_content(
@@ -34,14 +34,12 @@ def answer_content(
     read: ReadAnswer | None,
     renderer: Renderer,
 ) -> AnswerContent:
-    """Return what an answer says.
+    """Return the content of an answer.
 
     Args:
-        request: the one that is answered.
-        context: the tokens that the answer continues.
-        tokens: the answer.
-        read: its parts, if the request is a dialogue.
-        renderer: detokenizes.
+        request: the answered request.
+        context: tokens before the answer.
+        read: parsed parts of the answer; None for completions.
     """
     dialogue, prompt = request.dialogue, request.prompt
     stop = request.sampling.stop if request.sampling is not None else ()
@@ -61,14 +59,14 @@ def answer_content(
 
 
 def _cut(text: str, stop: tuple[str, ...]) -> tuple[str, str]:
-    """Return a text up to the first of some strings, and that string; empty if there is none."""
+    """Return the text before the first stop string, and that string; empty if no stop string occurs."""
     places = [(text.find(each), each) for each in stop if each in text]
     at, found = min(places, default=(len(text), ""))
     return text[:at], found
 
 
 def _message(read: ReadAnswer, context: tuple[int, ...], tokens: tuple[int, ...]) -> dict[str, Any]:
-    """Return the message of an answer; the ids of its calls follow from the tokens."""
+    """Return the chat message of an answer; the ids of its tool calls are derived from the tokens."""
     message: dict[str, Any] = {"role": "assistant", "content": read.content}
     if read.thoughts:
         message["reasoning_content"] = read.thoughts
@@ -84,6 +82,6 @@ def _message(read: ReadAnswer, context: tuple[int, ...], tokens: tuple[int, ...]
 
 
 def _call_id(index: int, context: tuple[int, ...], sampled: tuple[int, ...]) -> str:
-    """Return nine letters and digits, which every template takes."""
+    """Return an id of nine letters and digits, the format that every chat template accepts."""
     numbers = np.array((index, len(context), *context, *sampled), dtype=np.int64)
     return xxhash.xxh3_64_hexdigest(numbers.tobytes())[:9]

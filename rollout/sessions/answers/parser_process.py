@@ -1,7 +1,7 @@
-"""Runs parsers of vLLM or SGLang in a process of their own, a line of JSON for each answer.
+"""Runs vLLM's or SGLang's answer parsers in a child process, with one line of JSON per answer.
 
-The worker so needs neither, SGLang may be in another interpreter, and a parser that hangs on an answer stops
-no session: the answer stays text, and the process starts again.
+The worker needs neither library, and SGLang may be installed in another interpreter. If a parser hangs, the
+answer stays plain text and the process restarts, so sessions continue.
 """
 
 import asyncio
@@ -21,17 +21,17 @@ from rollout.off_loop import off_loop, size_of
 _log = logging.getLogger("tether.sessions")
 
 MODULES = {"vllm": "rollout.engines.vllm.answer_parser", "sglang": "rollout.engines.sglang.answer_parser"}
-"""Engine -> module that runs its parsers."""
+"""Engine -> module that runs the engine's parsers."""
 START_S = 300.0
-"""How long an engine may take to be imported; seconds on an idle machine."""
+"""Timeout of the child's start, seconds; importing an engine takes seconds on an idle machine."""
 PARSE_S = 10.0
-"""How long one answer may take."""
+"""Timeout of parsing one answer, seconds."""
 MAX_LINE = 2**26
-"""Bytes of one parsed answer."""
+"""Maximum size of one parsed answer, bytes."""
 
 
 class ParserProcess:
-    """One process, which starts with the first answer and is asked for one answer at a time."""
+    """Child process that parses one answer at a time; started with the first answer."""
 
     def __init__(
         self, engine: str, names: Mapping[str, str], python: str, variables: Mapping[str, str]
@@ -40,9 +40,9 @@ class ParserProcess:
 
         Args:
             engine: one of `MODULES`.
-            names: of the parsers for `tools` and `reasoning`; empty: none.
-            python: interpreter that has SGLang; empty: this one.
-            variables: environment variables that SGLang needs.
+            names: names of the `tools` and `reasoning` parsers; empty: none.
+            python: interpreter with SGLang; empty: this interpreter.
+            variables: environment variables for SGLang.
         """
         self._engine, self._names = engine, dict(names)
         self._command = [
@@ -58,7 +58,7 @@ class ParserProcess:
         """Start a process, wait until it is ready, and end it.
 
         Raises:
-            SettingsError: it cannot start, or a parser is not known or does not take the tokenizer.
+            SettingsError: the process cannot start, or a parser is unknown or rejects the tokenizer.
         """
         line = json.dumps({**self._names, "model_dir": model_dir}) + "\n"
         try:
@@ -75,7 +75,7 @@ class ParserProcess:
         self._ready(ran.stdout.partition("\n")[0].encode(), ran.stderr)
 
     async def parsed(self, request: Mapping[str, Any], model_dir: str) -> dict[str, Any] | None:
-        """Return the parsers' reading of an answer; None if they failed, which is logged.
+        """Return a parsed answer; None if the parser failed, which is logged.
 
         Raises:
             SettingsError: the process cannot start.
@@ -90,7 +90,7 @@ class ParserProcess:
                 _log.warning("session.parser_failed engine=%s error=%r", self._engine, error)
                 await self._end()
                 return None
-            if failed := answer.get("failed"):  # it serves the next answer as well as before
+            if failed := answer.get("failed"):  # the process stays usable after a parser error
                 _log.warning("session.parser_failed engine=%s error=%s", self._engine, failed)
                 return None
             return answer
@@ -144,7 +144,7 @@ class ParserProcess:
 async def _exchanged(
     process: asyncio.subprocess.Process, number: int, request: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return the answer to one line, leaving out those to lines whose callers were cancelled."""
+    """Return the reply to one request; replies to requests of cancelled callers are skipped."""
     line = await _asked(process, {**request, "number": number})
     while (found := await _loaded(line))["number"] != number:
         line = await _line(process)

@@ -1,7 +1,7 @@
-"""Reads thoughts and tool calls from the text of an answer; tokens are never changed by it.
+"""Parses thoughts and tool calls from the text of an answer; the answer's tokens never change.
 
-A syntax is one of ours, or ENGINE:NAME, which is a parser of vLLM or SGLang. Those run in a process of their
-own, in the interpreter that has the engine (`parser_process.py`).
+A syntax is built in, or ENGINE:NAME for a parser of vLLM or SGLang. Engine parsers run in a child process, in
+the interpreter that has the engine (`parser_process.py`).
 """
 
 from collections.abc import Mapping, Sequence
@@ -17,9 +17,9 @@ from rollout.sessions.answers.parser_process import MODULES, ParserProcess
 from rollout.sessions.answers.tool_calls import PARSERS, Found
 
 REASONING = ("none", "think")
-"""Our own syntaxes of thoughts."""
+"""Built-in syntaxes of thoughts."""
 BEFORE = 64
-"""Tokens before an answer that are read: they may open its thoughts."""
+"""Number of tokens before an answer to search for an opening tag of thoughts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +29,11 @@ class ReadAnswer:
     content: str
     thoughts: str = ""
     calls: tuple[tuple[str, dict[str, Any]], ...] = ()
-    """(name, arguments) of each."""
+    """(name, arguments) of each tool call."""
 
 
 class AnswerReader:
-    """Reads answers by two syntaxes. One instance serves all sessions of a process."""
+    """Answer parser with a tool call syntax and a reasoning syntax, shared by all sessions of a process."""
 
     def __init__(
         self,
@@ -42,16 +42,16 @@ class AnswerReader:
         python: str = "",
         variables: Mapping[str, str] | None = None,
     ) -> None:
-        """Check the syntaxes; parsers of an engine are checked by `check`, and start with the first answer.
+        """Check the syntax names. Engine parsers start with the first answer; `check` validates them.
 
         Args:
-            tool_syntax: how the model writes tool calls.
-            reasoning_syntax: how it writes thoughts.
-            python: interpreter that has SGLang; empty: this one.
-            variables: environment variables that SGLang needs.
+            tool_syntax: syntax of the model's tool calls.
+            reasoning_syntax: syntax of the model's thoughts.
+            python: interpreter with SGLang; empty: this interpreter.
+            variables: environment variables for SGLang.
 
         Raises:
-            SettingsError: a syntax is unknown, or the parsers of two engines are mixed.
+            SettingsError: a syntax is unknown, or the syntaxes belong to different engines.
         """
         self._tools, self._thoughts = tool_syntax, reasoning_syntax
         engines = {
@@ -72,10 +72,10 @@ class AnswerReader:
             self._process = ParserProcess(engines.pop(), names, python, variables or {})
 
     def check(self, model_dir: str) -> None:
-        """Check that an engine's parsers exist, and take the tokenizer if `model_dir` is not empty.
+        """Check that the engine's parsers exist, and accept the tokenizer if `model_dir` is not empty.
 
         Raises:
-            SettingsError: one does not; names those that do.
+            SettingsError: a parser is unknown or rejects the tokenizer; the message lists the valid parsers.
         """
         if self._process is not None:
             self._process.check(model_dir)
@@ -87,13 +87,11 @@ class AnswerReader:
         before: Sequence[int],
         tools: Sequence[dict[str, Any]],
     ) -> ReadAnswer:
-        """Read an answer; what cannot be read is text.
+        """Parse an answer; unparsable parts remain text.
 
         Args:
-            renderer: detokenizes.
-            tokens: the answer.
-            before: tokens that were inserted before it.
-            tools: functions that the model may call; empty: no calls are read.
+            before: tokens inserted before the answer.
+            tools: functions that the model may call; empty: tool calls are not parsed.
         """
         last, size = tuple(before[-BEFORE:]), TOKEN * len(tokens)
         by_engine = (":" in self._tools and bool(tools)) or ":" in self._thoughts
@@ -120,7 +118,7 @@ class AnswerReader:
         last: tuple[int, ...],
         tools: Sequence[dict[str, Any]],
     ) -> ReadAnswer:
-        """Return what our own syntaxes find in what was read of an answer."""
+        """Apply the built-in syntaxes to a partially parsed answer."""
         text, thoughts = read.content, read.thoughts
         if self._thoughts == "think":
             thoughts, text = _think(text, renderer.marked(last), renderer.marked(tokens))
@@ -130,13 +128,13 @@ class AnswerReader:
         return ReadAnswer(content, thoughts, tuple(calls))
 
     async def close(self) -> None:
-        """End the parsers' process, if there is one. Idempotent."""
+        """End the parser process, if any. Idempotent."""
         if self._process is not None:
             await self._process.close()
 
 
 def _checked(name: str, own: tuple[str, ...], option: str) -> str:
-    """Return the engine whose parser a syntax names; empty if it is one of ours."""
+    """Return the engine of a syntax ENGINE:NAME; empty for a built-in syntax."""
     what = f"setting environment.options.{option}:"
     engine, found, parser = name.partition(":")
     if not found:
@@ -149,7 +147,7 @@ def _checked(name: str, own: tuple[str, ...], option: str) -> str:
 
 
 def _read(parsed: dict[str, Any] | None, text: str) -> ReadAnswer:
-    """Return what an engine's parser has found; the whole text if it failed or a call is malformed."""
+    """Return the engine parser's result; the whole text if parsing failed or a tool call is malformed."""
     if parsed is None:
         return ReadAnswer(text)
     calls: Found = []
@@ -165,9 +163,9 @@ def _read(parsed: dict[str, Any] | None, text: str) -> ReadAnswer:
 
 
 def _think(text: str, before: str, marked: str) -> tuple[str, str]:
-    """Return thoughts and text of an answer with thoughts between <think> tags.
+    """Return (thoughts, text) of an answer with thoughts between <think> tags.
 
-    The first tag may be in what was inserted `before`; without the last one all is thoughts.
+    The opening tag may be in the inserted text `before`. Without a closing tag, the whole answer is thoughts.
     """
     said = text if "</think>" in text or "</think>" not in marked else marked
     head, ended, rest = said.partition("</think>")

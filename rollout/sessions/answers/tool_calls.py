@@ -1,4 +1,4 @@
-"""Finds tool calls in the text of an answer, by the syntax that the model was taught."""
+"""Parses tool calls from the text of an answer, in the syntax that the model was trained on."""
 
 from collections.abc import Callable
 from typing import Any
@@ -6,13 +6,13 @@ from typing import Any
 from rollout.bounded_json import parsed_json
 
 Found = list[tuple[str, dict[str, Any]]]
-"""(name, arguments) of each call."""
+"""(name, arguments) of each tool call."""
 
 _OPEN, _CLOSE = "<tool_call>", "</tool_call>"
 
 
 def hermes(text: str) -> tuple[str, Found]:
-    """Read JSON objects between <tool_call> tags, as Hermes and Qwen write them; the rest is content."""
+    """Parse JSON objects between <tool_call> tags, the syntax of Hermes and Qwen; the rest is content."""
     tagged, content = _tagged(text)
     found = [call for inside in tagged if (call := _call(inside))]
     if not found or len(found) != len(tagged):
@@ -21,25 +21,26 @@ def hermes(text: str) -> tuple[str, Found]:
 
 
 def whole_json(text: str) -> tuple[str, Found]:
-    """Read an answer that consists of one JSON object, as Llama 3 writes a call."""
+    """Parse an answer that is a single JSON object, the tool call syntax of Llama 3."""
     call = _call(text.strip())
     return ("", [call]) if call else (text, [])
 
 
 def none(text: str) -> tuple[str, Found]:
-    """Find no calls: an answer is its text."""
+    """Return the answer as text, without tool calls."""
     return text, []
 
 
 PARSERS: dict[str, Callable[[str], tuple[str, Found]]] = {"hermes": hermes, "json": whole_json, "none": none}
-"""Name -> function that returns the content of an answer and its calls; all calls are found or none."""
+"""Syntax -> function that returns (content, tool calls) of an answer. If one call is malformed, none is
+returned."""
 
 
 def _tagged(text: str) -> tuple[list[str], str]:
-    """Return the text between each pair of tags, and the text without the pairs.
+    """Return the text between each pair of tags, and the text outside the pairs.
 
-    It takes linear time, as an expression with a lazy repeat does not: answers are read on the event loop,
-    and a model that has collapsed writes a tag and then spaces up to its limit.
+    Runs in linear time, unlike a regular expression with a lazy repeat: answers are parsed on the event loop,
+    and a collapsed model may emit a tag followed by spaces up to the token limit.
     """
     inside, outside, end = [], [], 0
     while (start := text.find(_OPEN, end)) >= 0 and (stop := text.find(_CLOSE, start)) >= 0:

@@ -1,1 +1,1 @@
-"""APIs that clients may speak besides chat and completions: each reads requests and writes answers."""
+"""Further client APIs besides chat and completions: each parses requests and formats answers."""

@@ -21,13 +21,13 @@ ERRORS = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-"""Status -> type of an error; others are `api_error`."""
+"""HTTP status -> error type; other statuses are `api_error`."""
 TRANSLATED = ("messages", "system", "tools", "tool_choice", "stop_sequences", "thinking")
-"""Fields that have another shape in a chat request; others have the same name there, or are refused."""
+"""Fields with another name or shape in a chat request. Other fields pass through unchanged or are refused."""
 
 
 def read_messages(body: Any, *, rules: SamplingRules) -> HarnessRequest:
-    """Read the body of a messages request; arguments and errors are as in `read_chat`."""
+    """Parse the body of a messages request; arguments and errors: see `read_chat`."""
     if not isinstance(body, dict) or not isinstance(body.get("messages"), list):
         raise invalid("messages must be a list of messages", "messages")
     if body.get("max_tokens") is None:
@@ -55,7 +55,7 @@ def read_messages(body: Any, *, rules: SamplingRules) -> HarnessRequest:
 def message_body(
     request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> dict[str, Any]:
-    """Return the answer to a messages request, which is called `name`."""
+    """Return the response body of a messages request; `name` is its id."""
     return {
         **_head(request, name, answer.prompt_tokens),
         "content": _content(answer),
@@ -87,13 +87,13 @@ def message_events(
 
 
 def error_body(refusal: RequestRefused) -> dict[str, Any]:
-    """Return a refusal as clients of this API expect it."""
+    """Return a refusal in the error format of this API."""
     kind = ERRORS.get(refusal.status, "api_error")
     return {"type": "error", "error": {"type": kind, "message": refusal.message}}
 
 
 def _head(request: HarnessRequest, name: str, prompt_tokens: int) -> dict[str, Any]:
-    """Return an answer without a generated token."""
+    """Return the response body before any token is generated."""
     return {
         "id": name,
         "type": "message",
@@ -107,7 +107,7 @@ def _head(request: HarnessRequest, name: str, prompt_tokens: int) -> dict[str, A
 
 
 def _stopped(answer: CallAnswer) -> dict[str, Any]:
-    """Return why an answer ended."""
+    """Return the stop reason fields of an answer."""
     reason = "stop_sequence" if answer.stopped_by else STOP_REASONS[answer.finish_reason]
     return {"stop_reason": reason, "stop_sequence": answer.stopped_by or None}
 
@@ -132,7 +132,7 @@ def _content(answer: CallAnswer) -> list[dict[str, Any]]:
 
 
 def _messages(message: Any, where: str) -> list[dict[str, Any]]:
-    """Return the chat messages of one message: its results of tools come as messages of their own."""
+    """Return the chat messages of one message; tool results become separate messages."""
     if not isinstance(message, dict) or message.get("role") not in ("user", "assistant", "system"):
         raise invalid(f"{where} must have the role user or assistant", where)
     role = message["role"]

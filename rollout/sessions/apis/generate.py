@@ -1,4 +1,4 @@
-"""Reads and answers requests of vLLM's tokens-in, tokens-out API, `/inference/v1/generate`."""
+"""Parses and answers requests of vLLM's tokens-in, tokens-out API, `/inference/v1/generate`."""
 
 import time
 from collections.abc import Iterator
@@ -13,11 +13,11 @@ from rollout.sessions.sampling import SamplingRules
 from rollout.sessions.session import CallAnswer
 
 WITHOUT_EFFECT = ("token_offsets", "cache_salt", "reasoning_ended", "reasoning_parser_kwargs")
-"""Fields of a request that change no token here."""
+"""Request fields that do not affect tokens here."""
 SHAPE = ("token_ids", "sampling_params", "request_id", "return_token_ids", "output_mode")
-"""Fields that a completion request lacks; other fields are read as in a completion request, or refused."""
+"""Fields specific to this API. Other fields are parsed as in a completion request, or refused."""
 OF_TEXT = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
-"""Parameters that change no token."""
+"""Parameters that do not affect tokens."""
 ONLY: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": ([],),
     "bad_words": ([],),
@@ -25,13 +25,13 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "min_tokens": (0,),
     "logprobs": (0, 1),
 }
-"""Parameter -> its values that are supported, besides null. vLLM returns the sampled token for both values of
-`logprobs`."""
+"""Parameter -> supported values besides null. vLLM returns the sampled token for both values of `logprobs`.
+"""
 Body = dict[str, Any]
 
 
 def read_generate(body: Any, *, rules: SamplingRules) -> HarnessRequest:
-    """Read the body of a generate request; arguments and errors are as in `read_chat`."""
+    """Parse the body of a generate request; arguments and errors: see `read_chat`."""
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
     tokens, sampling = body.get("token_ids"), body.get("sampling_params")
@@ -59,7 +59,7 @@ def read_generate(body: Any, *, rules: SamplingRules) -> HarnessRequest:
 
 
 def generate_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
-    """Return the answer to a generate request, which is called `name` if the request has no name."""
+    """Return the response body of a generate request; `name` is its id if the request has none."""
     return {
         "request_id": request.name or name,
         "model": request.model,
@@ -75,7 +75,7 @@ def generate_body(request: HarnessRequest, answer: CallAnswer, renderer: Rendere
 def generate_events(
     request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[Body]:
-    """Yield the events of a streamed answer: all tokens come in one."""
+    """Yield the events of a streamed answer; one event contains all tokens."""
     head = {
         "request_id": request.name or name, "output_mode": "text" if request.with_text else "tokens",
     }  # fmt: skip
@@ -86,7 +86,7 @@ def generate_events(
 
 
 def generate_error(refusal: RequestRefused) -> Body:
-    """Return a refusal as vLLM has them: with the status as the code."""
+    """Return a refusal in vLLM's error format, with the HTTP status as the code."""
     kind = "BadRequestError" if refusal.status == 400 else refusal.code
     fields = {"message": refusal.message, "type": kind, "param": refusal.param, "code": refusal.status}
     return {"error": fields}
@@ -121,7 +121,7 @@ def _choice(request: HarnessRequest, answer: CallAnswer, renderer: Renderer) -> 
 
 
 def _version_spans(spans: tuple[tuple[int, int], ...]) -> list[Body]:
-    """Return which tokens, [start, end), were sampled under which version."""
+    """Return the token range [start, end) sampled under each version."""
     starts = [0, *(end for end, _ in spans)]
     return [
         {"version": str(version), "start": start, "end": end}

@@ -1,4 +1,4 @@
-"""Writes answers as OpenAI's responses API has them, whole or as the events of a stream."""
+"""Formats answers for OpenAI's responses API, as one body or as stream events."""
 
 import time
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ Body = dict[str, Any]
 
 
 def response_body(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> Body:
-    """Return the answer to a responses request, which is called `name`."""
+    """Return the response body of a responses request; `name` is its id."""
     cut = answer.finish_reason == "length"
     return {
         **_head(request, name),
@@ -27,14 +27,14 @@ def response_body(request: HarnessRequest, answer: CallAnswer, renderer: Rendere
 
 
 def response_start(request: HarnessRequest, name: str) -> Body:
-    """Return the first event of a stream, which is sent while the answer is generated."""
+    """Return the first event of a stream, sent before the answer is generated."""
     return {"type": "response.created", "sequence_number": 0, "response": _head(request, name)}
 
 
 def response_events(
     request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str
 ) -> Iterator[Body]:
-    """Yield the events of a streamed answer after the first."""
+    """Yield the events of a streamed answer after the first event."""
     body = response_body(request, answer, renderer, name)
     for number, event in enumerate(_events(request, body, name), start=1):
         yield {**event, "sequence_number": number}
@@ -43,7 +43,7 @@ def response_events(
 def kept_response(
     session: Session, request: HarnessRequest, answer: CallAnswer, name: str
 ) -> StoredResponse | None:
-    """Return the response to store in a session, None if its request does not ask for storage."""
+    """Return the response to store in a session; None if the request does not ask for storage."""
     response = _fields(request)
     if not response.store:
         return None
@@ -57,7 +57,7 @@ def kept_response(
 
 
 def _sharing(messages: Sequence[Body], earlier: Sequence[Body]) -> Sequence[Body]:
-    """Return messages that are in memory once if an earlier response begins with the same ones."""
+    """Return the messages, with the prefix equal to `earlier` replaced by the same objects to save memory."""
     same = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(messages, earlier, strict=False)))
     return (*earlier[:same], *messages[same:])
 
@@ -69,7 +69,7 @@ def _fields(request: HarnessRequest) -> ResponseFields:
 
 
 def _head(request: HarnessRequest, name: str) -> Body:
-    """Return a response without a generated token."""
+    """Return the response body before any token is generated."""
     return {
         "id": name,
         "object": "response",
@@ -92,7 +92,7 @@ def _head(request: HarnessRequest, name: str) -> Body:
 
 
 def _items(request: HarnessRequest, answer: CallAnswer, renderer: Renderer, name: str) -> Iterator[Body]:
-    """Yield the output items of the model: thoughts, text, calls."""
+    """Yield the output items of an answer: thoughts, text, tool calls."""
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     tail, message = name.removeprefix("resp_"), answer.message
     if thoughts := message.get("reasoning_content"):

@@ -1,4 +1,4 @@
-"""Reads requests of OpenAI's responses API as chat requests, the earlier response that they name included."""
+"""Parses requests of OpenAI's responses API into chat requests, including the earlier response they name."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
@@ -10,7 +10,7 @@ from rollout.sessions.requests import HarnessRequest, read_chat, with_one_answer
 from rollout.sessions.sampling import SamplingRules
 
 LOGPROBS = "message.output_text.logprobs"
-"""What `include` may name."""
+"""The only supported value in `include`."""
 ONLY: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "truncation": ("disabled",),
@@ -20,7 +20,7 @@ ONLY: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none"),
     "parallel_tool_calls": (True,),
 }
-"""Field -> its values that are supported, besides null."""
+"""Field -> supported values besides null."""
 TRANSLATED = (
     *ONLY,
     "text",
@@ -31,28 +31,29 @@ TRANSLATED = (
     "previous_response_id",
     "store",
 )
-"""Fields that a chat request has not, or in another shape; others have the same name, or are refused."""
+"""Fields that a chat request lacks or has in another shape. Other fields pass through unchanged or are
+refused."""
 TEXTS = ("input_text", "output_text", "text")
-"""Types of parts that are text."""
+"""Types of content parts that contain text."""
 Message = dict[str, Any]
 
 
 @dataclass(frozen=True, slots=True)
 class StoredResponse:
-    """A response that later requests may name."""
+    """Response that later requests may continue."""
 
     messages: tuple[Message, ...]
-    """The messages of its request and its answer, as a chat request has them; without instructions."""
+    """Chat messages of the request and its answer, without instructions."""
     body: dict[str, Any]
-    """The response, as its client got it."""
+    """Response body as sent to the client."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResponseFields:
-    """Fields of a request that its response repeats."""
+    """Request fields that the response repeats."""
 
     messages: tuple[Message, ...]
-    """As in `StoredResponse`, without the answer."""
+    """Chat messages of the request, without instructions and without the answer."""
     store: bool
     fields: Mapping[str, Any]
 
@@ -60,15 +61,15 @@ class ResponseFields:
 def read_responses(
     body: Any, *, rules: SamplingRules, stored: Mapping[str, StoredResponse]
 ) -> HarnessRequest:
-    """Read the body of a responses request.
+    """Parse the body of a responses request.
 
     Args:
-        body: the parsed JSON.
-        rules: as for `read_chat`.
-        stored: the session's responses, by name.
+        body: parsed JSON.
+        rules: see `read_chat`.
+        stored: responses of the session, by name.
 
     Raises:
-        RequestRefused: as `read_chat`; or the earlier response is not known.
+        RequestRefused: `read_chat` refuses the request, or the previous response is unknown.
     """
     if not isinstance(body, dict):
         raise invalid("the body must be a JSON object")
@@ -106,7 +107,7 @@ def read_responses(
 
 
 def _format(text: Any) -> Any:
-    """Return the form of an answer as a chat request has it."""
+    """Return the `response_format` of the equivalent chat request."""
     if text is not None and not (isinstance(text, dict) and set(text) <= {"format"}):
         raise unsupported("text", text, "its format")
     return (text or {}).get("format")
@@ -126,7 +127,7 @@ def _earlier(name: Any, stored: Mapping[str, StoredResponse]) -> tuple[Message, 
 
 
 def _messages(value: Any) -> Iterator[Message]:
-    """Yield the chat messages of the input; reasoning, text and calls in a row are one answer."""
+    """Yield the chat messages of the input; consecutive reasoning, text and call items form one answer."""
     if isinstance(value, str):
         yield {"role": "user", "content": value}
         return
@@ -158,7 +159,7 @@ def _messages(value: Any) -> Iterator[Message]:
 
 
 def _follows(answer: Message, part: Message) -> bool:
-    """Whether a part begins another answer: one after calls, and one that the answer has already."""
+    """Return whether a part starts another answer: it follows tool calls, or repeats a part of the answer."""
     return bool(answer.get("tool_calls")) or any(answer.get(field) is not None for field in part)
 
 

@@ -1,8 +1,7 @@
-"""Prepares drafts inside vLLM's model runner, finds the tensors that make them, and counts the verified ones.
+"""Prepares drafting in vLLM's model runner, finds the draft tensors, and counts verified drafts.
 
-A head, or layers that predict further tokens, share the embeddings and the output layer with the target: they
-are one memory, which a commit fills for both. Versions have the other tensors of a head that is trained;
-everything else that drafts stays as it was loaded.
+A draft head or MTP layers share embeddings and output layer with the target model; one commit updates both.
+Versions contain the other tensors of a trained head. All other draft tensors stay as loaded.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -16,20 +15,20 @@ from rollout.engines.vllm.drafts.history import HistoryDrafts
 from rollout.staging.staging import storage_key
 
 OWNERS = ("drafter", "speculator")
-"""Attributes of vLLM's older and newer model runner that hold what drafts."""
+"""Attributes of vLLM's older and newer model runner that hold the draft model."""
 OF_THE_TARGET = ("embed_tokens.weight", "head.weight")
-"""Ends of the names of the tensors that layers which predict further tokens take from the target."""
+"""Name suffixes of the tensors that MTP layers share with the target."""
 
 
 class VerifiedDrafts:
-    """Drafted tokens of all steps, and how many of them were accepted."""
+    """Counters of drafted and accepted tokens over all steps."""
 
     def __init__(self) -> None:
         self._drafted = self._accepted = 0
 
     @property
     def accepted(self) -> float | None:
-        """Share of all drafted tokens that were accepted; None: there were no drafts."""
+        """Fraction of drafted tokens that were accepted; None: no drafts yet."""
         return self._accepted / self._drafted if self._drafted else None
 
     def add(
@@ -41,9 +40,10 @@ class VerifiedDrafts:
         """Count the result of a step.
 
         Args:
-            request_ids: [B], the step's requests.
-            tokens: [B], the tokens of each request: the accepted ones and one more, none of an ended one.
-            drafts: request id -> the draft that the step verified; nothing for requests without one.
+            request_ids: [B] requests of the step.
+            tokens: [B] sampled tokens of each request: the accepted draft tokens plus one; empty for ended
+                requests.
+            drafts: request id -> draft verified by the step, for requests with a draft.
         """
         if not drafts:
             return
@@ -54,7 +54,7 @@ class VerifiedDrafts:
 
 
 def prepare_drafts(runner: Any) -> None:
-    """Repair the verification of drafts, if there are any, and give a proposer of ours its model runner."""
+    """Fix the verification of drafts on CPU, and set the model runner of this project's proposers."""
     if runner.speculative_config is not None and not torch.cuda.is_available():
         repair_rejection()
     drafter = getattr(runner, "drafter", None)
@@ -63,23 +63,23 @@ def prepare_drafts(runner: Any) -> None:
 
 
 class HeadedModel(torch.nn.Module):
-    """A target and its trained head as one model to be loaded, whose tensors versions change together."""
+    """Target model and trained head, combined into one model whose tensors versions update together."""
 
     def __init__(self, runner: Any) -> None:
-        """Join the models of vLLM's model runner."""
+        """Combine the models of vLLM's model runner."""
         super().__init__()
         self.target, self.head = runner.get_model(), _draft_model(runner)
         self._own = own_tensors(runner).keys()
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load the head's tensors, which have `PREFIX`, and the target's, each by its own loader."""
+        """Load the head's tensors (prefix `PREFIX`) and the target's, each with its own loader."""
         given = list(weights)
         self.target.load_weights((name, it) for name, it in given if not name.startswith(PREFIX))
         head = ((name.removeprefix(PREFIX), it) for name, it in given if name.startswith(PREFIX))
         self.head.load_weights(head)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield the target's parameters, and the head's own."""
+        """Yield the target's parameters and the head's unshared parameters."""
         yield from self.target.named_parameters(*args, **kwargs)
         for name, parameter in self.head.named_parameters(*args, **kwargs):
             if name in self._own:
@@ -87,17 +87,17 @@ class HeadedModel(torch.nn.Module):
 
 
 def _draft_model(runner: Any) -> Any:
-    """Return the model that drafts; None: there is none."""
+    """Return the draft model; None if there is none."""
     models = (getattr(getattr(runner, owner, None), "model", None) for owner in OWNERS)
     return next((model for model in models if model is not None), None)
 
 
 def own_tensors(runner: Any) -> dict[str, torch.Tensor]:
-    """Return the tensors of the model that drafts which are not the target's.
+    """Return the draft model's tensors that are not shared with the target.
 
     Raises:
-        EngineSettingsError: layers of the target's own checkpoint have a copy of a tensor that versions
-            change, which would stay behind.
+        EngineSettingsError: MTP layers have a copy of a tensor that versions update, so the copy would become
+            stale.
     """
     model = _draft_model(runner)
     if model is None:
@@ -114,10 +114,10 @@ def own_tensors(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def repair_rejection() -> None:
-    """Have vLLM on a CPU expand parameters of requests to their drafts.
+    """Fix the expansion of request parameters to draft tokens in vLLM on CPU.
 
-    The kernel of vLLM 0.32 writes them into a copy and loses it. Temperatures are then read from memory that
-    was never written, and unlikely drafts are accepted.
+    The kernel of vLLM 0.32 writes the result to a temporary copy. Temperatures are then read from
+    uninitialized memory, and unlikely drafts are accepted.
     """
     from vllm.v1.sample import rejection_sampler
 

@@ -1,6 +1,7 @@
-"""Drafts inside vLLM's model runner, which verifies them by rejection sampling.
+"""Drafts from history inside vLLM's model runner, which verifies drafts by rejection sampling.
 
-vLLM makes `HistoryDrafts` by its speculative method `custom_class`, and asks it for drafts after every step.
+vLLM creates `HistoryDrafts` through its speculative method `custom_class`, and requests drafts after every
+step.
 """
 
 from collections.abc import Sequence
@@ -11,20 +12,20 @@ from rollout.engines.draft_switch import DraftSwitch
 
 
 class HistoryDrafts:
-    """Drafts from the history of this engine, while they make its steps faster."""
+    """Proposer of drafts from the engine's history, active while drafts make its steps faster."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Begin without history, as vLLM constructs its proposers."""
+        """Start without history; vLLM calls this as for its own proposers."""
         self._most = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
         self._history = DraftHistory()
         self._wants_drafts = DraftSwitch().drafts
         self._running: dict[str, DraftedRequest] = {}
         self.runner: Any = None
-        """vLLM's model runner, whose batch has the ids and prompts of the requests."""
+        """vLLM's model runner, whose batch contains the requests' ids and prompts."""
 
     def load_model(self, model: Any) -> None:
-        """Load no model: drafts come from none."""
+        """Load no model."""
 
     def propose(
         self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: Any = None
@@ -32,12 +33,12 @@ class HistoryDrafts:
         """Return drafts for the next step.
 
         Args:
-            sampled: [B], tokens that the step gave each request; none while its prompt is not complete.
-            lengths: int [B], tokens of each request, with the sampled ones.
-            token_ids: int [B, max_model_len], these tokens.
-            slot_mappings: not used.
+            sampled: [B] tokens sampled for each request; empty while its prompt is being prefilled.
+            lengths: int [B], number of tokens of each request, including the sampled ones.
+            token_ids: int [B, max_model_len], tokens of each request.
+            slot_mappings: unused.
 
-        Returns: [B], at most `num_speculative_tokens` tokens each.
+        Returns: [B] drafts of at most `num_speculative_tokens` tokens.
         """
         batch = self.runner.input_batch
         names = batch.req_ids[: len(sampled)]
@@ -55,22 +56,22 @@ class HistoryDrafts:
         ]
 
     def _follow(self, name: str, tokens: Any, start: int, length: int) -> None:
-        """Record the answer of a request, which lies between `start` and `length` of its tokens."""
+        """Record the answer of a request: its tokens from `start` to `length`."""
         request = self._running.get(name)
         if request is None:
             request = self._running[name] = self._history.begin(tokens[:start].tolist())
         request.extend(tokens[start + len(request) : length].tolist())
 
     def _end_others(self, names: Sequence[str]) -> None:
-        """End the requests that are in the batch no more; one that was preempted begins anew."""
+        """End the requests that have left the batch; preempted requests start again later."""
         for name in self._running.keys() - set(names):
             self._running.pop(name).end()
 
 
 class ConstantDrafts(HistoryDrafts):
-    """Drafts from the history of this engine, also where they make its steps slower."""
+    """Proposer of drafts from the engine's history, always active."""
 
     def __init__(self, vllm_config: Any) -> None:
-        """Begin without history, as vLLM constructs its proposers."""
+        """Start without history; vLLM calls this as for its own proposers."""
         super().__init__(vllm_config)
         self._wants_drafts = lambda running, tokens: True

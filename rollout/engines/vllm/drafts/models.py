@@ -1,7 +1,7 @@
-"""Finds by which of vLLM's methods a model drafts, and refuses one that is no draft of the target.
+"""Selects vLLM's speculative method for a draft model, and refuses models that do not fit the target.
 
-A draft comes from an EAGLE or EAGLE3 head, from a small model, or from the layers of the target's own
-checkpoint that predict further tokens (MTP). vLLM is not imported.
+Drafts come from an EAGLE or EAGLE3 head, a small model, or the multi-token prediction (MTP) layers of the
+target's checkpoint. vLLM is not imported.
 """
 
 import re
@@ -20,13 +20,13 @@ HISTORY = {
     "history": "rollout.engines.vllm.drafts.history.HistoryDrafts",
     "history_always": "rollout.engines.vllm.drafts.history.ConstantDrafts",
 }
-"""`engine.drafts` -> the class of the proposer in vLLM's model runner."""
+"""`engine.drafts` -> class of the proposer in vLLM's model runner."""
 MODELS = ("model", "model_always")
-"""Values of `engine.drafts` with which vLLM drafts by a model."""
+"""Values of `engine.drafts` that use a draft model."""
 FURTHER_LAYERS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")
-"""Fields of config.json, by family, with the number of layers that predict further tokens."""
+"""Fields of config.json, by model family, with the number of MTP layers."""
 TAKEN_NAMES = ("eagle-", "eagle3", "dflash", "dspark")
-"""Parts of paths by which vLLM takes a small model or further layers for another kind of draft."""
+"""Path substrings that make vLLM misclassify a small model or MTP layers as another kind of draft."""
 _FURTHER = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
 
@@ -34,14 +34,13 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 
 def draft_arguments(config: EngineConfig, model_dir: Path) -> dict[str, Any]:
-    """Return the arguments of vLLM's AsyncEngineArgs for drafts, if there are to be any.
+    """Return vLLM's AsyncEngineArgs for drafting; empty if drafting is off.
 
     Args:
-        config: the engine's settings.
-        model_dir: of the target.
+        model_dir: directory of the target model.
 
     Raises:
-        EngineSettingsError: as `check_draft_model`.
+        EngineSettingsError: see `check_draft_model`.
     """
     if config.drafts == "off":
         return {}
@@ -60,16 +59,15 @@ def draft_arguments(config: EngineConfig, model_dir: Path) -> dict[str, Any]:
 def check_draft_model(
     config: EngineConfig, model: Mapping[str, Any], model_dir: Path, lora: LoraConfig = NO_ADAPTERS
 ) -> None:
-    """Refuse settings with which vLLM could not draft by a model, or would draft nonsense.
+    """Check that vLLM can draft with the configured draft model.
 
     Args:
-        config: the engine's settings.
-        model: config.json of the target.
-        model_dir: of the target.
-        lora: the adapter of the target, if any.
+        model: config.json of the target model.
+        model_dir: directory of the target model.
+        lora: adapter of the target, if any.
 
     Raises:
-        EngineSettingsError: naming the setting, and what is wrong with the model.
+        EngineSettingsError: the draft model does not fit; the message names the setting and the reason.
     """
     if config.drafts not in MODELS:
         return
@@ -94,10 +92,10 @@ def check_draft_model(
 
 
 def method_of(config: EngineConfig, model: Mapping[str, Any], model_dir: Path) -> str:
-    """Return vLLM's name of the method: mtp, eagle, eagle3 or draft_model.
+    """Return vLLM's method name: mtp, eagle, eagle3 or draft_model.
 
     Raises:
-        EngineSettingsError: there is no draft of the target; names what does not fit.
+        EngineSettingsError: the draft model does not fit the target; the message contains the reason.
     """
     if not config.draft_model:
         _check_further_layers(config, model, model_dir)
@@ -107,7 +105,7 @@ def method_of(config: EngineConfig, model: Mapping[str, Any], model_dir: Path) -
         draft, shapes = read_config(place), tensor_shapes(place)
     except (EngineSettingsError, SettingsError) as error:
         raise EngineSettingsError(f"setting engine.draft_model: {error}") from error
-    draft |= draft.get("transformer_layer_config") or {}  # as the library speculators writes it
+    draft |= draft.get("transformer_layer_config") or {}  # format of the library speculators
     method = _method(shapes)
     heads = int(draft.get("num_attention_heads") or 0)
     vocabularies = draft.get("vocab_size"), model.get("vocab_size")
@@ -129,11 +127,11 @@ def method_of(config: EngineConfig, model: Mapping[str, Any], model_dir: Path) -
 
 
 def _method(shapes: Shapes) -> str:
-    """Return the method of a draft by its tensors; empty: there are none."""
+    """Return the draft method according to the tensor names; empty if there are none."""
     names = {name.removeprefix("model.") for name in shapes}
-    if any(name.endswith(".hidden_norm.weight") for name in names):  # of the target's hidden states
+    if any(name.endswith(".hidden_norm.weight") for name in names):  # norm of the target's hidden states
         return "eagle3"
-    if "fc.weight" in names:  # joins them with the embeddings
+    if "fc.weight" in names:  # projection of hidden states and embeddings
         return "eagle"
     return "draft_model" if names else ""
 
@@ -141,7 +139,7 @@ def _method(shapes: Shapes) -> str:
 def _why_no_head(
     method: str, draft: Mapping[str, Any], shapes: Shapes, model: Mapping[str, Any], model_dir: Path
 ) -> str:
-    """Return why a head does not read the hidden states of the target; empty: it does, or it is no head."""
+    """Return why a head cannot read the target's hidden states; empty if it can or the draft is no head."""
     if method == "draft_model":
         return ""
     hidden, expected = int(draft.get("hidden_size") or 0), int(model.get("hidden_size") or 0)
@@ -155,7 +153,7 @@ def _why_no_head(
 
 
 def _why_untrained(config: EngineConfig, method: str, draft: Mapping[str, Any], shapes: Shapes) -> str:
-    """Return why a draft is not the head that can be trained; empty: it can, or is not to be."""
+    """Return why a draft is not a trainable head; empty if it is, or if training is off."""
     if not config.trained_head:
         return ""
     if method != "eagle" or draft.get("model_type") != "llama":
@@ -169,7 +167,7 @@ def _why_untrained(config: EngineConfig, method: str, draft: Mapping[str, Any], 
 
 
 def _check_further_layers(config: EngineConfig, model: Mapping[str, Any], model_dir: Path) -> None:
-    """Refuse a checkpoint without layers that predict further tokens, and drafts that they cannot make."""
+    """Refuse a checkpoint without MTP layers, and draft lengths that they cannot produce."""
     count = next((int(model[field]) for field in FURTHER_LAYERS if model.get(field)), 0)
     layers = int(model.get("num_hidden_layers") or 0)
     names = tensor_shapes(model_dir) if count else {}

@@ -1,1 +1,1 @@
-"""How vLLM's layers hold their weights: plain on a CPU, or processed after loading."""
+"""Weight layouts of vLLM's layers: plain on CPU, or processed after loading."""

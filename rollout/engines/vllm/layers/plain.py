@@ -1,8 +1,7 @@
-"""Has torch compute on a CPU in place of kernels of vLLM that repack weights, or rotate the wrong way.
+"""Replaces CPU kernels of vLLM that repack weights, or rotate incorrectly, with plain torch.
 
-Repacked weights could not be updated in place: linear layers and experts are computed from the weights as the
-loader wrote them. What another release of vLLM repacks nevertheless is found at start
-(`rollout/staging/loaded_weights.py`).
+Repacked weights cannot be updated in place, so linear layers and experts compute with the weights as loaded.
+The engine's start detects weights that another vLLM release repacks (`rollout/staging/loaded_weights.py`).
 """
 
 import copy
@@ -14,11 +13,11 @@ import torch.nn.functional as F
 
 Activation = Callable[[torch.Tensor], torch.Tensor]
 LIMIT, SLOPE = 7.0, 1.702
-"""Constants of gpt-oss's activation, also in vLLM."""
+"""Constants of gpt-oss's activation, as in vLLM."""
 
 
 def _halves(activation: Activation) -> Activation:
-    """Return a function of gates and ups [N, 2 I], the gates first, with the result [N, I]."""
+    """Return a gated activation: [N, 2 I], gates before ups -> [N, I]."""
 
     def gated(rows: torch.Tensor) -> torch.Tensor:
         gate, up = rows.chunk(2, dim=-1)
@@ -28,7 +27,7 @@ def _halves(activation: Activation) -> Activation:
 
 
 def _alternating(rows: torch.Tensor) -> torch.Tensor:
-    """Return gpt-oss's result for gates and ups that come by turns."""
+    """Return gpt-oss's activation of interleaved gates and ups."""
     gate, up = rows[..., ::2].clamp(max=LIMIT), rows[..., 1::2].clamp(-LIMIT, LIMIT)
     return (up + 1) * gate * torch.sigmoid(SLOPE * gate)
 
@@ -39,11 +38,11 @@ ACTIVATIONS: dict[str, Activation] = {
     "gelu_tanh": _halves(lambda x: F.gelu(x, approximate="tanh")),
     "swigluoai": _alternating,
 }
-"""vLLM's name of an activation -> it."""
+"""vLLM's name of an activation -> function."""
 
 
 def keep_weights_plain() -> None:
-    """Replace vLLM's functions that repack weights, and the functions that compute with repacked ones."""
+    """Replace vLLM's functions that repack weights or compute with repacked weights."""
     from vllm.model_executor.layers import utils
 
     def dispatch(layer: Any, remove_weight: bool) -> None:
@@ -53,7 +52,7 @@ def keep_weights_plain() -> None:
         utils.dispatch_cpu_unquantized_gemm = dispatch
     try:
         from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUUnquantizedExperts
-    except ImportError:  # an older release
+    except ImportError:  # older vLLM
         return
     CPUUnquantizedExperts.process_weights_after_loading = lambda experts, layer: None
     CPUUnquantizedExperts._supports_grouped_gemm = classmethod(lambda cls, config: (True, None))
@@ -62,10 +61,10 @@ def keep_weights_plain() -> None:
 
 
 def rotate_heads_natively() -> None:
-    """Have queries [T, H, D], as latent attention makes them, rotated by vLLM's function in torch.
+    """Rotate queries [T, H, D], as in latent attention, with vLLM's torch implementation.
 
-    The kernel of vLLM 0.32 is right for queries [T, H * D] alone. Log-probabilities of DeepSeek-V2 were off
-    by up to 0.4.
+    The CPU kernel of vLLM 0.32 is correct only for queries [T, H * D]; log-probabilities of DeepSeek-V2 were
+    off by up to 0.4.
     """
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 
@@ -82,11 +81,11 @@ def rotate_heads_natively() -> None:
 
 
 def _compute_beside_adapters() -> None:
-    """Have experts computed so beside adapters, too, where vLLM chooses kernels for adapters of experts."""
+    """Use the plain expert kernels with adapters, too, where vLLM would select expert adapter kernels."""
     from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as method
 
     select: Callable[..., Any] | None = getattr(method, "select_unquantized_moe_backend", None)
-    if select is None:  # an older release
+    if select is None:  # older vLLM
         return
 
     def without_adapters(moe_config: Any, *others: Any, **named: Any) -> Any:
@@ -111,7 +110,7 @@ def _apply(
     expert_map: torch.Tensor | None = None,
     **also_unused: Any,
 ) -> None:
-    """Take the place of the experts' method that computes a layer, or this rank's share of it."""
+    """Compute an expert layer, or this rank's shard of it; replaces a method of vLLM's experts."""
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
     chosen = topk_ids if expert_map is None else expert_map[topk_ids]
     biases = experts.w1_bias, experts.w2_bias
@@ -127,16 +126,16 @@ def mixture(
     activation: Activation,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
-    """Return what experts make of rows, [N, H], one expert after the other.
+    """Return the output [N, H] of a mixture of experts, computed one expert at a time.
 
     Args:
-        rows: [N, H].
-        gates_and_ups: [E, 2 I, H].
-        downs: [E, H, I].
-        weights: float [N, K]: of each row's experts.
-        chosen: int [N, K]: each row's experts; -1: one that another rank has.
-        activation: makes [N, I] of [N, 2 I].
-        biases: [E, 2 I] and [E, H].
+        rows: [N, H] inputs.
+        gates_and_ups: [E, 2 I, H] weights.
+        downs: [E, H, I] weights.
+        weights: float [N, K], router weight of each chosen expert.
+        chosen: int [N, K], chosen experts; -1: expert on another rank.
+        activation: [N, 2 I] -> [N, I].
+        biases: [E, 2 I] and [E, H], or None.
     """
     output = torch.zeros_like(rows)
     for expert in chosen[chosen >= 0].unique().tolist():

@@ -1,7 +1,7 @@
-"""Names the layers whose weights vLLM processes after loading, and processes them on shadows.
+"""Finds the layers whose weights vLLM processes after loading, and processes them on shadows.
 
-vLLM remembers how each layer was before its weights were processed. Latent attention is processed after the
-layers that it computes with.
+vLLM records each layer's parameters before processing. Latent attention is processed after the layers that it
+computes with.
 """
 
 from collections.abc import Collection, Mapping
@@ -21,7 +21,7 @@ from rollout.engines.multi_process.processed_layers import (
 from rollout.staging.shadows import Staged
 
 DONE = "_already_called_process_weights_after_loading"
-"""Flag of a layer that vLLM has processed."""
+"""Flag that vLLM sets on a processed layer."""
 
 
 class VllmRules:
@@ -36,7 +36,7 @@ class VllmRules:
         self.kept: Collection[str] = frozenset(meta.SKIP_TENSORS)
 
     def unprocessed(self, layer: nn.Module) -> Mapping[str, torch.Tensor]:
-        """See `LayerRules`."""
+        """Return a layer's original parameters, which vLLM recorded, with their loaders."""
         from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
         from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
@@ -49,18 +49,18 @@ class VllmRules:
         return found
 
     def is_latent(self, layer: nn.Module) -> bool:
-        """See `LayerRules`."""
+        """Return whether a layer is latent attention, which loads no weights of its own."""
         from vllm.model_executor.layers.attention import MLAAttention
 
         return isinstance(layer, MLAAttention)
 
     def process(self, shadow: Any, staged: Staged) -> None:
-        """See `LayerRules`."""
+        """Process a shadow's weights in place, with vLLM's processing of the layer."""
         from vllm.config import set_current_vllm_config
 
         vars(shadow).pop(DONE, None)
-        # vLLM's current settings are the process's, not the thread's. It sets them itself while it starts and
-        # in its own weight updates, and always to these, so that no thread sees others.
+        # vLLM's current config is global to the process, not to the thread. vLLM sets it only during its
+        # start and its own weight updates, always to this config, so no thread sees another one.
         with set_current_vllm_config(self._config):
             if self.is_latent(shadow):
                 shadow._modules = {key: with_staged(child, staged) for key, child in shadow._modules.items()}
@@ -70,7 +70,7 @@ class VllmRules:
 
 
 def vllm_processings(model: nn.Module, vllm_config: Any, differing: Collection[str]) -> list[LayerProcessing]:
-    """Return vLLM's processed layers; arguments as in `processings`."""
+    """Return vLLM's processed layers; arguments: see `processings`."""
     return processings(model, VllmRules(vllm_config), _is_processed, differing)
 
 
@@ -88,17 +88,17 @@ def _is_processed(layer: nn.Module, before: Mapping[str, torch.Tensor], changed:
 
 
 def load_biased_experts() -> None:
-    """Give experts with biases, as gpt-oss alone has them, memory before they are loaded.
+    """Allocate experts with biases, which only gpt-oss has, before they are loaded.
 
-    vLLM makes parameters that it quantises while it loads them on `meta`, and puts a loader around each that
-    quantises a layer when the last has come. Its loader of gpt-oss copies into the experts' past that (0.26
-    and 0.32, `_load_weights_other`): it would quantise memory that was never written.
+    For online quantization, vLLM creates parameters on `meta`, and wraps each loader to quantize a layer
+    after its last parameter is loaded. gpt-oss's loader bypasses the wrapper (vLLM 0.26 and 0.32,
+    `_load_weights_other`), so vLLM would quantize uninitialized memory.
     """
     try:
         from vllm.model_executor.layers.quantization.online import moe_base
         from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
         from vllm.model_executor.model_loader.reload.meta import materialize_layer
-    except ImportError:  # an older release
+    except ImportError:  # older vLLM
         return
     begin = moe_base.initialize_online_processing
 
