@@ -18,6 +18,7 @@ from protocol.host.prctl import keep_private
 from services.migration.convert import import_config
 from services.runtime.errors import configure_logging, end_command
 from services.serving.command import serve
+from services.settings.sources import to_toml
 from services.tools.push import push
 from services.tools.recorded.commands import AsJson, bisect, replay, rerun
 
@@ -369,7 +370,7 @@ def _overrides(
 def _given(options: Mapping[str, object]) -> list[str]:
     """Return the options that were given as overrides of their settings."""
     given = {name: value for name, value in options.items() if value is not None}
-    return [f"{name}={json.dumps(value, default=str)}" for name, value in given.items()]
+    return [f"{name}={to_toml(value)}" for name, value in given.items()]
 
 
 def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:
