@@ -68,10 +68,9 @@ def up(
     rewards: Rewards = None,
 ) -> None:
     """Run all services on this machine until the steps are done or Ctrl-C."""
-    import asyncio
-
     from services.launcher.live_progress import open_progress
     from services.launcher.supervisor import run_up
+    from services.runtime.event_loop import run_loop
     from services.settings.load import load_settings, run_settings
 
     overrides = _overrides(set_, steps, run_dir, rollouts, rewards)
@@ -79,7 +78,7 @@ def up(
     compose = functools.partial(load_settings, str(config), overrides)
     settings = compose()
     progress = open_progress(settings.run.name, settings.run_dir, settings.run.steps)
-    outcome = asyncio.run(run_up(settings, progress, compose))
+    outcome = run_loop(run_up(settings, progress, compose))
     if settings.eval.at_end and not outcome.interrupted:
         progress.note(
             "scoring the first and the last model on held-out prompts; engine output: logs/eval.log"
