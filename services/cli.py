@@ -18,6 +18,7 @@ from protocol.host.prctl import keep_private
 from services.migration.convert import import_config
 from services.runtime.errors import configure_logging, end_command
 from services.serving.command import serve
+from services.settings.sources import to_toml
 from services.tools.push import push
 from services.tools.recorded.commands import AsJson, bisect, replay, rerun
 
@@ -67,10 +68,9 @@ def up(
     rewards: Rewards = None,
 ) -> None:
     """Run all services on this machine until the steps are done or Ctrl-C."""
-    import asyncio
-
     from services.launcher.live_progress import open_progress
     from services.launcher.supervisor import run_up
+    from services.runtime.event_loop import run_loop
     from services.settings.load import load_settings, run_settings
 
     overrides = _overrides(set_, steps, run_dir, rollouts, rewards)
@@ -78,7 +78,7 @@ def up(
     compose = functools.partial(load_settings, str(config), overrides)
     settings = compose()
     progress = open_progress(settings.run.name, settings.run_dir, settings.run.steps)
-    outcome = asyncio.run(run_up(settings, progress, compose))
+    outcome = run_loop(run_up(settings, progress, compose))
     if settings.eval.at_end and not outcome.interrupted:
         progress.note(
             "scoring the first and the last model on held-out prompts; engine output: logs/eval.log"
@@ -369,7 +369,7 @@ def _overrides(
 def _given(options: Mapping[str, object]) -> list[str]:
     """Return the options that were given as overrides of their settings."""
     given = {name: value for name, value in options.items() if value is not None}
-    return [f"{name}={json.dumps(value, default=str)}" for name, value in given.items()]
+    return [f"{name}={to_toml(value)}" for name, value in given.items()]
 
 
 def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:

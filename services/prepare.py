@@ -18,6 +18,7 @@ from services.preflight.check import check_run
 from services.preflight.problem import refuse
 from services.run_record.end import explaining_full_disk, refuse_made_from_record
 from services.runtime.errors import configure_logging, exit_with
+from services.runtime.event_loop import run_loop
 from services.runtime.run_copies import settings_of_fetched
 from services.runtime.run_ledger import ledger_url, open_ledger
 from services.runtime.start_run import start_or_resume
@@ -106,7 +107,7 @@ def main() -> None:
     try:
         configure_logging("prepare")
         asked = load_settings()
-        lines = asyncio.run(prepare_run(asked, load_settings))
+        lines = run_loop(prepare_run(asked, load_settings))
         settings = run_settings(asked.run_dir)
     except KeyboardInterrupt:
         sys.exit(1)

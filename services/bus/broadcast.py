@@ -90,12 +90,16 @@ class Broadcaster:
     def publish(self, message: AnyMessage, epoch: str = "") -> int:
         """Send a message to every connected peer; return to how many.
 
-        Never waits: a peer whose queue is full misses the message and is counted.
+        Never waits: a peer whose queue is full misses the message and is counted. All miss one over
+        `bus.max_frame_bytes`, from whose sender they would disconnect.
         """
         if not isinstance(message, self._topic.carries):
             raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
         frame = encode(message, run=self._run, id=new_token(), epoch=epoch)
         kind = type(message)
+        if len(frame) > self._config.max_frame_bytes:
+            self._leave_out(kind, len(frame))
+            return 0
         if kind in STICKY:
             self._newest[kind] = frame
         reached = 0
@@ -124,6 +128,21 @@ class Broadcaster:
             self._timer = None
         self._router.close()
         self._answers.close()
+
+    def _leave_out(self, kind: type[Message], nbytes: int) -> None:
+        """Send no message of this kind any more, also not the one before, until there is a newer one."""
+        self.stats.dropped_full += 1
+        most = self._config.max_frame_bytes
+        log.error(
+            "bus.too_large topic=%s message=%s bytes=%d (over bus.max_frame_bytes %d, which can be raised)",
+            self._topic.name,
+            kind.__name__,
+            nbytes,
+            most,
+        )
+        self._newest.pop(kind, None)
+        for peer in self._peers.values():
+            peer.missed.discard(kind)
 
     def _send(self, connection: bytes, peer: _Subscriber, kind: type[Message], frame: bytes) -> bool:
         outcome = self._router.send(connection, frame)

@@ -1,8 +1,9 @@
 """Sends a receiver's senders acknowledgements in batches, credit, and heartbeats with the held messages."""
 
 import asyncio
+import itertools
 import logging
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
 from protocol.codec import encode
@@ -74,7 +75,7 @@ More are dropped: the sender gets them when it sends the message again.
 """
 
 ANSWER_BYTES = 16 << 20
-"""Bytes of answers after which they are not collected any further."""
+"""Bytes of several answers in one frame, or as many as one answer may have if that is less."""
 
 
 @dataclass(slots=True)
@@ -126,6 +127,8 @@ class SenderSessions:
         self._run = run
         self._incarnation = incarnation
         self._heartbeat_s = config.heartbeat_s
+        self.largest_answer = config.max_frame_bytes // 2
+        """Bytes that an answer may have: a sender disconnects from whoever sends it a larger frame."""
         self._router = router
         self._stats = stats
         self._held = unfinished
@@ -189,8 +192,6 @@ class SenderSessions:
             return
         session.answers[id] = answer
         self._unsent[connection] = None
-        if sum(map(len, session.answers.values())) > ANSWER_BYTES:
-            self._send_ack(connection, session)
         self.flush_soon()
 
     def flush_soon(self) -> None:
@@ -239,22 +240,26 @@ class SenderSessions:
 
     def _send_ack(self, connection: bytes, session: SenderSession) -> bool:
         """Send queued acks and credit; false if they were not sent, and the next heartbeat tries again."""
-        ack = Ack(
-            messages=tuple(session.acked),
-            refused=session.refused,
-            credit=self._credit(session),
-            answers=session.answers,
-        )
-        outcome = self._router.send(connection, encode(ack, run=self._run, id=""))
-        if outcome is SendResult.FULL:
-            return False
-        del self._unsent[connection]
-        if outcome is SendResult.UNREACHABLE:
-            self._remove(connection)
-            return False
-        session.acked.clear()
-        session.refused = {}
-        session.answers = {}
+        while connection in self._unsent:
+            answers = _first_answers(session.answers, min(ANSWER_BYTES, self.largest_answer))
+            ack = Ack(
+                messages=tuple(session.acked),
+                refused=session.refused,
+                credit=self._credit(session),
+                answers=answers,
+            )
+            outcome = self._router.send(connection, encode(ack, run=self._run, id=""))
+            if outcome is SendResult.FULL:
+                return False
+            if outcome is SendResult.UNREACHABLE:
+                self._remove(connection)
+                return False
+            session.acked.clear()
+            session.refused = {}
+            for id in answers:
+                del session.answers[id]
+            if not session.answers:
+                del self._unsent[connection]
         return True
 
     def _on_timer(self) -> None:
@@ -292,3 +297,13 @@ class SenderSessions:
 
     def _credit(self, session: SenderSession) -> int:
         return session.account.granted if self._topic.window else -1
+
+
+def _first_answers(answers: Mapping[str, bytes], most: int) -> dict[str, bytes]:
+    """Return the first answer, and those after it with which it has at most so many bytes."""
+    total = itertools.accumulate(map(len, answers.values()))
+    return dict(
+        item
+        for number, (item, size) in enumerate(zip(answers.items(), total, strict=True))
+        if not number or size <= most
+    )

@@ -123,8 +123,12 @@ class Receiver:
     def answer(self, delivery: Delivery, answer: bytes) -> None:
         """Acknowledge a message with what its `Sender.send` returns, an encoded message.
 
-        The id is not remembered: a repeat is worked on and answered again.
+        The id is not remembered: a repeat is worked on and answered again. An answer over half of
+        `bus.max_frame_bytes` refuses the message instead: no repeat could be answered.
         """
+        if len(answer) > self._sessions.largest_answer:
+            self.refuse(delivery, f"its answer of {len(answer)} bytes is over half of bus.max_frame_bytes")
+            return
         id = delivery.envelope.id
         connection = self._held.pop(id, None)
         if connection is not None:

@@ -28,7 +28,7 @@ class BusStats:
     """Frames of peers that had not sent a hello, and refused connections: without authorized keys, without
     keys, or not ZeroMQ."""
     dropped_full: int = 0
-    """Messages dropped because a queue was full or a credit was exceeded."""
+    """Messages dropped because a queue was full, a credit was exceeded, or a frame to all was too large."""
     bytes_in: int = 0
     """Bytes of received frames."""
     bytes_out: int = 0

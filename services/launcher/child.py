@@ -251,7 +251,8 @@ class SupervisedProcess:
     def kill(self) -> None:
         """Kill the process and everything that it started at once; it is not started again."""
         self._stopping = True
-        self._kill_session()
+        if self.pid is not None:  # the number of one that has ended may be another process's by now
+            self._kill_session()
 
     def _kill_session(self) -> None:
         """Send SIGKILL to every process that is left in the session of the service."""

@@ -9,7 +9,7 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, TextIO, cast
 
 from rich.console import Console
 from rich.live import Live
@@ -18,6 +18,7 @@ from rich.text import Text
 from protocol.errors import TetherError
 from services.launcher.live_view import RunView, render_view
 from services.ledger.interface import Ledger
+from services.observability.lasting_stream import LastingStream
 from services.observability.printable import printable
 from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
 from services.observability.status import collect_status
@@ -30,8 +31,11 @@ ASK_S = 1.0
 
 
 def open_progress(run: str, run_dir: Path, steps: int, out: TextIO | None = None) -> Progress:
-    """Return what shows the progress of a run: a view on a terminal, else plain lines."""
-    out = out or sys.stdout
+    """Return what shows the progress of a run: a view on a terminal, else plain lines.
+
+    The run continues where they cannot be written.
+    """
+    out = cast(TextIO, LastingStream(out or sys.stdout))
     if is_interactive(out, os.environ):
         return LiveProgress(run, run_dir, steps, out)
     return Progress(run_dir, steps, out)

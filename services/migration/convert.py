@@ -45,6 +45,8 @@ def convert(file: Path) -> str:
         return _converted(text, file.name if file.name.isprintable() else ascii(file.name))
     except SettingsError as error:
         raise SettingsError(f"{file}: {error}") from None
+    except RecursionError:  # of YAML, by an alias within its own anchor
+        raise SettingsError(f"{file}: a value contains itself") from None
 
 
 def _converted(text: str, title: str) -> str:
@@ -83,7 +85,7 @@ def _carry(source: str, name: str, value: Any) -> dict[str, Any]:
         raise SettingsError(f"{name} is {value}: write the variable's value instead")
     try:
         return CARRIED[source][name](value)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, OverflowError) as error:
         raise SettingsError(f"{name} = {value!r}: {error}") from None
 
 

@@ -5,6 +5,7 @@ Read in TRL 1.16.0 and verl 0.9.1 as they are installed, and in slime's quick st
 unknown.
 """
 
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -14,14 +15,16 @@ Carry = Callable[[Any], Settings]
 
 def number(value: Any) -> float:
     """Return a number that may be text, such as 1e-6, which YAML reads as text."""
-    return float(value)
+    if isinstance(value, bool) or not math.isfinite(found := float(value)):
+        raise ValueError(f"{value} is no finite number")
+    return found
 
 
 def integer(value: Any) -> int:
     """Return a whole number that may be text."""
-    if float(value) != int(float(value)):
+    if (found := number(value)) != int(found):
         raise ValueError(f"{value} is no whole number")
-    return int(float(value))
+    return int(found)
 
 
 def boolean(value: Any) -> bool:
@@ -69,10 +72,15 @@ def every(setting: str) -> Carry:
     return lambda value: {setting: integer(value)} if integer(value) > 0 else {}
 
 
+def top_k(value: Any) -> Settings:
+    """Convert a number of likely tokens, where less than 0 is off."""
+    return {"sampling.top_k": max(0, integer(value))}
+
+
 def betas(value: Any) -> Settings:
     """Convert both decays of Adam, a list or its text."""
     first, second = value if isinstance(value, list) else str(value).strip("[]()").split(",")
-    return {"optimizer.adam_beta1": float(first), "optimizer.adam_beta2": float(second)}
+    return {"optimizer.adam_beta1": number(first), "optimizer.adam_beta2": number(second)}
 
 
 SAMPLES, TOKENS = "sampling.samples_per_prompt", "sampling.max_tokens"
@@ -96,7 +104,7 @@ CARRIED: Mapping[str, Mapping[str, Carry]] = {
         "vllm_tensor_parallel_size": to("engine.tensor_parallel_size", read=integer),
         "temperature": to("sampling.temperature", read=number),
         "top_p": to("sampling.top_p", read=number),
-        "top_k": to("sampling.top_k", read=integer),
+        "top_k": top_k,
         "loss_type": chosen("algorithm.name", {name: name for name in ("grpo", "dr_grpo", "dapo")}),
         "beta": to("algorithm.kl_coef", read=number),
         "epsilon": to(CLIP_LOW, CLIP_HIGH, read=number),
@@ -113,7 +121,7 @@ CARRIED: Mapping[str, Mapping[str, Carry]] = {
         "adam_epsilon": to("optimizer.adam_eps", read=number),
         "max_grad_norm": to("optimizer.clip_grad", read=number),
         "warmup_steps": to("optimizer.lr_warmup_steps", read=integer),
-        "max_steps": to("run.steps", read=integer),
+        "max_steps": every("run.steps"),
         "save_steps": every("trainer.checkpoint_every"),
         "eval_steps": every("eval.every"),
         "seed": to("trainer.seed", "prompts.seed", read=integer),
@@ -135,7 +143,7 @@ CARRIED: Mapping[str, Mapping[str, Carry]] = {
         "actor_rollout_ref.rollout.name": chosen("engine.name", {n: n for n in ("vllm", "sglang", "hf")}),
         "actor_rollout_ref.rollout.temperature": to("sampling.temperature", read=number),
         "actor_rollout_ref.rollout.top_p": to("sampling.top_p", read=number),
-        "actor_rollout_ref.rollout.top_k": lambda value: {"sampling.top_k": max(0, integer(value))},
+        "actor_rollout_ref.rollout.top_k": top_k,
         "actor_rollout_ref.rollout.tensor_model_parallel_size": to(
             "engine.tensor_parallel_size", read=integer
         ),

@@ -26,7 +26,7 @@ from typing import Any
 import xxhash
 from aiohttp import hdrs, web
 
-from protocol.network.addresses import is_loopback
+from protocol.network.addresses import bracketed, is_loopback
 from services.monitor.answers import json_answer, number_in, reward_in
 from services.monitor.history import History, warning_event
 from services.observability.printable import printable
@@ -174,7 +174,7 @@ class Pages:
         """Return one process for Prometheus; off loopback it is reached by the name of its machine."""
         host = self._metrics_host if is_loopback(self._metrics_host) else process["host"]
         return {
-            "targets": [f"{host}:{process['http']}"],
+            "targets": [f"{bracketed(host)}:{process['http']}"],
             "labels": {"role": process["service"], "process": process["name"]},
         }
 

@@ -3,8 +3,9 @@
 Every byte of the files in `CHECKS` is read. A file that a run removes meanwhile is left out.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
+import os
+from collections.abc import Callable, Iterable, Iterator, Set
+from contextlib import closing, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -45,14 +46,27 @@ def check_files(run_dir: Path) -> CheckedFiles:
             found = [f"{file.relative_to(run_dir)}: {problem}" for file, problem in check(path)]
             damaged += found if path.exists() else []
             checked |= {path, *read_with(path)}
-    checked = {path for path in checked if path.is_file()}
-    unchecked = {path for path in run_dir.rglob("*") if path.is_file() and not path.is_symlink()} - checked
+    sizes = dict(_sizes(checked))
     return CheckedFiles(
-        checked=len(checked),
-        checked_bytes=sum(path.stat().st_size for path in checked),
+        checked=len(sizes),
+        checked_bytes=sum(sizes.values()),
         damaged=damaged,
-        not_covered=_summed_up(run_dir, unchecked, checked),
+        not_covered=_summed_up(run_dir, set(_files(run_dir)) - sizes.keys(), sizes.keys()),
     )
+
+
+def _sizes(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
+    for path in paths:
+        with suppress(OSError):
+            if path.is_file():
+                yield path, path.stat().st_size
+
+
+def _files(directory: Path) -> Iterator[Path]:
+    """Yield the files of a directory and its folders; `Path.rglob` raises where a folder is removed."""
+    for folder, _, names in os.walk(directory):
+        paths = (Path(folder, name) for name in names)
+        yield from (path for path in paths if path.is_file() and not path.is_symlink())
 
 
 def _lost_log(head: Path) -> Damage:
@@ -129,7 +143,7 @@ CHECKS: tuple[tuple[str, Callable[[Path], Damage], Callable[[Path], set[Path]]],
 """Pattern of paths, what finds damage in one, and the files that are read with it."""
 
 
-def _summed_up(run_dir: Path, unchecked: set[Path], checked: set[Path]) -> list[str]:
+def _summed_up(run_dir: Path, unchecked: Set[Path], checked: Set[Path]) -> list[str]:
     """Return names of files; a folder without a checked file stands for all that is in it."""
     kept = {parent for path in checked for parent in path.parents} | {run_dir}
     names = set()

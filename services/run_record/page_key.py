@@ -73,10 +73,13 @@ def read_key(path: Path) -> str:
 
 
 def _make_key(path: Path) -> None:
-    """Write a random key unless the file exists; readable by its owner only."""
+    """Write a random key unless the file exists; readable by its owner only, and never half written."""
+    aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    except FileExistsError:
-        return
-    with open(descriptor, "w") as file:
-        file.write(secrets.token_urlsafe(24) + "\n")
+        if not path.exists():
+            aside.touch(0o600)
+            aside.write_text(secrets.token_urlsafe(24) + "\n")
+            with suppress(FileExistsError):  # another process was faster
+                os.link(aside, path)
+    finally:
+        aside.unlink(missing_ok=True)

@@ -23,11 +23,17 @@ def run_loop(
 ) -> T:
     """Run a coroutine in a new event loop, and close that; `asyncio.run` would wait for every task to end.
 
-    If a task does not end within `end_s` the loop is left open: the process ends with it.
+    If a task does not end within `end_s` the loop is left open: the process ends with it. Once `main` was
+    cancelled, or Ctrl-C has interrupted it, the next signal ends the process: the end of the loop, and that
+    of the process, wait for threads without limit.
     """
     runner = asyncio.Runner(loop_factory=loop_factory)
     try:
         return runner.run(main)
+    except (KeyboardInterrupt, asyncio.CancelledError):
+        for signum in STOP_SIGNALS:
+            signal.signal(signum, signal.SIG_DFL)
+        raise
     finally:
         if left := _still_running(runner.get_loop(), end_s):
             log.warning("process.left_tasks tasks=%s", ",".join(sorted(left)))

@@ -1,7 +1,6 @@
 """Defines `tether serve`, which serves a model to clients of the OpenAI API."""
 
 import dataclasses
-import json
 from typing import Annotated
 
 import typer
@@ -35,6 +34,7 @@ def serve(
     from services.runtime.event_loop import run_loop
     from services.serving.service import serve_until_signal
     from services.serving.source import serving_of, with_adapters
+    from services.settings.sources import to_toml
 
     configure_logging("serve")
     given = {
@@ -43,7 +43,7 @@ def serve(
         "environment.port": port,
         "environment.ports": 1,
     }
-    flags = [f"{name}={json.dumps(value)}" for name, value in given.items() if value is not None]
+    flags = [f"{name}={to_toml(value)}" for name, value in given.items() if value is not None]
     found = with_adapters(serving_of(source, [*flags, *(set_ or [])], follow), adapter or [])
     serving = dataclasses.replace(found, key_file=key_file)
     try:

@@ -1,6 +1,5 @@
 """Turns the source that a user names into the model or the run that is served."""
 
-import json
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -10,6 +9,7 @@ from protocol.host.hub import is_hub_name
 from services.serving.exports import newest_export
 from services.settings.load import FILE, compose_settings, run_settings
 from services.settings.sections import Settings
+from services.settings.sources import to_toml
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
             "config.json; give one of them, or the name of a model on the hub"
         )
     else:
-        settings = compose_settings(None, [f"model.path={json.dumps(source)}", *overrides])
+        settings = compose_settings(None, [f"model.path={to_toml(source)}", *overrides])
     return Serving(settings, Path(settings.model.path or settings.run.name).name)
 
 

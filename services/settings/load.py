@@ -18,7 +18,7 @@ from services.settings.checks import check_settings
 from services.settings.paths import resolve_paths
 from services.settings.resume_rules import ResumeRule, rule_of
 from services.settings.sections import Settings
-from services.settings.sources import ABSENT, assign, from_environ, parse, read_file
+from services.settings.sources import ABSENT, assign, from_environ, parse, read_file, to_toml
 from trainer.storage.checksums import MEMBER, sealed
 
 FILE = "settings.json"
@@ -151,7 +151,7 @@ def run_settings(run_dir: Path, overrides: Sequence[str] = (), name: str = FILE)
             f"no run in {run_dir}: there is no settings.json; give the directory of a run, such as runs/demo"
         )
     environ = {name: value for name, value in os.environ.items() if name == "TETHER_REDIS_URL"}
-    return load_settings(str(path), [*overrides, f"run.dir={json.dumps(str(run_dir.absolute()))}"], environ)
+    return load_settings(str(path), [*overrides, f"run.dir={to_toml(run_dir.absolute())}"], environ)
 
 
 def recorded_settings(run_dir: Path) -> Settings | None:

@@ -120,13 +120,16 @@ def parse(text: str, dotted: str, kind: type) -> Any:
 
 
 def to_toml(value: Any) -> str:
-    """Return a setting's value as TOML. Strings and numbers are written as in JSON."""
+    """Return a setting's value as TOML. Strings and numbers are written as in JSON, paths as strings.
+
+    JSON's escapes beyond 16 bits are none of TOML, which also wants DEL escaped.
+    """
     if isinstance(value, Mapping):
-        items = ", ".join(f"{json.dumps(key)} = {to_toml(item)}" for key, item in value.items())
+        items = ", ".join(f"{to_toml(key)} = {to_toml(item)}" for key, item in value.items())
         return f"{{ {items} }}" if items else "{}"
     if isinstance(value, list | tuple):
         return f"[{', '.join(to_toml(item) for item in value)}]"
-    return json.dumps(value)
+    return json.dumps(value, ensure_ascii=False, default=str).replace("\x7f", "\\u007f")
 
 
 def assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:

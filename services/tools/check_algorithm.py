@@ -1,7 +1,6 @@
 """Runs `tether check-algorithm`: tries an algorithm of the user on a batch, without a model."""
 
 import dataclasses
-import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -15,6 +14,7 @@ from services.run_record.steps import read_steps
 from services.runtime.user_modules import add_user_modules
 from services.settings.load import load_settings, run_settings
 from services.settings.sections import Settings
+from services.settings.sources import to_toml
 from services.tools.recorded.run import RecordedRun
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.registry import make_algorithm
@@ -45,7 +45,7 @@ def check_algorithm(
         SettingsError: the algorithm cannot be loaded, raises, returns what does not fit, or its gradient is
             not finite; or the run has no such step.
     """
-    named = [f"algorithm.name={json.dumps(name)}", *([] if is_own(name) else ["algorithm.options={}"])]
+    named = [f"algorithm.name={to_toml(name)}", *([] if is_own(name) else ["algorithm.options={}"])]
     overrides = [*named, *overrides]
     settings = run_settings(run_dir, overrides) if run_dir else load_settings(None, overrides)
     if str(Path.cwd()) not in sys.path:

@@ -61,6 +61,23 @@ async def test_newcomer_gets_the_newest_manifest_and_no_old_control() -> None:
             assert (await late.receive())[1] == Control(action=Action.ABORT, groups=(3,))
 
 
+async def test_manifest_that_fits_no_frame_keeps_no_other_message_from_anybody() -> None:
+    small = replace(QUICK, max_frame_bytes=10_000)
+    async with broadcaster(config=small) as trainer, asyncio.timeout(DEADLINE_S):
+        registry = Registry({"trainer.1": trainer.endpoint})
+        trainer.publish(manifest(1))
+        async with listener(registry, config=small) as engine:
+            assert (await engine.receive())[1] == manifest(1)
+            assert trainer.publish(manifest(2, "x" * 10_000)) == 0
+            assert trainer.publish(Control(action=Action.ABORT, groups=(3,))) == 1
+            assert (await engine.receive())[1] == Control(action=Action.ABORT, groups=(3,))
+        async with listener(registry, "rollout.2", small) as late:
+            await eventually(lambda: "rollout.2" in trainer.peers)
+            assert trainer.publish(manifest(3)) >= 1
+            assert (await late.receive())[1] == manifest(3)
+        assert trainer.stats.dropped_full == 1
+
+
 async def test_listener_follows_a_restarted_trainer() -> None:
     registry = Registry()
     async with listener(registry) as engine, asyncio.timeout(DEADLINE_S):

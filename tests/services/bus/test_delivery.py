@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 import uvloop
 
+from protocol.codec import MAX_FRAME_BYTES
 from protocol.messages import Ack, Heartbeat, Rollout
 from protocol.topics import SCORED
-from services.bus.receiver import Delivery
+from services.bus.peers import ANSWER_BYTES
+from services.bus.receiver import Delivery, Receiver
 from services.bus.sender import Declined
 from tests.services.bus.harness import (
     DEADLINE_S,
@@ -79,6 +81,39 @@ def test_send_returns_the_answer_and_a_repeat_is_answered_again(run_loop: Runner
             assert outbox.stats.acked == inbox.stats.acked == 2
 
     run_loop(main())
+
+
+@pytest.mark.parametrize(("limit", "size"), [(100_000, 30_000), (MAX_FRAME_BYTES, ANSWER_BYTES + 1)])
+async def test_answers_come_in_frames_that_the_sender_takes(limit: int, size: int) -> None:
+    small = replace(QUICK, max_frame_bytes=limit)
+    async with (
+        receiver(config=small) as inbox,
+        sender(Registry({"ingest.1": inbox.endpoint}), config=small) as outbox,
+        asyncio.timeout(DEADLINE_S),
+        asyncio.TaskGroup() as group,
+    ):
+        asked = [group.create_task(outbox.send(score(index))) for index in range(5)]
+        for delivery in [await inbox.receive() for _ in asked]:
+            inbox.answer(delivery, bytes(size))
+        assert [await asking for asking in asked] == [bytes(size)] * 5
+        assert outbox.stats.resent == 0
+
+
+async def test_answer_that_fits_no_frame_refuses_its_message() -> None:
+    small = replace(QUICK, max_frame_bytes=100_000)
+    async with (
+        receiver(config=small) as inbox,
+        sender(Registry({"ingest.1": inbox.endpoint}), config=small) as outbox,
+        background(answer_each(inbox, bytes(110_000))),
+    ):
+        with pytest.raises(Declined, match=r"answer of 110000 bytes is over half of bus.max_frame_bytes"):
+            await outbox.send(score(7))
+        assert outbox.stats.resent == 0
+
+
+async def answer_each(inbox: Receiver, answer: bytes) -> None:
+    while True:
+        inbox.answer(await inbox.receive(), answer)
 
 
 def test_cancelled_receive_loses_nothing_under_load(run_loop: Runner) -> None:

@@ -23,11 +23,13 @@ from services.evaluation.service import (
     remove_snapshot,
 )
 from services.launcher.finishing import waiting_versions
+from services.observability.service_rows import ROOM
 from services.run_record.evaluations import SNAPSHOTS, Evaluation, append_evaluation, read_evaluations
 from services.runtime.process import Process
 from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.services.bus.harness import eventually
 from tests.services.evaluation.test_scoring import settings_of, version
+from tests.small_disks import small_disk
 from trainer.config import WeightConfig
 from trainer.weights.files import disk_sender
 
@@ -56,6 +58,25 @@ async def test_a_damaged_snapshot_that_was_begun_is_named_and_left_out(
     assert f"evaluation.left_out snapshot={damaged.location} attempts=3" in errors[0]
     forget_left_out(tmp_path)
     assert waiting_versions(tmp_path) == [2]
+
+
+async def test_scores_wait_for_room_on_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("services.runtime.writing.RETRY_S", 0.01)
+    with small_disk(tmp_path / "run", 4096) as run_dir:
+        settings = settings_of(run_dir, "eval.every=2", "eval.samples=0")
+        version(run_dir / SNAPSHOTS, 2)
+        process = Process(Role.EVALUATION, settings, cast(Any, MemoryLedger()), "evaluation")
+        async with open_scorer(settings, "eval") as scorer, asyncio.TaskGroup() as tasks:
+            evaluator = Evaluator(process, scorer, {"math": PROMPTS})
+            filler = run_dir / "filler"
+            with pytest.raises(OSError, match="No space left"):
+                filler.write_bytes(bytes(4 << 20))
+            scoring = tasks.create_task(evaluator.evaluate_loop())
+            await eventually(lambda: any(ROOM in wait for wait in process.waits))
+            filler.unlink()
+            await eventually(lambda: waiting_versions(run_dir) == [])
+            scoring.cancel()
+        assert [row.version for row in read_evaluations(run_dir)] == [2]
 
 
 SETS = ("math", "code")

@@ -263,6 +263,16 @@ async def test_work_that_is_done_is_not_started_again(make: Callable[..., Superv
     assert child.restarts == 0
 
 
+async def test_a_kill_leaves_alone_who_has_the_number_of_a_child_that_has_ended(
+    make: Callable[..., SupervisedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    child, killed = make("0 done", finishes=True), list[int]()
+    await child.keep_running()
+    monkeypatch.setattr(os, "killpg", lambda group, signum: killed.append(group))
+    child.kill()
+    assert killed == []
+
+
 async def test_a_service_that_just_ends_is_started_again(make: Callable[..., SupervisedProcess]) -> None:
     with pytest.raises(ServiceFailed, match="exit code 0"):
         await make("0 bye", restarts=1).keep_running()

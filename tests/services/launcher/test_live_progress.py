@@ -1,11 +1,15 @@
 """Tests when a view is drawn, and that notes and log lines are printed above it, on a ledger in memory."""
 
 import asyncio
+import contextlib
 import io
 import logging
+import os
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 import pytest
 
@@ -49,6 +53,40 @@ def test_view_is_drawn_on_terminals_only(environ: dict[str, str], is_drawn: bool
 
 def test_progress_in_a_pipe_is_plain(tmp_path: Path) -> None:
     assert type(open_progress("r", tmp_path, 3, io.StringIO())) is Progress
+
+
+def unread_pipe() -> TextIO:
+    reader, writer = os.pipe()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+def left_terminal() -> TextIO:
+    reader, writer = os.openpty()
+    os.close(reader)
+    return os.fdopen(writer, "w")
+
+
+@pytest.mark.parametrize("stream", [unread_pipe, left_terminal])
+def test_lines_that_nobody_reads_any_more_are_left_out(stream: Callable[[], TextIO], tmp_path: Path) -> None:
+    with stream() as out:  # its end writes what is buffered
+        progress = open_progress("r", tmp_path, 3, out)
+        progress.note("first")
+        progress.say_stopping(at_once=True)
+
+
+def test_lines_for_which_a_disk_has_no_room_are_left_out(tmp_path: Path) -> None:
+    out = open("/dev/full", "w")  # noqa: SIM115 (its end fails, too)
+    open_progress("r", tmp_path, 3, out).note("first")
+    with contextlib.suppress(OSError):
+        out.close()
+
+
+def test_characters_that_the_output_lacks_are_escaped(tmp_path: Path) -> None:
+    with io.TextIOWrapper(io.BytesIO(), "ascii") as out:
+        open_progress("r", tmp_path, 3, out).note("0.5 \u00b1 0.1")
+        out.seek(0)
+        assert out.read() == "0.5 \\xb1 0.1\n"
 
 
 async def test_view_is_redrawn_below_notes_and_log_lines(tmp_path: Path) -> None:

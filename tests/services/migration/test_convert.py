@@ -137,6 +137,17 @@ def test_coefficient_of_slimes_kl_loss_is_carried_where_that_is_on(tmp_path: Pat
     assert "kl_coef" not in converted(given.replace("--use-kl-loss", ""), tmp_path)[0]["algorithm"]
 
 
+def test_number_that_is_off_below_zero_leaves_the_default(tmp_path: Path) -> None:
+    settings, text = converted("max_steps: -1\ntop_k: -1\n", tmp_path)
+    assert settings == {"bound": {"max_staleness": 0}, "sampling": {"top_k": 0}}
+    assert "#   max_steps: off there; tether's default holds" in text
+
+
+def test_text_of_any_characters_is_carried_over(tmp_path: Path) -> None:
+    settings, _ = converted("model_name_or_path: 'a\U0001f600'\n", tmp_path)
+    assert settings["model"] == {"path": "a\U0001f600"}
+
+
 def test_rank_of_lora_is_carried_where_it_is_above_zero(tmp_path: Path) -> None:
     model = "actor_rollout_ref: {model: {lora_rank: 32, lora_alpha: 64, target_modules: all-linear}}\n"
     settings, text = converted(model, tmp_path)
@@ -219,6 +230,12 @@ def test_arguments_of_slime_become_settings(tmp_path: Path) -> None:
         (VERL.replace("/data/gsm8k/train.parquet", "\"['a','b']\""), "2 files are not carried over"),
         (SLIME.replace("17k.jsonl", "17k.jsonl b.jsonl"), "2 files are not carried over"),
         ("model_name_or_path: [a]\n", "one text is carried over, not a list"),
+        ("num_generations: .inf\n", "num_generations = inf: inf is no finite number"),
+        ("learning_rate: .nan\n", "learning_rate = nan: nan is no finite number"),
+        pytest.param(f"learning_rate: {10**400}\n", "int too large to convert to float", id="long"),
+        ("beta: true\n", "beta = True: True is no finite number"),
+        (SLIME + "ARGS=(--lr)", "lr = True: True is no finite number"),
+        ("actor_rollout_ref: &a {x: *a}\n", "a value contains itself"),
     ],
 )  # fmt: skip
 def test_names_and_values_without_a_counterpart_are_refused_by_name(

@@ -181,7 +181,8 @@ async def test_long_run_stays_under_a_megabyte_a_minute(tmp_path: Path) -> None:
 
 async def test_targets_are_the_processes_that_are_registered() -> None:
     process = {"service": "trainer", "name": "trainer", "host": "gpu7", "http": 4711}
-    for host, target in (("127.0.0.1", "127.0.0.1:4711"), ("0.0.0.0", "gpu7:4711")):
+    hosts = {"127.0.0.1": "127.0.0.1:4711", "::1": "[::1]:4711", "0.0.0.0": "gpu7:4711"}
+    for host, target in hosts.items():
         settings = Settings(bus=BusConfig(host=host, curve_dir="keys"))
         pages = Pages(settings, lambda: {"processes": [process]})
         answer = await pages.routes()["/targets.json"](None)  # type: ignore[arg-type]

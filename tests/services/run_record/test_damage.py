@@ -4,6 +4,8 @@ import asyncio
 import random
 import shutil
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from pathlib import Path
 
@@ -167,6 +169,25 @@ def test_a_last_line_that_a_loss_of_power_cut_is_named_as_cut(run_dir: Path) -> 
         "the next start of the run writes again what a loss of power cut"
     )
     assert evaluations.endswith(", is cut: the newest line that eval.head names is missing")
+
+
+def test_folders_that_a_run_removes_meanwhile_are_left_out(tmp_path: Path) -> None:
+    ended = threading.Event()
+
+    def make_and_remove() -> None:
+        while not ended.is_set():
+            for name in "abcdefgh":
+                (tmp_path / "weights" / name / "parts").mkdir(parents=True)
+            shutil.rmtree(tmp_path / "weights")
+
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(make_and_remove)
+        try:
+            found = [check_files(tmp_path) for _ in range(200)]
+        finally:
+            ended.set()
+        running.result()
+    assert not any(files.damaged for files in found)
 
 
 def test_an_adapter_has_checksums(run_dir: Path) -> None:

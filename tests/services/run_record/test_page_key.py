@@ -1,5 +1,6 @@
 """The key of the page: where it is made, that only its owner reads it, and how it comes into a URL."""
 
+import resource
 from pathlib import Path
 
 import pytest
@@ -20,6 +21,18 @@ def test_key_is_made_once_and_only_its_owner_reads_it(tmp_path: Path) -> None:
     assert len(key) >= 24
     assert access_key("0.0.0.0", "", tmp_path) == key
     assert (tmp_path / KEY_FILE).stat().st_mode & 0o777 == 0o600
+
+
+def test_key_that_could_not_be_written_is_made_by_the_next_start(tmp_path: Path) -> None:
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limits[1]))
+    try:
+        with pytest.raises(SettingsError, match="needs a key"):
+            access_key("0.0.0.0", "", tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list(tmp_path.iterdir()) == []
+    assert len(access_key("0.0.0.0", "", tmp_path)) >= 24
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,32 @@
 
 import asyncio
 import logging
+import signal
+import subprocess
+import sys
 
 import pytest
 
 from services.runtime.event_loop import run_loop
+from tests.integration.loop import ROOT
+
+HELD = """
+import asyncio, sys, threading
+from concurrent.futures import ThreadPoolExecutor
+from services.runtime.event_loop import run_loop
+class Loud(ThreadPoolExecutor):
+    def shutdown(self, wait=True, **how):
+        print("waits for its threads", flush=True)
+        super().shutdown(wait, **how)
+def hang():
+    print("hangs", flush=True)
+    threading.Event().wait()
+async def main():
+    asyncio.get_running_loop().set_default_executor(Loud())
+    await asyncio.to_thread(hang)
+run_loop(main())
+"""
+"""A program whose work in a thread does not end."""
 
 
 async def ignoring(released: asyncio.Event) -> None:
@@ -36,6 +58,19 @@ def test_a_task_that_does_not_end_is_named_and_left(caplog: pytest.LogCaptureFix
     released.set()
     loop.run_until_complete(task)
     loop.close()
+
+
+def test_a_second_signal_ends_a_process_that_a_thread_holds() -> None:
+    process = subprocess.Popen([sys.executable, "-c", HELD], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    try:
+        for line in ("hangs\n", "waits for its threads\n"):
+            assert process.stdout.readline() == line
+            process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == -signal.SIGINT
+    finally:
+        process.kill()
+        process.communicate()
 
 
 def test_a_loop_whose_tasks_end_is_closed() -> None:

@@ -3,10 +3,12 @@
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from protocol.errors import SettingsError
-from services.settings.load import load_settings
-from services.settings.sources import ABSENT
+from services.settings.load import compose_settings, dump_settings, load_settings, run_settings
+from services.settings.sources import ABSENT, to_toml
 
 
 @pytest.mark.parametrize("section", ["parallel", "trainer"])
@@ -60,6 +62,21 @@ def test_a_file_may_begin_with_a_byte_order_mark(tmp_path: Path) -> None:
 def test_an_override_is_one_name_and_one_value(override: str, said: str) -> None:
     with pytest.raises(SettingsError, match=said):
         load_settings(None, [override], environ={})
+
+
+@given(st.text())
+def test_text_is_an_override_of_itself(text: str) -> None:
+    assert compose_settings(None, [f"render.suffix={to_toml(text)}"], environ={}).render.suffix == text
+
+
+def test_run_directory_may_have_any_characters(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run \U0001f600 \udcff\x7f"
+    dump_settings(
+        load_settings(None, [f"run.dir={to_toml(run_dir)}"], environ={}), tmp_path / "settings.json"
+    )
+    run_dir.mkdir()
+    (tmp_path / "settings.json").rename(run_dir / "settings.json")
+    assert run_settings(run_dir).run_dir == run_dir
 
 
 @pytest.mark.parametrize("value", ["[" * 5000, "9" * 5000], ids=["nested", "long"])
