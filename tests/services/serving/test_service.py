@@ -91,10 +91,14 @@ async def test_requests_have_their_own_sampling_and_no_memory_of_each_other(mode
             for _ in range(2)
         ]
         assert greedy[0].choices[0].text == greedy[1].choices[0].text
-        several = await client.completions.create(
-            model="small", prompt="1+2", temperature=1.5, top_p=0.9, seed=3, n=3, max_tokens=8
-        )
-        assert len(several.choices) == 3
+        seeded: Any = {
+            "model": "small", "prompt": "1+2", "temperature": 1.5, "top_p": 0.9, "seed": 3, "max_tokens": 8
+        }  # fmt: skip
+        first = await client.completions.create(**seeded)
+        twice = [await client.completions.create(**seeded, n=3) for _ in range(2)]
+        texts, again = ([choice.text for choice in several.choices] for several in twice)
+        assert texts == again
+        assert (texts[0], len(set(texts))) == (first.choices[0].text, 3)
         whole = await client.completions.create(model="small", prompt=[5, 6, 7])
         assert whole.usage is not None
         assert whole.usage.total_tokens <= 64
