@@ -1,6 +1,7 @@
 """Makes directories of weights in shared memory, each with an owner that the kernel knows to be alive or not.
 
     DIRECTORY/owner.pid   pid of the trainer, which locks the file while it lives
+    DIRECTORY/run         device and inode of the run's directory, which another run of that name has not
 
 The lock ends with the process, and is seen from every pid namespace.
 """
@@ -17,6 +18,7 @@ from protocol.host.file_lock import try_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "owner.pid"
+RUN = "run"
 
 
 def claim(directory: Path) -> tuple[Path, int]:
@@ -40,10 +42,14 @@ def claim(directory: Path) -> tuple[Path, int]:
     return directory, owner
 
 
-def claim_shared(run: str) -> tuple[Path, int]:
+def claim_shared(run: str, run_dir: Path | None = None) -> tuple[Path, int]:
     """Make and claim a new directory in shared memory, after removing what dead trainers of the run left.
 
     It gets its name only once it is locked, so that no other trainer takes it for a dead trainer's.
+
+    Args:
+        run: name of the run.
+        run_dir: its directory, by which `shared_directories` finds it.
 
     Raises:
         OSError: it cannot be made.
@@ -51,6 +57,8 @@ def claim_shared(run: str) -> tuple[Path, int]:
     remove_dead(run)
     final = SHARED_MEMORY / f"tether-{run}-{secrets.token_hex(4)}"
     aside, owner = claim(final.with_name(final.name + ".tmp"))
+    if run_dir is not None:
+        (aside / RUN).write_text(_identity(run_dir))
     aside.rename(final)
     return final, owner
 
@@ -69,14 +77,20 @@ def remove_dead(run: str) -> list[Path]:
     return [path for path in directories if path.exists()]
 
 
-def shared_directories(run: str) -> list[Path]:
-    """Return the run's directories in shared memory, unfinished (.tmp) and ownerless ones, too.
+def shared_directories(run: str, run_dir: Path | None = None) -> list[Path]:
+    """Return the directories in shared memory of a run's name, unfinished (.tmp) and ownerless ones, too.
+
+    With `run_dir` only those of the run in that directory.
 
     Raises:
-        OSError: shared memory cannot be listed.
+        OSError: shared memory cannot be listed, or a directory is being removed.
     """
     name = re.compile(rf"tether-{re.escape(run)}-[0-9a-f]{{8}}(\.tmp)?")
-    return [path for path in SHARED_MEMORY.iterdir() if name.fullmatch(path.name)]
+    found = [path for path in SHARED_MEMORY.iterdir() if name.fullmatch(path.name)]
+    if run_dir is None:
+        return found
+    marked = [path for path in found if (path / RUN).exists()]
+    return [path for path in marked if (path / RUN).read_text() == _identity(run_dir)]
 
 
 def _is_dead(directory: Path) -> bool:
@@ -88,3 +102,9 @@ def _is_dead(directory: Path) -> bool:
         finally:
             os.close(owner)
     return False
+
+
+def _identity(run_dir: Path) -> str:
+    """Return what tells a directory from others under any name: it may be moved or mounted elsewhere."""
+    found = run_dir.stat()
+    return f"{found.st_dev} {found.st_ino}"
