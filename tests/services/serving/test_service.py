@@ -227,7 +227,9 @@ async def test_each_published_version_of_a_run_is_served(tmp_path: Path, transpo
     )
     try:
         async with serving(serving_of(str(run_dir), [], True)) as url, client_of(url) as client:
-            with pytest.raises(openai.InternalServerError, match="no version yet"):
+            with pytest.raises(
+                openai.InternalServerError, match="none yet, or it is over; its newest export"
+            ):
                 await client.completions.create(model="followed", prompt="1")
             for version, (epoch, directory) in enumerate(zip(("a", "b"), models, strict=True)):
                 _publish(sender, epoch, version, directory)
