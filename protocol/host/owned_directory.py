@@ -1,6 +1,7 @@
 """Creates weight directories in shared memory, each with an owner whose life the kernel tracks.
 
     DIRECTORY/owner.pid   pid of the trainer, which locks the file while it lives
+    DIRECTORY/run         device and inode of the run's directory, which tell runs of one name apart
 
 The lock ends with the process, and is visible from every pid namespace.
 """
@@ -17,6 +18,7 @@ from protocol.host.file_lock import try_lock
 
 SHARED_MEMORY = Path("/dev/shm")
 OWNER = "owner.pid"
+RUN = "run"
 
 
 def claim(directory: Path) -> tuple[Path, int]:
@@ -40,11 +42,15 @@ def claim(directory: Path) -> tuple[Path, int]:
     return directory, owner
 
 
-def claim_shared(run: str) -> tuple[Path, int]:
+def claim_shared(run: str, run_dir: Path | None = None) -> tuple[Path, int]:
     """Create and claim a new directory in shared memory; first remove directories of the run's dead trainers.
 
     The directory gets its final name after it is locked. Otherwise another trainer could mistake it for a
     dead trainer's directory.
+
+    Args:
+        run: name of the run.
+        run_dir: directory of the run, for `shared_directories`.
 
     Raises:
         OSError: the directory cannot be created.
@@ -52,6 +58,8 @@ def claim_shared(run: str) -> tuple[Path, int]:
     remove_dead(run)
     final = SHARED_MEMORY / f"tether-{run}-{secrets.token_hex(4)}"
     aside, owner = claim(final.with_name(final.name + ".tmp"))
+    if run_dir is not None:
+        (aside / RUN).write_text(_identity(run_dir))
     aside.rename(final)
     return final, owner
 
@@ -70,14 +78,20 @@ def remove_dead(run: str) -> list[Path]:
     return [path for path in directories if path.exists()]
 
 
-def shared_directories(run: str) -> list[Path]:
-    """Return the run's directories in shared memory, including unfinished (.tmp) and ownerless ones.
+def shared_directories(run: str, run_dir: Path | None = None) -> list[Path]:
+    """Return the directories in shared memory of a run's name, including unfinished (.tmp) and ownerless ones.
+
+    With `run_dir`, return only the directories of the run in that directory.
 
     Raises:
-        OSError: shared memory cannot be listed.
+        OSError: shared memory cannot be listed, or a directory is being removed.
     """
     name = re.compile(rf"tether-{re.escape(run)}-[0-9a-f]{{8}}(\.tmp)?")
-    return [path for path in SHARED_MEMORY.iterdir() if name.fullmatch(path.name)]
+    found = [path for path in SHARED_MEMORY.iterdir() if name.fullmatch(path.name)]
+    if run_dir is None:
+        return found
+    marked = [path for path in found if (path / RUN).exists()]
+    return [path for path in marked if (path / RUN).read_text() == _identity(run_dir)]
 
 
 def _is_dead(directory: Path) -> bool:
@@ -89,3 +103,9 @@ def _is_dead(directory: Path) -> bool:
         finally:
             os.close(owner)
     return False
+
+
+def _identity(run_dir: Path) -> str:
+    """Return what tells a directory from others under any name: it may be moved or mounted elsewhere."""
+    found = run_dir.stat()
+    return f"{found.st_dev} {found.st_ino}"

@@ -12,6 +12,7 @@ from typing import Any
 
 from rollout.config import MIN_TEMPERATURE, SamplingMode
 from rollout.engines.base import Sampling
+from rollout.seeds import seed_within
 from rollout.sessions.refusal import RequestRefused, invalid
 
 UNCHANGED: Mapping[str, tuple[Any, ...]] = {
@@ -50,6 +51,10 @@ class RequestSampling:
         """Return the run's parameters, overridden by the request's."""
         given = {name: getattr(self, name) for name in ("temperature", "top_p", "top_k", "seed")}
         return replace(own, **{name: value for name, value in given.items() if value is not None})
+
+    def answers(self) -> list["RequestSampling"]:
+        """Return the parameters of each of the `n` answers; with one seed all would be the same text."""
+        return [self, *(replace(self, seed=seed_within(self.seed, i)) for i in range(1, self.n))]
 
     def as_json(self) -> str:
         """Return the differing parameters as JSON, for the journal."""

@@ -223,8 +223,9 @@ class Session:
             RequestRefused: the engine failed, the session ended meanwhile, or the episode has no turn or no
                 tokens left.
         """
-        own = pending.request.sampling
-        first, *others = await self._all_completed(pending, own.n if own else 1)
+        request, own = pending.request, pending.request.sampling
+        asked = [replace(request, sampling=each) for each in own.answers()] if own else [request]
+        first, *others = await self._all_completed([replace(pending, request=each) for each in asked])
         self.truncated = False
         self.overridden += bool(pending.request.overridden)
         self.restarts += pending.restarts
@@ -263,20 +264,20 @@ class Session:
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _all_completed(self, pending: PendingCall, count: int) -> list[NumberedAnswer]:
-        """Return `count` answers in call number order, as in a replay; if one fails, return none."""
-        if count == 1:
-            return [await self._completed(pending)]
-        self._check_free(count)
+    async def _all_completed(self, pending: list[PendingCall]) -> list[NumberedAnswer]:
+        """Return the answers in call number order, as in a replay; if one fails, return none."""
+        if len(pending) == 1:
+            return [await self._completed(pending[0])]
+        self._check_free(len(pending))
         tasks: list[asyncio.Task[NumberedAnswer]] = []
         try:
             async with asyncio.TaskGroup() as group:
-                for index in range(count):
-                    tasks.append(group.create_task(self._completed(pending), name=f"session.answer-{index}"))
+                for index, each in enumerate(pending):
+                    tasks.append(group.create_task(self._completed(each), name=f"session.answer-{index}"))
         except BaseException as failed:
             for task in tasks:
                 if not task.cancelled() and task.exception() is None:
-                    self._put_back(pending, *task.result()[:2])
+                    self._put_back(pending[0], *task.result()[:2])
             raise (failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed) from None
         return sorted((task.result() for task in tasks), key=itemgetter(0))
 

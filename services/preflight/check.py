@@ -106,7 +106,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     if source:
         problems += stream_problems(settings, source)
     problems += verifier_problems(settings, prompts)
-    problems += [*algorithm_problems(settings), *own_code_problems(settings)]
+    problems += [*algorithm_problems(settings), *own_code_problems(settings, prompts)]
     problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)

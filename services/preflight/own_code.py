@@ -3,10 +3,17 @@
 `rewards.py` tries reward functions.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+
+from msgspec.structs import replace
 
 from protocol.choices import is_own
+from reward.workers.group_scoring import primaries
+from reward.workers.pool import ENVIRONMENT
 from rollout.engines.registry import engine_class
+from rollout.environments.registry import ENVIRONMENTS, EnvironmentEntry
+from rollout.prompts.base import Prompt
+from rollout.trajectory import pack_metadata
 from services.preflight.problem import Problem, refusals
 from services.settings.engine_pool import engine_names
 from services.settings.evaluation import eval_engine
@@ -15,12 +22,18 @@ from trainer.algorithms.registry import make_algorithm
 from trainer.functional.learning_rate import learning_rate
 
 
-def own_code_problems(settings: Settings) -> Iterator[Problem]:
+def own_code_problems(settings: Settings, prompts: Sequence[Prompt]) -> Iterator[Problem]:
     """Yield the problem of each `MODULE:NAME` that cannot be loaded, or fails when it is tried.
 
     Rewards, environments, agents and prompt sources are made by checks of their own.
+
+    Args:
+        settings: of the run.
+        prompts: the first of the stream; none if it cannot be read.
     """
-    for check in CHECKS:
+    yield from refusals(_check_algorithm, settings)
+    yield from refusals(_check_filter, settings, prompts)
+    for check in (_check_schedule, _check_optimizer, _check_engines):
         yield from refusals(check, settings)
 
 
@@ -32,13 +45,20 @@ def _check_algorithm(settings: Settings) -> None:
         probe_made(make_algorithm(settings.algorithm), settings.sampling.kept_samples)
 
 
-def _check_filter(settings: Settings) -> None:
-    """Ask a filter of the user about a group that is made up."""
+def _check_filter(settings: Settings, prompts: Sequence[Prompt]) -> None:
+    """Ask a filter of the user about a group that is made up, of the first prompt."""
     if settings.algorithm.group_filter:
         from trainer.data.group_filter import group_filter
         from trainer.step.probe import made_groups
 
-        group_filter(settings.algorithm)(made_groups(settings.sampling.kept_samples)[0])
+        keeps = group_filter(settings.algorithm)
+        made = made_groups(settings.sampling.kept_samples)[0]
+        names = [settings.reward.verifiers[number].component for number in primaries(settings.reward)]
+        if ENVIRONMENTS.get(settings.environment.name, EnvironmentEntry("")).gives_reward:
+            names.append(ENVIRONMENT)
+        for prompt in prompts[:1]:
+            rollout = replace(made.rollout, prompt_text=prompt.text, metadata=pack_metadata(prompt))
+            keeps(replace(made, rollout=rollout, components=dict.fromkeys(names, made.rewards)))
 
 
 def _check_schedule(settings: Settings) -> None:
@@ -62,13 +82,3 @@ def _check_engines(settings: Settings) -> None:
     for name in dict.fromkeys((settings.engine.name, *pool, eval_engine(settings).name)):
         if is_own(name):
             engine_class(name)
-
-
-CHECKS: Sequence[Callable[[Settings], None]] = (
-    _check_algorithm,
-    _check_filter,
-    _check_schedule,
-    _check_optimizer,
-    _check_engines,
-)
-"""Checks of one kind of code each; they raise SettingsError."""

@@ -31,6 +31,10 @@ from rollout.sessions.served_call import APIS
 from rollout.sessions.session import Session, SessionLimits
 from services.observability.http import names_loopback
 
+NO_VERSION = (
+    "the run has no published version: it has made none yet, or it is over; its newest export is served "
+    "without --follow"
+)
 LIMITS = SessionLimits(max_calls=MAX_ANSWERS, max_running=MAX_ANSWERS)
 
 
@@ -121,7 +125,7 @@ class GenerationEndpoint(ApiServer):
         """Return a new session: a request continues no other one."""
         self._check_client(request)
         if not self._is_ready:
-            raise RequestRefused(503, "no_version", "the run has published no version yet")
+            raise RequestRefused(503, "no_version", NO_VERSION)
         config, most = self._config, self._max_model_len
         generation = Generation(self._engine, self._sampling, config, most, self._renderer)
         session = Session(

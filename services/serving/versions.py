@@ -41,7 +41,8 @@ class PublishedVersions:
         if config.transport != "shm":
             return [run_dir / "weights"]
         try:
-            found = [(path.stat().st_mtime_ns, path) for path in shared_directories(self._settings.run.name)]
+            directories = shared_directories(self._settings.run.name, run_dir)
+            found = [(path.stat().st_mtime_ns, path) for path in directories]
         except OSError:  # one is being removed
             return []
         return [path for _, path in sorted(found)]

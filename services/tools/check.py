@@ -8,9 +8,11 @@ from protocol.validation import WrongSettings
 from services.preflight.check import check_run, describe_run
 from services.preflight.endpoints import ledger_problems
 from services.preflight.machine import check_directory
+from services.preflight.problem import refusals
 from services.settings.checks import settings_errors
 from services.settings.hub import pin_names
 from services.settings.load import compose_settings
+from services.settings.resume import changes_since_last_start
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +42,8 @@ def check_configuration(config: str, overrides: Sequence[str]) -> CheckedRun:
     except SettingsError as error:
         return CheckedRun([str(error)], [])
     findings = check_run(settings, local=True)
-    problems = [str(problem) for problem in (*findings.problems, *ledger_problems(settings))]
+    resumed = refusals(changes_since_last_start, settings)
+    problems = [str(problem) for problem in (*resumed, *findings.problems, *ledger_problems(settings))]
     if problems or findings.model is None or findings.source is None:
         return CheckedRun(problems, [])
     return CheckedRun([], describe_run(settings, findings.model, findings.source))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout.prompts.base import Prompt
 from services.preflight.own_code import own_code_problems
 from services.settings.load import load_settings
 from tests.changes import PAGES, slow_unless_changed
@@ -65,4 +66,4 @@ def test_the_algorithm_of_its_page_is_tried_as_written(
     assert "differences from grpo, at most: advantages " in printed
     monkeypatch.syspath_prepend(str(tmp_path))
     settings = load_settings(str(tmp_path / "my_algorithm.toml"), environ={})
-    assert [*own_code_problems(settings)] == []
+    assert [*own_code_problems(settings, [Prompt("1+1=")])] == []

@@ -96,14 +96,18 @@ def _lasting(
         raise WeightError(f"{directory}: {error}") from error
 
 
-def shm_sender(config: WeightConfig, run: str, blank: WeightManifest | None = None) -> "FileSender":
+def shm_sender(
+    config: WeightConfig, run: str, blank: WeightManifest | None = None, run_dir: Path | None = None
+) -> "FileSender":
     """Create the directory, and remove directories of dead trainers of the same run.
+
+    `run_dir` tells runs of the same name apart.
 
     Raises:
         WeightError: the directory cannot be created, or another live process owns it.
     """
     try:
-        directory, owner = claim(Path(config.directory)) if config.directory else claim_shared(run)
+        directory, owner = claim(Path(config.directory)) if config.directory else claim_shared(run, run_dir)
         release = partial(_release, config, directory, owner)
         sender = FileSender("shm", directory, config, VersionRoot(str(directory)), blank, release)
         sender.versions.clear()

@@ -87,7 +87,7 @@ def make_sender(
         return _follower(config, run_dir, rank, blank)
     layout = blank if len(blank.parts) > 1 or config.delta else None
     if config.transport == "shm":
-        return sender(config, run, layout)
+        return sender(config, run, layout, run_dir)
     return sender(config, run_dir, layout, apart=len(blank.parts) > 1 and not _on_one_host())
 
 

@@ -150,6 +150,16 @@ async def test_several_answers_are_calls_of_their_own_in_every_shape() -> None:
     assert engine.asked == [RequestSampling(n=3)] * 9
 
 
+async def test_each_of_several_answers_has_a_seed_of_its_own() -> None:
+    async with asked() as (client, _, engine, _):
+        await client.chat.completions.create(model="m", messages=[USER], seed=3, n=3)
+        await client.completions.create(model="m", prompt="a", seed=3)
+    *several, alone = engine.asked
+    assert alone == RequestSampling(seed=3)
+    assert len({each.seed for each in several}) == 3
+    assert alone.seed in {each.seed for each in several}
+
+
 async def test_an_answer_ends_before_the_string_that_stopped_it() -> None:
     async with asked(*["one, two"] * 3) as (client, session, _, other):
         chat = await client.chat.completions.create(model="m", messages=[USER], stop=[" two", ","])

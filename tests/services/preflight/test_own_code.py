@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from rollout.prompts.base import Prompt
 from services.preflight.own_code import own_code_problems
 from services.settings.load import load_settings
 
@@ -27,6 +28,10 @@ class OfSix(Grpo):
         assert group_index.bincount().tolist() == [6, 6, 6]
         return super().advantages(rewards, group_index)
 
+def keep_by_all(rewards, components, prompt, metadata):
+    assert (prompt, metadata["answer"]) == ("1+1=", "2")
+    return components["right"] == components["environment"] == rewards
+
 def keep_six(rewards): return bool(1 / (len(rewards) == 6))
 """
 GOOD = (
@@ -38,7 +43,8 @@ GOOD = (
 
 def problems(*overrides: str) -> list[str]:
     settings = load_settings(None, [*GOOD, *overrides], environ={})
-    return [str(problem) for problem in own_code_problems(settings)]
+    prompts = [Prompt("1+1=", metadata={"answer": "2"}, index=0)]
+    return [str(problem) for problem in own_code_problems(settings, prompts)]
 
 
 @pytest.fixture(autouse=True)
@@ -56,6 +62,13 @@ def test_code_of_the_user_is_tried_with_the_samples_that_are_kept() -> None:
     begun = "sampling.samples_per_prompt=8"
     assert problems(*own, begun, "sampling.keep_first=6") == []
     assert len(problems(*own, begun)) == 2
+
+
+def test_a_filter_is_tried_on_the_first_prompt_with_a_component_of_each_verifier() -> None:
+    own = "algorithm.group_filter=own_code_of_test:keep_by_all", "environment.name=gsm8k"
+    assert problems(*own, 'reward.verifiers=[{name="exact_match", label="right"}]') == []
+    (text,) = problems(*own, 'reward.verifiers=[{name="exact_match"}]')
+    assert "KeyError: 'right'" in text
 
 
 def test_code_that_fails_is_named_all_of_it_at_once() -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
+from contextlib import ExitStack, asynccontextmanager, closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from protocol.errors import SettingsError
 from services.serving.service import serve
 from services.serving.source import Serving, serving_of
-from services.settings.load import compose_settings, dump_settings
+from services.serving.versions import versions_of
+from services.settings.load import compose_settings, dump_settings, run_settings
 from trainer.config import ScratchConfig, WeightConfig
 from trainer.random_model import build_scratch
 from trainer.weights.files import FileSender, disk_sender, shm_sender
@@ -91,10 +92,14 @@ async def test_requests_have_their_own_sampling_and_no_memory_of_each_other(mode
             for _ in range(2)
         ]
         assert greedy[0].choices[0].text == greedy[1].choices[0].text
-        several = await client.completions.create(
-            model="small", prompt="1+2", temperature=1.5, top_p=0.9, seed=3, n=3, max_tokens=8
-        )
-        assert len(several.choices) == 3
+        seeded: Any = {
+            "model": "small", "prompt": "1+2", "temperature": 1.5, "top_p": 0.9, "seed": 3, "max_tokens": 8
+        }  # fmt: skip
+        first = await client.completions.create(**seeded)
+        twice = [await client.completions.create(**seeded, n=3) for _ in range(2)]
+        texts, again = ([choice.text for choice in several.choices] for several in twice)
+        assert texts == again
+        assert (texts[0], len(set(texts))) == (first.choices[0].text, 3)
         whole = await client.completions.create(model="small", prompt=[5, 6, 7])
         assert whole.usage is not None
         assert whole.usage.total_tokens <= 64
@@ -215,10 +220,16 @@ async def test_each_published_version_of_a_run_is_served(tmp_path: Path, transpo
     models = _models(tmp_path)
     run_dir = _run_of(models[0], tmp_path / "run", transport)
     config = WeightConfig(keep=1)
-    sender = disk_sender(config, run_dir) if transport == "disk" else shm_sender(config, "followed")
+    sender = (
+        disk_sender(config, run_dir)
+        if transport == "disk"
+        else shm_sender(config, "followed", run_dir=run_dir)
+    )
     try:
         async with serving(serving_of(str(run_dir), [], True)) as url, client_of(url) as client:
-            with pytest.raises(openai.InternalServerError, match="no version yet"):
+            with pytest.raises(
+                openai.InternalServerError, match="none yet, or it is over; its newest export"
+            ):
                 await client.completions.create(model="followed", prompt="1")
             for version, (epoch, directory) in enumerate(zip(("a", "b"), models, strict=True)):
                 _publish(sender, epoch, version, directory)
@@ -236,6 +247,18 @@ async def test_each_published_version_of_a_run_is_served(tmp_path: Path, transpo
                 )
     finally:
         sender.close()
+
+
+def test_versions_of_another_run_of_the_same_name_are_not_served(tmp_path: Path) -> None:
+    models = _models(tmp_path)
+    config = WeightConfig(keep=1)
+    run_dirs = [_run_of(models[0], tmp_path / name, "shm") for name in ("run", "copy")]
+    with ExitStack() as stack:
+        for version, run_dir in enumerate(run_dirs):
+            sender = stack.enter_context(closing(shm_sender(config, "followed", run_dir=run_dir)))
+            _publish(sender, "e", version, models[version])
+        found = [versions_of(run_settings(run_dir)).newest() for run_dir in run_dirs]
+        assert [manifest and manifest.version for manifest in found] == [0, 1]
 
 
 async def test_exports_are_followed_where_versions_are_no_files(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ from typer.main import get_command
 from typer.testing import CliRunner
 
 from services.cli import app
+from services.settings.load import FILE, dump_settings, load_settings
 from services.tools.check import CheckedRun, check_configuration, render_check
 from tests.integration.loop import ROOT
 
@@ -42,6 +43,16 @@ def test_check_configuration_finds_that_the_end_has_no_held_out_prompts_to_score
     (text,) = check_configuration(DEMO, [*settings, "eval.at_end=true"]).problems
     assert text.startswith("no held-out prompts to score on: set prompts.held_out")
     assert check_configuration(DEMO, [*settings, "eval.at_end=false"]).problems == []
+
+
+def test_check_configuration_refuses_what_a_resume_may_not_change(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    settings = ["engine.name=hf", f'run.dir="{run_dir}"', "lora.rank=4"]
+    dump_settings(load_settings(DEMO, settings), run_dir / FILE)
+    assert check_configuration(DEMO, [*settings, "optimizer.lr=1e-4"]).problems == []
+    (text,) = check_configuration(DEMO, [*settings, "lora.rank=8"]).problems
+    assert text.startswith("setting lora.rank is 4 in the run and 8 now, and cannot change")
 
 
 def test_render_check_counts_the_problems() -> None:
