@@ -135,7 +135,7 @@ class Process:
         waits = {what: round(now - since, 1) for what, since in newest_first}
         self.metrics.waiting.clear()
         by_length = sorted(waits.items(), key=lambda wait: wait[1])
-        for what, seconds in by_length:  # labels omit numbers: of equal labels the longest wait is written last
+        for what, seconds in by_length:  # labels omit numbers: the longest wait per label is written last
             self.metrics.waiting.labels(without_numbers(what)).set(seconds)
         work = {what: (len(since), round(now - min(since), 1)) for what, since in self._work.items()}
         info = {**self.info, "waits": waits, "work": work}
