@@ -1,6 +1,6 @@
-"""Defines `tether replay` and `tether rerun`, which make recorded steps again, and `tether bisect`.
+"""Defines `tether replay` and `tether rerun`, which repeat recorded steps, and `tether bisect`.
 
-What they use is imported when they run, so that `tether --help` answers at once.
+The commands import their modules when they run, so that `tether --help` is fast.
 """
 
 import json
