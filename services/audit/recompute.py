@@ -90,7 +90,7 @@ class Recomputer:
             with MODEL_BUILDING:
                 model: Any = AutoModelForCausalLM.from_pretrained(
                     model_dir,
-                    dtype=torch.float32,  # another dtype would become the default of all threads during the load
+                    dtype=torch.float32,  # another dtype would be the default of all threads during the load
                     local_files_only=True,
                     attn_implementation="eager",
                     experts_implementation="eager",
