@@ -1,4 +1,4 @@
-"""Runs the processes of tether; the only package that reads settings and connects to the ledger."""
+"""Runs the processes of tether; only this package reads settings and connects to the ledger."""
 
 from services.runtime.import_path import is_service, protect_imports
 

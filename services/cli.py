@@ -1,7 +1,7 @@
 """Defines the `tether` command.
 
-Where the user has to change something, a command ends with one line that says what, and exit code 2. A
-command imports what it uses when it runs, so that `tether --help` and `tether status` answer at once.
+If the user must change something, a command ends with a line that says what, and exit code 2. Commands import
+their modules when they run, so that `tether --help` and `tether status` are fast.
 """
 
 import functools
@@ -361,13 +361,13 @@ def _overrides(
     rollouts: int | None,
     rewards: int | None,
 ) -> list[str]:
-    """Return what a command line changes in a settings file."""
+    """Return the overrides of a settings file from command line options."""
     counts = {"services.rollouts": rollouts, "services.rewards": rewards}
     return [*(set_ or []), *_given({"run.steps": steps, "run.dir": run_dir, **counts})]
 
 
 def _given(options: Mapping[str, object]) -> list[str]:
-    """Return the options that were given as overrides of their settings."""
+    """Convert the given options to overrides of their settings."""
     given = {name: value for name, value in options.items() if value is not None}
     return [f"{name}={json.dumps(value, default=str)}" for name, value in given.items()]
 
@@ -385,7 +385,7 @@ def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:
 
 
 def main() -> None:
-    """Run `tether`; exit with 1 for a failure, 2 where the user has to change something."""
+    """Run `tether`; exit with 1 for a failure, 2 if the user must change something."""
     keep_private()
     try:
         app()
