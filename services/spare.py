@@ -1,10 +1,10 @@
 """Runs `python -m services.spare services.ROLE`: imports a service's modules and waits to start services.
 
 `tether up` starts the spare with the environment of a service, and a socket as standard input. A waiting
-spare holds no connection, lock, device or file of the run except its log. It forks a process for each byte on
-the socket; a line on the socket turns the fork into the service, so imports happen only once. If forks would
-not work (`can_fork`), the spare itself becomes the service. The spare ends with the socket or with `tether
-up`.
+spare holds no connection, lock, device or file of the run except its log. The spare forks a process for each
+byte on the socket; a line on the socket turns the fork into the service, so imports happen only once. If
+forks would not work (`can_fork`), the spare itself becomes the service. The spare ends with the socket or
+with `tether up`.
 """
 
 import gc

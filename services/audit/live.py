@@ -147,7 +147,7 @@ class LiveAudit:
             self._work.put_nowait(manifest)
 
     def is_due(self, plan: StepPlan) -> bool:
-        """Return whether a step will be audited: it has an audited group, and the budget allows it."""
+        """Return whether a step will be audited: a group of the step is audited, and the budget suffices."""
         free = self._is_on and self._has_time and not self._work.full()
         return free and any(is_audited(group, self._share) for group in plan.trained_counts)
 

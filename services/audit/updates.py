@@ -1,7 +1,7 @@
 """Repeats the steps of a run with the reference backend; compares loss, gradient and update.
 
 The shadow trains the recorded groups from the published weights of the previous version, with its own
-moments, in float32 on the CPU. It must follow every step since its start.
+moments, in float32 on the CPU. The shadow must follow every step since its start.
 """
 
 import dataclasses

@@ -1,8 +1,8 @@
 """Connects one end of an edge: one connection to each receiver in the registry.
 
-A link is one TCP connection. It never reconnects by itself, so its counters and frame order are valid for its
-whole life. A link is lost when its receiver leaves the registry, falls silent, disconnects or proves to be
-another process. `on_lost` is then called, and the next read of the registry opens a new link.
+A link is one TCP connection. A link never reconnects by itself, so its counters and frame order are valid for
+its whole life. A link is lost when its receiver leaves the registry, falls silent, disconnects or proves to
+be another process. `on_lost` is then called, and the next read of the registry opens a new link.
 """
 
 import asyncio

@@ -46,8 +46,8 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
 class Pump:
     """Callback driver: calls `take` for each message, and `writable` after each wake.
 
-    `take` receives and handles one message with NOBLOCK. It must raise `zmq.Again` if and only if there is no
-    message. `writable` checks whether a full socket has room again.
+    `take` receives and handles one message with NOBLOCK. `take` must raise `zmq.Again` if and only if there
+    is no message. `writable` checks whether a full socket has room again.
     """
 
     def __init__(

@@ -143,7 +143,7 @@ class Router:
             ) from error
 
     def _count_failed(self, monitor: zmq.Socket[bytes]) -> None:
-        """Count a peer with a failed handshake: it lacks required keys, or does not speak ZeroMQ."""
+        """Count a peer with a failed handshake, which lacks required keys or does not speak ZeroMQ."""
         monitor.recv_multipart(zmq.NOBLOCK)
         self._stats.unknown_peer += 1
 

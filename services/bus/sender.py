@@ -50,8 +50,8 @@ class Pending:
 class Sender(LinkedSocket):
     """Connecting end of a DELIVER edge, linked to every live receiver; use with `async with`.
 
-    `discover()` returns receiver incarnation -> endpoint. It is called every `heartbeat_s`, and raises
-    TetherError or OSError while the registry cannot be read; the links then do not change.
+    `discover()` returns receiver incarnation -> endpoint. `discover` is called every `heartbeat_s`, and
+    raises TetherError or OSError while the registry cannot be read; the links then do not change.
     """
 
     def __init__(

@@ -67,8 +67,8 @@ class BestCheckpoint:
     def keep(self, evaluation: Evaluation, manifest: WeightManifest) -> None:
         """Write the model of an evaluation that is better than the kept ones, before its line is written.
 
-        This order prevents a crash from leaving a line without a model. If the model cannot be written, the
-        error is logged and the previous model stays.
+        Writing the model first prevents a crash from leaving a line without a model. If the model cannot be
+        written, the error is logged and the previous model stays.
 
         Args:
             evaluation: evaluation that is not in eval.jsonl yet.

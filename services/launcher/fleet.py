@@ -90,7 +90,7 @@ class Fleet:
 
     @property
     def trainer(self) -> SupervisedProcess:
-        """The one trainer."""
+        """Process of the trainer."""
         return self.children[Role.TRAINER][0]
 
     @property

@@ -1,6 +1,6 @@
 """Controls access to the page, and sets the headers of answers.
 
-On loopback, requests need a loopback `Host`; this rejects names in an attacker's DNS that resolve to
+On loopback, requests need a loopback `Host`, which rejects names in an attacker's DNS that resolve to
 127.0.0.1. On other addresses a key is required, in the URL (`?key=...`) or as `Authorization: Bearer ...`, as
 Prometheus sends it. /health and the page's code need no key: they contain no data of a run.
 """

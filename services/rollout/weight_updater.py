@@ -5,8 +5,8 @@ delays an update by at most a second. `update_action.next_action` chooses the ne
 applies it:
 
 - One update runs at a time. A newer manifest supersedes an older one that is not staged yet.
-- A version is staged while the trainer still exports it. It is committed only if its manifest has the digest
-  of the received bytes.
+- A version is staged while the trainer still exports the version. A staged version is committed only if its
+  manifest has the digest of the received bytes.
 - Before a commit, the updater asks the ledger whether it still names the version's epoch.
 - An engine that cannot stage a version continues to serve its current version and retries. If the versions of
   the running trainer do not fit the engine, the process ends as with wrong settings. A version of an earlier

@@ -4,9 +4,9 @@ A tool's result is a call without tokens. The check reads the spool and the arch
 it compares the trained or waiting record with the journal.
 
 A record that names no calls may follow calls of an earlier lease: recording was switched off, or the
-environment changed. It is compared only with the calls of its own lease. Undetected remains a record that
-lost the names of calls which were all replayed from earlier leases, since it looks like a record without
-recording.
+environment changed. Such a record is compared only with the calls of its own lease. Undetected remains a
+record that lost the names of calls which were all replayed from earlier leases, since it looks like a record
+without recording.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set

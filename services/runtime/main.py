@@ -1,8 +1,8 @@
 """Runs a service from its command line: settings, signals, the service's loop, exit code.
 
-A service is `async def serve(process: Process) -> None`. It runs until `process.stop` is set, then drains and
-returns. SIGTERM and SIGINT set `stop`; a second signal cancels. The end of the service or of its heartbeat
-ends the process.
+A service is `async def serve(process: Process) -> None`. The function runs until `process.stop` is set, then
+drains and returns. SIGTERM and SIGINT set `stop`; a second signal cancels. The end of the service or of its
+heartbeat ends the process.
 """
 
 import asyncio

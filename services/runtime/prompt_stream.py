@@ -59,7 +59,8 @@ def check_fingerprint(config: PromptConfig, present: str, recorded: str, remedy:
         remedy: suggested action, the end of the message.
 
     Raises:
-        SettingsError: they differ; the message has both fingerprints and the setting of the prompts' place.
+        SettingsError: the fingerprints differ; the message has both fingerprints and the setting of the
+        prompts' place.
     """
     if present != recorded:
         raise SettingsError(

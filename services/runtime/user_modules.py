@@ -12,9 +12,9 @@ from services.settings.sections import Settings
 def add_user_modules(settings: Settings) -> Sequence[str]:
     """Append the directories of `run.modules` to this process's `sys.path`, and return them.
 
-    They come last, so that no file in them can replace a module of Python, tether or a library. A process
-    that starts child processes passes the directories on, as `reward.workers.pool.ScorePool` does. Code in
-    model directories is trusted from then on if `model.trust_remote_code` is set.
+    The directories come last, so that no file in them can replace a module of Python, tether or a library. A
+    process that starts child processes passes the directories on, as `reward.workers.pool.ScorePool` does.
+    Code in model directories is trusted from then on if `model.trust_remote_code` is set.
 
     Raises:
         SettingsError: a directory does not exist.

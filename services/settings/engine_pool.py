@@ -67,7 +67,7 @@ def check_staging(pool: Sequence[PoolEntry], base: EngineConfig, transport: str,
         lora: section `[lora]`.
 
     Raises:
-        SettingsError: they are incompatible; the message has the setting and the reason.
+        SettingsError: `staging` is incompatible; the message has the setting and the reason.
     """
     engines = {f"services.pool.{n}.engine": entry.engine for n, entry in enumerate(pool)} or {"engine": {}}
     for prefix, changes in engines.items():

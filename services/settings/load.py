@@ -158,7 +158,7 @@ def run_settings(run_dir: Path, overrides: Sequence[str] = (), name: str = FILE)
 def recorded_settings(run_dir: Path) -> Settings | None:
     """Return the settings of a run's last start as written; None for a new run.
 
-    They are not validated against each other, since rules may have changed since the last start.
+    The settings are not validated against each other, since rules may have changed since the last start.
 
     Raises:
         SettingsError: the file cannot be read.

@@ -127,7 +127,7 @@ def check_memory(settings: Settings) -> None:
     """Check that trainer and engines fit on their shared GPU; return at once without a GPU.
 
     Raises:
-        SettingsError: they do not fit, or the transport cannot connect processes on one GPU.
+        SettingsError: trainer and engines do not fit, or the transport cannot connect processes on one GPU.
     """
     if not torch.cuda.is_available():
         return

@@ -104,7 +104,7 @@ def _settings_up_to(recorded: RecordedRun, end: int) -> Settings:
     """Return the common settings of all steps up to version `end`.
 
     Raises:
-        SettingsError: they changed earlier; the message says which and where.
+        SettingsError: the settings changed earlier; the message says which and where.
     """
     change = recorded.first_change()
     if change is not None and end > change[0]:
