@@ -152,7 +152,7 @@ class LiveAudit:
         return free and any(is_audited(group, self._share) for group in plan.trained_counts)
 
     def wants_digest(self, plan: StepPlan) -> bool:
-        """Return whether to compute the digest of the trainer's weights: the budget must exceed its cost."""
+        """Return whether to compute a digest of the trainer's weights, by the last digest's cost."""
         return self.is_due(plan) and self.budget.covers(TIMES_DIGEST * self._digest_s)
 
     def note_digest(self, seconds: float) -> None:

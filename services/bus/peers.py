@@ -183,7 +183,7 @@ class SenderSessions:
         self.flush_soon()
 
     def queue_answer(self, connection: bytes, id: str, answer: bytes) -> None:
-        """Queue the answer to a message. Answers above `ANSWER_BYTES` are split into several frames."""
+        """Queue the answer to a message; send queued answers at once above `ANSWER_BYTES`."""
         session = self._sessions.get(connection)
         if session is None:
             return

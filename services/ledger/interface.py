@@ -66,7 +66,7 @@ class TakenGroup:
     deadline: int
     max_staleness: int
     version: int
-    """Version of the lease, as are `deadline` and `max_staleness`."""
+    """Version of the lease; `deadline` and `max_staleness` also belong to the lease."""
     counts: Mapping[int, int]
     """Number of sampled tokens by version, as accepted."""
 
@@ -130,7 +130,7 @@ class LedgerStatus:
     engines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
     """Engine incarnation -> last acknowledged (epoch, version)."""
     wasted_by_reason: Mapping[str, int] = field(default_factory=dict)
-    """Drop reason -> its share of `wasted_tokens`, in tokens."""
+    """Drop reason -> number of wasted tokens."""
     fingerprint: str = ""
     """Fingerprint of the prompt stream when the run was created."""
 

@@ -25,7 +25,7 @@ def import_config(
         Path, typer.Argument(metavar="FILE", help="TRL's YAML; verl's YAML or overrides; slime's arguments")
     ],
 ) -> None:
-    """Print the settings of TRL, verl or slime as a settings file, and list those that are left out."""
+    """Print the settings of TRL, verl or slime as a settings file, with a list of omitted settings."""
     print(convert(file), end="")
 
 

@@ -1,4 +1,4 @@
-"""Leases prompt groups, generates them, and sends them to the reward workers.
+"""Leases prompt groups, generates and sends them, and holds each until it is acknowledged or released.
 
 Each group runs in its own task; at most `groups_in_flight` tasks run at a time. A running task extends its
 lease. When the ledger reports the lease as lost, the task is cancelled and its result discarded.

@@ -202,7 +202,7 @@ async def read_occupancy(engine: Engine, limit_s: float) -> Occupancy:
 def _calls(
     process: Process, environment: Environment
 ) -> contextlib.AbstractAsyncContextManager[Sender | None]:
-    """Return a connection to the ingest that records calls; None inside if calls are not recorded."""
+    """Return the connection to the ingest that records calls; it yields None if calls are not recorded."""
     # Recorded calls of earlier leases are context only; regenerated calls are trained.
     recorded = environment.has_calls and not process.settings.run.deterministic
     return process.connecting_socket(Sender, CALLS) if recorded else contextlib.nullcontext()

@@ -94,7 +94,7 @@ def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
 def retrain(
     recorded: RecordedRun, step: int, start: Checkpoint | None, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Repeat the recorded steps from a checkpoint to `step` on all ranks. A collective, called on rank 0.
+    """Repeat the recorded steps from a checkpoint to `step`; called on rank 0, which leads all ranks.
 
     Args:
         recorded: the recorded run.
@@ -188,7 +188,7 @@ def leading(settings: Settings) -> Iterator[Executor]:
 
 
 def save_state(executor: Executor, directory: str) -> None:
-    """Write the state of all ranks to a directory. A collective. Raises TetherError."""
+    """Write the state of all ranks to a directory; called on rank 0. Raises TetherError."""
     executor.lead(SaveCommand(directory))
     executor.await_part()
     if failure := executor.lead(FinishSaveCommand()):

@@ -133,7 +133,7 @@ async def publish(run: OpenRun, runner: ModelRunner, version: int) -> WeightMani
 
 
 async def announce(run: OpenRun, manifest: WeightManifest) -> None:
-    """Announce a version to the engines that was not published with its commit.
+    """Announce to the engines a version that was published without a commit.
 
     The registry then names this epoch: a running trainer publishes under it.
     """

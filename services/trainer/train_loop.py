@@ -281,7 +281,7 @@ class TrainLoop:
         return is_published(version, self._model.published.version, every, bound.max_staleness)
 
     async def _publish_if_due(self) -> None:
-        """Publish the model's version if, after a lower bound, engines get no leases without it.
+        """Publish the model's version if the bound was lowered and engines get no leases without it.
 
         Raises:
             TetherError: the export differs from the committed version.

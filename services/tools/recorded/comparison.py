@@ -90,7 +90,7 @@ def _first_difference(runs: Sequence[RecordedRun], step: int) -> RunDifference:
 
 
 def _batch_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
-    """Yield the places of a batch with other groups, or with other versions of them."""
+    """Yield the places of a batch at which the groups or their versions differ."""
     ours, theirs = (
         [f"group {group.group} of version {group.version}" for group in run.step(step).record.groups]
         for run in runs
