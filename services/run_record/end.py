@@ -52,7 +52,7 @@ def recording_end(
 
     Raises:
         SettingsError: the block failed while the disk is or was full. The original error may only say that
-            the ledger's server, which writes to this disk, does not answer.
+            the ledger's server, which writes to this disk and frees its space at exit, does not answer.
     """
     path = run_dir / FILE
     before = path.read_bytes() if path.is_file() else b""
