@@ -44,7 +44,7 @@ _START_TRIES = 5
 _PORT_TRIES = 100
 _LOWEST_PORT, _DEFAULT_LOWEST_EPHEMERAL = 10_000, 32_768
 _PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
-"""Environment variables passed to the server. Others may hold credentials, and other users may read them."""
+"""Environment variables passed to the server. Others may be credentials, which the server would not hide."""
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL_S = 0.02
 _PROGRAMS = ("valkey-server", "redis-server")

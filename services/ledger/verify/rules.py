@@ -59,7 +59,7 @@ class Rules:
         self._waiting: set[int] = set()
         self._expired: set[int] = set()
         self._attempts: dict[int, int] = {}
-        """Unfinished group -> number of its leases; a rebuild removes its groups until their next lease."""
+        """Unfinished group -> number of its leases; a rebuild removes every group until its next lease."""
         self._served: dict[int, int] = {}
         """Group -> version that its holder's engine had acknowledged."""
         self._was_expired = False
