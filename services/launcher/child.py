@@ -130,7 +130,7 @@ class SupervisedProcess:
 
         Raises:
             SettingsError: the service ended with the exit code for wrong settings.
-            ServiceFailed: the service died too often.
+            ServiceFailed: the service died too often within `RESTART_WINDOW_S`, or with the same error.
         """
         try:
             await self._keep_running()
