@@ -1,4 +1,4 @@
-"""Runs the command `tether` with its own packages, whatever others of their names Python would find."""
+"""Runs the command `tether` with its own packages, even if others with the same names are installed."""
 
 import importlib.util
 import sys
@@ -8,7 +8,7 @@ ROOT = Path(__file__).resolve().parent
 
 
 def main() -> None:
-    """Run `tether`; exit with 1 if another distribution has replaced a package of it."""
+    """Run `tether`; exit with 1 if another distribution has replaced one of its packages."""
     found = importlib.util.find_spec("services")
     if found is None or found.origin is None or Path(found.origin).resolve().parents[1] != ROOT:
         sys.path.insert(0, str(ROOT))

@@ -1,4 +1,4 @@
-"""Runs the processes of tether; the only package that reads settings and connects to the ledger."""
+"""Runs the processes of tether; only this package reads settings and connects to the ledger."""
 
 from services.runtime.import_path import is_service, protect_imports
 
@@ -6,4 +6,4 @@ protect_imports()
 if is_service():
     from protocol.host.prctl import keep_private  # ours for certain only now
 
-    keep_private()  # before the imports of the service, which take seconds: its variables have passwords
+    keep_private()  # before the service's slow imports: its environment variables may contain passwords

@@ -1,7 +1,7 @@
 """Defines the `tether` command.
 
-Where the user has to change something, a command ends with one line that says what, and exit code 2. A
-command imports what it uses when it runs, so that `tether --help` and `tether status` answer at once.
+If the user must change something, a command ends with a line that says what, and exit code 2. Commands import
+their modules when they run, so that `tether --help` and `tether status` are fast.
 """
 
 import functools
@@ -99,7 +99,7 @@ def check(
     rewards: Rewards = None,
     as_json: AsJson = False,
 ) -> None:
-    """Find all problems that would keep a run from starting, without starting it; then exit with 2."""
+    """Find all problems that would prevent a run from starting, without starting it; exit code 2 if any."""
     from services.tools.check import check_configuration, render_check
 
     result = check_configuration(str(config), _overrides(set_, steps, run_dir, rollouts, rewards))
@@ -161,7 +161,7 @@ def check_algorithm(
     set_: Overrides = None,
     as_json: AsJson = False,
 ) -> None:
-    """Try an algorithm on a batch, without a model; exit code 2 if it fails, with file and line."""
+    """Run an algorithm on a batch, without a model; exit code 2 if it fails, with file and line."""
     from services.tools.check_algorithm import check_algorithm as run_check
     from services.tools.check_algorithm import render_checked_algorithm
 
@@ -171,7 +171,7 @@ def check_algorithm(
 
 @app.command()
 def status(run_dir: RunDir, as_json: AsJson = False) -> None:
-    """Show processes, engines and groups of a run; of one that is over: how it ended, from its files."""
+    """Show processes, engines and groups of a run; after its end, how the run ended, from its files."""
     from services.run_record.evaluations import evaluation_facts, render_facts
     from services.tools.run_commands import read_status, render_run_status
 
@@ -190,7 +190,7 @@ def monitor(
         int | None, typer.Option(min=0, max=65535, help="port to serve on; any free one by default")
     ] = None,
 ) -> None:
-    """Serve the web page of a run that is on or over, until Ctrl-C."""
+    """Serve the web page of a current or ended run, until Ctrl-C."""
     from services.monitor import run_monitor
     from services.settings.load import run_settings
 
@@ -223,7 +223,7 @@ def trace(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Show one group's life with times, and the model's text, from the run's files alone."""
+    """Show the history of one group with times, and the model's text, from the run's files alone."""
     if perfetto is not None:
         from services.tracking.trace_records import write_perfetto
 
@@ -248,7 +248,7 @@ def samples(
     limit: Annotated[int, typer.Option(min=1, help="samples to show at most")] = 8,
     as_json: AsJson = False,
 ) -> None:
-    """Show prompts, completions and rewards of a run that is on or over, from its files alone."""
+    """Show prompts, completions and rewards of a current or ended run, from its files alone."""
     from services.run_record.samples import find_samples
     from services.tools.samples import render_samples
 
@@ -261,7 +261,7 @@ def pass_rates(
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="JSON Lines file to write")],
     as_json: AsJson = False,
 ) -> None:
-    """Write a run's prompts with the mean reward that each had last, for prompts.min_pass_rate and others."""
+    """Write a run's prompts with their last mean rewards, for prompts.min_pass_rate and others."""
     from services.settings.load import run_settings
     from services.tools.pass_rates import render_pass_rates, write_pass_rates
 
@@ -274,7 +274,7 @@ def set_value(
     name: Annotated[str, typer.Argument(help="max-staleness, groups-per-step or staleness-policy")],
     value: str,
 ) -> None:
-    """Change the bound of a run while it is on. It takes effect at the first moment rule F holds with it."""
+    """Change the bound of a running run. The new bound takes effect as soon as rule F allows it."""
     from services.tools.run_commands import change_bound
 
     print(change_bound(run_dir, name, value))
@@ -297,7 +297,7 @@ def scale(
         list[str], typer.Argument(metavar="rollouts=N|rewards=N ...", help="number of workers")
     ],
 ) -> None:
-    """Change how many rollout and reward workers a running `tether up` keeps; surplus ones hand back work."""
+    """Change the numbers of rollout and reward workers of a running `tether up`; surplus workers drain."""
     from services.launcher.scaling import parse_counts, scale_run
     from services.tools.run_commands import refuse_if_over
 
@@ -312,7 +312,7 @@ def keys(
     directory: Annotated[Path, typer.Argument(metavar="DIR", help="directory, such as of bus.curve_dir")],
     endpoint: Annotated[list[str] | None, typer.Option(help="name or address for a certificate")] = None,
 ) -> None:
-    """Make the CURVE keys that services need off loopback, or a certificate for the endpoint of harnesses."""
+    """Create the CURVE keys that services need off loopback, or a certificate for the harness endpoint."""
     from services.tools.keys import make_keys
 
     print(make_keys(directory, endpoint or []))
@@ -320,7 +320,7 @@ def keys(
 
 @app.command()
 def track(run_dir: RunDir) -> None:
-    """Send points of a finished run that the libraries of `tracking.kind` lack."""
+    """Send the points of a finished run that the libraries of `tracking.kind` lack."""
     from services.settings.load import run_settings
     from services.tracking.service import track_rest
 
@@ -361,13 +361,13 @@ def _overrides(
     rollouts: int | None,
     rewards: int | None,
 ) -> list[str]:
-    """Return what a command line changes in a settings file."""
+    """Return the overrides of a settings file from command line options."""
     counts = {"services.rollouts": rollouts, "services.rewards": rewards}
     return [*(set_ or []), *_given({"run.steps": steps, "run.dir": run_dir, **counts})]
 
 
 def _given(options: Mapping[str, object]) -> list[str]:
-    """Return the options that were given as overrides of their settings."""
+    """Convert the given options to overrides of their settings."""
     given = {name: value for name, value in options.items() if value is not None}
     return [f"{name}={to_toml(value)}" for name, value in given.items()]
 
@@ -385,7 +385,7 @@ def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:
 
 
 def main() -> None:
-    """Run `tether`; exit with 1 for a failure, 2 where the user has to change something."""
+    """Run `tether`; exit with 1 for a failure, 2 if the user must change something."""
     keep_private()
     try:
         app()

@@ -1,9 +1,9 @@
 """Prepares a run before its services start: `python -m services.prepare`.
 
-For services that are started one by one, as containers are. `tether up` does the same itself.
+For services that are started individually, for example as containers. `tether up` prepares runs itself.
 
 Produces: the model, the run in the ledger, and RUN_DIR/settings.json, which the services read as
-`TETHER_CONFIG`. Harmless to repeat. Exit codes are as in a service: 0 ready, 1 failed, 2 wrong settings.
+`TETHER_CONFIG`. Idempotent. Exit codes are those of a service: 0 ready, 1 failed, 2 wrong settings.
 """
 
 import asyncio
@@ -31,17 +31,17 @@ from trainer.storage.checksums import check_model_files
 
 
 def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
-    """Check all that can be checked before the first service starts, then make a random model if configured.
+    """Run all checks that precede the first service, then create a random model if configured.
 
     Args:
-        settings: the run's settings, with names of the hub at commits.
-        local: whether all services will run on this machine.
+        settings: settings of the run, with hub names pinned to commits.
+        local: whether all services run on this machine.
 
     Returns:
         The run's specification for the ledger.
 
     Raises:
-        SettingsError: names the problem; no file was made.
+        SettingsError: a check failed; no file was created.
     """
     changes_since_last_start(settings)
     findings = check_run(settings, local=local)
@@ -50,10 +50,10 @@ def prepare(settings: Settings, *, local: bool = False) -> RunSpec:
 
 
 def make_run(settings: Settings, source: PromptSource | None = None) -> RunSpec:
-    """Make the random model if one is configured, and return the run's specification for the ledger.
+    """Create the random model if configured; return the run's specification for the ledger.
 
     Raises:
-        SettingsError: the model or the prompts cannot be made, or a file of the model is damaged.
+        SettingsError: the model or the prompts cannot be created, or a model file is damaged.
     """
     if settings.model.scratch is not None:
         build_scratch(settings.model.scratch, settings.model_dir)
@@ -73,23 +73,23 @@ def make_run(settings: Settings, source: PromptSource | None = None) -> RunSpec:
 
 
 async def prepare_run(settings: Settings, compose: Callable[[], Settings]) -> Sequence[str]:
-    """Make everything that the services of a run expect to find.
+    """Create everything that the services of a run need.
 
-    A run whose directory is empty is fetched from `run.remote` first.
+    A run with an empty directory is first fetched from `run.remote`.
 
     Args:
-        settings: the run's settings.
-        compose: composes them again, after the run was fetched.
+        settings: settings of the run.
+        compose: composes the settings again, after a fetch.
 
     Returns:
-        Lines for the user: the bound in force, changes since the last start, how durable the ledger's
-            server is.
+        Lines for the user: the bound in force, changes since the last start, durability of the ledger's
+            server.
 
     Raises:
-        SettingsError: names the problem, a full disk for example; ledger and settings.json are unchanged.
+        SettingsError: a check failed or the disk is full; ledger and settings.json are unchanged.
     """
     refuse_made_from_record(settings.run_dir)
-    ledger_url(settings)  # before a model is made, which takes time
+    ledger_url(settings)  # fails before a model is created, which takes time
     settings.run_dir.mkdir(parents=True, exist_ok=True)
     with explaining_full_disk(settings.run_dir):
         settings = await asyncio.to_thread(settings_of_fetched, settings, compose)
@@ -103,7 +103,7 @@ async def prepare_run(settings: Settings, compose: Callable[[], Settings]) -> Se
 
 
 def main() -> None:
-    """Prepare the run that `TETHER_CONFIG` and the other variables describe."""
+    """Prepare the run described by `TETHER_CONFIG` and the other environment variables."""
     try:
         configure_logging("prepare")
         asked = load_settings()

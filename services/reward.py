@@ -1,9 +1,8 @@
-"""Runs `python -m services.reward`: scores rollouts. Stateless; a run may have any number of them.
+"""Runs `python -m services.reward`: scores rollouts. A run may have any number of these stateless workers.
 
-Consumes: `Rollout` messages. Produces: `ScoredRollout`, or `ScoreFailure` where no score could be computed,
-or the group with its scores is too large for a frame.
-Waits for: rollouts, and the ingest's acknowledgement. A rollout is acknowledged once the ingest has
-acknowledged its score; until then its sender keeps it.
+Consumes: `Rollout` messages. Produces: `ScoredRollout`, or `ScoreFailure` if no score could be computed or
+the scored group is too large for a frame. Waits for: rollouts, and the ingest's acknowledgement. A rollout is
+acknowledged once the ingest has acknowledged its score; until then its sender keeps it.
 """
 
 import asyncio
@@ -32,8 +31,8 @@ log = logging.getLogger("tether.reward")
 async def serve(process: Process) -> None:
     """Run one reward worker until it is stopped.
 
-    It finishes what it holds within `rollout.drain_s`; the rest is sent again by the rollout workers, to
-    another reward worker.
+    A stopping worker finishes its rollouts within `rollout.drain_s`. Rollout workers send the remaining
+    rollouts to another reward worker.
     """
     settings = process.settings
     async with (
@@ -74,7 +73,7 @@ async def _accept_loop(
     sender: Sender,
     meter: BusyMeter,
 ) -> None:
-    """Score each rollout in a task of its own; the credit that the receiver grants bounds their number."""
+    """Score each rollout in its own task; the receiver's credit bounds the number of tasks."""
     while True:
         delivery = await receiver.receive()
         tasks.create_task(
@@ -114,9 +113,9 @@ async def _score(
 
 
 def _too_large(process: Process, rollout: Rollout, error: FrameTooLarge) -> ScoreFailure:
-    """Return the failure of a group that fitted a frame without its scores, and does not with them.
+    """Return the failure of a group that fits a frame only without its scores.
 
-    Otherwise it would end this process, and every other one that the rollout worker sends it to.
+    Without this failure the error would end every reward worker that receives the group.
     """
     log.warning("score.too_large group=%d error=%s", rollout.group, error)
     text = (
@@ -130,7 +129,7 @@ def _too_large(process: Process, rollout: Rollout, error: FrameTooLarge) -> Scor
 
 
 async def _note_outcome(process: Process, result: ScoredRollout | ScoreFailure) -> None:
-    """Count a result, and the responses that were given `reward.timeout_score`; register a failure."""
+    """Count a result and the responses that got `reward.timeout_score`; register a new failure."""
     process.metrics.count(f"reward.{type(result).__name__}")
     if isinstance(result, ScoreFailure):
         text = f"{result.verifier or 'reward'}: {result.error}"

@@ -1,9 +1,10 @@
-"""Runs `python -m services.spare services.ROLE`: imports the service's modules, and waits to become it.
+"""Runs `python -m services.spare services.ROLE`: imports a service's modules and waits to start services.
 
-`tether up` starts it with the variables of a service, and a socket as its standard input. It holds nothing of
-the run meanwhile: no connection, no lock, no file but its log, and no device. For each byte of the socket it
-forks a process, which a line of the socket makes the service: the imports are done once. Where a fork would
-not work (`can_fork`), it becomes the service itself. The end of the socket, or of `tether up`, ends it.
+`tether up` starts the spare with the environment of a service, and a socket as standard input. A waiting
+spare holds no connection, lock, device or file of the run except its log. The spare forks a process for each
+byte on the socket; a line on the socket turns the fork into the service, so imports happen only once. If
+forks would not work (`can_fork`), the spare itself becomes the service. The spare ends with the socket or
+with `tether up`.
 """
 
 import gc
@@ -25,21 +26,21 @@ from services.runtime import start_time
 from services.settings.load import load_settings
 
 READY = b"ready\n"
-"""What the spare writes to the socket once it has imported everything, if it becomes the service itself."""
+"""Sent by the spare after its imports if it becomes the service itself."""
 FORKS = b"forks\n"
-"""What it writes instead if it forks; each process that it has forked writes its pid."""
+"""Sent instead if the spare forks; each fork then sends its pid."""
 DEVICES = ("/dev/nvidia", "/dev/kfd", "/dev/dri")
-"""How the names of GPUs' files begin. A driver that has opened one does not work in a fork."""
+"""Prefixes of GPU device files. A driver that has opened one does not work in a fork."""
 
 
 def preload(module: str) -> Callable[[], None] | None:
-    """Import a service, and what it says itself that it will need with the settings of the environment.
+    """Import a service, and the modules that its `preload` needs for the settings of the environment.
 
     Args:
-        module: started as `python -m MODULE`. A package's module is `MODULE.service`, whose function
-            `preload`, if it has one, gets the settings.
+        module: module started as `python -m MODULE`. A package's module is `MODULE.service`; its function
+            `preload`, if defined, gets the settings.
 
-    Returns: what a fork of this process has to do before it becomes the service, if anything.
+    Returns: function that a fork must call before it becomes the service, if any.
     """
     spec = importlib.util.find_spec(module)
     is_package = spec is not None and spec.submodule_search_locations is not None
@@ -50,36 +51,36 @@ def preload(module: str) -> Callable[[], None] | None:
 def can_fork() -> bool:
     """Return whether a fork of this process works: it has one thread and has opened no GPU.
 
-    Libraries that know of forks, as OpenBLAS does, end their threads before one: at a first one here.
+    The trial fork makes libraries with fork handlers, such as OpenBLAS, end their threads.
     """
     if (child := os.fork()) == 0:
         os._exit(0)
     os.waitpid(child, 0)
     try:
         threads, opened = os.listdir("/proc/self/task"), os.listdir("/proc/self/fd")
-    except OSError:  # not Linux: it cannot be known
+    except OSError:  # unknown on systems other than Linux
         return False
     files = [os.path.realpath(f"/proc/self/fd/{number}") for number in opened]
     return len(threads) == 1 and not any(file.startswith(DEVICES) for file in files)
 
 
 def fork_spares(pipe: socket.socket, parent: int) -> socket.socket | None:
-    """Fork a process for each byte that comes, until `pipe` or a fork without an order ends.
+    """Fork a process for each received byte, until `pipe` or a fork without an order ends.
 
     Args:
-        pipe: the socket to `tether up`, which belongs to a fork until it has its order.
-        parent: pid of `tether up`, which forks are children of and end with.
+        pipe: socket to `tether up`; a fork owns it until it has its order.
+        parent: pid of `tether up`, which adopts the forks and with which they end.
 
-    Returns: in a fork, what it has to write a byte to once it has its order; in this process None.
+    Returns: in a fork, the socket on which it signals that it has its order; None in this process.
     """
-    gc.freeze()  # so that collections in a fork copy none of this process's pages
+    gc.freeze()  # garbage collections in a fork then copy none of this process's pages
     while pipe.recv(1):
         mine, its = socket.socketpair()
         child = os.fork()
         if child == 0:
             mine.close()
             if os.fork():
-                os._exit(0)  # `tether up` adopts what it leaves
+                os._exit(0)  # `tether up` adopts the grandchild
             its.recv(1)
             _begin(parent)
             return its
@@ -87,40 +88,40 @@ def fork_spares(pipe: socket.socket, parent: int) -> socket.socket | None:
         os.waitpid(child, 0)
         with mine:
             mine.sendall(b"\n")
-            if not mine.recv(1):  # the fork has ended without an order, and later forks would as well
+            if not mine.recv(1):  # the fork ended without an order, as later forks would
                 break
     return None
 
 
 def _release(busy: socket.socket) -> None:
-    """Let the spare continue: this fork has its order."""
+    """Let the spare continue, since this fork has its order."""
     with busy, suppress(OSError):  # the spare has died
         busy.sendall(b"\n")
 
 
 def _begin(parent: int) -> None:
-    """Make a fork what a process is that `tether up` has started."""
+    """Set up a fork like a process started by `tether up`."""
     os.setsid()
     die_with_parent()
     if os.getppid() != parent:
         os._exit(1)
-    if "numpy.random" in sys.modules:  # forks would draw the same numbers; Python reseeds its own generator
+    if "numpy.random" in sys.modules:  # forks would share a seed; Python reseeds only its own generator
         sys.modules["numpy.random"].seed()
 
 
 def wait_and_become(
     module: str, pipe: socket.socket, ready: bytes, begin: Sequence[Callable[[], None]]
 ) -> None:
-    """Say that this process is ready, and run `module` once a line has named the service and its log.
+    """Report readiness, and run `module` once a line has named the service and its log.
 
     Args:
-        module: started as `python -m MODULE`.
-        pipe: the socket to `tether up`.
-        ready: what to say.
-        begin: called before `module` runs, when the output goes to its log already.
+        module: module started as `python -m MODULE`.
+        pipe: socket to `tether up`.
+        ready: message that reports readiness.
+        begin: functions called before `module` runs, with output already redirected to its log.
     """
     pipe.sendall(ready)
-    with pipe, pipe.makefile("rb", buffering=0) as lines:  # what follows the line is not for this process
+    with pipe, pipe.makefile("rb", buffering=0) as lines:  # later bytes are not for this process
         line = lines.readline()
     if not line:
         return
@@ -135,15 +136,15 @@ def wait_and_become(
     start_time.begin_now()
     sys.argv = [module]
     if not hasattr(sys.modules.get(module), "__path__"):
-        sys.modules.pop(module, None)  # it runs once more, as `__main__`, which Python otherwise warns about
+        sys.modules.pop(module, None)  # avoids Python's warning when it runs again as `__main__`
     runpy.run_module(module, run_name="__main__", alter_sys=True)
 
 
 def main() -> None:
-    """Be a spare of the service that the command line names."""
+    """Run a spare of the service named on the command line."""
     module = sys.argv[1]
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # ignored, it would leave no fork to wait for
-    pipe = socket.socket(fileno=os.dup(0))  # so that no process that is started from here keeps it open
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # if ignored, forks could not be waited for
+    pipe = socket.socket(fileno=os.dup(0))  # not inherited, so that child processes do not keep it open
     nothing = os.open(os.devnull, os.O_RDONLY)
     os.dup2(nothing, 0)
     os.close(nothing)

@@ -1,4 +1,4 @@
-"""Writes the prompts of the three-digit tasks and of the agents, the same files every time.
+"""Writes the prompts of the three-digit tasks and of the agents, reproducibly.
 
 usage: python deploy/examples/make_data.py
 """
@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 TASKS: dict[str, Callable[[str], str]] = {"max3": max, "sort3": lambda digits: "".join(sorted(digits))}
-"""Directory -> the answer to three digits."""
+"""Directory -> function from three digits to the answer."""
 SEED = 0
 
 
 def write(directory: Path, answer: Callable[[str], str]) -> None:
-    """Write prompts.jsonl: all 1,000 triples, shuffled. Configurations hold the last 200 out."""
+    """Write prompts.jsonl: all 1,000 triples, shuffled. Configurations hold out the last 200."""
     triples = [f"{n:03}" for n in range(1000)]
     random.Random(SEED).shuffle(triples)
     rows = [json.dumps({"prompt": f"{digits}=", "answer": answer(digits)}) for digits in triples]
@@ -22,15 +22,15 @@ def write(directory: Path, answer: Callable[[str], str]) -> None:
 
 
 def write_games(directory: Path) -> None:
-    """Write prompts.jsonl: the same question for each digit that may be hidden."""
+    """Write prompts.jsonl: the same question for each possible hidden digit."""
     rows = [json.dumps({"prompt": "?", "answer": str(digit)}) for digit in range(10)]
     (directory / "prompts.jsonl").write_text("\n".join(rows) + "\n")
 
 
 def write_sums(directory: Path) -> None:
-    """Write sums.jsonl: what 160 pairs of numbers give, each after the same example of a tool's use.
+    """Write sums.jsonl: 160 calculations with two numbers, each after the same example of tool use.
 
-    Configurations hold the last 32 out.
+    Configurations hold out the last 32.
     """
     draw = random.Random(SEED)
     example = [("user", "34 + 58"), *_calculated("34 + 58", "92")]
@@ -46,7 +46,7 @@ def write_sums(directory: Path) -> None:
 
 
 def _calculated(expression: str, value: str) -> list[tuple[str, str]]:
-    """Return the messages of a calculation by the tool `calculator`."""
+    """Return the messages of a calculation with the tool `calculator`."""
     return [
         ("assistant", f"```calculator\n{expression}\n```"),
         ("user", f"```output\n{value}\n```"),

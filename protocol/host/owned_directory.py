@@ -79,7 +79,7 @@ def remove_dead(run: str) -> list[Path]:
 
 
 def shared_directories(run: str, run_dir: Path | None = None) -> list[Path]:
-    """Return the directories in shared memory of a run's name, including unfinished (.tmp) and ownerless ones.
+    """Return the directories in shared memory of a run's name, with unfinished (.tmp) and ownerless ones.
 
     With `run_dir`, return only the directories of the run in that directory.
 

@@ -1,1 +1,1 @@
-"""Finds silent faults of a run: another party computes a share of it again, and compares."""
+"""Finds silent faults of a run: a second party recomputes a share of it and compares."""

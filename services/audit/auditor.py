@@ -1,7 +1,7 @@
-"""Audits the steps of a run: recomputes a share of the groups, tests in sequence, and raises alarms.
+"""Audits the steps of a run: recomputes a share of the groups, runs sequential tests, raises alarms.
 
-The auditor gets the run's records and the published tensors of versions. It takes no part in
-training: it may be late, or leave a step out.
+The auditor reads the run's records and the published tensors of versions. It takes no part in training: it
+may lag behind or skip steps.
 """
 
 import logging
@@ -28,12 +28,12 @@ from trainer.step.train_command import TrainCommand
 log = logging.getLogger("tether.audit")
 
 FALSE_ALARM_RATE = 1e-3
-"""Bound on the probability that a run without a fault has an alarm of a sequential test."""
+"""Bound on the probability that a sequential test raises an alarm in a run without a fault."""
 LEARN_ROWS = 2
-"""Rows of each version from which the noise floor is learnt."""
+"""Number of rows per version from which the noise floor is learnt."""
 UNCHANGED = {"bfloat16": 8, "float16": 8}
-"""Data type of versions -> steps in a row without a change that are one too many: small changes are rounded
-away there. In float32 it is one."""
+"""Data type of versions -> number of consecutive unchanged steps that count as a fault, since small changes
+are rounded away; 1 for float32."""
 Tensors = Mapping[str, torch.Tensor]
 
 
@@ -42,20 +42,20 @@ class AuditedStep:
     """Record of a committed step."""
 
     command: TrainCommand
-    """With the stored records."""
+    """Command of the step, with the stored records."""
     plan: StepPlan
     stats: StepStats
     digests: tuple[int, int]
-    """Digests of the version that it began from, and of the one that it made; 0: not known."""
+    """Digests of the versions before and after the step; 0 if unknown."""
     unchanged: int = 0
-    """As `Unchanged.after` counted it."""
+    """Count from `Unchanged.after`."""
     exported: int = 0
-    """Digest of the trainer's own weights after it, as they should be published; 0: not computed."""
+    """Digest of the trainer's weights after the step, in the published dtype; 0 if not computed."""
 
 
 @dataclass(slots=True)
 class Unchanged:
-    """Counts steps in a row that changed no weight, though they should have. It has to see every step."""
+    """Counter of consecutive steps that changed no weight although they should have. Must see every step."""
 
     dtype: str
     """Data type of versions."""
@@ -63,15 +63,15 @@ class Unchanged:
 
     @property
     def is_fault(self) -> bool:
-        """Whether there are more of them than rounding explains."""
+        """Whether there are more such steps than rounding explains."""
         return self.count >= UNCHANGED.get(self.dtype, 1)
 
     def after(self, stats: StepStats, digests: tuple[int, int], *, learns: bool) -> int:
-        """Return the number of such steps up to the next step, this one.
+        """Return the number of consecutive unchanged steps, including this one.
 
         Args:
-            stats: of the step.
-            digests: of the versions before and after it; 0: not known.
+            stats: measurements of the step.
+            digests: digests of the versions before and after the step; 0 if unknown.
             learns: whether the step's learning rate is above 0.
         """
         idle = digests[0] == digests[1] and not stats.skipped and learns and bool(stats.grad_norm)
@@ -80,12 +80,12 @@ class Unchanged:
 
 
 def is_audited(group: int, share: float) -> bool:
-    """Return whether a group is audited: always the same groups, about a `share` of them."""
+    """Return whether a group is audited: always the same groups, about a `share` of all."""
     return xxhash.xxh3_64_intdigest(b"audit %d" % group) < share * 2**64
 
 
 class Auditor:
-    """The state of an audit: versions that are held, evidence, and alarms that were reported."""
+    """State of an audit: evidence, and reported alarms."""
 
     def __init__(
         self,
@@ -97,16 +97,15 @@ class Auditor:
         shadow: Shadow | None = None,
         stopped: Callable[[], bool] = lambda: False,
     ) -> None:
-        """Begin without evidence.
+        """Start without evidence.
 
         Args:
-            recomputer: the model in float32, and in the data type beside it; None: no log-probability is
-                recomputed.
-            share: of the groups that are audited, 0 to 1.
-            dtype: of the engines.
-            expectations: parties that compute records again.
-            shadow: makes the steps again; None: they are not.
-            stopped: whether to end early; called before each group and row.
+            recomputer: models in float32 and in the comparison dtype; None: no log-probability is recomputed.
+            share: share of the groups to audit, 0 to 1.
+            dtype: dtype of the engines.
+            expectations: parties that recompute records.
+            shadow: repeats the steps; None: steps are not repeated.
+            stopped: returns whether to end early; called before each group and row.
         """
         self._models, self._share, self._shadow = recomputer, share, shadow
         self._expectations = expectations
@@ -116,9 +115,9 @@ class Auditor:
         self._updates: dict[str, Evidence] = {}
         self._raised = set[tuple[str, str]]()
         self.rows_left_out = 0
-        """Rows that were not recomputed, since their pass would take too much memory."""
+        """Number of rows that were skipped because their pass would need too much memory."""
         self.row_s = 0.0
-        """Processor time of the last version's first row, with the models' taking over of its tensors."""
+        """Processor time of the last version's first row, including loading its tensors, seconds."""
 
     @property
     def recomputes(self) -> bool:
@@ -126,15 +125,15 @@ class Auditor:
         return self._models is not None
 
     def recompute_with(self, models: tuple[Recomputer, Recomputer] | None) -> None:
-        """Recompute log-probabilities with these models from now on; None: not."""
+        """Set the models that recompute log-probabilities; None disables recomputation."""
         self._models = models
 
     def audit(self, step: AuditedStep, versions: Mapping[int, Tensors]) -> list[Alarm]:
-        """Audit a step; returns the alarms that were not reported before.
+        """Audit a step; return the alarms that were not reported before.
 
         Args:
-            step: the step; they come in order, and some may be left out.
-            versions: tensors, as published, of the versions that are still held.
+            step: step to audit; steps arrive in order, and some may be missing.
+            versions: published tensors of the versions that are still held.
         """
         number = step.plan.step
         groups = TrainedGroup.chosen(step.plan, step.command, lambda group: is_audited(group, self._share))
@@ -155,7 +154,7 @@ class Auditor:
         return found
 
     def _contradictions(self, step: AuditedStep) -> Iterator[Alarm]:
-        """Yield alarms of digests."""
+        """Yield the alarms that follow from digests."""
         number = step.plan.step
         if step.exported and step.exported != step.digests[1]:
             where, detail = (
@@ -177,7 +176,7 @@ class Auditor:
         return next(self._once(f"{finding.check} {place.engine}", alarm), None)
 
     def new(self, alarms: Iterable[Alarm]) -> list[Alarm]:
-        """Return those alarms that were not reported before."""
+        """Return the alarms that were not reported before."""
         return [new for alarm in alarms for new in self._once(str(sorted(alarm.where.items())), alarm)]
 
     def _once(self, key: str, alarm: Alarm) -> Iterator[Alarm]:
@@ -214,7 +213,7 @@ class Auditor:
                     self.residuals.add(step, group, version, scores)
 
     def _fits(self, group: TrainedGroup, row: RowView) -> bool:
-        """Return whether a row's passes have the memory; counts those that do not, and logs the first."""
+        """Return whether a row's passes fit into memory; count the skipped rows, and log the first."""
         assert self._models is not None
         if all(model.fits(group.view.prompt, row) for model in self._models):
             return True
@@ -225,7 +224,7 @@ class Auditor:
         return False
 
     def _compare(self, step: AuditedStep, versions: Mapping[int, Tensors]) -> Iterator[Alarm]:
-        """Make the step again; yield the numbers and tensors whose differences are no rounding any more."""
+        """Repeat the step; yield the numbers and tensors whose differences exceed rounding."""
         assert self._shadow is not None
         number = step.plan.step
         differences = list(
@@ -251,11 +250,11 @@ class Auditor:
 
 
 def wrong_versions(lines: Iterable[Evaluation], digests: Mapping[int, int]) -> Iterator[Alarm]:
-    """Yield the evaluations that scored other weights than those of the version that they name.
+    """Yield the evaluations that scored other weights than those of their version.
 
     Args:
-        lines: of eval.jsonl.
-        digests: version -> digest of its weights; others are not known.
+        lines: lines of eval.jsonl.
+        digests: version -> digest of its weights, for known versions.
     """
     for line in lines:
         expected = digests.get(line.version)
@@ -273,7 +272,7 @@ def _detail(name: str, worst: Difference) -> str:
 
 
 def _tensors(wrong: Sequence[Difference], every: Sequence[Difference]) -> dict[str, str]:
-    """Name the tensors whose update differs, or say that all do."""
+    """Return the names of the tensors whose update differs, or "all"."""
     if len(wrong) == len(every):
         return {"tensors": "all"}
     return {"tensors": " ".join(sorted(one.name for one in wrong)[:4]) + (" ..." if len(wrong) > 4 else "")}

@@ -1,10 +1,10 @@
 """Collects evidence against a hypothesis, step by step, with a bounded rate of false alarms.
 
-An e-process is a number that starts at 1 and whose expectation never grows while the hypothesis is true, at
-whichever step one looks. By Ville's inequality it exceeds 1 / a at any step of a run with probability a at
-most. Here it is a mixture of likelihood ratios over alternatives and over the step at which the fault began
-(Ramdas et al. 2023, arXiv 2210.01948, section 3). So a long clean past does not hide a fault, and the start
-with the largest share says since when it is there.
+An e-process starts at 1, and its expectation never grows while the hypothesis is true, at any stopping time.
+By Ville's inequality it exceeds 1 / a at any step of a run with probability at most a. Here the e-process is
+a mixture of likelihood ratios over alternatives and over the step at which the fault began (Ramdas et al.
+2023, arXiv 2210.01948, section 3). So a long clean past does not hide a fault, and the start with the largest
+share dates the fault.
 
 Shapes: G alternatives, K starts.
 """
@@ -15,32 +15,32 @@ import numpy as np
 from numpy.typing import NDArray
 
 MOST_STARTS = 64
-"""Starts that are kept; one that is left out only makes the evidence smaller."""
+"""Maximum number of starts; dropping one only reduces the evidence."""
 ALTERNATIVES = np.array([0.01, 0.03, 0.1, 0.3, 0.7, 0.97])
-"""Rates of an event under which the evidence against a smaller one is computed, [G]."""
+"""Alternative rates of an event, against a smaller rate under the hypothesis, [G]."""
 
 
 class Evidence:
     """Evidence against one hypothesis."""
 
     def __init__(self, alternatives: int) -> None:
-        """Begin at 1; `alternatives` is G."""
+        """Start at 1; `alternatives` is G."""
         self._starts = np.empty(0, dtype=np.int64)
         self._log = np.empty((0, alternatives))
         """Log of weight times likelihood ratio, [K, G]."""
         self._opened = 0
 
     def add(self, step: int, log_ratios: NDArray[np.float64]) -> None:
-        """Add the evidence of a step; steps come in ascending order.
+        """Add the evidence of a step; steps must be in ascending order.
 
         Args:
-            step: the step.
-            log_ratios: [G], log of P(seen | alternative) / P(seen | hypothesis), or of an upper bound of the
-                hypothesis.
+            step: number of the step.
+            log_ratios: [G], log of P(seen | alternative) / P(seen | hypothesis), or with an upper bound of
+                the denominator.
         """
         if not len(self._starts) or self._starts[-1] != step:
             self._opened += 1
-            # The weights of all starts add up to 1: the mixture stays an e-process.
+            # The weights of all starts sum to 1, so the mixture stays an e-process.
             weight = -math.log(self._opened * (self._opened + 1)) - math.log(self._log.shape[1])
             self._starts = np.append(self._starts, step)
             self._log = np.vstack([self._log, np.full((1, self._log.shape[1]), weight)])
@@ -59,7 +59,7 @@ class Evidence:
 
     @property
     def since(self) -> int:
-        """The step from which on the evidence is strongest; -1 without evidence."""
+        """Step since which the evidence is strongest; -1 without evidence."""
         return int(self._starts[self._log.max(1).argmax()]) if len(self._starts) else -1
 
 
@@ -75,14 +75,14 @@ def rate_ratios(hits: int, trials: int, rate: float) -> NDArray[np.float64]:
 
 
 class FalseAlarms:
-    """Divides the allowed probability of a false alarm in a run among hypotheses, however many there are."""
+    """Allocation of a run's allowed false-alarm probability to any number of hypotheses."""
 
     def __init__(self, rate: float) -> None:
-        """Allow `rate` in all."""
+        """Allow a total probability of `rate`."""
         self._rate, self._limits = rate, dict[str, float]()
 
     def limit(self, hypothesis: str) -> float:
-        """Return the log of the evidence from which on a hypothesis is refuted."""
+        """Return the log of the evidence at which a hypothesis is refuted."""
         if hypothesis not in self._limits:
             number = len(self._limits) + 1
             self._limits[hypothesis] = math.log(number * (number + 1) / self._rate)

@@ -1,8 +1,8 @@
-"""Audits a run while it is on, in a thread of the trainer, and keeps the alarms in RUN_DIR/alarms.jsonl.
+"""Audits a current run in a thread of the trainer, and writes alarms to RUN_DIR/alarms.jsonl.
 
-If models are loaded, one published version is held at a time: it is mapped when it is published, until every
-group that it may have sampled is trained, and then the next one is. So tokens of all lags are recomputed, of
-some versions.
+If models are loaded, one published version is held at a time: from its publication until every group that it
+may have sampled is trained. Then the next published version is held. So tokens of all lags are recomputed,
+for some versions.
 """
 
 import asyncio
@@ -52,29 +52,29 @@ from trainer.weights.registry import TRANSPORTS
 log = logging.getLogger("tether.audit")
 
 FILE = "alarms.jsonl"
-"""In the run directory, a line for each alarm."""
+"""Name of the file in the run directory, one line per alarm."""
 MOST_WAITING = 2
-"""Versions to read and steps to audit that may wait."""
+"""Maximum number of queued versions and steps."""
 MOST_OPERATIONS = 1e12
-"""Floating-point operations of the pass of a row, ten seconds of a processor: the run's end waits for it."""
+"""Maximum floating-point operations per row, ten seconds of a processor: the run's end waits for a row."""
 START_S = 0.5
-"""Processor time that there has to be before an audit begins."""
+"""Processor time that must be available before an audit starts, seconds."""
 TIMES_DIGEST = 4.0
-"""A digest of the trainer's weights is computed once the budget has this many times its cost."""
+"""A digest of the trainer's weights is computed once the budget covers this many times its cost."""
 MOST_DIGESTS = 1024
-"""Versions whose digests are kept, for evaluations that come later."""
+"""Number of versions whose digests are kept for later evaluations."""
 ONE_TURN = ("single_turn",)
-"""Environments whose samples end as the engine ended them."""
+"""Environments whose samples end exactly as the engine ended them."""
 PLAIN_TURNS = (*ONE_TURN, "gsm8k", "guess_number", "tools", "textarena", "openenv")
-"""Environments all of whose turns are trained."""
+"""Environments in which all turns are trained."""
 
 
 def expectations_of(settings: Settings, rewards: Rewards) -> Expectations:
-    """Return the parties that compute records again, where the settings leave no other reading of them.
+    """Return the parties that recompute records, where the settings imply a unique result.
 
     Args:
-        settings: of the run.
-        rewards: a second call of the verifiers.
+        settings: settings of the run.
+        rewards: second call of the verifiers.
 
     Raises:
         SettingsError: tokenizer or prompts cannot be read.
@@ -94,46 +94,46 @@ def expectations_of(settings: Settings, rewards: Rewards) -> Expectations:
 
 
 def is_learning(settings: Settings, step: int) -> bool:
-    """Return whether a step's learning rate is above 0, and its loss trains the policy."""
+    """Return whether a step's learning rate is above 0 and its loss trains the policy."""
     updates = step * settings.trainer.epochs_per_batch * settings.trainer.num_mini_batches
     warm = settings.needs_critic and step < settings.critic.critic_warmup_steps
     return not warm and learning_rate(settings.optimizer, updates) > 0
 
 
 class LiveAudit:
-    """The audit of a running trainer. `hold`, `observe` and `take_alarms` return at once."""
+    """Audit of a running trainer. `hold`, `observe` and `take_alarms` do not block."""
 
     def __init__(self, settings: Settings, budget: Budget | None = None) -> None:
-        """Begin without a version, within a budget; by default it is the share of the groups."""
+        """Start without a version; the default budget is the share of the groups."""
         self._settings = settings
         self.budget = budget or Budget(settings.audit.share)
         self._share = settings.audit.share
         self._path = settings.run_dir / FILE
         self._work: asyncio.Queue[AuditedStep | WeightManifest] = asyncio.Queue(MOST_WAITING)
-        """Left by `audit_loop`; of a full one the next step, or version, is not audited."""
+        """Input of `audit_loop`; while the queue is full, further steps and versions are skipped."""
         self._unchanged = Unchanged(settings.engine.dtype)
         self._reads = settings.engine.kv is not KvPolicy.KEEP
-        """Whether versions are read; not if there turn out to be no models that could serve them."""
+        """Whether versions are read; false without models that could use them."""
         self._queued: tuple[str, int] | None = None
-        """Epoch and version that was queued last, and is held as soon as it is read."""
+        """Epoch and version queued last, which is held once it is read."""
         self._held: dict[int, Tensors] = {}
         self._auditor: Auditor | None = None
         self._digest_s = 0.0
-        """Time of the last digest of the trainer's weights."""
+        """Seconds of the last digest of the trainer's weights."""
         self._read_s = 0.0
-        """Processor time of the last version's reading."""
+        """Processor time of reading the last version, seconds."""
         self._rewards: Rewards | None = None
-        """None until a step is audited."""
+        """Second call of the verifiers; None before the first audited step."""
         self._epoch = ""
-        """The trainer's, as of the version that was published last."""
+        """Epoch of the trainer at the last published version."""
         self._digests: dict[int, int] = {}
-        """Version -> digest of its weights, of the newest ones."""
+        """Version -> digest of its weights, for the newest versions."""
         self._over = threading.Event()
-        """Set at the end of the audit."""
+        """Set when the audit ends."""
         self._alarms: list[Alarm] = []
 
     def hold(self, manifest: WeightManifest) -> None:
-        """Hold a version that was published, unless another one is held whose groups may still be trained."""
+        """Hold a published version, unless the groups of a held version may still be trained."""
         self._epoch = manifest.epoch
         readable = manifest.transport in TRANSPORTS.having("files") and "://" not in manifest.location
         if not (self._is_on and self._reads and self._has_time and readable):
@@ -147,16 +147,16 @@ class LiveAudit:
             self._work.put_nowait(manifest)
 
     def is_due(self, plan: StepPlan) -> bool:
-        """Return whether a step will be audited: it has an audited group, and there is time for it."""
+        """Return whether a step will be audited: a group of the step is audited, and the budget suffices."""
         free = self._is_on and self._has_time and not self._work.full()
         return free and any(is_audited(group, self._share) for group in plan.trained_counts)
 
     def wants_digest(self, plan: StepPlan) -> bool:
-        """Return whether to compute the digest of the trainer's weights: if most of the time remains then."""
+        """Return whether to compute a digest of the trainer's weights, by the last digest's cost."""
         return self.is_due(plan) and self.budget.covers(TIMES_DIGEST * self._digest_s)
 
     def note_digest(self, seconds: float) -> None:
-        """Note how long the trainer computed that digest."""
+        """Record the duration of the trainer's digest."""
         self._digest_s = seconds
         self.budget.charge(seconds)
 
@@ -169,21 +169,22 @@ class LiveAudit:
         exported: int = 0,
         manifests: tuple[WeightManifest | None, WeightManifest | None] = (None, None),
     ) -> None:
-        """Have a committed step audited, unless it has no audited group or an earlier step is being audited.
+        """Queue a committed step, unless it has no audited group or the queue is full.
 
         Args:
-            command: with the stored records.
-            plan, stats: of the step.
-            digests: of the versions before and after it.
+            command: command of the step, with the stored records.
+            plan, stats: plan and measurements of the step.
+            digests: digests of the versions before and after the step.
             exported: as in `AuditedStep`.
-            manifests: of the versions published last, before the step and by it; None: there is none.
+            manifests: manifests of the last version published before the step and of its own; None without
+                one.
         """
         if not self._is_on:
             return
         self._digests[plan.step + 1] = digests[1]
         self._digests.pop(plan.step + 1 - MOST_DIGESTS, None)
         compared = digests
-        if self._settings.engine.trained_head:  # which changes though the model does not
+        if self._settings.engine.trained_head:  # the head changes although the model does not
             compared = model_digest(manifests[0], plan.step), model_digest(manifests[1], plan.step + 1)
         unchanged = self._unchanged.after(stats, compared, learns=is_learning(self._settings, plan.step))
         if self.is_due(plan) or (self._unchanged.is_fault and not self._work.full()):
@@ -195,7 +196,7 @@ class LiveAudit:
         return found
 
     async def audit_loop(self) -> None:
-        """Audit the steps that were observed, until cancelled or an audit fails: that never ends a run."""
+        """Audit the queued steps, until cancelled or an audit fails. A failure never ends the run."""
         thread = ThreadPoolExecutor(1, thread_name_prefix="audit", initializer=compute_alone)
         loop = asyncio.get_running_loop()
         try:
@@ -218,7 +219,7 @@ class LiveAudit:
         except Exception:
             log.exception("audit.failed: the run continues without an audit")
         finally:
-            self._over.set()  # a thread that is still at work ends after its row
+            self._over.set()  # a working thread ends after its row
             thread.shutdown(wait=False)
             self._held = {}
             if self._auditor is not None and self._auditor.rows_left_out:
@@ -235,7 +236,7 @@ class LiveAudit:
         try:
             return self._rewards(rollout) if self._rewards is not None else None
         finally:
-            self.budget.charge(time.monotonic() - began)  # by the clock: others' processor time is not known
+            self.budget.charge(time.monotonic() - began)  # wall clock: workers' processor time is unknown
 
     @property
     def _is_on(self) -> bool:
@@ -274,7 +275,7 @@ class LiveAudit:
         return found
 
     def _begun(self) -> Auditor:
-        """Return an auditor that has no models yet."""
+        """Return an auditor without models."""
         expectations = expectations_of(self._settings, self._scored_again)
         return Auditor(
             None,
@@ -285,21 +286,22 @@ class LiveAudit:
         )
 
     def _read(self, manifest: WeightManifest) -> None:
-        """Hold a version in place of the one before, if there are means and time for models that serve it."""
+        """Hold a version in place of the previous one, if memory and time allow models that use it."""
         self._reads = self._reads and self._means is not None
         if not self._reads or self._means is None or self._over.is_set():
             return
         is_loaded = self._auditor is not None and self._auditor.recomputes
         row_s = self._auditor.row_s if self._auditor is not None else 0.0
-        # of a version that took all the time no row would be recomputed before its groups are trained
+        # if reading a version used all time, none of its rows would be recomputed before its groups are
+        # trained
         if not self.budget.covers((0.0 if is_loaded else self._means.load_s) + self._read_s + row_s):
-            self._queued = None  # a later one is held
+            self._queued = None  # a later version is held instead
             return
-        self._held = {}  # before the next one takes memory
+        self._held = {}  # frees memory for the next version
         began = time.thread_time()
         try:
             self._held = {manifest.version: read_version(manifest, self._settings.weights.timeout_s)}
-        except (WeightError, OSError) as error:  # it was retired before its turn: the next one is held
+        except (WeightError, OSError) as error:  # the version was retired: the next one is held instead
             log.info("audit.version_missed version=%d error=%r", manifest.version, error)
             self._queued = None
             return
@@ -307,7 +309,7 @@ class LiveAudit:
 
 
 def append_alarms(path: Path, alarms: Sequence[Alarm]) -> None:
-    """Append alarms to a file, a JSON object a line. Raises OSError."""
+    """Append alarms to a file, one JSON object per line. Raises OSError."""
     if alarms:
         with path.open("ab") as file:
             file.writelines(msgspec.json.encode(line_of(alarm)) + b"\n" for alarm in alarms)

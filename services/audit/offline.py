@@ -1,7 +1,7 @@
-"""Computes a run's records again from its directory, for `tether verify --numerics`.
+"""Recomputes a run's records from its directory, for `tether verify --numerics`.
 
-The steps are made again by the plain backend, from the initial model on. Where its weights are bit for bit a
-version's, that version's log-probabilities are recomputed, too; exports are versions that are known anyway.
+The reference backend repeats the steps from the initial model. If its weights equal a version bit for bit,
+that version's log-probabilities are recomputed, too. Exported versions are always available.
 """
 
 import asyncio
@@ -34,7 +34,7 @@ HEAD_DIGESTS = "versions: their digests cover the head that engine.draft_lr trai
 
 
 class Recorded(Protocol):
-    """Steps of a run as its directory records them, see `services.tools.replay`."""
+    """Steps of a run as recorded in its directory, see `services.tools.replay`."""
 
     settings: Settings
 
@@ -42,38 +42,38 @@ class Recorded(Protocol):
         """Return the settings under which a step was made."""
 
     def first_change(self) -> tuple[int, str] | None:
-        """Return the first step under other settings than the steps before it, and which."""
+        """Return the first step whose settings differ from earlier steps, and the changes."""
 
     def step(self, step: int) -> LoggedStep:
-        """Return the log's record of a step. Raises SettingsError: there is none."""
+        """Return the log's record of a step. Raises SettingsError if there is none."""
 
     def command(self, step: int) -> TrainCommand:
-        """Return the command of a step, with its records. Raises SettingsError: they are not held."""
+        """Return the command of a step, with its records. Raises SettingsError if they are missing."""
 
     def report(self, step: int) -> Mapping[str, Any]:
-        """Return the step's line in metrics.jsonl; empty if there is none."""
+        """Return the step's line in metrics.jsonl; empty without one."""
 
 
 @dataclass(slots=True)
 class Numerics:
-    """Results of an audit of a run that is read from its directory."""
+    """Results of auditing a run from its directory."""
 
     steps: int = 0
-    """Steps that were made again."""
+    """Number of repeated steps."""
     exact: int = 0
-    """Those after which the plain backend's weights were the version's, bit for bit."""
+    """Number of steps after which the reference backend's weights equal the version bit for bit."""
     tokens: int = 0
-    """Sampled tokens of the steps."""
+    """Number of sampled tokens in the steps."""
     rows_left_out: int = 0
-    """Rows whose log-probabilities were not recomputed for lack of memory."""
+    """Number of rows whose log-probabilities were not recomputed for lack of memory."""
     not_held: str = ""
-    """Why the next step could not be read, or not be made again; empty: all were."""
+    """Why the next step could not be read or repeated; empty if all were."""
     not_compared: str = ""
-    """Why no version can be exact; empty: it can."""
+    """Why no version can be exact; empty if one can."""
     alarms: list[Alarm] = field(default_factory=list)
 
     def facts(self) -> dict[str, Any]:
-        """Return the results as `tether verify --numerics --json` prints them."""
+        """Return the results for `tether verify --numerics --json`."""
         return {
             "numerics_steps": self.steps,
             "numerics_exact": self.exact,
@@ -86,7 +86,7 @@ class Numerics:
 
 
 def audit_recorded(recorded: Recorded) -> Numerics:
-    """Compute all records of a run again.
+    """Recompute all records of a run.
 
     Raises:
         SettingsError: the run, its model or its prompts cannot be read.
@@ -153,7 +153,7 @@ def _audit_steps(recorded: Recorded, settings: Settings, rewards: Rewards) -> Nu
 
 
 def _logged(recorded: Recorded) -> Iterator[int]:
-    """Yield the numbers of the steps that the log has, from 0 on."""
+    """Yield the numbers of the logged steps, from 0."""
     for step in range(STEPS):
         try:
             recorded.step(step)
@@ -163,7 +163,7 @@ def _logged(recorded: Recorded) -> Iterator[int]:
 
 
 def _export(settings: Settings, version: int) -> Tensors | None:
-    """Return the tensors of a version that was exported, if it was, in the data type of engines."""
+    """Return the tensors of an exported version in the engines' dtype; None if it was not exported."""
     files = (settings.run_dir / "exports" / f"step_{version:08d}").glob("*.safetensors")
     tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
     return _in_dtype(tensors, settings.engine.dtype) if tensors else None
@@ -185,11 +185,11 @@ def _evaluations(settings: Settings, digests: dict[int, int]) -> Iterator[Alarm]
 
 
 def shared_prompts(held_out: Mapping[str, Collection[str]], trained: Collection[str]) -> Iterator[Alarm]:
-    """Yield the sets of an evaluation that have prompts that are trained.
+    """Yield an alarm per evaluation set that contains trained prompts.
 
     Args:
         held_out: set -> questions of its prompts.
-        trained: questions of the prompts that are trained.
+        trained: questions of the trained prompts.
     """
     known = frozenset(trained)
     for name, texts in held_out.items():

@@ -1,7 +1,8 @@
-"""Computes log-probabilities of recorded tokens again, with Hugging Face's model under a version's weights.
+"""Recomputes log-probabilities of recorded tokens with Hugging Face's model under a version's weights.
 
-Each row is a pass of its own, without padding, cache or packing, with the attention that is written out; the
-distributions of its positions are computed `CHUNK` at a time.
+Each row is a separate pass, without padding, cache or packing, with eager attention. The distributions of its
+positions are computed `CHUNK` at a time.
+
 Shapes: T own tokens of a row, V tokens of the vocabulary, G powers, C positions of a chunk.
 """
 
@@ -31,25 +32,25 @@ from services.settings.sections import Settings
 log = logging.getLogger("tether.audit")
 
 POWERS = (0.5, 0.75, 0.9, 1.1, 1.35, 2.0)
-"""Alternatives to the policy p that are proportional to p ** power: other temperatures, [G]."""
+"""Alternatives to the policy p, proportional to p ** power: other temperatures, [G]."""
 BETTER = {"float32": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
-"""Engine's data type -> the one that is computed with float32, to measure rounding."""
+"""Engine's dtype -> dtype compared with float32 to measure rounding."""
 CHUNK = 64
-"""Positions whose distributions over the vocabulary are held at a time, C."""
+"""Number of positions whose distributions over the vocabulary are held at a time, C."""
 MEMORY_SHARE = 0.25
-"""Part of the host's free memory that the models of an audit may take."""
+"""Share of the host's free memory for the models of an audit."""
 MODEL_BYTES = 12
-"""Bytes of a parameter in both models: float32, and the data type beside it, at most float64."""
+"""Bytes per parameter of both models: float32, and the comparison dtype, at most float64."""
 ADAPTED = 3
-"""Times that of a model of adapters: its initial tensors are kept, and a version is merged with them."""
+"""Memory factor for adapters: initial tensors are kept, and a merged version is built from them."""
 PARAMETER_S = 8e-9
-"""Processor time of loading both models, seconds for each parameter; 6.3e-9 was measured with 135 M."""
+"""Seconds of processor time per parameter to load both models; 6.3e-9 was measured with 135 M."""
 FEWEST_TOKENS = 256
-"""Tokens of a pass that the operations have to suffice for: else the models would be loaded for few rows."""
+"""Minimum tokens per pass that the operations must allow; otherwise too few rows justify the models."""
 QUANTISED = frozenset({"quantization", "kv_cache_dtype"})
-"""Arguments of engines with which they round more than their data type."""
+"""Engine arguments that cause more rounding than the dtype."""
 TABLES = 3
-"""Tables [C, V] of float64 that are held at a time."""
+"""Number of float64 tables [C, V] held at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,13 +58,13 @@ class RowScores:
     """Scores of a row's own tokens under one version."""
 
     logprobs: NDArray[np.float64]
-    """[T] nats, of each token after the ones before it."""
+    """[T] log-probability of each token given the previous ones, nats."""
     tempered: NDArray[np.float64]
-    """[T, G]: log of p_power(token) / p(token), an e-value's logarithm if the token was drawn from p."""
+    """[T, G] log of p_power(token) / p(token): logarithm of an e-value if the token was drawn from p."""
 
 
 class Recomputer:
-    """A model on the CPU whose weights are replaced by a version's."""
+    """Model on the CPU whose weights are replaced by a version's."""
 
     def __init__(
         self,
@@ -76,20 +77,20 @@ class Recomputer:
         """Load the initial model of a run, whose versions may be adapters.
 
         Args:
-            model_dir: of the initial model.
-            dtype: in which it is computed.
-            lora: the run's adapters.
-            room: bytes that the pass of a row may take, see `fits`.
-            operations: of floating point that it may take.
+            model_dir: directory of the initial model.
+            dtype: dtype of the computation.
+            lora: adapters of the run.
+            room: maximum bytes of a row's pass, see `fits`.
+            operations: maximum floating-point operations of a row's pass.
 
         Raises:
-            SettingsError: transformers cannot load it.
+            SettingsError: transformers cannot load the model.
         """
         try:
             with MODEL_BUILDING:
                 model: Any = AutoModelForCausalLM.from_pretrained(
                     model_dir,
-                    dtype=torch.float32,  # another one becomes all threads' default while it loads
+                    dtype=torch.float32,  # another dtype would be the default of all threads during the load
                     local_files_only=True,
                     attn_implementation="eager",
                     experts_implementation="eager",
@@ -98,21 +99,21 @@ class Recomputer:
         except (OSError, ValueError, KeyError) as error:
             raise SettingsError(f"{model_dir}: transformers cannot load it: {error}") from error
         apply_config(model)
-        for parameter in model.parameters():  # not buffers: rotations stay as exact as engines have them
+        for parameter in model.parameters():  # not buffers: rotary tables stay as exact as in engines
             parameter.data = parameter.data.to(dtype)
         self._model: Any = model.eval().requires_grad_(False)
         self._views = checkpoint_views(self._model, model_tensors(self._model))
         self._lora, self._room, self._itemsize = lora, room, max(4, dtype.itemsize)
         self._tokens = operations / (2 * sum(one.numel() for one in model.parameters()))
-        """Tokens of the longest pass."""
+        """Maximum number of tokens per pass."""
         self._base = {name: view.clone() for name, view in self._views.items()} if lora.rank else {}
 
     @torch.no_grad()
     def serve(self, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Take over a version's tensors, by their Hugging Face names.
+        """Load a version's tensors, by their Hugging Face names.
 
         Raises:
-            SettingsError: the version lacks a tensor of the model, or has one of another shape.
+            SettingsError: the version lacks a tensor of the model, or its shape differs.
         """
         tensors = merged_version(self._base, tensors, self._lora)
         for name, view in self._views.items():
@@ -122,7 +123,7 @@ class Recomputer:
             view.copy_(tensors[name])
 
     def fits(self, prompt: NDArray[np.int32], row: RowView) -> bool:
-        """Return whether the pass of a row takes no more memory and time than it may."""
+        """Return whether a row's pass stays within its limits of memory and time."""
         length = len(prompt) + len(row.context) + len(row.tokens)
         config = self._model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 0)  # absent: no attention
@@ -133,7 +134,7 @@ class Recomputer:
     def score(
         self, prompt: NDArray[np.int32], row: RowView, temperature: float, *, powers: bool = True
     ) -> RowScores:
-        """Return the scores of a row's own tokens, at a temperature; of the first token of all it is 0."""
+        """Return the scores of a row's own tokens at a temperature; 0 for the very first token."""
         tokens = np.concatenate([prompt, row.context, row.tokens]).astype(np.int64)
         first = len(tokens) - len(row.tokens)
         ids = torch.from_numpy(tokens)
@@ -152,8 +153,8 @@ class Recomputer:
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [C, V] of hidden states [1, C, H].
 
-        By the model's own code behind its decoder, which may scale or cap them: the decoder's states of a
-        pass of one token are replaced.
+        Uses the model's own output code, which may scale or cap logits: a hook replaces the decoder's states
+        in a pass of one token.
         """
 
         def replaced(module: Any, given: Any, found: Any) -> Any:
@@ -172,20 +173,19 @@ class Recomputer:
 
 @dataclass(frozen=True, slots=True)
 class Means:
-    """Means that the models which recompute log-probabilities need, and what they leave."""
+    """Resources for the models that recompute log-probabilities."""
 
     room: float
-    """Bytes that the pass of a row may take."""
+    """Maximum bytes of a row's pass."""
     load_s: float
-    """Processor time in which the models are loaded, seconds, about."""
+    """Approximate processor time to load the models, seconds."""
 
 
 def means_of(settings: Settings, operations: float = math.inf) -> Means | None:
-    """Return the means of recomputing log-probabilities.
+    """Return the resources for recomputing log-probabilities.
 
-    None if the host lacks the memory for the models, if passes of so few `operations` are too short for
-    them, if engines compute with quantised numbers, or if `engine.kv` = keep has tokens rest on older
-    versions' KV.
+    None if the host lacks memory for the models, if `operations` allow only short passes, if engines compute
+    with quantised numbers, or if tokens depend on older versions' KV (`engine.kv` = keep).
 
     Raises:
         EngineError: the model's files cannot be read.
@@ -205,15 +205,15 @@ def means_of(settings: Settings, operations: float = math.inf) -> Means | None:
 
 
 def recomputers(settings: Settings, operations: float = math.inf) -> tuple[Recomputer, Recomputer] | None:
-    """Load the models that recompute log-probabilities; None without the means.
+    """Load the models that recompute log-probabilities; None without the resources.
 
     Args:
-        settings: of the run.
-        operations: of floating point that the pass of a row may take.
+        settings: settings of the run.
+        operations: maximum floating-point operations of a row's pass.
 
     Raises:
         SettingsError: the model cannot be loaded.
-        EngineError: its files cannot be read.
+        EngineError: the model's files cannot be read.
     """
     if (means := means_of(settings, operations)) is None:
         return None

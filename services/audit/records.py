@@ -1,7 +1,7 @@
 """Checks recorded groups without a model: prompt, mask, ends, rewards, advantages, weights.
 
-A check is a function of a trained group and of the parties that compute it again; a row of `CHECKS`. It
-goes by the records as they were received, and shares no arithmetic with what it checks.
+A check is a function of a trained group and of the parties that recompute it, listed in `CHECKS`. It reads
+the records as received, and shares no arithmetic with the checked code.
 """
 
 from collections.abc import Callable, Iterator, Sequence
@@ -19,54 +19,54 @@ from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand, decode_scored
 
 TOLERANCE = 1e-4
-"""Allowed difference of a reward, an advantage or a weight, relative to the larger of its size and 1."""
+"""Allowed difference of a reward, advantage or weight, relative to the larger of its size and 1."""
 ADVANTAGES: dict[str, Callable[[NDArray[np.float64], float], NDArray[np.float64]]] = {
     "grpo": lambda rewards, eps: (rewards - rewards.mean()) / (rewards.std() + eps),
     "dr_grpo": lambda rewards, eps: rewards - rewards.mean(),
     "rloo": lambda rewards, eps: (rewards - rewards.mean()) * len(rewards) / max(1, len(rewards) - 1),
 }
-"""Advantages of a group's samples, by the formula of the algorithm's paper on their rewards."""
+"""Algorithm -> advantages of a group's samples, by the paper's formula on their rewards."""
 
 
 @dataclass(frozen=True, slots=True)
 class Expectations:
-    """Parties that compute a record again; None: it is not checked."""
+    """Parties that recompute a record; None disables a check."""
 
     prompt: Callable[[int], Sequence[int]] | None = None
-    """Group -> tokens of its prompt, by source and template."""
+    """Group -> tokens of its prompt, from source and template."""
     rewards: Callable[[Rollout], Sequence[float | None] | None] | None = None
-    """Rewards of a group's samples, by a second call of the verifiers; None: they could not be computed."""
+    """Rollout -> rewards from a second call of the verifiers; None if they could not be computed."""
     text: Callable[[tuple[int, ...]], str] | None = None
-    """Text of a sample's tokens."""
+    """Tokens of a sample -> text."""
     stop_token_ids: frozenset[int] = frozenset()
-    """Tokens that end a sample; empty: a sample may end otherwise, too."""
+    """Tokens that end a sample; empty if samples may end otherwise."""
     whole_turns: bool = True
-    """Whether the model sampled all tokens of a turn, and every one is trained."""
+    """Whether the model sampled all tokens of a turn, and all of them are trained."""
     are_draws: bool = True
-    """Whether all samples are trained; else they are chosen, by when they finish or by their rewards."""
+    """Whether all samples are trained; else they are selected by finishing time or reward."""
     algorithm: AlgorithmConfig = field(default_factory=AlgorithmConfig)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedGroup:
-    """A group as it was recorded, and the step that trained it."""
+    """A recorded group, and the step that trained it."""
 
     scored: ScoredRollout
     view: RolloutView
     bound: int
-    """max_staleness of its lease."""
+    """`max_staleness` of the group's lease."""
     plan: StepPlan
     rows: tuple[int, ...]
-    """Its rows within the step."""
+    """Indices of the group's rows in the step."""
 
     @classmethod
     def chosen(
         cls, plan: StepPlan, command: TrainCommand, is_chosen: Callable[[int], bool]
     ) -> list["TrainedGroup"]:
-        """Return the groups of a step whose numbers are chosen; no other record is decoded.
+        """Return the groups of a step for which `is_chosen` is true; other records are not decoded.
 
         Raises:
-            ProtocolError: the record of one is no scored rollout.
+            ProtocolError: a chosen record is not a scored rollout.
         """
         rows: dict[int, list[int]] = {}
         for index, sample in enumerate(plan.samples):
@@ -84,7 +84,7 @@ class TrainedGroup:
 
 
 def prompts(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
-    """Compare the prompt's tokens with those of source and template."""
+    """Compare the prompt's tokens with source and template."""
     if expectations.prompt is None:
         return
     expected = list(expectations.prompt(group.view.group))
@@ -100,7 +100,7 @@ def prompts(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding
 
 
 def masks(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
-    """Compare the mask with the turns of the record, and the trained tokens with mask, versions and bound."""
+    """Compare the mask with the recorded turns, and the trained tokens with mask, versions and bound."""
     turns = turns_of(group)
     for number, row in enumerate(group.view.rows):
         expected = np.zeros(len(row.tokens), dtype=bool)
@@ -127,7 +127,7 @@ def masks(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
 
 
 def ends(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
-    """Compare why a sample ended with the token that it ended with."""
+    """Compare the finish reason of each sample with its last token."""
     for row in group.view.rows:
         if not expectations.stop_token_ids or not row.sampled.any():
             continue
@@ -143,7 +143,7 @@ def ends(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
 
 
 def responses(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
-    """Compare the text that verifiers read with the tokens that are trained, where they are all of it."""
+    """Compare the scored text with the trained tokens, if those are the whole sample."""
     rollout = group.scored.rollout
     if expectations.text is None or rollout.row_texts or len(group.view.rows) > group.view.samples:
         return
@@ -164,13 +164,13 @@ def rewards(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding
 
 
 def decided_by_time(scored: ScoredRollout) -> list[bool]:
-    """Return for each sample whether a call that was late, or failed, decided its reward."""
+    """Return for each sample whether a late or failed call determined its reward."""
     marks = [scored.components[name].numpy() for name in (TIMED_OUT, FELL_BACK) if name in scored.components]
     return [any(mark[sample] > 0 for mark in marks) for sample in range(len(scored.rewards.numpy()))]
 
 
 def advantages(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
-    """Compare advantages with the formula of the algorithm on the recorded rewards."""
+    """Compare advantages with the algorithm's formula on the recorded rewards."""
     config, plan = expectations.algorithm, group.plan
     formula = ADVANTAGES.get(config.name)
     if formula is None or plan.turns is not None or config.truncated == "shape":
@@ -184,7 +184,7 @@ def advantages(group: TrainedGroup, expectations: Expectations) -> Iterator[Find
 
 
 def weights(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
-    """Compare weights in the loss with GRPO's: one over the samples of the step times a sample's tokens."""
+    """Compare loss weights with GRPO's: 1 / (samples in the step times tokens in the sample)."""
     plan = group.plan
     if expectations.algorithm.name != "grpo" or plan.mini_batches.order(1) != (0,):
         return
@@ -209,17 +209,17 @@ CHECKS: tuple[Callable[[TrainedGroup, Expectations], Iterator[Finding]], ...] = 
     advantages,
     weights,
 )
-"""The checks of a trained group."""
+"""Checks of a trained group."""
 
 
 def check_group(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
-    """Yield what contradicts a group's record."""
+    """Yield the contradictions to a group's record."""
     for check in CHECKS:
         yield from check(group, expectations)
 
 
 def turns_of(group: TrainedGroup) -> dict[int, list[tuple[int, int]]]:
-    """Return row -> places (first, end) of the turns that the record names; empty if it names none."""
+    """Return row -> places (first, end) of the recorded turns; empty without turns."""
     named: dict[int, list[tuple[int, int]]] = {}
     if group.scored.rollout.turns is not None:
         for _, row, first, end in group.scored.rollout.turns.numpy().tolist():

@@ -1,8 +1,8 @@
-"""Compares recorded log-probabilities with recomputed ones, and tests in sequence whether they differ.
+"""Compares recorded log-probabilities with recomputed ones, in sequential tests.
 
-Three hypotheses for each engine: its log-probabilities are the version's but for rounding; its tokens are
-drawn from them; its samples are drawn one by one. How large rounding is, is measured: Hugging Face's model is
-computed in the engine's data type and in a better one, on the same rows.
+Three hypotheses per engine: its log-probabilities equal the version's except for rounding; its tokens are
+drawn from them; its samples are drawn independently. The size of rounding is measured: Hugging Face's model
+is computed in the engine's dtype and in a better one, on the same rows.
 
 Shapes: T own tokens of a row.
 """
@@ -21,46 +21,46 @@ from services.audit.recompute import POWERS, RowScores
 from services.audit.records import TrainedGroup, turns_of
 
 RATE = 0.002
-"""Largest share of tokens whose difference is over the limit while there is no fault."""
+"""Largest share of tokens with a difference above the limit in a run without a fault."""
 MARGIN = 8.0
-"""Limit of a difference, as a multiple of the largest one that rounding gave in Hugging Face's model."""
+"""Limit of a difference, as a multiple of the largest rounding error in Hugging Face's model."""
 SMALLEST = 1e-6
-"""Nats; of a limit."""
+"""Smallest limit of a difference, nats."""
 COPIED = (0.05, 0.5)
-"""Alternatives to samples that are drawn one by one: shares of copies of earlier samples of the group."""
+"""Alternatives to independent samples: shares of copies of the group's earlier samples."""
 CONFINED = 0.9
-"""A value of an axis is named if it has this share of the differing tokens, and not of all tokens."""
+"""Minimum share of differing tokens for a value of an axis to be named; all tokens must have less."""
 AXES = ("version", "lag", "position", "turn", "sample")
 MOST_STEPS = 64
-"""Steps of which the places of tokens are kept."""
+"""Number of steps for which the places of tokens are kept."""
 
 
 @dataclass(slots=True)
 class NoiseFloor:
-    """Largest differences that rounding gives, by data type."""
+    """Largest rounding errors, by dtype."""
 
     largest: dict[str, float] = field(default_factory=dict)
 
     def learn(self, dtype: str, found: RowScores, better: RowScores) -> None:
-        """Learn from a row that was computed in the engine's data type and in a better one."""
+        """Update from a row computed in the engine's dtype and in a better one."""
         apart = float(np.abs(found.logprobs - better.logprobs).max(initial=0.0))
         self.largest[dtype] = max(self.largest.get(dtype, 0.0), apart)
 
     def limit(self, dtype: str) -> float:
-        """Return the limit of a difference, nats; infinite before anything was learnt."""
+        """Return the limit of a difference, nats; infinite before the first update."""
         return max(SMALLEST, MARGIN * self.largest[dtype]) if dtype in self.largest else math.inf
 
 
 @dataclass(slots=True)
 class Tally:
-    """Tokens of one engine by axis and value, in one step."""
+    """Token counts of one engine in one step, by axis and value."""
 
     trials: Counter[tuple[str, str]] = field(default_factory=Counter)
     hits: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
 def confined(tallies: Iterable[Tally]) -> dict[str, str]:
-    """Return the axes on which differing tokens are confined to one value, though others have tokens."""
+    """Return the axes on which differing tokens share one value although other tokens do not."""
     trials, hits, found = Counter[tuple[str, str]](), Counter[tuple[str, str]](), dict[str, str]()
     for tally in tallies:
         trials += tally.trials
@@ -75,25 +75,25 @@ def confined(tallies: Iterable[Tally]) -> dict[str, str]:
 
 
 class Residuals:
-    """Evidence of all engines, and where tokens differ."""
+    """Evidence of all engines, and the places of differing tokens."""
 
     def __init__(self, alarms: FalseAlarms, noise: NoiseFloor, dtype: str, *, are_draws: bool) -> None:
         """Test within the allowed false alarms; engines compute in `dtype`.
 
-        Unless the samples `are_draws` only their log-probabilities are tested: chosen samples follow another
-        distribution, without a fault.
+        If the samples are not draws (`are_draws`), only their log-probabilities are tested: selected samples
+        legitimately follow another distribution.
         """
         self._alarms, self.noise, self._dtype = alarms, noise, dtype
         self._names = ("logprob", "sampling", "copy") if are_draws else ("logprob",)
         self._evidence: dict[tuple[str, str], Evidence] = {}
         self._tallies: dict[tuple[str, int], Tally] = defaultdict(Tally)
-        """(engine, step) -> its tokens."""
+        """(engine, step) -> token counts."""
         self._example: dict[tuple[str, str], tuple[int, int]] = {}
         self._largest: dict[str, float] = {}
         self._raised = set[tuple[str, str]]()
 
     def add(self, step: int, group: TrainedGroup, version: int, scores: Mapping[int, RowScores]) -> None:
-        """Add a group's rows; `scores` are of the row with that number, under `version`."""
+        """Add a group's rows; `scores` are indexed by row number, under `version`."""
         engine, limit = group.scored.rollout.engine, self.noise.limit(self._dtype)
         ratios = {
             "logprob": np.zeros(len(ALTERNATIVES)),
@@ -126,7 +126,7 @@ class Residuals:
             self._evidence.setdefault(key, Evidence(len(values))).add(step, values)
 
     def alarms(self, step: int) -> Iterator[Alarm]:
-        """Yield the hypotheses that are refuted now and were not before."""
+        """Yield the hypotheses that are newly refuted."""
         for key, evidence in self._evidence.items():
             name, engine = key
             if key in self._raised or evidence.log < self._alarms.limit(f"{name} {engine}"):
@@ -158,7 +158,7 @@ class Residuals:
         row, engine = group.view.rows[number], group.scored.rollout.engine
         tally = self._tallies[engine, group.plan.step]
         before = len(group.view.prompt) + len(row.context)
-        # a turn begins where the record says so, and behind tokens that were inserted
+        # a turn starts at its recorded place, and after inserted tokens
         begins = (
             np.concatenate([[True], row.sampled[1:] & ~row.sampled[:-1]]) if len(row.tokens) else row.sampled
         )
@@ -182,7 +182,7 @@ class Residuals:
 def _copy_ratio(
     sampled: tuple[int, ...], earlier: list[tuple[int, ...]], logprob: float
 ) -> NDArray[np.float64]:
-    """Return the log-ratios of a sample, for shares of copies of earlier ones, against drawn by itself."""
+    """Return the log-ratios of a sample: shares of copies of earlier samples against an independent draw."""
     if not earlier:
         return np.zeros(len(COPIED))
     copied, shares = earlier.count(sampled) / len(earlier), np.array(COPIED)
@@ -191,6 +191,6 @@ def _copy_ratio(
 
 
 def _power(position: int) -> str:
-    """Return the range of positions that a position is in, from a power of two to the next."""
+    """Return the range of positions, from a power of two to the next, that contains a position."""
     low = 1 << max(position, 1).bit_length() - 1
     return f"{low}-{2 * low - 1}"

@@ -1,4 +1,4 @@
-"""Scores recorded groups a second time, in worker processes of the audit's own."""
+"""Scores recorded groups a second time, in the audit's own worker processes."""
 
 import asyncio
 import logging
@@ -14,22 +14,22 @@ from services.audit.records import decided_by_time
 log = logging.getLogger("tether.audit")
 
 SCORE_S = 600.0
-"""Limit of scoring one group again, seconds."""
+"""Timeout of scoring one group again, seconds."""
 Rewards = Callable[[Rollout], Sequence[float | None] | None]
-"""Returns the rewards of a group's samples; None for one that time decided, and if the group cannot be
-scored. Called in a thread."""
+"""Returns the rewards of a group's samples: None for a sample that a timeout decided, and for a group that
+cannot be scored. Called in a thread."""
 
 
 @asynccontextmanager
 async def second_worker(
     config: RewardConfig, modules: Sequence[str], withheld: Collection[str] = ()
 ) -> AsyncIterator[Rewards]:
-    """Start workers; of verifiers that are not called again there are none, and no group can be scored.
+    """Start workers; without repeatable verifiers no workers start and no group is scored.
 
     Args:
-        config: of the run, with the number of workers.
+        config: reward settings of the run, with the number of workers.
         modules: directories with modules of the user.
-        withheld: variables that the workers do not inherit.
+        withheld: environment variables that the workers do not inherit.
     """
     if not can_score_again(config) or runs_code(config):
         yield lambda rollout: None

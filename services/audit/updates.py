@@ -1,7 +1,7 @@
-"""Makes the steps of a run again with the plain backend, and compares loss, gradient and update.
+"""Repeats the steps of a run with the reference backend; compares loss, gradient and update.
 
-The shadow trains the recorded groups from the weights that were published for the version before, with
-moments of its own, in float32 on the CPU. It has to have followed every step since its start.
+The shadow trains the recorded groups from the published weights of the previous version, with its own
+moments, in float32 on the CPU. The shadow must follow every step since its start.
 """
 
 import dataclasses
@@ -23,33 +23,34 @@ from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand
 
 PARAMETERS = 1 << 22
-"""Elements of the tensors whose updates are compared, at most, but for the first tensor."""
+"""Maximum number of elements in the compared tensors, except for the first tensor."""
 LIMITS = {"float32": 0.02, "bfloat16": 0.3, "float16": 0.1, "fp8": 0.8}
-"""The coarser data type, of trainer (fp8: `trainer.fp8`) and engines -> allowed difference of loss, gradient
-norm and update, relative to the expected one.
+"""Coarser dtype of trainer (fp8: `trainer.fp8`) and engines -> allowed relative difference of loss, gradient
+norm and update.
 
 Rounding changes the sign of Adam's first update of an element whose gradient is close to 0."""
 
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """Distance of a number or a tensor of a step from the shadow's."""
+    """Distance of a step's number or tensor from the shadow's."""
 
     name: str
-    """loss, gradient norm, or the tensor that was updated."""
+    """Name: loss, gradient norm, or the updated tensor."""
     relative: float
     ratio: float
-    """Size of the trainer's, relative to the shadow's."""
+    """Size of the trainer's value, relative to the shadow's."""
 
 
 class Shadow:
-    """A backend that follows the trainer."""
+    """Backend that follows the trainer."""
 
     def __init__(self, settings: Settings) -> None:
         """Load the run's initial model.
 
         Raises:
-            SettingsError: the plain backend cannot load it, or cannot train it under these settings.
+            SettingsError: the reference backend cannot load the model, or cannot train it under these
+                settings.
         """
         trainer = dataclasses.replace(
             settings.trainer, backend="reference", dtype="float32", fp8="off", device="cpu", threads=1
@@ -72,10 +73,11 @@ class Shadow:
         assert isinstance(backend, ReferenceBackend)
         views = {} if settings.lora.rank else checkpoint_views(backend.model, model_tensors(backend.model))
         self._views = views
-        """Tensors that versions replace; none if adapters are trained: the shadow continues by itself."""
+        """Tensors that versions replace; empty for adapters, where the shadow continues from its own
+        weights."""
         self._chosen = _chosen(self._views)
         self._drops = settings.lora.dropout > 0
-        """Whether the trainer's masks are of its layout, so that its steps are made again with others."""
+        """Whether dropout masks depend on the trainer's layout, so that repeated steps differ."""
 
     @torch.no_grad()
     def follow(
@@ -85,18 +87,18 @@ class Shadow:
         before: Mapping[str, torch.Tensor] | None,
         after: Mapping[str, torch.Tensor] | None,
     ) -> Iterator[Difference]:
-        """Make a step, and yield how the trainer's differs.
+        """Repeat a step, and yield the differences of the trainer's step.
 
         Args:
-            command: with the stored records.
-            stats: measured by the trainer.
-            before: tensors of the version that the step began from, as published; None: not held, and the
-                shadow continues from its own.
-            after: tensors of the version that it made; None: not held, and no update is compared.
+            command: command with the stored records.
+            stats: measurements of the trainer.
+            before: published tensors of the version before the step; None: the shadow continues from its own
+                weights.
+            after: published tensors of the version after the step; None: no update is compared.
         """
         if before is not None:
             for name, view in self._views.items():
-                # a version is rounded, the trainer is not: digits that round to the version's are kept
+                # a version is rounded, the trainer is not: keep values that round to the version's
                 view.copy_(torch.where(view.to(before[name].dtype) == before[name], view, before[name]))
         starts = {name: self._views[name].clone() for name in self._chosen if after is not None}
         with torch.enable_grad():
@@ -106,7 +108,7 @@ class Shadow:
         yield from _numbers(plan, stats, expected)
         for name, begun in starts.items():
             assert after is not None
-            # both rounded as versions are
+            # both are rounded as versions are
             start, own = (
                 begun.to(after[name].dtype).double(),
                 self._views[name].to(after[name].dtype).double(),
@@ -121,7 +123,7 @@ class Shadow:
         return {name: view.detach().clone() for name, view in self._views.items()}
 
     def digest(self, dtype: str) -> int:
-        """Return the digest that a version of the shadow's weights would have in a data type."""
+        """Return the digest of the shadow's weights as a version in a dtype."""
         return self._executor.lead(DigestWeightsCommand(dtype))
 
     def close(self) -> None:
@@ -143,7 +145,7 @@ def _numbers(plan: StepPlan, stats: StepStats, expected: StepStats) -> Iterator[
 
 
 def _chosen(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return the names of some tensors, always the same ones, with `PARAMETERS` elements in all."""
+    """Return a fixed selection of tensor names with `PARAMETERS` elements in total."""
     room, chosen = PARAMETERS, list[str]()
     for name in sorted(tensors, key=lambda name: xxhash.xxh3_64_intdigest(name.encode())):
         if tensors[name].numel() <= room or not chosen:

@@ -1,4 +1,4 @@
-"""Reads the tensors of versions as they were published."""
+"""Reads the published tensors of versions."""
 
 from collections.abc import Mapping
 
@@ -12,12 +12,12 @@ from rollout.weights.files import FileReceiver
 
 
 def read_version(manifest: WeightManifest, timeout_s: float) -> dict[str, torch.Tensor]:
-    """Return copies of the model's tensors of a version as they were published, by their Hugging Face names.
+    """Return copies of a version's published model tensors, by their Hugging Face names.
 
-    Files that the sender unlinks meanwhile are freed: no mapping outlives the call.
+    Files that the sender unlinks are freed: no mapping outlives the call.
 
     Raises:
-        WeightError: bytes are missing, or not as the manifest says.
+        WeightError: bytes are missing, or do not match the manifest.
     """
     wanted = {entry.name: (tuple((0, n) for n in entry.shape),) for entry in manifest.tensors}
     found = FileReceiver().slices(manifest, wanted, timeout_s)
@@ -25,7 +25,7 @@ def read_version(manifest: WeightManifest, timeout_s: float) -> dict[str, torch.
 
 
 def model_digest(manifest: WeightManifest | None, version: int) -> int:
-    """Return the digest of a version without its draft head; 0 if the manifest is not the version's."""
+    """Return the digest of a version without its draft head; 0 if the manifest is of another version."""
     if manifest is None or manifest.version != version:
         return 0
     return manifest_digest(list(without_head({entry.name: entry for entry in manifest.tensors}).values()))
@@ -34,12 +34,12 @@ def model_digest(manifest: WeightManifest | None, version: int) -> int:
 def merged_version(
     base: Mapping[str, torch.Tensor], published: Mapping[str, torch.Tensor], lora: LoraConfig
 ) -> dict[str, torch.Tensor]:
-    """Return the whole model of a version: published tensors, or W + B A of adapters, which come scaled.
+    """Return the whole model of a version: published tensors, or W + B A with scaled adapters.
 
     Args:
         base: tensors of the initial model.
         published: tensors of the version.
-        lora: the run's adapters.
+        lora: adapters of the run.
     """
     if not lora.rank:
         return dict(published)

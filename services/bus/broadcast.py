@@ -1,9 +1,9 @@
-"""Implements both ends of a BROADCAST edge: the trainer's messages to every engine, and their answers.
+"""Implements both ends of a BROADCAST edge: the trainer's messages to all engines, and their answers.
 
-Messages are neither acknowledged nor resent: the ledger holds messages that a peer missed. Everything is
-bounded: frames queued per peer by `high_water_mark` (a peer whose queue is full misses the message, which is
-counted), answers and messages that wait to be received by `high_water_mark`, answers that wait for a
-connection by `MAX_UNSENT`. Of the last two the oldest is dropped and counted.
+Messages are neither acknowledged nor resent; a peer reads missed state from the ledger. Every queue is
+bounded. `high_water_mark` bounds the frames queued per peer; a peer with a full queue misses the message,
+which is counted. `high_water_mark` also bounds the received messages and answers, and `MAX_UNSENT` the
+answers that wait for a connection; these queues drop and count their oldest item.
 """
 
 import asyncio
@@ -30,9 +30,9 @@ from services.bus.stats import BusStats
 log = logging.getLogger(__name__)
 
 STICKY: tuple[type[Message], ...] = (WeightManifest,)
-"""Message types whose newest message is also sent to peers that connect later."""
+"""Types whose newest message is also sent to peers that connect later."""
 MAX_UNSENT = 64
-"""Most answers of a listener that wait for a connection."""
+"""Maximum number of a listener's answers that wait for a connection."""
 
 Answer = tuple[Envelope, AnyMessage]
 """A received message with its envelope."""
@@ -42,13 +42,13 @@ Answer = tuple[Envelope, AnyMessage]
 class _Subscriber:
     incarnation: str
     missed: set[type[Message]] = field(default_factory=set)
-    """Sticky types whose newest message did not fit into its queue; sent again at each heartbeat."""
+    """Sticky types whose newest message did not fit the peer's queue; resent at each heartbeat."""
 
 
 class Broadcaster:
     """Binding end of a BROADCAST edge: publishes to all peers that sent a hello.
 
-    Use it as `async with Broadcaster(...) as caster`, or call `start` and `close`.
+    Use as `async with Broadcaster(...) as caster`, or call `start` and `close`.
     """
 
     def __init__(self, topic: Topic, *, run: str, incarnation: str, config: BusConfig) -> None:
@@ -56,7 +56,7 @@ class Broadcaster:
             raise TypeError(f"topic {topic.name} is not a {Pattern.BROADCAST} topic")
         self.stats = BusStats()
         self.endpoint = ""
-        """Endpoint to register, once started."""
+        """Endpoint to register; empty before `start`."""
         self._topic = topic
         self._run = run
         self._incarnation = incarnation
@@ -69,10 +69,10 @@ class Broadcaster:
         self._timer: asyncio.TimerHandle | None = None
 
     async def start(self) -> str:
-        """Bind; return the endpoint to register.
+        """Bind the socket; return the endpoint to register.
 
         Raises:
-            SettingsError: if the port is taken, or the address requires keys that do not exist.
+            SettingsError: the port is in use, or the address requires keys that do not exist.
         """
         self.endpoint = self._router.open()
         self._timer = asyncio.get_running_loop().call_later(self._config.heartbeat_s, self._on_timer)
@@ -88,10 +88,10 @@ class Broadcaster:
         await self.close()
 
     def publish(self, message: AnyMessage, epoch: str = "") -> int:
-        """Send a message to every connected peer; return to how many.
+        """Send a message to every connected peer; return the number of peers reached.
 
-        Never waits: a peer whose queue is full misses the message and is counted. All miss one over
-        `bus.max_frame_bytes`, from whose sender they would disconnect.
+        Never waits: a peer with a full queue misses the message and is counted. A message over
+        `bus.max_frame_bytes` is sent to no peer, because peers would disconnect.
         """
         if not isinstance(message, self._topic.carries):
             raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
@@ -109,10 +109,10 @@ class Broadcaster:
         return reached
 
     async def answers(self) -> Answer:
-        """Wait for the next answer of a peer and return it. Cancelled, it leaves every answer in place.
+        """Wait for the next answer of a peer and return it. Cancelling loses no answer.
 
         Raises:
-            Unavailable: if the broadcaster was closed.
+            Unavailable: the broadcaster is closed.
         """
         return await self._answers.get()
 
@@ -122,7 +122,7 @@ class Broadcaster:
         return tuple(peer.incarnation for peer in self._peers.values())
 
     async def close(self) -> None:
-        """Close the sockets; what they have not sent is dropped. Idempotent."""
+        """Close the sockets and drop unsent messages. Idempotent."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -198,9 +198,9 @@ class Broadcaster:
 
 
 class Listener(LinkedSocket):
-    """Connecting end of a BROADCAST edge, with a link to every broadcaster; used by `async with`.
+    """Connecting end of a BROADCAST edge, linked to every broadcaster; use with `async with`.
 
-    After a reconnect the newest sticky message is received again: readers must compare its content.
+    The newest sticky message is received again after a reconnect, so readers must compare its content.
     """
 
     def __init__(
@@ -230,15 +230,15 @@ class Listener(LinkedSocket):
         self._inbox.close()
 
     async def receive(self) -> Answer:
-        """Wait for the next message and return it. Cancelled, it leaves every message in place.
+        """Wait for the next message and return it. Cancelling loses no message.
 
         Raises:
-            Unavailable: if the listener was closed.
+            Unavailable: the listener is closed.
         """
         return await self._inbox.get()
 
     def answer(self, message: AnyMessage, epoch: str = "") -> None:
-        """Send an answer to every connected broadcaster, or to the next one that connects.
+        """Send an answer to every connected broadcaster, or to the next broadcaster that connects.
 
         Never waits; the answer may be lost.
         """

@@ -1,6 +1,6 @@
-"""Makes CURVE keys, gives them to sockets, and answers which keys may connect.
+"""Creates CURVE keys, configures sockets with them, and authorizes connecting keys.
 
-`protocol/host/curve_keys.py` says which files there are.
+`protocol/host/curve_keys.py` documents the files.
 """
 
 import contextlib
@@ -26,18 +26,18 @@ ZAP_ENDPOINT = "inproc://zeromq.zap.01"
 DOMAIN = b"tether"
 AUTHORIZED = "authorized/client.key"
 KEY_FILES = ("server.key_secret", "server.key", "client.key_secret", "client.key", AUTHORIZED)
-"""In the order in which they are put in place: the last one says that all are there."""
+"""Key files in the order of installation; the last file marks a complete set."""
 MADE = ".made"
-"""Folder in a directory of keys: all files of new ones, until they are in place."""
+"""Subdirectory with new keys until all of them are installed."""
 
 
 def create_keys(directory: str | Path) -> None:
-    """Make a server and a client key pair in `directory`, and authorize the client.
+    """Create a server and a client key pair in `directory`, and authorize the client.
 
-    The secret keys are readable by their owner only. A call that was interrupted is finished by the next one.
+    Only their owner can read the secret keys. The next call completes an interrupted one.
 
     Raises:
-        SettingsError: if there are keys already: replacing them would lock out running peers.
+        SettingsError: keys exist already; replacing them would lock out running peers.
     """
     root = Path(directory)
     keys = root / MADE
@@ -51,7 +51,7 @@ def create_keys(directory: str | Path) -> None:
             _make_pairs(aside)
     (root / AUTHORIZED).parent.mkdir(mode=0o700, exist_ok=True)
     for name in KEY_FILES:
-        with contextlib.suppress(FileNotFoundError):  # in place already
+        with contextlib.suppress(FileNotFoundError):  # installed already
             os.replace(keys / name, root / name)
     shutil.rmtree(keys)
 
@@ -65,7 +65,7 @@ def _make_pairs(directory: Path) -> None:
 
 
 def secure_server(socket: zmq.Socket[bytes], directory: str) -> None:
-    """Require CURVE on a socket, before it binds."""
+    """Require CURVE on a socket. Call before the socket binds."""
     socket.curve_publickey, socket.curve_secretkey = load_pair(directory, "server")
     socket.setsockopt(zmq.CURVE_SERVER, 1)
     socket.setsockopt(zmq.ZAP_DOMAIN, DOMAIN)
@@ -73,27 +73,27 @@ def secure_server(socket: zmq.Socket[bytes], directory: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class ClientKeys:
-    """Keys that a connecting socket needs."""
+    """Keys of a connecting socket."""
 
     public: bytes
-    """This machine's public key, Z85."""
+    """Public key of this machine, Z85."""
     secret: bytes = field(repr=False)
-    """Its secret part, Z85."""
+    """Secret key of this machine, Z85."""
     server: bytes
     """Public key of the binding side, Z85."""
 
     @classmethod
     def load(cls, directory: str | Path) -> "ClientKeys":
-        """Read the client's pair and the server's public key from a directory.
+        """Read the client's key pair and the server's public key from a directory.
 
         Raises:
-            SettingsError: if a file is missing or holds no key.
+            SettingsError: a file is missing or contains no key.
         """
         public, secret = load_pair(directory, "client")
         return cls(public, secret, load_public(directory))
 
     def secure(self, socket: zmq.Socket[bytes]) -> None:
-        """Set the keys of a socket, before it connects."""
+        """Set the keys of a socket. Call before the socket connects."""
         socket.curve_publickey, socket.curve_secretkey, socket.curve_serverkey = (
             self.public,
             self.secret,
@@ -102,7 +102,7 @@ class ClientKeys:
 
 
 class Authenticator:
-    """ZAP handler (RFC 27): decides for all sockets of one context whether a key may connect."""
+    """ZAP handler (RFC 27) that authorizes the keys of peers for all sockets of a context."""
 
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], directory: str, stats: BusStats) -> None:
         self._directory = directory

@@ -1,4 +1,4 @@
-"""Queues items between callbacks of the event loop and the coroutines that read them, up to a limit."""
+"""Passes items from event loop callbacks to coroutines, through a bounded queue."""
 
 import asyncio
 from typing import Generic, TypeVar
@@ -11,13 +11,13 @@ T = TypeVar("T")
 class Inbox(Generic[T]):
     """Bounded queue; `get` frees a slot.
 
-    `put` never blocks and never drops: the caller checks `full` and decides what to do about it.
+    `put` never blocks or drops an item: the caller must check `full` first.
     """
 
     def __init__(self, name: str, limit: int) -> None:
         self._name = name
         self._limit = limit
-        self._items: asyncio.Queue[T | None] = asyncio.Queue()  # None: closed, and it stays the only item
+        self._items: asyncio.Queue[T | None] = asyncio.Queue()  # None marks a closed inbox
 
     def __len__(self) -> int:
         return self._items.qsize()
@@ -27,7 +27,7 @@ class Inbox(Generic[T]):
         return self._items.qsize() >= self._limit
 
     def put(self, item: T) -> None:
-        """Add an item, even to a full inbox."""
+        """Add an item, even if the inbox is full."""
         self._items.put_nowait(item)
 
     def drop_oldest(self) -> None:
@@ -35,10 +35,10 @@ class Inbox(Generic[T]):
         self._items.get_nowait()
 
     async def get(self) -> T:
-        """Wait for an item; remove and return the oldest. Cancelled, it leaves every item in place.
+        """Wait for an item; remove and return the oldest item. Cancelling loses no item.
 
         Raises:
-            Unavailable: if the inbox was closed.
+            Unavailable: the inbox is closed.
         """
         item = await self._items.get()
         if item is None:

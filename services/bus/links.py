@@ -1,8 +1,8 @@
-"""Connects one end of an edge: one connection to each receiver that the registry names.
+"""Connects one end of an edge: one connection to each receiver in the registry.
 
-A link is one TCP connection. It never reconnects by itself, so its counters and the order of its frames hold
-for its whole life. When it is lost (its receiver left the registry, fell silent, disconnected, or turned out
-to be another one) `on_lost` is called, and the next read of the registry opens a new link.
+A link is one TCP connection. A link never reconnects by itself, so its counters and frame order are valid for
+its whole life. A link is lost when its receiver leaves the registry, falls silent, disconnects or proves to
+be another process. `on_lost` is then called, and the next read of the registry opens a new link.
 """
 
 import asyncio
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 Discover = Callable[[], Awaitable[Mapping[str, str]]]
-"""Reads the registry: receiver incarnation -> endpoint."""
+"""Reads the registry and returns receiver incarnation -> endpoint."""
 LOST_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
@@ -41,7 +41,7 @@ LOST_EVENTS = (
 
 
 class Link(Generic[T]):
-    """One connection to one receiver."""
+    """A connection to one receiver."""
 
     def __init__(
         self, owner: "Links[T]", context: zmq.Context[zmq.Socket[bytes]], incarnation: str, endpoint: str
@@ -52,17 +52,17 @@ class Link(Generic[T]):
         self.ready = False
         """Whether the receiver has answered the hello."""
         self.full = False
-        """Whether the socket's queue had no room when it was last tried."""
+        """Whether the last send found the socket's queue full."""
         self.sent = 0
-        """Messages sent on this connection so far."""
+        """Number of messages sent on this connection."""
         self.credit = 0
-        """Messages that may be sent on this connection in total; -1: no limit."""
+        """Total number of messages that may be sent on this connection; -1: unlimited."""
         self.outstanding: dict[str, T] = {}
-        """Messages sent on it and not finished, by id, oldest first; kept by the user of `Links`."""
+        """Unfinished messages sent on this link, by id, oldest first; maintained by the user of `Links`."""
         self.heard_s = asyncio.get_running_loop().time()
-        """When the last frame arrived, by the loop's clock."""
+        """Arrival time of the last frame, by the loop's clock."""
         self.lost = ""
-        """Why the connection cannot be used any more; empty while it can."""
+        """Why the connection is unusable; empty while it is usable."""
         self._sequence = -1
         self._owner = owner
         self._stats = owner.stats
@@ -89,9 +89,9 @@ class Link(Generic[T]):
         self.pump = Pump(self._socket, self._take, self._check_writable)
 
     def send(self, frame: bytes) -> bool:
-        """Hand a frame to the socket; false if its queue has no room, until `on_writable` is called."""
+        """Queue a frame on the socket; return False if the queue is full, until `on_writable` is called."""
         try:
-            # frames over zmq.COPY_THRESHOLD are shared, not copied
+            # frames above zmq.COPY_THRESHOLD are shared, not copied
             self._socket.send(frame, zmq.NOBLOCK, copy=False)
         except zmq.Again:
             self.full = True
@@ -102,7 +102,7 @@ class Link(Generic[T]):
         return True
 
     def heartbeat(self, beat: Heartbeat) -> bool:
-        """Note a heartbeat; false if it is of another receiver (the link is then lost) or out of date."""
+        """Record a heartbeat; return False if it is outdated or from another receiver (the link is lost)."""
         if beat.receiver != self.incarnation:
             self.lost = f"is now {beat.receiver}"
             return False
@@ -123,7 +123,7 @@ class Link(Generic[T]):
                 self.lost = self.lost or "silent"
 
     def close(self) -> None:
-        """Close the connection; what it has not sent is dropped."""
+        """Close the connection and drop unsent frames."""
         self.pump.close()
         self._socket.disable_monitor()
         self._monitor.close(0)
@@ -151,11 +151,11 @@ class Link(Generic[T]):
 
 
 class Links(Generic[T]):
-    """All links of one topic, within an `async with` block.
+    """All links of one topic, as an `async with` block.
 
-    `on_frame` is called with every frame, and raises ProtocolError for a malformed one. `on_lost` is called
-    with each link that was removed and closed, `on_writable` when a full link has room again. An error of
-    `discover` other than TetherError and OSError ends the block.
+    `on_frame` is called with every frame and raises ProtocolError for a malformed frame. `on_lost` is called
+    with each removed, closed link, `on_writable` when a full link has room again. An error of `discover`
+    other than TetherError and OSError ends the block.
     """
 
     def __init__(
@@ -186,20 +186,20 @@ class Links(Generic[T]):
         self._links: dict[str, Link[T]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._discover_error = ""
-        self._refused_by: set[str] = set()  # receivers that refuse our key: logged once each
+        self._refused_by: set[str] = set()  # receivers that refuse this process's key: logged once each
         self._group = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None
 
     @property
     def links(self) -> Mapping[str, Link[T]]:
-        """Links by the receiver's incarnation, in order of preference where all else is equal."""
+        """Links by the receiver's incarnation; the order breaks ties between receivers."""
         return self._links
 
     async def __aenter__(self) -> Self:
-        """Read the keys and begin to discover receivers.
+        """Read the keys and start to discover receivers.
 
         Raises:
-            SettingsError: if keys are required and cannot be read.
+            SettingsError: keys are required and cannot be read.
         """
         if self.config.curve_dir:
             self.keys = ClientKeys.load(self.config.curve_dir)
@@ -211,8 +211,8 @@ class Links(Generic[T]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Close all links; `on_lost` is not called."""
-        # any other error is not passed to the group, which would wrap it
+        """Close all links without calling `on_lost`."""
+        # other errors are not passed to the group, which would wrap them
         cancelled = error if isinstance(error, asyncio.CancelledError) else None
         try:
             if self._task is not None:
@@ -224,9 +224,9 @@ class Links(Generic[T]):
             self._close()
 
     async def _discover_loop(self) -> None:
-        """Keep the links as the registry has them, until cancelled.
+        """Update the links from the registry, until cancelled.
 
-        While the registry cannot be read, they stay as they are.
+        While the registry cannot be read, the links do not change.
         """
         self._timer = asyncio.get_running_loop().call_later(self.config.heartbeat_s, self._check_links)
         while True:
@@ -277,11 +277,11 @@ class Links(Generic[T]):
             self._send_hello(link)
 
     def _rank(self, item: tuple[str, Link[T]]) -> int:
-        """Return a sort key that differs between senders, so that not all prefer the same receiver."""
+        """Return a sort key that differs between senders, so that they prefer different receivers."""
         return zlib.crc32(f"{self._hello.sender} {item[0]}".encode())
 
     def _send_hello(self, link: Link[T]) -> None:
-        """Send a hello; repeated while messages are outstanding, so that the receiver notices lost ones."""
+        """Send a hello; repeated while messages are outstanding, so that receivers detect lost messages."""
         link.send(encode(msgspec.structs.replace(self._hello, sent=link.sent), run=self._run, id=""))
 
     def _check_links(self) -> None:
@@ -307,7 +307,7 @@ class Links(Generic[T]):
 
 
 class LinkedSocket(ABC):
-    """A connecting end of an edge: the end of its `async with` block closes its links, and then itself."""
+    """A connecting end of an edge; on exit of its `async with` block, first its links close, then itself."""
 
     _links: Links[Any]
 
@@ -325,4 +325,4 @@ class LinkedSocket(ABC):
 
     @abstractmethod
     def _close(self) -> None:
-        """Let calls that wait fail."""
+        """Make waiting calls fail."""

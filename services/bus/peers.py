@@ -1,4 +1,4 @@
-"""Sends a receiver's senders acknowledgements in batches, credit, and heartbeats with the held messages."""
+"""Sends batched acknowledgements, credit and heartbeats from a receiver to its senders."""
 
 import asyncio
 import itertools
@@ -16,14 +16,14 @@ from services.bus.stats import BusStats
 
 @dataclass(slots=True)
 class Account:
-    """Messages granted to one sender, and what it has made of them."""
+    """Credit granted to one sender, and its use."""
 
     granted: int = 0
-    """Messages that it may have sent on its connection in total."""
+    """Total number of messages that the sender may send on its connection."""
     seen: int = 0
-    """Messages of these that have arrived."""
+    """Number of granted messages that have arrived."""
     unfinished: int = 0
-    """Messages that have arrived and are neither acknowledged nor refused."""
+    """Number of arrived messages that are neither acknowledged nor refused."""
 
     @property
     def unused(self) -> int:
@@ -35,12 +35,12 @@ class Account:
 
 
 def top_up(window: int, accounts: Collection[Account], orphans: int = 0) -> list[Account]:
-    """Raise grants as far as the window allows; return the accounts that were raised.
+    """Raise grants as far as the window allows; return the raised accounts.
 
     Args:
-        window: messages that the receiver works on at a time.
-        accounts: its connected senders.
-        orphans: unfinished messages of senders that have disconnected.
+        window: number of messages that the receiver processes at a time.
+        accounts: accounts of the connected senders.
+        orphans: number of unfinished messages of disconnected senders.
     """
     if not accounts:
         return []
@@ -67,38 +67,38 @@ def top_up(window: int, accounts: Collection[Account], orphans: int = 0) -> list
 log = logging.getLogger(__name__)
 
 MAX_PEERS = 16_384
-"""Most senders that a receiver knows; the hello of another one is dropped."""
+"""Maximum number of senders per receiver; hellos of further senders are dropped."""
 MAX_QUEUED_ACKS = 65_536
-"""Most acknowledgements that wait for one sender that does not read.
+"""Maximum number of acknowledgements queued for a sender that does not read.
 
-More are dropped: the sender gets them when it sends the message again.
+Further acknowledgements are dropped; the sender gets them when it resends the message.
 """
 
 ANSWER_BYTES = 16 << 20
-"""Bytes of several answers in one frame, or as many as one answer may have if that is less."""
+"""Maximum bytes of several answers in one frame; a frame with one answer may be larger."""
 
 
 @dataclass(slots=True)
 class SenderSession:
-    """State of one connection of a sender."""
+    """State of one sender's connection."""
 
     incarnation: str
     account: Account = field(default_factory=Account)
-    """Its share of the receiver's window."""
+    """The sender's share of the receiver's window."""
     held: dict[str, None] = field(default_factory=dict)
-    """Ids of its messages that are neither acknowledged nor refused."""
+    """Ids of the sender's messages that are neither acknowledged nor refused."""
     acked: list[str] = field(default_factory=list)
     """Ids to acknowledge in the next ack."""
     refused: dict[str, str] = field(default_factory=dict)
-    """Ids to refuse in the next ack, with the reason."""
+    """Ids to refuse in the next ack -> reason."""
     answers: dict[str, bytes] = field(default_factory=dict)
-    """Ids to answer in the next ack."""
+    """Ids to answer in the next ack -> encoded answer."""
 
 
 class SenderSessions:
     """Sessions of the senders that sent a hello, by connection.
 
-    Each gets at most one ack frame per iteration of the loop, and one heartbeat per `heartbeat_s`.
+    Each session gets at most one ack frame per loop iteration, and one heartbeat per `heartbeat_s`.
     """
 
     def __init__(
@@ -115,13 +115,13 @@ class SenderSessions:
         """Start without sessions.
 
         Args:
-            topic: edge of the receiver; the senders share its window.
+            topic: edge of the receiver; its senders share the topic's window.
             run: name of the run.
-            incarnation: of the receiver.
+            incarnation: incarnation of the receiver.
             config: settings of the bus.
-            router: socket to send with.
+            router: socket for outgoing frames.
             stats: counters of the receiver.
-            unfinished: returns the number of unfinished messages, disconnected senders included.
+            unfinished: returns the number of unfinished messages, including disconnected senders'.
         """
         self._topic = topic
         self._run = run
@@ -133,28 +133,28 @@ class SenderSessions:
         self._stats = stats
         self._held = unfinished
         self._sessions: dict[bytes, SenderSession] = {}
-        self._unsent: dict[bytes, None] = {}  # connections with an ack or credit to be sent, in order
+        self._unsent: dict[bytes, None] = {}  # connections with an unsent ack or credit, in order
         self._flushing = False
         self._sequence = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def start(self) -> None:
-        """Begin to send heartbeats."""
+        """Start the heartbeats."""
         self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._on_timer)
 
     def stop(self) -> None:
-        """Send the queued messages that the socket takes at once, and stop the heartbeats."""
+        """Flush queued acknowledgements without waiting, and stop the heartbeats."""
         if self._timer is not None:
             self._flush()
             self._timer.cancel()
             self._timer = None
 
     def get(self, connection: bytes) -> SenderSession | None:
-        """Return the session of a connection, if its sender sent a hello."""
+        """Return the session of a connection; None if its sender sent no hello."""
         return self._sessions.get(connection)
 
     def on_hello(self, connection: bytes, hello: Hello) -> None:
-        """Answer a hello with a heartbeat, so that the sender learns which of its messages are held."""
+        """Answer a hello with a heartbeat, which lists the sender's held messages."""
         session = self._sessions.get(connection)
         if session is not None and hello.sent <= session.account.seen:
             return  # no message was lost; the regular heartbeat suffices
@@ -171,7 +171,7 @@ class SenderSessions:
         self._send_heartbeat(connection, session)
 
     def queue_ack(self, connection: bytes, id: str, why: str | None) -> None:
-        """Queue the end of a message for its sender: refused for `why`, or acknowledged."""
+        """Queue the acknowledgement of a message, or its refusal for `why`."""
         session = self._sessions.get(connection)
         if session is None:
             return
@@ -186,7 +186,7 @@ class SenderSessions:
         self.flush_soon()
 
     def queue_answer(self, connection: bytes, id: str, answer: bytes) -> None:
-        """Queue the answer to a message; answers that do not fit one frame together go in several."""
+        """Queue the answer to a message; send queued answers at once above `ANSWER_BYTES`."""
         session = self._sessions.get(connection)
         if session is None:
             return
@@ -201,7 +201,7 @@ class SenderSessions:
             asyncio.get_running_loop().call_soon(self._flush)
 
     def snapshot(self) -> dict[str, dict[str, int]]:
-        """Return messages held, seen and granted (-1: no limit) of each sender, by incarnation."""
+        """Return the messages held, seen and granted (-1: unlimited) per sender, by incarnation."""
         return {
             session.incarnation: {
                 "held": len(session.held),
@@ -228,8 +228,8 @@ class SenderSessions:
         if not window:
             return
         if len(self._sessions) >= window and not everybody:
-            # Each has one message promised and nothing is free, except of those with an ack to be sent: only
-            # these need to be examined.
+            # Each session already has one promised message and no window is free, except for the sessions
+            # with an unsent ack: only those need to be examined.
             among, orphans = {c: self._sessions[c] for c in self._unsent if c in self._sessions}, window
         else:
             among = self._sessions
@@ -239,7 +239,7 @@ class SenderSessions:
             self._unsent[connections[id(account)]] = None
 
     def _send_ack(self, connection: bytes, session: SenderSession) -> bool:
-        """Send queued acks and credit; false if they were not sent, and the next heartbeat tries again."""
+        """Send queued acks and credit; return False if the next heartbeat must retry."""
         while connection in self._unsent:
             answers = _first_answers(session.answers, min(ANSWER_BYTES, self.largest_answer))
             ack = Ack(
@@ -270,7 +270,7 @@ class SenderSessions:
             self._send_heartbeat(connection, session)
 
     def _send_heartbeat(self, connection: bytes, session: SenderSession) -> None:
-        """Send the held messages, after all acks: otherwise the sender would repeat finished ones."""
+        """Send a heartbeat after all acks; otherwise the sender would resend finished messages."""
         if connection in self._unsent and not self._send_ack(connection, session):
             return
         beat = Heartbeat(
@@ -284,7 +284,7 @@ class SenderSessions:
             self._remove(connection)
 
     def _remove(self, connection: bytes) -> None:
-        """Drop a closed connection. Its messages stay held; its sender reconnects and sends them again."""
+        """Remove a closed connection. Its messages stay held; its sender reconnects and resends them."""
         session = self._sessions.pop(connection, None)
         self._unsent.pop(connection, None)
         if session is not None:

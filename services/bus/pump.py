@@ -1,9 +1,8 @@
 """Drives one ZeroMQ socket from the event loop.
 
-A socket's descriptor is edge-triggered: it becomes readable when the socket's state may have changed, and any
-call on the socket, also a send, may clear it. So after each wake the socket is read until it is empty, each
-send is followed by another read (`poke`, once per loop iteration), and a timer reads in case an edge was
-missed nevertheless.
+The descriptor of a socket is edge-triggered: it becomes readable when the socket's state may have changed,
+and any call on the socket, including a send, may clear it. So each wake reads the socket until it is empty,
+each send is followed by another read (`poke`, once per loop iteration), and a timer covers missed edges.
 """
 
 import asyncio
@@ -12,42 +11,43 @@ from collections.abc import Callable
 import zmq
 
 MAX_SOCKETS = 16_384
-"""Sockets of one context; each link takes three. ZeroMQ's own limit of 1,023 would allow 340 receivers."""
+"""Maximum number of sockets per context; a link uses three. ZeroMQ's default, 1023, limits to 340
+receivers."""
 BATCH = 64
-"""Messages taken per wake; then other callbacks of the loop run."""
+"""Maximum number of messages handled per wake, before other callbacks of the loop run."""
 FALLBACK_S = 0.25
 """Seconds between two reads by the timer."""
 KEPT_BYTES = 8 << 20
-"""Freed blocks of up to this many bytes stay with the process."""
+"""Freed blocks up to this size in bytes stay in the process."""
 _ZERO_COPY_RECV = 10
-"""ZMQ_ZERO_COPY_RECV of zmq.h, for which pyzmq has no name."""
+"""ZMQ_ZERO_COPY_RECV of zmq.h, which pyzmq does not define."""
 
 
 def make_context() -> zmq.Context[zmq.Socket[bytes]]:
-    """Make a context whose sockets do not linger and copy small messages out of the buffer of the network.
+    """Create a context whose sockets do not linger and copy small messages out of the network buffer.
 
-    A connection keeps the setting that its socket had when it was made. If that is changed only as the socket
-    is closed, the end of the context may wait for ever.
+    Linger is set on the context, because a connection keeps the setting from its socket's creation. Setting
+    it only at close may block the end of the context forever.
 
-    By default ZeroMQ hands out the buffer itself: each message that waits or is held then occupies 18 kB,
-    even a small one, and memory claimed during one pause of a process with many peers is not returned.
+    By default ZeroMQ passes on the buffer itself. Each queued or held message, even a small one, then
+    occupies 18 kB, and memory claimed during a pause of a process with many peers is not returned.
 
-    A block of `KEPT_BYTES` is allocated and freed first, from which glibc learns to keep freed memory: frames
-    of 100 KB come and go, and would each be mapped, cleared and returned to the system.
+    Allocating and freeing a block of `KEPT_BYTES` first makes glibc keep freed memory. Otherwise each frame
+    of 100 KB would be mapped, cleared and returned to the system.
     """
     bytes(KEPT_BYTES)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-    context.setsockopt(zmq.LINGER, 0)  # of every socket that is made from now on
+    context.setsockopt(zmq.LINGER, 0)  # applies to every socket created later
     context.set(_ZERO_COPY_RECV, 0)
     context.set(zmq.MAX_SOCKETS, MAX_SOCKETS)
     return context
 
 
 class Pump:
-    """Calls `take` for what arrives, and `writable` after each wake, when a full socket may have room again.
+    """Callback driver: calls `take` for each message, and `writable` after each wake.
 
-    `take` receives one message from the socket with NOBLOCK and handles it; it raises `zmq.Again` if there is
-    none, and lets no other `zmq.Again` escape.
+    `take` receives and handles one message with NOBLOCK. `take` must raise `zmq.Again` if and only if there
+    is no message. `writable` checks whether a full socket has room again.
     """
 
     def __init__(
@@ -66,30 +66,30 @@ class Pump:
         self.poke()
 
     def poke(self) -> None:
-        """Read the socket in the next iteration of the loop."""
+        """Read the socket in the next loop iteration."""
         if not self._poked and not self._closed:
             self._poked = True
             self._loop.call_soon(self._on_poke)
 
     def pause(self) -> None:
-        """Stop reading: ZeroMQ's queues fill up and the peers' sends wait."""
+        """Stop reading, so that ZeroMQ's queues fill up and the peers' sends wait."""
         self._paused = True
 
     def resume(self) -> None:
-        """Read again after `pause`. Idempotent."""
+        """Resume reading after `pause`. Idempotent."""
         if self._paused:
             self._paused = False
             self.poke()
 
     def drain(self) -> None:
-        """Take what has arrived, at most `BATCH` messages."""
+        """Handle arrived messages, at most `BATCH`."""
         if self._closed:
             return
         take = self._take
         try:
             for _ in range(BATCH):
                 if self._paused:
-                    # clears the descriptor, which would otherwise wake the loop at once
+                    # clears the descriptor, which would otherwise wake the loop again at once
                     self._socket.getsockopt(zmq.EVENTS)
                     break
                 take()
@@ -103,7 +103,7 @@ class Pump:
             self._writable()
 
     def close(self) -> None:
-        """Remove the callbacks from the loop; to be called before the socket is closed. Idempotent."""
+        """Remove the callbacks from the loop. Call before the socket is closed. Idempotent."""
         if not self._closed:
             self._closed = True
             self._timer.cancel()

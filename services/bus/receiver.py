@@ -1,9 +1,9 @@
-"""Receives one end of a DELIVER edge: each message once, acknowledged or refused by its reader.
+"""Implements the receiving end of a DELIVER edge: each message arrives once and is acked or refused.
 
-A message is *held* from its arrival until `ack` or `refuse`; its id is then remembered, so that a repeat is
-answered at once. Everything is bounded: messages waiting for `receive` by `high_water_mark` (when it is
-reached the socket is not read, and the senders wait), messages held by the senders' `max_outstanding` or the
-topic's window, ids by `REMEMBERED_IDS`, senders and the acknowledgements queued for them by `peers.py`.
+A message is *held* from its arrival until `ack` or `refuse`. Its id is then remembered, so that a repeat is
+answered at once. Everything is bounded. `high_water_mark` bounds the messages waiting for `receive`; a full
+queue pauses the socket, and the senders wait. The senders' `max_outstanding` or the topic's window bounds
+held messages, `REMEMBERED_IDS` the ids, and `peers.py` the senders and their queued acknowledgements.
 """
 
 import asyncio
@@ -28,30 +28,30 @@ from services.bus.stats import BusStats
 log = logging.getLogger(__name__)
 
 REMEMBERED_IDS = 16_384
-"""Ids of finished messages that a receiver remembers (8 MB); the oldest are forgotten first.
+"""Number of ids of finished messages that a receiver remembers (8 MB); the oldest are forgotten first.
 
-A repeat of a message whose id was forgotten is worked on again, without effect: what counts is the ledger's
-transition.
+A repeat of a forgotten message is processed again without effect, because the ledger's transitions are
+idempotent.
 """
 MAX_ID_CHARACTERS = 128
-"""Longest message id; a longer one is malformed."""
+"""Maximum length of a message id; longer ids are malformed."""
 
 
 @dataclass(slots=True)
 class Delivery:
-    """Message that is held until `Receiver.ack` or `Receiver.refuse`."""
+    """A message that is held until `Receiver.ack` or `Receiver.refuse`."""
 
     envelope: Envelope
     message: AnyMessage
     peer: bytes
-    """Connection that it arrived on."""
+    """Connection on which the message arrived."""
 
 
 class Receiver:
-    """Binding end of a DELIVER edge: receives, acknowledges, and sends heartbeats with what it holds.
+    """Binding end of a DELIVER edge: receives, acknowledges, and sends heartbeats that list held messages.
 
-    Use it as `async with Receiver(...) as receiver`, or call `start` and `close`. It owns callbacks of the
-    loop, but no task.
+    Use as `async with Receiver(...) as receiver`, or call `start` and `close`. Registers callbacks on the
+    loop, but creates no task.
     """
 
     def __init__(self, topic: Topic, *, run: str, incarnation: str, config: BusConfig) -> None:
@@ -59,7 +59,7 @@ class Receiver:
             raise TypeError(f"topic {topic.name} is not a {Pattern.DELIVER} topic")
         self.stats = BusStats()
         self.endpoint = ""
-        """Endpoint to register, once started."""
+        """Endpoint to register; empty before `start`."""
         self._topic = topic
         self._run = run
         self._router = Router(topic, config=config, stats=self.stats, on_frame=self._on_frame)
@@ -79,10 +79,10 @@ class Receiver:
         self._closed = False
 
     async def start(self) -> str:
-        """Bind; return the endpoint to register.
+        """Bind the socket; return the endpoint to register.
 
         Raises:
-            SettingsError: if the port is taken, or the address requires keys that do not exist.
+            SettingsError: the port is in use, or the address requires keys that do not exist.
         """
         self.endpoint = self._router.open()
         self._sessions.start()
@@ -100,31 +100,31 @@ class Receiver:
     async def receive(self) -> Delivery:
         """Wait for the next message and return it; each id at most once while it is held or remembered.
 
-        Cancelled, it leaves every message in place.
+        Cancelling loses no message.
 
         Raises:
-            Unavailable: if the receiver was closed.
+            Unavailable: the receiver is closed.
         """
         delivery = await self._inbox.get()
         self._router.pump.resume()
         return delivery
 
     async def receive_waiting(self, most: int) -> list[Delivery]:
-        """Wait for the next message; return it and those that wait behind it, `most` in all."""
+        """Wait for the next message; return it with the messages queued behind it, at most `most`."""
         batch = [await self.receive()]
         while self._inbox and len(batch) < most:
             batch.append(await self.receive())
         return batch
 
     def ack(self, delivery: Delivery) -> None:
-        """Acknowledge a message that took effect, in the next iteration of the loop. Idempotent."""
+        """Acknowledge a message that took effect, in the next loop iteration. Idempotent."""
         self._finish(delivery.envelope.id, None)
 
     def answer(self, delivery: Delivery, answer: bytes) -> None:
-        """Acknowledge a message with what its `Sender.send` returns, an encoded message.
+        """Acknowledge a message with an answer, an encoded message that `Sender.send` returns.
 
-        The id is not remembered: a repeat is worked on and answered again. An answer over half of
-        `bus.max_frame_bytes` refuses the message instead: no repeat could be answered.
+        The id is not remembered: a repeat is processed and answered again. An answer over half of
+        `bus.max_frame_bytes` refuses the message, because no repeat could be answered.
         """
         if len(answer) > self._sessions.largest_answer:
             self.refuse(delivery, f"its answer of {len(answer)} bytes is over half of bus.max_frame_bytes")
@@ -137,13 +137,13 @@ class Receiver:
             self._sessions.queue_answer(connection, id, answer)
 
     def refuse(self, delivery: Delivery, why: str) -> None:
-        """Refuse a message for good: it is not sent again, and `Sender.send` raises `Declined(why)`."""
+        """Refuse a message permanently: it is not resent, and `Sender.send` raises `Declined(why)`."""
         self._finish(delivery.envelope.id, why)
 
     async def close(self) -> None:
-        """Send queued acknowledgements as far as the socket takes them at once, and close.
+        """Flush queued acknowledgements without waiting, and close the socket.
 
-        Messages that are still held are sent to another receiver.
+        The senders send held messages to another receiver.
         """
         if self._closed:
             return
@@ -154,7 +154,7 @@ class Receiver:
         self._inbox.close()
 
     def snapshot(self) -> dict[str, object]:
-        """Return who waits for whom: messages waiting for `receive`, messages held, and the senders."""
+        """Return a summary of queues: messages waiting for `receive`, messages held, and the senders."""
         return {
             "topic": self._topic.name,
             "waiting": len(self._inbox),
@@ -181,7 +181,7 @@ class Receiver:
             raise ProtocolError(f"{type(hello).__name__} without an id")
         except ProtocolError:
             if session is not None:
-                # so that the next heartbeat makes the sender repeat the message that this frame was
+                # the next heartbeat then makes the sender resend the message of this frame
                 session.account.seen += 1
             raise
 
@@ -203,7 +203,7 @@ class Receiver:
             message = open_payload(envelope)
             if not isinstance(message, self._topic.carries):
                 raise ProtocolError(f"topic {self._topic.name} does not carry {type(message).__name__}")
-        except ProtocolError as error:  # its checksum is right, so a repeat would be the same
+        except ProtocolError as error:  # the checksum is valid, so a resend would be malformed, too
             self.stats.malformed += 1
             self._held[id] = connection
             self._finish(id, str(error))
@@ -219,7 +219,7 @@ class Receiver:
             self._sessions.flush_soon()
 
     def _rehold(self, id: str, connection: bytes, session: SenderSession) -> None:
-        """Acknowledge a held message on the connection that it was repeated on, which may be another one."""
+        """Move a held message to the connection on which it was resent, which may be another one."""
         self._release(id, self._held[id])
         self._held[id] = connection
         session.held[id] = None

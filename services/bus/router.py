@@ -1,4 +1,4 @@
-"""Binds one end of an edge: a ROUTER socket, driven from the event loop."""
+"""Implements the binding end of an edge: a ROUTER socket, driven from the event loop."""
 
 import contextlib
 import functools
@@ -18,11 +18,11 @@ from services.bus.stats import BusStats
 log = logging.getLogger(__name__)
 
 FAILED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED_NO_DETAIL
-"""Failed handshakes about which ZeroMQ does not ask the authenticator."""
+"""Failed handshakes for which ZeroMQ does not call the authenticator."""
 
 
 FIRST = zmq.NOBLOCK | zmq.SNDMORE
-"""Flags of the frame that names the peer."""
+"""Flags for the frame with the peer's identity."""
 
 
 class SendResult(Enum):
@@ -31,16 +31,16 @@ class SendResult(Enum):
     SENT = "sent"
     """The socket has queued the frame."""
     FULL = "full"
-    """The peer's queue is full: try later, or drop the frame."""
+    """The peer's queue is full: retry later, or drop the frame."""
     UNREACHABLE = "unreachable"
-    """The peer is not connected any more."""
+    """The peer is no longer connected."""
 
 
 class Router:
-    """Owner of context, socket and authenticator of a binding end.
+    """Owner of the context, socket and authenticator of a binding end.
 
-    `on_frame(peer, frame)` is called for each message of one frame, and raises ProtocolError for a malformed
-    one; longer ones are counted as malformed, too.
+    `on_frame(peer, frame)` is called for each single-frame message and raises ProtocolError for a malformed
+    frame. Multi-frame messages are counted as malformed.
     """
 
     def __init__(
@@ -57,14 +57,14 @@ class Router:
         self._on_frame = on_frame
         self._socket: zmq.Socket[bytes]
         self.pump: Pump
-        """Reads the socket from `open` to `close`."""
+        """Reads the socket between `open` and `close`."""
         self._opened = contextlib.ExitStack()
 
     def open(self) -> str:
-        """Bind and start reading; returns the endpoint to register.
+        """Bind and start reading; return the endpoint to register.
 
         Raises:
-            SettingsError: if the address must not or cannot be bound.
+            SettingsError: the address must not or cannot be bound.
         """
         address = bind_address(self._topic, self._config)
         with contextlib.ExitStack() as opened:
@@ -93,7 +93,7 @@ class Router:
         return endpoint
 
     def send(self, peer: bytes, frame: bytes) -> SendResult:
-        """Queue a frame for a peer; never waits."""
+        """Queue a frame for a peer, without waiting."""
         socket = self._socket
         if socket.closed:
             return SendResult.UNREACHABLE
@@ -112,7 +112,7 @@ class Router:
         return SendResult.SENT
 
     def close(self) -> None:
-        """Drop queued messages and close every socket. Idempotent."""
+        """Drop queued frames and close all sockets. Idempotent."""
         self._opened.close()
 
     def _make_socket(self, context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
@@ -143,7 +143,7 @@ class Router:
             ) from error
 
     def _count_failed(self, monitor: zmq.Socket[bytes]) -> None:
-        """Count a peer whose handshake failed: it has no keys where keys are required, or is no ZeroMQ."""
+        """Count a peer with a failed handshake, which lacks required keys or does not speak ZeroMQ."""
         monitor.recv_multipart(zmq.NOBLOCK)
         self._stats.unknown_peer += 1
 

@@ -1,8 +1,8 @@
-"""Sends one end of a DELIVER edge: each message to one live receiver, repeated until it is finished.
+"""Implements the sending end of a DELIVER edge: each message goes to one live receiver until finished.
 
-A message is sent again when its link is lost, or when a heartbeat shows that the receiver has seen it and
-neither holds it nor acknowledged it; never because of time alone. Unfinished messages are bounded by
-`max_outstanding`: `send` then waits for a slot, which an acknowledgement, a refusal or a cancelled `send`
+A message is resent when its link is lost, or when a heartbeat shows that the receiver has seen the message
+and neither holds nor acknowledged it. A timeout alone never causes a resend. `max_outstanding` bounds the
+unfinished messages: `send` then waits for a slot, which an acknowledgement, a refusal or a cancelled `send`
 frees.
 """
 
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 
 
 class Declined(TetherError):
-    """Raised by `Sender.send` if the receiver refused the message for good, for `why`."""
+    """Raised by `Sender.send` if the receiver permanently refused the message, for `why`."""
 
     def __init__(self, why: str) -> None:
         super().__init__(why)
@@ -33,7 +33,7 @@ class Declined(TetherError):
 
 
 class Pending:
-    """Message that is neither acknowledged, refused nor cancelled."""
+    """A message that is neither acknowledged, refused nor cancelled."""
 
     __slots__ = ("done", "frame", "id", "link", "ordinal")
 
@@ -42,16 +42,16 @@ class Pending:
         self.frame = frame
         self.done: asyncio.Future[bytes] = asyncio.get_running_loop().create_future()
         self.link: Link[Pending] | None = None
-        """Connection that it was sent on last; None while none could take it."""
+        """Link on which the message was sent last; None until a link accepts the message."""
         self.ordinal = 0
-        """Number of the message on its link, from 1."""
+        """Sequence number of the message on its link, from 1."""
 
 
 class Sender(LinkedSocket):
-    """Connecting end of a DELIVER edge, with a link to every live receiver; used by `async with`.
+    """Connecting end of a DELIVER edge, linked to every live receiver; use with `async with`.
 
-    `discover()` returns receiver incarnation -> endpoint. It is called every `heartbeat_s`, and raises
-    TetherError or OSError while the registry cannot be read; the links then stay as they are.
+    `discover()` returns receiver incarnation -> endpoint. `discover` is called every `heartbeat_s`, and
+    raises TetherError or OSError while the registry cannot be read; the links then do not change.
     """
 
     def __init__(
@@ -64,9 +64,9 @@ class Sender(LinkedSocket):
         self._run = run
         self._config = config
         self._pending: dict[str, Pending] = {}
-        # messages of `_pending` that no link could take yet
+        # messages in `_pending` that no link has accepted yet
         self._waiting: OrderedDict[str, Pending] = OrderedDict()
-        self._slots = asyncio.Semaphore(config.max_outstanding)  # calls of `send`
+        self._slots = asyncio.Semaphore(config.max_outstanding)  # one per call of `send`
         self._closed = False
         self._links: Links[Pending] = Links(
             topic,
@@ -83,7 +83,7 @@ class Sender(LinkedSocket):
 
     @property
     def outstanding(self) -> int:
-        """Number of messages that are not finished."""
+        """Number of unfinished messages."""
         return len(self._pending)
 
     async def send(
@@ -95,23 +95,23 @@ class Sender(LinkedSocket):
         group: int = -1,
         token: str = "",
     ) -> bytes:
-        """Deliver a message; return when a receiver has acknowledged it, with its answer, often empty.
+        """Deliver a message; return the receiver's answer, often empty, once acknowledged.
 
-        Waits while there is no receiver, no credit or no slot: bound it with `asyncio.timeout`. If it is
-        cancelled the message is not sent again, and may or may not have taken effect.
+        Waits while there is no receiver, no credit or no slot; use `asyncio.timeout` to bound the wait. A
+        cancelled message is not resent, and may have taken effect.
 
         Args:
-            message: of a type that the topic carries.
-            id: message id, a new one by default; the receiver deduplicates messages with the same id.
+            message: message of a type that the topic carries.
+            id: message id, by which receivers deduplicate; a new id by default.
             epoch: epoch of the lease, for the envelope.
             group: prompt group, for the envelope.
             token: token of the lease, for the envelope.
 
         Raises:
-            Declined: if a receiver refused it for good.
-            Refused: DUPLICATE, if a message with this id is being sent.
-            FrameTooLarge: if it exceeds the frame limit.
-            Unavailable: if the sender was closed.
+            Declined: a receiver permanently refused the message.
+            Refused: DUPLICATE, a message with this id is being sent.
+            FrameTooLarge: the message exceeds the frame limit.
+            Unavailable: the sender is closed.
         """
         if not isinstance(message, self._topic.carries):
             raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
@@ -131,7 +131,7 @@ class Sender(LinkedSocket):
                     self._forget(pending)
 
     def snapshot(self) -> dict[str, object]:
-        """Return who waits for whom: messages without a receiver, and what each receiver has not finished."""
+        """Return a summary of queues: messages without a receiver, and unfinished messages per receiver."""
         now_s = asyncio.get_running_loop().time()
         return {
             "topic": self._topic.name,
@@ -164,7 +164,7 @@ class Sender(LinkedSocket):
         return pending
 
     def _dispatch(self, pending: Pending) -> bool:
-        """Send a message to the receiver with the most free credit; false if none can take it."""
+        """Send a message to the receiver with the most free credit; return False if no receiver has any."""
         while (link := self._pick()) is not None:
             if link.send(pending.frame):
                 link.sent += 1
@@ -175,7 +175,7 @@ class Sender(LinkedSocket):
         return False
 
     def _pick(self) -> Link[Pending] | None:
-        """Return the live link with most free credit, of equal ones that with fewest outstanding messages."""
+        """Return the live link with the most free credit; ties go to the fewest outstanding messages."""
         best: Link[Pending] | None = None
         best_free = 0
         for link in self._links.links.values():
@@ -189,7 +189,7 @@ class Sender(LinkedSocket):
         return best
 
     def _free(self, link: Link[Pending]) -> int:
-        """Return how many more messages a link may take."""
+        """Return the number of further messages that a link may carry."""
         if link.credit < 0:
             return self._config.max_outstanding - len(link.outstanding)
         return link.credit - link.sent
@@ -202,7 +202,7 @@ class Sender(LinkedSocket):
             del self._waiting[id]
 
     def _send_again(self, pending: Pending, reason: str) -> None:
-        """Queue a message again, before those that were never sent."""
+        """Queue a message for resending, before messages that were never sent."""
         self.stats.resent += 1
         log.info("bus.resend topic=%s message=%s reason=%s", self._topic.name, pending.id, reason)
         if pending.link is not None:
@@ -260,7 +260,7 @@ class Sender(LinkedSocket):
             return False
         self._forget(pending)
         if pending.done.done():
-            return True  # its `send` was cancelled in this iteration of the loop
+            return True  # its `send` was cancelled in this loop iteration
         if isinstance(end, bytes):
             pending.done.set_result(end)
         else:

@@ -1,4 +1,4 @@
-"""Scores versions on held-out prompts while a run is on."""
+"""Scores versions on held-out prompts during a run."""
 
 from services.evaluation.service import serve
 

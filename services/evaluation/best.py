@@ -1,13 +1,13 @@
 """Keeps the version with the best score as a Hugging Face directory.
 
-    RUN_DIR/exports/best_step_00000040-0123456789abcdef   the model, in the dtype of the engines: the weights
-                                                          that were scored, by their version and digest
-    RUN_DIR/exports/best                                  a link to it
-    RUN_DIR/exports/best.json                             version, set, score and standard error
+- RUN_DIR/exports/best_step_00000040-0123456789abcdef: the scored model in the engines' dtype, named by
+  version and digest
+- RUN_DIR/exports/best: a link to this directory
+- RUN_DIR/exports/best.json: version, set, score and standard error
 
-The digest is in the name because a version has other weights after a rewind. With adapters, the same names
-after `adapter_` hold them as PEFT does, and the model has them merged into it. Exports of checkpoints are
-pruned without regard to these.
+The name includes the digest because a version has other weights after a rewind. With adapters, directories
+with the prefix `adapter_` contain them in PEFT's format, and the model contains the merged weights. Exports
+of checkpoints are pruned independently.
 """
 
 import dataclasses
@@ -40,15 +40,15 @@ log = logging.getLogger("tether.evaluation")
 
 LINK = "best"
 READ_S = 600.0
-"""Limit for reading a snapshot, seconds."""
+"""Timeout of reading a snapshot, seconds."""
 NAME = re.compile(r"best_step_(\d{8,})-([0-9a-f]{16})")
 
 
 def best_of(evaluations: Iterable[Evaluation], choice: BestScore) -> Evaluation | None:
-    """Return the evaluation with the highest score, the earliest of equal ones; None if none has it.
+    """Return the evaluation with the highest score, the earliest on ties; None without scores.
 
-    Of a version that was scored again with other weights the later evaluation counts. `choice.set` must name
-    a set.
+    For a version that was scored again with other weights, the later evaluation counts. `choice.set` must
+    name a set.
     """
     found = [(e.score(choice.metric)[0], e) for e in last_lines(evaluations) if e.set == choice.set]
     known = [(score, e) for score, e in found if score is not None]
@@ -56,7 +56,7 @@ def best_of(evaluations: Iterable[Evaluation], choice: BestScore) -> Evaluation 
 
 
 class BestCheckpoint:
-    """The best version of a run so far. Methods block."""
+    """Best version of a run so far. Methods block."""
 
     def __init__(self, settings: Settings, choice: BestScore) -> None:
         """Store the arguments. `choice.set` must name a set."""
@@ -65,14 +65,14 @@ class BestCheckpoint:
         self._directory = settings.run_dir / "exports"
 
     def keep(self, evaluation: Evaluation, manifest: WeightManifest) -> None:
-        """Write the model of an evaluation that is better than those kept; called before its line is written.
+        """Write the model of an evaluation that is better than the kept ones, before its line is written.
 
-        So a line without a model cannot be left by a crash. A model that cannot be written is reported, and
-        the one before stays.
+        Writing the model first prevents a crash from leaving a line without a model. If the model cannot be
+        written, the error is logged and the previous model stays.
 
         Args:
-            evaluation: not in eval.jsonl yet.
-            manifest: of the snapshot that was scored.
+            evaluation: evaluation that is not in eval.jsonl yet.
+            manifest: manifest of the scored snapshot.
         """
         kept = self._kept()
         counted = counted_evaluations(self._settings.run_dir, evaluation)
@@ -85,9 +85,10 @@ class BestCheckpoint:
             log.error("best.failed version=%d error=%s", evaluation.version, error)
 
     def publish(self) -> None:
-        """Let `best` and `best.json` name the best version that is kept, and remove the others.
+        """Point `best` and `best.json` to the best kept version, and remove the others.
 
-        They stay as they are while eval.jsonl has no such version: after a rewind, until one is scored again.
+        Nothing changes while eval.jsonl lacks a kept version: after a rewind, until a version is scored
+        again.
         """
         snapshots = self._kept()
         counted = counted_evaluations(self._settings.run_dir)
@@ -116,7 +117,7 @@ class BestCheckpoint:
                 shutil.rmtree(old, ignore_errors=True)
 
     def _kept(self) -> dict[tuple[int, str], str]:
-        """Return version and digest -> directory of each model that is there."""
+        """Return (version, digest) -> directory of each kept model."""
         names = {}
         for path in self._directory.glob("best_step_*"):
             if (match := NAME.fullmatch(path.name)) and path.is_dir():
@@ -139,7 +140,7 @@ class BestCheckpoint:
         write_hf(iter(base.items()), target, source)
 
     def _link(self, name: str, target: str) -> None:
-        """Replace a link in one step."""
+        """Replace a link atomically."""
         aside = self._directory / f"{name}.tmp"
         aside.unlink(missing_ok=True)
         aside.symlink_to(target)

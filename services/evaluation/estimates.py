@@ -1,4 +1,4 @@
-"""Estimates scores from samples: means with standard errors, pass@k, paired differences. Pure arithmetic."""
+"""Estimates scores from samples: means with standard errors, pass@k, paired differences."""
 
 import math
 from collections.abc import Sequence
@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 SLACK = 1e-6
-"""Rewards are float32: one that is this much below `eval.success` still counts as right."""
+"""Tolerance below `eval.success` at which an answer still counts as correct: rewards are float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,17 +14,17 @@ class PromptScore:
     """Rewards of the answers to one prompt."""
 
     rewards: tuple[float, ...] = ()
-    """[samples]."""
+    """[samples] reward of each answer."""
     lengths: tuple[int, ...] = ()
-    """[samples] tokens after the prompt."""
+    """[samples] number of tokens after the prompt."""
     truncated: tuple[bool, ...] = ()
-    """[samples] whether the token limit ended the answer."""
+    """[samples] whether the answer was truncated at the token limit."""
     tokens: float = 0.0
-    """Mean tokens of an answer that the model sampled."""
+    """Mean number of tokens per answer that the model sampled."""
     seconds: float = 0.0
-    """Time until all answers to the prompt had ended, episodes of an environment included."""
+    """Seconds until all answers to the prompt ended, including an environment's episodes."""
     error: str = ""
-    """Why there are none; empty if there are."""
+    """Why there are no answers; empty if there are."""
 
     @property
     def mean(self) -> float:
@@ -35,7 +35,7 @@ class PromptScore:
 def mean_and_stderr(values: Sequence[float]) -> tuple[float | None, float | None]:
     """Return the mean and its standard error, s / sqrt(n) with s of n - 1 degrees of freedom.
 
-    None where there are too few values: the mean of none, the error of one.
+    Without values the mean is None; with fewer than two, the standard error is None.
     """
     n = len(values)
     if not n:
@@ -47,10 +47,10 @@ def mean_and_stderr(values: Sequence[float]) -> tuple[float | None, float | None
 
 
 def pass_at_k(n: int, right: int, k: int) -> float:
-    """Return the unbiased estimate of the probability that one of k answers is right.
+    """Return the unbiased estimate of the probability that one of k answers is correct.
 
-    1 - C(n - c, k) / C(n, k) for c right ones of n answers (Chen et al. 2021, arXiv 2107.03374, equation 1),
-    in exact integers. k is at most n.
+    1 - C(n - c, k) / C(n, k) for c correct answers of n (Chen et al. 2021, arXiv 2107.03374, equation 1), in
+    exact integers. k is at most n.
     """
     return 1.0 - math.comb(n - right, k) / math.comb(n, k)
 
@@ -62,7 +62,7 @@ def paired_difference(after: Sequence[float], before: Sequence[float]) -> tuple[
 
 
 def greedy_fields(scores: Sequence[PromptScore]) -> dict[str, Any]:
-    """Return the fields of `Evaluation` about the greedy answers."""
+    """Return the fields of `Evaluation` for the greedy answers."""
     scored = [score for score in scores if not score.error]
     mean, stderr = mean_and_stderr([score.mean for score in scored])
     return {
@@ -76,15 +76,15 @@ def greedy_fields(scores: Sequence[PromptScore]) -> dict[str, Any]:
 
 
 def sampled_fields(scores: Sequence[PromptScore], ks: Sequence[int], success: float) -> dict[str, Any]:
-    """Return the fields of `Evaluation` about the sampled answers.
+    """Return the fields of `Evaluation` for the sampled answers.
 
-    Answers to one prompt are not independent of each other, so the standard error is computed over the
-    prompts' means: the prompts are the sample (Miller 2024, arXiv 2411.00640, clustered by prompt).
+    Answers to one prompt are not independent, so the standard error is computed over the prompts' means
+    (Miller 2024, arXiv 2411.00640, clustered by prompt).
 
     Args:
-        scores: of each prompt.
-        ks: the k of pass@k.
-        success: reward from which an answer counts as right.
+        scores: scores of each prompt.
+        ks: values of k for pass@k.
+        success: minimum reward of a correct answer.
     """
     scored = [score for score in scores if not score.error]
     mean, stderr = mean_and_stderr([score.mean for score in scored])

@@ -1,4 +1,4 @@
-"""Scores the weights that an engine serves on held-out prompts: greedy, and by several samples a prompt."""
+"""Scores the weights that an engine serves on held-out prompts: greedy, and by several samples per prompt."""
 
 import asyncio
 import contextlib
@@ -33,21 +33,21 @@ from services.settings.sections import Settings
 log = logging.getLogger(__name__)
 
 MAX_RUNNING_SAMPLES = 64
-"""Samples that are generated at once, if the engine does not run more."""
+"""Minimum number of samples that are generated concurrently."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetScores:
-    """The scores of one set, prompt by prompt."""
+    """Scores of one set, prompt by prompt."""
 
     greedy: Sequence[PromptScore]
     sampled: Sequence[PromptScore]
-    """Empty if no answers were sampled."""
+    """Scores of the sampled answers; empty if none were sampled."""
     seconds: float
 
 
 class Scorer:
-    """An engine with everything that it takes to score what it serves."""
+    """An engine with everything needed to score its served version."""
 
     def __init__(self, settings: Settings, engine: Engine, pool: ScorePool, renderer: Renderer) -> None:
         self._settings = settings
@@ -63,10 +63,10 @@ class Scorer:
         await self._environment.close()
 
     async def serve(self, manifest: WeightManifest) -> None:
-        """Make a version the one that is scored.
+        """Load a version into the engine.
 
         Raises:
-            WeightError: it cannot be fetched; the engine serves what it served.
+            WeightError: the version cannot be fetched; the engine serves its previous version.
             PoisonedError: the engine must not be used any more.
         """
         served = self.engine.served
@@ -81,11 +81,11 @@ class Scorer:
     async def score(self, prompts: Sequence[Prompt]) -> SetScores:
         """Score the served version on the prompts of one set.
 
-        A prompt that cannot be generated or scored has an error instead of rewards, never a reward of 0.
+        A prompt that cannot be generated or scored gets an error, never a reward of 0.
 
         Raises:
             EngineError: the engine has ended, or has generated under another version.
-            TetherError: too many episodes do not end.
+            TetherError: too many episodes do not end after their cancellation.
         """
         config, began = self._settings.eval, time.monotonic()
         greedy = await self._answers(prompts, self._sampling(temperature=0.0), 1)
@@ -139,7 +139,7 @@ class Scorer:
                 with_turn_texts=self._settings.reward.may_score_turns,
             )
         except (SettingsError, EngineError, EpisodeError) as error:
-            await self.engine.check()  # a dead engine ends the evaluation; a bad prompt only its own score
+            await self.engine.check()  # a dead engine ends the evaluation; a bad prompt only fails itself
             return PromptScore(error=f"prompt {index}: {error}")
         check_versions(rollout, version)
         seconds = time.monotonic() - began
@@ -159,7 +159,7 @@ def check_versions(rollout: Rollout, version: int) -> None:
     """Check that every token of a group was sampled under one version.
 
     Raises:
-        EngineError: it was not; names the versions.
+        EngineError: tokens have other versions; the message names them.
     """
     found = {int(row[2]) for row in rollout.spans.numpy()}
     if found != {version}:
@@ -174,7 +174,7 @@ def evaluation_of(settings: Settings, manifest: WeightManifest, name: str, score
     every = [*scores.greedy, *scores.sampled]
     failures = {i % len(scores.greedy) for i, score in enumerate(every) if score.error}
     samples = settings.eval.samples
-    # a prompt that failed one way is in no mean: all are over the same prompts
+    # all means are over the same prompts: a prompt that failed greedy or sampled is excluded from both
     greedy, sampled = (
         [score for i, score in enumerate(scored) if i not in failures]
         for scored in (scores.greedy, scores.sampled)
@@ -199,16 +199,16 @@ def evaluation_of(settings: Settings, manifest: WeightManifest, name: str, score
 
 @contextlib.asynccontextmanager
 async def open_scorer(settings: Settings, name: str, lora: LoraConfig = NO_ADAPTERS) -> AsyncIterator[Scorer]:
-    """Start the engine of an evaluation and its reward workers; both end with the block.
+    """Start the engine and the reward workers of an evaluation; both end with the block.
 
     Args:
-        settings: of the run.
-        name: of the engine, in errors and logs.
-        lora: the adapter that versions bring, if any.
+        settings: settings of the run.
+        name: name of the engine in errors and logs.
+        lora: adapter of the versions, if any.
 
     Raises:
-        SettingsError: engine, renderer, environment or verifiers cannot be made.
-        EngineError: the engine does not start, nor when it is started once more.
+        SettingsError: the settings do not allow engine, renderer, environment or verifiers.
+        EngineError: the engine did not start in two attempts.
     """
     modules = add_user_modules(settings)
     fetch_with_keys(settings.bus.curve_dir)
@@ -227,10 +227,10 @@ async def open_scorer(settings: Settings, name: str, lora: LoraConfig = NO_ADAPT
 
 
 async def _started(settings: Settings, name: str, lora: LoraConfig) -> Engine:
-    """Return an engine that is ready. Raises as `open_scorer`.
+    """Start an engine, with a second attempt after an engine error. Raises as `open_scorer`.
 
-    vLLM refuses to start while another process returns memory on its GPU, as the processes of a run do that
-    has just ended, so one failure is not the last word.
+    vLLM refuses to start while another process frees memory on its GPU, such as a process of a run that has
+    just ended.
     """
     try:
         return await _start(settings, name, lora)

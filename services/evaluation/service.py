@@ -1,8 +1,8 @@
-"""Runs `python -m services.evaluation`: scores versions on the held-out sets while the run is on.
+"""Runs `python -m services.evaluation`: scores versions on the held-out sets during the run.
 
-Consumes: the snapshots that the trainer writes to RUN_DIR/evaluation. Produces: eval.jsonl and the best
-checkpoint. Waits for: the run in the ledger, snapshots. Only `tether up` waits for it, at the end of a run
-and not for long.
+Consumes: the trainer's snapshots in RUN_DIR/evaluation. Produces: eval.jsonl and the best checkpoint. Waits
+for: the run in the ledger, snapshots. No process waits for it, except `tether up` for a limited time at the
+end of a run.
 """
 
 import asyncio
@@ -42,33 +42,33 @@ from services.settings.evaluation import BestScore, HeldOutSets, best_score, eva
 from trainer.weights.version_directories import read_manifests
 
 Key = tuple[int, str, str]
-"""Version, digest and set: the unit that is scored once."""
+"""Version, digest and set, which are scored together once."""
 
 
 def read_snapshots(run_dir: Path) -> list[WeightManifest]:
-    """Return the manifests of the snapshots that are there, by version, the newer epoch last."""
+    """Return the manifests of the snapshots on disk, by version; newer epochs last."""
     return sorted(read_manifests(run_dir / SNAPSHOTS), key=attrgetter("version"))
 
 
 def remove_snapshot(manifest: WeightManifest) -> None:
-    """Remove a snapshot, also one that the trainer is removing."""
+    """Remove a snapshot, even if the trainer is removing it at the same time."""
     shutil.rmtree(manifest.location, ignore_errors=True)
 
 
 def mark_left_out(manifest: WeightManifest) -> None:
-    """Tell the end of the run that this snapshot will not be scored."""
+    """Mark a snapshot as skipped, for the end of the run."""
     with contextlib.suppress(OSError):  # being removed
         (Path(manifest.location) / LEFT_OUT).touch()
 
 
 def forget_left_out(run_dir: Path) -> None:
-    """Take back every `mark_left_out`: all snapshots that are there are tried again."""
+    """Remove all marks of `mark_left_out`, so that all snapshots are tried again."""
     for path in (run_dir / SNAPSHOTS).glob(f"v*/{LEFT_OUT}"):
         path.unlink(missing_ok=True)
 
 
 def keys_of(manifest: WeightManifest, sets: Collection[str]) -> list[Key]:
-    """Return the keys of a version."""
+    """Return the keys of a version, one per set."""
     return [(manifest.version, f"{manifest.digest:016x}", name) for name in sets]
 
 
@@ -80,7 +80,7 @@ def is_scored(manifest: WeightManifest, scored: Collection[Key], sets: Collectio
 def next_snapshot(
     snapshots: Sequence[WeightManifest], scored: Collection[Key], sets: Collection[str]
 ) -> WeightManifest | None:
-    """Return the snapshot to score next: one begun before, then version 0, then the newest; or None.
+    """Return the snapshot to score next: a partly scored one, then version 0, then the newest; or None.
 
     Args:
         snapshots: existing snapshots, by version.
@@ -98,17 +98,17 @@ log = logging.getLogger("tether.evaluation")
 POLL_S = 0.5
 """Seconds between two searches for a snapshot."""
 RETRY_S = 5.0
-"""Seconds after which a version that could not be staged is tried again."""
+"""Seconds before a failed staging is retried."""
 ATTEMPTS = 3
-"""Attempts to stage a snapshot before it is left out: a damaged one keeps no other from being scored."""
+"""Maximum number of attempts to stage a snapshot; then it is skipped, so that others can be scored."""
 
 
 async def serve(process: Process) -> None:
-    """Score versions until the process is stopped; a version that is not scored completely has no line.
+    """Score versions until the process is stopped. An incompletely scored version gets no line.
 
     Raises:
-        SettingsError: there are no held-out prompts, the prompts of `[prompts]` are not the run's, or
-            engine or verifiers cannot be made.
+        SettingsError: there are no held-out prompts, the prompts of `[prompts]` are not the run's, or the
+            settings do not allow engine or verifiers.
         EngineError: the engine has ended.
         PoisonedError: the engine may hold mixed weights.
     """
@@ -141,7 +141,7 @@ class Evaluator:
     """Scores the snapshots of a run, one at a time."""
 
     def __init__(self, process: Process, scorer: Scorer, sets: HeldOutSets) -> None:
-        """Store the arguments; `sets` are not empty."""
+        """Store the arguments; `sets` must not be empty."""
         self._process = process
         self._settings = process.settings
         self._run_dir = process.settings.run_dir
@@ -150,12 +150,12 @@ class Evaluator:
         wanted = best_score(self._settings.eval)
         self._best = BestCheckpoint(self._settings, BestScore(wanted.set or next(iter(sets)), wanted.metric))
         self._failed: Counter[str] = Counter()
-        """Attempts to stage by the directory of the snapshot."""
+        """Directory of a snapshot -> number of failed attempts to stage it."""
         self._meter = BusyMeter()
         process.on_heartbeat.append(lambda: process.info.update(busy_s=round(self._meter.seconds(), 3)))
 
     async def evaluate_loop(self) -> None:
-        """Score snapshots as they come, until cancelled."""
+        """Score snapshots as they arrive, until cancelled."""
         await asyncio.to_thread(forget_left_out, self._run_dir)
         await asyncio.to_thread(self._best.publish)
         while True:
@@ -168,7 +168,7 @@ class Evaluator:
             except PoisonedError:
                 raise
             except WeightError as error:
-                if not Path(snapshot.location).is_dir():  # the trainer has removed it for a newer one
+                if not Path(snapshot.location).is_dir():  # removed by the trainer in favour of a newer one
                     continue
                 self._note_failed(snapshot, error)
                 await asyncio.sleep(RETRY_S)
@@ -177,7 +177,7 @@ class Evaluator:
                 await self._evaluate(snapshot)
 
     def _next(self) -> WeightManifest | None:
-        """Return the snapshot to score next; remove those that were scored."""
+        """Return the snapshot to score next; remove scored snapshots."""
         scored = {evaluation.key for evaluation in read_evaluations(self._run_dir)}
         snapshots = self._snapshots()
         for snapshot in snapshots:
@@ -186,7 +186,7 @@ class Evaluator:
         return next_snapshot(snapshots, scored, self._sets)
 
     def _snapshots(self) -> list[WeightManifest]:
-        """Return the snapshots that are there, but for those that are left out."""
+        """Return the snapshots on disk, without the skipped ones."""
         return [s for s in read_snapshots(self._run_dir) if self._failed[s.location] < ATTEMPTS]
 
     def _note_failed(self, snapshot: WeightManifest, error: WeightError) -> None:
@@ -201,7 +201,7 @@ class Evaluator:
             mark_left_out(snapshot)
 
     async def _evaluate(self, snapshot: WeightManifest) -> None:
-        """Score a version, which the engine serves, on the sets that have no line yet."""
+        """Score the served version on the sets without a line."""
         scored = {evaluation.key for evaluation in read_evaluations(self._run_dir)}
         for key, (name, prompts) in zip(keys_of(snapshot, self._sets), self._sets.items(), strict=True):
             if key not in scored:
@@ -224,7 +224,7 @@ class Evaluator:
                 log.warning("evaluation.fallen %s", text)
 
     def _note_skipped(self, version: int) -> None:
-        """Count the versions before this one that were due, have no scores and will not get any."""
+        """Count the due versions before `version` that have no scores and will not get any."""
         rows = list(read_evaluations(self._run_dir))
         due = due_versions(self._settings.eval.every, min(row.version for row in rows), version)
         waiting = {snapshot.version for snapshot in self._snapshots()}

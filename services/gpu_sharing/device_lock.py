@@ -1,8 +1,9 @@
-"""Locks the GPU that trainer and engines share, by an flock on a file of the run directory.
+"""Locks the GPU that trainer and engines share, by an flock on a file in the run directory.
 
-Engines hold it shared, the trainer exclusively. The lock belongs to the open file, not to a process: every
-process that was given the file's descriptor (ranks, an engine's own processes: `protocol/host/fd_passing.py`)
-holds it too. The kernel frees it only when all of them have released the device or exited.
+Engines hold a shared lock, the trainer an exclusive lock. The lock belongs to the open file, not to a
+process: every process that received the file's descriptor (ranks, an engine's processes:
+`protocol/host/fd_passing.py`) also holds it. The kernel frees the lock only when all of them have released
+the device or exited.
 """
 
 import os
@@ -17,10 +18,10 @@ FILE = "device.lock"
 
 
 class DeviceLock:
-    """Descriptor of the lock's file, as one side holds it. No method waits."""
+    """Descriptor of the lock file on one side. No method waits."""
 
     def __init__(self, run_dir: Path, handle: int | None = None) -> None:
-        """Open the lock's file, or use `handle`, on which another process has it open already.
+        """Open the lock file, or use `handle`, a descriptor that another process opened.
 
         Raises:
             SettingsError: the file cannot be created.
@@ -35,7 +36,7 @@ class DeviceLock:
             ) from error
 
     def allow_children(self) -> None:
-        """Let the processes that this one starts from now on hold the lock with it.
+        """Let child processes started from now on also hold the lock.
 
         Raises:
             SettingsError: this process already serves another lock.
@@ -48,7 +49,7 @@ class DeviceLock:
             ) from error
 
     def try_acquire(self, *, exclusive: bool) -> bool:
-        """Take the lock unless another opening of the file is in the way; held already, it stays held.
+        """Acquire the lock unless another open file conflicts. A held lock stays held.
 
         Raises:
             SettingsError: the file system does not support flock.
@@ -62,11 +63,11 @@ class DeviceLock:
             ) from error
 
     def release(self) -> None:
-        """Release the lock for all who hold it with this process; none may have memory on the device."""
+        """Release the lock for all processes that share it; none may have memory on the device."""
         unlock(self._handle)
 
     def close(self) -> None:
-        """Close the descriptor; the lock stays held while a process that was given it lives. Idempotent."""
+        """Close the descriptor; other processes that received it still hold the lock. Idempotent."""
         if self._fd_server is not None:
             self._fd_server.close()
         handle, self._handle = self._handle, -1
@@ -74,16 +75,16 @@ class DeviceLock:
             os.close(handle)
 
     def holders(self) -> dict[int, str]:
-        """Return the processes that hold the lock, as far as this one may see them: pid -> command."""
+        """Return the visible processes that hold the lock: pid -> command."""
         names: dict[int, str] = {}
         for directory in Path("/proc").glob("[0-9]*"):
-            with suppress(OSError):  # it has ended, or belongs to another user
+            with suppress(OSError):  # the process has ended, or belongs to another user
                 if any(self._holds(directory, handle) for handle in os.listdir(directory / "fd")):
                     names[int(directory.name)] = (directory / "comm").read_text().strip()
         return names
 
     def _holds(self, process: Path, handle: str) -> bool:
-        """Return whether a descriptor of a process is on the lock's file, and locked."""
+        """Return whether a process's descriptor refers to the lock file and is locked."""
         with suppress(OSError):
             if os.path.samestat((process / "fd" / handle).stat(), self.path.stat()):
                 return "FLOCK" in (process / "fdinfo" / handle).read_text()
@@ -91,6 +92,6 @@ class DeviceLock:
 
 
 def given_device(run_dir: Path) -> DeviceLock | None:
-    """Return the lock that all ranks of a trainer share, if the process that started this rank serves one."""
+    """Return the lock shared by all ranks of a trainer, if the process that started this rank serves it."""
     handle = receive_fd(os.getppid())
     return None if handle is None else DeviceLock(run_dir, handle)

@@ -1,8 +1,8 @@
-"""Checks from the settings whether trainer and engines fit on the GPU that they share.
+"""Checks from the settings whether trainer and engines fit on their shared GPU.
 
-Pure arithmetic, done before any allocation. In the engines' turn the device holds the engines, their staging
-copies and the trainer's remaining memory; in the trainer's turn the trainer's state and the sleeping engines'
-remaining memory. All sizes are GiB.
+Pure arithmetic, before any allocation. In the engines' turn the device holds the engines, their staging
+copies and the trainer's remaining memory. In the trainer's turn it holds the trainer's state and the sleeping
+engines' remaining memory. All sizes are GiB.
 """
 
 from dataclasses import dataclass
@@ -14,16 +14,16 @@ from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig, Weigh
 from trainer.memory.expected import GIB, ITEM_BYTES
 
 SIZED_BY_FRACTION = ("sglang", "vllm")
-"""Engines that take `engine.memory_fraction` of the device for any model."""
+"""Engines that allocate `engine.memory_fraction` of the device for any model."""
 CONTEXT_GB = 1.5
-"""CUDA context, libraries, captured graphs and communicators of one process: they stay while it sleeps."""
+"""Memory of one process that remains during sleep: CUDA context, libraries, graphs, communicators."""
 IPC_VERSIONS = 2
-"""Versions that the transport `ipc` keeps on GPUs: each rank's part on the rank's own."""
+"""Number of versions that the transport `ipc` keeps on GPUs, sharded over the ranks."""
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """Memory that each part of a colocated run takes on one device, GiB."""
+    """Memory of each part of a colocated run on one device, GiB."""
 
     engines: float
     """Weights and KV cache of all engines on the device."""
@@ -39,7 +39,7 @@ class GpuMemory:
         return self.engines + self.staging + self.published + CONTEXT_GB
 
     def trainers_turn(self, workers: int) -> float:
-        """Return the memory that the trainer's turn takes with that many sleeping engines, GiB."""
+        """Return the memory of the trainer's turn with `workers` sleeping engines, GiB."""
         return self.trainer + self.published + workers * CONTEXT_GB
 
 
@@ -60,13 +60,13 @@ def check_budget(
 
     Args:
         total_gb: memory of one device, GiB.
-        parameters: number of parameters of the model, not of one rank.
-        workers: engines that sleep on each device.
-        adapters: only adapters are trained and published; they are small enough to be left out.
-        expected_gb: expected peak of a rank of the trainer, with activations; None: by the model's size.
+        parameters: number of parameters of the whole model.
+        workers: number of engines on each device.
+        adapters: whether only adapters are trained and published; their memory is neglected.
+        expected_gb: expected peak of a trainer rank with activations; None: estimated from the model's size.
 
     Raises:
-        SettingsError: a turn does not fit; names the settings and the numbers.
+        SettingsError: a turn does not fit; the message has the settings and the numbers.
     """
     weights_gb = parameters * ITEM_BYTES[engine.dtype] / GIB
     version_gb = 0.0 if adapters else weights_gb
@@ -122,7 +122,7 @@ def _check_fits(
 def _state_gb(
     parameters: int, trainer: TrainerConfig, algorithm: AlgorithmConfig, *, adapters: bool
 ) -> float:
-    """Return the GiB of parameters, gradients, masters and moments; of reference model and critic, too."""
+    """Return the GiB of parameters, gradients, masters and moments, with reference model and critic."""
     item = ITEM_BYTES[trainer.dtype]
     masters = 0 if trainer.dtype == "float32" else 4
     state = item if adapters else item + 4 + masters + 8

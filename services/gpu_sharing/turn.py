@@ -1,12 +1,13 @@
-"""Defines how the trainer and the engines time-slice one GPU: whose turn it is, and who holds the device.
+"""Defines how the trainer and the engines time-slice one GPU: turns, and holders of the device.
 
-The registry says whose turn it is; a message on the bus says that the turn may have changed. Neither excludes
-anybody: the lock of the device (`device_lock.py`) does, and whoever uses the GPU holds it. The trainer begins
-when all engines have released it; an engine takes it in the engines' turn, when the trainer has released it.
-So both never hold the GPU at once, even if messages are late or lost or a process is down.
+The registry names the current turn; a message on the bus announces that the turn may have changed. Only the
+device lock (`device_lock.py`) provides exclusion: every process that uses the GPU holds it. The trainer
+starts when all engines have released the lock. An engine acquires it during the engines' turn, when the
+trainer has released it. So both sides never hold the GPU at once, even if messages are late or lost or a
+process is down.
 
-While no trainer is registered (it has died, or the ledger was unreachable), engines that sleep continue to
-sleep until its successor has ended its first turn, and engines that generate continue to generate.
+While no trainer is registered (it died, or the ledger was unreachable), sleeping engines continue to sleep
+until the next trainer has ended its first turn, and generating engines continue to generate.
 
 The two sides are `services/trainer/gpu_turn.py` and `services/rollout/gpu_turn.py`.
 """
@@ -23,7 +24,7 @@ from services.runtime.process import Process
 TURN = "turn"
 """Key of the trainer's registry entry: a `Turn`."""
 HOLDS = "holds_device"
-"""Key of an engine's registry entry: whether it holds the device. Used for names in messages only."""
+"""Key of an engine's registry entry: whether it holds the device. Used only for names in messages."""
 REGISTRY_TIMEOUT_S = 1.0
 
 
@@ -37,8 +38,8 @@ class Turn(StrEnum):
 async def holders(process: Process, device: DeviceLock) -> str:
     """Return the names of the processes that hold the device, for messages.
 
-    A holder of this host that is registered is named by its incarnation, any other by pid and command; of
-    other hosts those are named whose registry entry says that they hold it.
+    Registered processes on this host are named by incarnation, others by pid and command. Processes on other
+    hosts are named if their registry entry says that they hold the device.
     """
     processes = await asyncio.to_thread(device.holders)
     peer_pids: dict[str, int] = {}

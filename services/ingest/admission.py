@@ -1,4 +1,4 @@
-"""Admits scored groups to the run: checks them, stores them in the spool, and has the ledger accept them."""
+"""Admits scored groups: checks them, stores them in the spool, and has the ledger accept them."""
 
 import logging
 from collections.abc import Sequence
@@ -21,17 +21,17 @@ from trainer.storage.spool import Spool
 log = logging.getLogger("tether.ingest")
 
 BATCH = 64
-"""Messages stored by one fsync."""
+"""Maximum number of messages stored by one fsync."""
 NOT_HELD_ANY_MORE = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE})
-"""Refusals of a release that say that the lease is over already."""
+"""Reasons for which a release is refused because the lease is already over."""
 
 
 Checked = tuple[Delivery, ScoredRollout, dict[int, int]]
-"""A rollout that can be trained on, with its tokens per version."""
+"""A trainable rollout, with its number of tokens per version."""
 
 
 class Admission:
-    """Takes messages from the edge `scored` and acknowledges those that are stored and accepted."""
+    """Receives messages on the edge `scored`, and acknowledges them once stored and accepted."""
 
     def __init__(self, process: Process, receiver: Receiver, spool: Spool) -> None:
         self._process = process
@@ -43,14 +43,14 @@ class Admission:
         process.on_heartbeat.append(lambda: process.info.update(self._meter.reading()))
 
     async def admit_loop(self) -> None:
-        """Admit arriving records, in batches of the waiting ones, until cancelled."""
+        """Admit arriving messages in batches of at most `BATCH`, until cancelled."""
         while True:
             batch = await self._receiver.receive_waiting(BATCH)
             with self._meter.working():
                 await self._admit(batch)
 
     async def _admit(self, batch: Sequence[Delivery]) -> None:
-        """Store a batch with one fsync, accept its groups, journal that with one fsync, then acknowledge."""
+        """Store a batch (one fsync), accept its groups, journal the accepts (one fsync), then acknowledge."""
         process = self._process
         head = await process.ledger.head()
         checked = await self._with_signal(await self._checked(batch, head.version))
@@ -69,7 +69,7 @@ class Admission:
             except Refused as refusal:
                 process.metrics.count(f"accept.refused.{refusal.reason}")
                 refused.append((delivery, str(refusal)))
-                if refusal.reason in LEASE_LOST:  # a checkpoint may never cover that group
+                if refusal.reason in LEASE_LOST:  # no checkpoint may ever cover this record
                     needless.add((message.rollout.group, message.rollout.token))
         if accepted:
             sequence = (await process.ledger.head()).sequence
@@ -78,14 +78,14 @@ class Admission:
         for delivery, _ in accepted:
             process.metrics.count("accepted")
             self._receiver.ack(delivery)
-        # what was there before, or came twice and was accepted once, may be trained on
+        # records that existed before, or whose duplicate was accepted, may be trained on
         if needless := (needless & stored) - {(group.group, group.token) for _, group in accepted}:
             await until_written(process, partial(self._spool.remove, needless))
         for delivery, why in refused:
             self._receiver.refuse(delivery, why)
 
     async def _checked(self, batch: Sequence[Delivery], version: int) -> list[Checked]:
-        """Return the rollouts that can be trained on, with their tokens per version; finish the others."""
+        """Return the trainable rollouts with their tokens per version; release or refuse all others."""
         checked = []
         for delivery in batch:
             message = delivery.message
@@ -101,7 +101,7 @@ class Admission:
         return checked
 
     async def _with_signal(self, checked: Sequence[Checked]) -> list[Checked]:
-        """Return the groups to train on; with `algorithm.filter_groups` the others are dropped."""
+        """Return the groups to train on; drop the groups that `algorithm.filter_groups` excludes."""
         deliveries_with_signal = []
         for delivery, message, counts in checked:
             if not self._keeps(message):
@@ -111,7 +111,7 @@ class Admission:
         return deliveries_with_signal
 
     async def _filter(self, delivery: Delivery, message: ScoredRollout, tokens: int) -> None:
-        """Have the ledger drop a group that is not to be trained, and acknowledge it without storing it."""
+        """Drop a filtered group in the ledger and acknowledge it without storing it."""
         process, rollout = self._process, message.rollout
         most = process.settings.algorithm.max_filtered_batches
         try:
@@ -125,12 +125,12 @@ class Admission:
         self._receiver.ack(delivery)
 
     async def _accept(self, message: ScoredRollout, counts: dict[int, int]) -> TakenGroup:
-        """Return the group as the ledger accepted it. Raises Refused."""
+        """Return the group as accepted by the ledger. Raises Refused."""
         rollout = message.rollout
         return await self._process.ledger.accept(rollout.group, rollout.token, counts, mean_reward(message))
 
     async def _release(self, delivery: Delivery, failure: ScoreFailure) -> None:
-        """Hand a group back whose scoring failed; a failure is never a reward.
+        """Release a group whose scoring failed. A failure is never converted to a reward.
 
         The ledger drops the group after `max_attempts` leases.
         """

@@ -1,7 +1,7 @@
-"""Journals the calls of sessions: stores each before it is answered, and returns them to a later lease.
+"""Journals the calls of sessions: stores each call before it is answered, and returns it to later leases.
 
-The first message of a lease asks the ledger whether it holds its group; from then on the spool knows the
-holder, and refuses what another lease sends.
+The first message of a lease asks the ledger whether the lease is held. The spool then stores the holder and
+refuses messages of other leases.
 """
 
 import asyncio
@@ -24,12 +24,14 @@ from trainer.storage.call_store import NOT_HELD, CallStore, recalled
 from trainer.storage.spool import Spool
 
 KEPT_S = 3600.0
-"""Seconds, in addition to twice `environment.episode_s`, for which calls are kept after the ledger said that
-their group has ended: its session may still play, and send a record that names them."""
+"""Seconds to keep calls of ended groups, in addition to twice `environment.episode_s`.
+
+The session of an ended group may still run and send a record that refers to the calls.
+"""
 
 
 class CallSweep:
-    """Deletes calls of ended groups, some time after it first found them so."""
+    """Deletes the calls of ended groups, some time after the ledger first reported the end."""
 
     def __init__(
         self,
@@ -38,13 +40,13 @@ class CallSweep:
         kept_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Make a sweep that keeps calls for `kept_s`, by `clock` (seconds), which never goes back."""
+        """Keep calls for `kept_s` seconds of `clock`, which must be monotonic."""
         self._ledger, self._store, self._kept_s, self._clock = ledger, store, kept_s, clock
         self._ended_s: dict[int, float] = {}
-        """Group -> when it was first found to have ended. At most one entry for each group with calls."""
+        """Group -> time at which its end was first seen. At most one entry per group with calls."""
 
     async def sweep(self) -> int:
-        """Delete due calls; return their number. Cancelled, it may have deleted them.
+        """Delete due calls and return their number. If cancelled, they may have been deleted.
 
         Raises:
             Refused: the ledger does not hold the run.
@@ -60,15 +62,15 @@ class CallSweep:
 log = logging.getLogger("tether.calls")
 
 BATCH = 256
-"""Messages stored by one fsync."""
+"""Maximum number of messages stored by one fsync."""
 SWEEP_S = 60.0
 MAX_SAMPLES = 10**5
 MAX_NUMBER = 10**9
-"""Calls and attempts of a sample have lower numbers."""
+"""Exclusive upper limit of the numbers of a sample's calls and attempts."""
 
 
 class CallAdmission:
-    """Journal of the edge `calls`, which acknowledges messages once they are on disk."""
+    """Journal of the edge `calls`; acknowledges messages once they are on disk."""
 
     def __init__(self, process: Process, receiver: Receiver, spool: Spool) -> None:
         self._process, self._receiver = process, receiver
@@ -76,7 +78,7 @@ class CallAdmission:
         self._lease_ms = int(process.settings.rollout.lease_s * 1000)
 
     async def journal_loop(self) -> None:
-        """Journal arriving calls, in batches of the waiting ones, until cancelled."""
+        """Journal arriving calls in batches of at most `BATCH`, until cancelled."""
         while True:
             batch = await self._receiver.receive_waiting(BATCH)
             await self._put([delivery for delivery in batch if isinstance(delivery.message, Call)])
@@ -85,9 +87,9 @@ class CallAdmission:
                     await self._recall(delivery, delivery.message)
 
     async def sweep_loop(self) -> None:
-        """Forget calls of groups that ended before they were scored, until cancelled.
+        """Delete calls of groups that ended without a score, until cancelled.
 
-        The trainer forgets the calls of groups that it dropped or that are archived.
+        The trainer deletes the calls of groups that it dropped or archived.
         """
         kept_s = KEPT_S + 2 * self._process.settings.environment.episode_s
         sweep = CallSweep(self._process.ledger, self._store, kept_s)
@@ -100,7 +102,7 @@ class CallAdmission:
             await asyncio.sleep(SWEEP_S)
 
     async def _put(self, batch: Sequence[Delivery]) -> None:
-        """Store calls with one fsync, after asking the ledger about leases that the spool does not know."""
+        """Store calls with one fsync; ask the ledger about leases that the spool does not know."""
         calls = [(item, call) for item in batch if (call := self._checked(item)) is not None]
         for is_last in (False, True):
             if not calls:
@@ -131,9 +133,9 @@ class CallAdmission:
             self._receiver.answer(delivery, encode_payload(found))
 
     async def _hold(self, delivery: Delivery, group: int, token: str) -> bool:
-        """Ask the ledger whether a lease is held, and note it; else refuse the message.
+        """Return whether the ledger confirms a lease, and store the holder; else refuse the message.
 
-        The lease is extended by this, which is the only question about it that the ledger answers.
+        The query extends the lease: the ledger has no other query about a lease.
         """
         if await until_written(self._process, lambda: self._store.is_held(group, token)):
             return True
@@ -148,7 +150,7 @@ class CallAdmission:
         return True
 
     def _checked(self, delivery: Delivery) -> Call | None:
-        """Return a call that can be replayed; refuse any other."""
+        """Return a call that can be replayed; refuse other calls and return None."""
         call = delivery.message
         assert isinstance(call, Call)
         try:
@@ -165,16 +167,17 @@ class CallAdmission:
 
 
 def check_call(call: Call) -> None:
-    """Check the numbers and arrays of a call, or of a tool's result, against each other.
+    """Check the numbers and arrays of a call or a tool result for consistency.
 
     Raises:
-        ProtocolError: one is out of range or contradicts another; names group and field.
+        ProtocolError: a field is out of range or contradicts another field; the message names group and
+            field.
     """
     group = call.group
     require(0 <= group < MAX_GROUPS, group, "group", "is out of range")
     require(0 <= call.sample < MAX_SAMPLES, group, "sample", f"is {call.sample}")
     require(0 <= call.number < MAX_NUMBER, group, "number", f"is {call.number}")
-    # attempts that ended before their first call have no number, so it may be below the attempt
+    # attempts that end before their first call have no number, so `number` may be below `attempt`
     require(0 <= call.attempt < MAX_NUMBER, group, "attempt", f"is {call.attempt} of call {call.number}")
     require(-1 <= call.parent < call.number, group, "parent", f"is {call.parent} of call {call.number}")
     tokens = checked_array(group, "tokens", call.tokens, "int32", (None,))

@@ -1,10 +1,9 @@
 """Runs `python -m services.ingest`: accepts scored groups, also while the trainer restarts.
 
 Consumes: `ScoredRollout`, `ScoreFailure`, `Call` and `Recall`. Produces: spool records, ledger transitions,
-the event archive. Waits for: reward and rollout workers. A message is acknowledged once it is on disk and, if
-it is a group, accepted by the ledger; one that cannot be stored is not acknowledged, and its sender keeps it.
-The ingest also rebuilds a ledger that has lost acknowledged writes
-(`services/ledger_recovery/reconcile.py`).
+the event archive. Waits for: reward and rollout workers. A message is acknowledged once it is on disk and,
+for a group, accepted by the ledger. A message that cannot be stored is not acknowledged; its sender keeps it.
+The ingest also rebuilds a ledger that has lost acknowledged writes (`services/ledger_recovery/reconcile.py`).
 """
 
 import asyncio
@@ -24,24 +23,24 @@ from services.runtime.run_ledger import open_ledger
 from trainer.storage.spool import Spool
 
 JUMP_S = 60.0
-"""Move against this process's monotonic clock, between two comparisons, that is worth a warning."""
+"""Jump against this process's monotonic clock, between two comparisons, that triggers a warning."""
 COMPARE_S = 5.0
 SLOW_S = 10.0
-"""An answer that took longer does not say when the server read its clock; the next one decides."""
+"""Answers slower than this are ignored: the time at which the server read its clock is unknown."""
 
 
 class ClockWatch:
-    """Compares the server's wall clock with the monotonic clock of this process."""
+    """Monitor of the server's wall clock, compared with the monotonic clock of this process."""
 
     def __init__(
         self, wall_ms: Callable[[], Awaitable[int]], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """Watch the clock that `wall_ms` reads, in milliseconds; `clock` is in seconds."""
+        """Watch the clock read by `wall_ms`, in milliseconds; `clock` is in seconds."""
         self._wall_ms, self._clock = wall_ms, clock
         self._offset_s: float | None = None
 
     async def compare(self) -> float:
-        """Return by how many seconds the wall clock has jumped since the last call; warn if by many."""
+        """Return by how many seconds the wall clock has jumped since the last call; warn above `JUMP_S`."""
         asked_at = self._clock()
         wall_s = await self._wall_ms() / 1000
         answered = self._clock()
@@ -60,7 +59,7 @@ class ClockWatch:
         return jump_s
 
     async def watch_loop(self) -> None:
-        """Compare every few seconds, until cancelled."""
+        """Compare the clocks every `COMPARE_S`, until cancelled."""
         while True:
             await self.compare()
             await asyncio.sleep(COMPARE_S)
@@ -69,11 +68,11 @@ class ClockWatch:
 log = logging.getLogger("tether.ingest")
 
 ARCHIVE_S = 0.3
-"""Seconds between two moves of ledger events to the archive."""
+"""Seconds between two copies of ledger events to the archive."""
 
 
 async def serve(process: Process) -> None:
-    """Run the ingest until it is stopped; at the end the rest of the event log is archived."""
+    """Run the ingest until it is stopped, then archive the remaining events."""
     run_dir = process.settings.run_dir
     run_dir.mkdir(parents=True, exist_ok=True)
     spool = await asyncio.to_thread(Spool, run_dir / "spool.sqlite")
@@ -85,17 +84,17 @@ async def _serve(process: Process, spool: Spool, reconciler: LedgerReconciler) -
     try:
         await reconciler.reconcile_and_archive()
         await process.ledger.guard()
-        # from here on the archive loop checks a server that was restarted, so it waits for no guarded call
+        # The archive loop checks a restarted server, so it must not wait for guarded calls itself.
         async with running_loops({"ingest.admission": _admit(process, spool)}):
             await _archive_loop(process, reconciler, spool)
-        # not after an error, which it might hide: the next ingest continues where the archive ends
+        # Not after an error, which this call might hide: the next ingest continues the archive.
         await reconciler.archive_all()
     finally:
         await asyncio.to_thread(spool.close)
 
 
 async def _admit(process: Process, spool: Spool) -> None:
-    """Register, and admit groups and calls until the process is to stop."""
+    """Register, then admit groups and calls until the process is to stop."""
     async with (
         process.binding_socket(Receiver, SCORED) as receiver,
         process.binding_socket(Receiver, CALLS) as called,
@@ -115,9 +114,9 @@ async def _admit(process: Process, spool: Spool) -> None:
 
 
 async def _archive_loop(process: Process, reconciler: LedgerReconciler, spool: Spool) -> None:
-    """Move the ledger's events to the run directory until the process is to stop.
+    """Archive the ledger's events in the run directory until the process is to stop.
 
-    Leasing stops while this is more than `ledger.archive_limit` events behind.
+    The ledger grants no leases while more than `ledger.archive_limit` events are not archived.
 
     Raises:
         SettingsError: the spool was deleted or replaced.

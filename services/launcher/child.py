@@ -1,7 +1,7 @@
-"""Keeps one service of `tether up` running: starts it, logs its output, restarts it, stops it.
+"""Supervises one service of `tether up`: starts, logs, restarts and stops it.
 
-A service runs in a session of its own. It gets SIGTERM when the supervisor dies (Linux parent-death signal).
-SIGTERM asks it to drain; SIGKILL to its session ends remaining processes.
+A service runs in its own session. It gets SIGTERM when the supervisor dies (Linux parent-death signal).
+SIGTERM requests a drain; SIGKILL to the session ends remaining processes.
 """
 
 import asyncio
@@ -26,41 +26,41 @@ log = logging.getLogger("tether.up")
 BACKOFF_S = (0.2, 5.0)
 RESTART_WINDOW_S = 60.0
 ALIKE_S = 600.0
-"""A process that lived longer has made progress: its death is not counted with those before it."""
+"""Seconds after which a process has made progress: its death resets the count of equal errors."""
 MAX_LOG_BYTES = 32 << 20
-"""Size from which the log of a service is cut; what it had replaces NAME.log.1."""
+"""Size above which a service's log is truncated; its content replaces NAME.log.1."""
 EARLY_S = 10.0
-"""A fork of a spare that fails within so many seconds is followed by a new process instead of a fork."""
+"""After a spare's fork fails within this time in seconds, the next start uses a new process."""
 LOG_CHECK_S = 30.0
-"""Seconds between two checks of the size of a log while its service runs."""
+"""Seconds between two checks of a running service's log size."""
 
 
 class ServiceFailed(TetherError):
-    """A service died more often than `services.restarts` allows, in a minute or in the same way."""
+    """A service died more often than `services.restarts` allows, in a minute or with the same error."""
 
 
 @dataclass(frozen=True, slots=True)
 class ServiceSpec:
-    """One process to keep running."""
+    """Description of one process to supervise."""
 
     name: str
-    """Such as rollout.0 or trainer: the name of its log file, and its `TETHER_INSTANCE`."""
+    """Name of the service, such as rollout.0: name of its log file and value of `TETHER_INSTANCE`."""
     module: str
     """Started as `python -m MODULE`."""
     environ: Mapping[str, str]
-    """Environment variables of this service, over the inherited ones."""
+    """Environment variables of this service, which override inherited ones."""
     finishes: bool = False
-    """Whether exit code 0 means that its work is done; otherwise it is started again."""
+    """Whether exit code 0 ends the service; otherwise it is restarted."""
     optional: bool = False
-    """Whether the run continues without it when it dies too often."""
+    """Whether the run continues without the service if it dies too often."""
     registers: bool = True
-    """Whether it appears in the registry of the ledger."""
+    """Whether the service registers in the ledger."""
     withheld: frozenset[str] = frozenset()
-    """Variables that it does not inherit: credentials of other services."""
+    """Environment variables that the service does not inherit: credentials of other services."""
 
 
 class SupervisedProcess:
-    """One service, of which at most one process lives at any time."""
+    """A service with at most one live process."""
 
     def __init__(
         self,
@@ -74,28 +74,28 @@ class SupervisedProcess:
         """Prepare the service without starting it.
 
         Args:
-            spec: the command to start.
-            log_path: file that its output is appended to.
-            restarts: how often it may be restarted within `RESTART_WINDOW_S`.
-            is_over: whether the run is over; a service that `finishes` is started again if it ends before
-                that, because another process has drained it.
-            spares: processes that can replace it when it dies; None: a new process is always started.
-            on_exit: called each time its process has exited.
+            spec: description of the service.
+            log_path: file to which its output is appended.
+            restarts: maximum number of restarts within `RESTART_WINDOW_S`.
+            is_over: returns whether the run is over. A service with `finishes` that another process drained
+                before the end of the run is restarted.
+            spares: processes that can replace it when it dies; None always starts a new process.
+            on_exit: called after each exit of its process.
         """
         self.spec = spec
         self.log_path = log_path
         self.restarts = 0
-        """Restarts so far."""
+        """Number of restarts so far."""
         self.finished = asyncio.Event()
         """Set when `keep_running` has returned."""
         self.given_up = ""
-        """Why an optional service is not started any more; empty while it is."""
+        """Why an optional service is no longer restarted; empty while it runs."""
         self._allowed = restarts
         self._deaths: deque[float] = deque()
         self._alike = 0
-        """How many of the last deaths were of the same error."""
+        """Number of consecutive deaths with the same error."""
         self._error = ""
-        """What the last process said, without its numbers."""
+        """Last output line of the last process, with numbers replaced."""
         self._process: ServiceProcess | None = None
         self._stopping = False
         self._is_over = is_over
@@ -104,33 +104,33 @@ class SupervisedProcess:
         self._fork_failed = False
         """Whether the last process was a fork of a spare and failed within `EARLY_S`."""
         self._log_start = 0
-        """Where the output of the last process begins in the log."""
+        """Offset in the log at which the output of the last process begins."""
         self._is_log_cut = False
-        """Whether the log was cut while the last process wrote to it."""
+        """Whether the log was truncated while the last process wrote to it."""
 
     @property
     def registers(self) -> bool:
-        """Whether it appears in the registry of the ledger."""
+        """Whether the service registers in the ledger."""
         return self.spec.registers
 
     @property
     def name(self) -> str:
-        """Such as rollout.0 or trainer."""
+        """Name of the service, such as rollout.0 or trainer."""
         return self.spec.name
 
     @property
     def pid(self) -> int | None:
-        """Process id while it lives."""
+        """Process id; None while no process is alive."""
         return self._process.pid if self._process is not None and self._process.returncode is None else None
 
     async def keep_running(self) -> None:
         """Start the service and restart it when it dies, until it finishes or is stopped.
 
-        An optional service that cannot be kept running is given up, which is logged.
+        An optional service that dies too often is given up, which is logged.
 
         Raises:
             SettingsError: the service ended with the exit code for wrong settings.
-            ServiceFailed: it died more often within `RESTART_WINDOW_S` than it may.
+            ServiceFailed: the service died too often within `RESTART_WINDOW_S`, or with the same error.
         """
         try:
             await self._keep_running()
@@ -169,9 +169,10 @@ class SupervisedProcess:
             await asyncio.sleep(backoff_s(len(self._deaths)))
 
     def _too_often(self, code: int, last_line: str, lived_s: float) -> str:
-        """Count a death; return how often the service died if that is too often, else an empty text.
+        """Count a death; return how often the service died if that is too often, else an empty string.
 
-        A service that takes a minute to start and then always fails dies once a minute, without an end.
+        Counting equal errors catches a service that starts slowly and always fails: it would otherwise die
+        once a minute forever.
         """
         now = time.monotonic()
         self._deaths.append(now)
@@ -199,7 +200,7 @@ class SupervisedProcess:
             self._process = spare or await start_session(
                 (spec.module,), spec.environ, spec.name, output, asyncio.subprocess.DEVNULL, spec.withheld
             )
-        if self._stopping:  # stopped during its start: it has no work yet
+        if self._stopping:  # stopped during its start, before it had work
             self._kill_session()
         began_s = time.monotonic()
         try:
@@ -213,7 +214,7 @@ class SupervisedProcess:
             self._on_exit()
 
     async def _ended(self, process: ServiceProcess) -> int:
-        """Return the exit code of the process once it has ended; cut its log until then."""
+        """Wait for the process and return its exit code; truncate its log in the meantime."""
         while True:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(LOG_CHECK_S):
@@ -222,14 +223,14 @@ class SupervisedProcess:
                 self._log_start, self._is_log_cut = 0, True
 
     def _last_line(self) -> str:
-        """Return the last line of the last process; it may have written it just before the log was cut."""
+        """Return the last line of the last process, also if the log was truncated after the line."""
         line = last_log_line(self.log_path, start=self._log_start)
         return line or (last_log_line(older_log(self.log_path)) if self._is_log_cut else "")
 
     async def stop(self, drain_s: float) -> None:
-        """Send SIGTERM and wait `drain_s` seconds; then kill the process and everything that it started.
+        """Send SIGTERM and wait `drain_s` seconds; then kill the whole session.
 
-        If that is cancelled it can be repeated; the signal is sent once, because a second one ends the drain.
+        A cancelled call can be repeated. The signal is sent only once, because a second one ends the drain.
         """
         is_asked, self._stopping = self._stopping, True
         process = self._process
@@ -249,32 +250,32 @@ class SupervisedProcess:
                 await process.wait()
 
     def kill(self) -> None:
-        """Kill the process and everything that it started at once; it is not started again."""
+        """Kill the session of the service at once and do not restart it."""
         self._stopping = True
         if self.pid is not None:  # the number of one that has ended may be another process's by now
             self._kill_session()
 
     def _kill_session(self) -> None:
-        """Send SIGKILL to every process that is left in the session of the service."""
+        """Send SIGKILL to every remaining process in the session of the service."""
         if self._process is not None:
             kill_session(self._process)
 
 
 def backoff_s(deaths: int) -> float:
-    """Return the seconds before a service that died so often within `RESTART_WINDOW_S` is started again."""
+    """Return the delay in seconds before the restart after `deaths` deaths within `RESTART_WINDOW_S`."""
     return min(BACKOFF_S[0] * 2.0 ** min(deaths - 1, 10), BACKOFF_S[1])
 
 
 def older_log(log_path: Path) -> Path:
-    """Return where the part of a log is kept that was cut off."""
+    """Return the path of the truncated part of a log."""
     return log_path.with_name(f"{log_path.name}.1")
 
 
 def cut_log(log_path: Path, limit: int = MAX_LOG_BYTES) -> bool:
-    """Empty a log of more than `limit` bytes, and keep its contents in a copy; return whether it was cut.
+    """Move the content of a log above `limit` bytes to a copy; return whether the log was truncated.
 
-    The service may be writing: it appends, so it continues at the new end. If there is no room for the copy,
-    the log stays as it is, which is logged.
+    The service may be writing: it appends, and so continues at the new end. Without room for the copy the log
+    is not truncated, which is logged.
     """
     try:
         if not log_path.exists() or log_path.stat().st_size <= limit:
@@ -289,9 +290,10 @@ def cut_log(log_path: Path, limit: int = MAX_LOG_BYTES) -> bool:
 
 
 def last_log_line(log_path: Path, limit: int = 1000, start: int = 0) -> str:
-    """Return the last line of a service's log from byte `start` on, at most `limit` characters.
+    """Return the last line of a service's log after byte `start`, at most `limit` characters.
 
-    A line that the service itself closed with is preferred, because torchrun writes more after it.
+    Lines that begin with "tether " have priority, because torchrun writes more lines after the service's last
+    one.
     """
     lines: Sequence[str] = []
     with contextlib.suppress(OSError):

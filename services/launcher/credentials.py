@@ -1,7 +1,7 @@
-"""Decides which credentials among the variables of `tether up` are withheld from which services.
+"""Decides which credentials in the environment of `tether up` are withheld from which services.
 
-A variable is a credential if its name says so (`WANDB_API_KEY`), or a judge's `key_env` names it. A service
-gets a credential only if the table here, or its own work, needs it.
+A variable is a credential if its name matches `CREDENTIAL` (`WANDB_API_KEY`), or a judge's `key_env` names
+it. A service gets a credential only if `HOLDERS` or its own work requires it.
 """
 
 import re
@@ -14,9 +14,9 @@ from services.settings.sources import CLOUDS
 CREDENTIAL = re.compile(
     r"(^|_)(KEYS?|[A-Z]*APIKEY|TOKENS?|SECRETS?|[A-Z]*PASSWORD|PASSWD|PWD|PASSPHRASE|CREDENTIALS?|PAT|CONNECTION_STRING|HEADERS)(_|$)"
 )
-"""Words in the names of variables with credentials."""
+"""Pattern of the names of variables with credentials."""
 WORKING_DIRECTORIES = ("PWD", "OLDPWD")
-"""Variables of shells that `CREDENTIAL` matches although they hold none."""
+"""Shell variables without credentials that match `CREDENTIAL`."""
 READS_MODELS = frozenset({Role.ROLLOUT, Role.REWARD, Role.TRAINER, Role.EVALUATION})
 USERS_CODE = frozenset({Role.ROLLOUT, Role.REWARD, Role.EVALUATION})
 """Services that run environments and rewards of the user, which may need any credential."""
@@ -24,15 +24,15 @@ HOLDERS = {
     ("WANDB_", "MLFLOW_", "DATABRICKS_", "TRACKIO_", "OTEL_"): frozenset({Role.TRACKING}),
     ("HF_", "HUGGING_FACE_", "HUGGINGFACE_"): READS_MODELS,
 }
-"""How names begin -> services that get such a credential; others go to the user's code."""
+"""Prefixes of variables -> services that get such a credential; others go to services with user code."""
 SCORES = frozenset({Role.REWARD, Role.EVALUATION})
-"""Services that ask judges."""
+"""Services that call judges."""
 GENERATES = frozenset({Role.ROLLOUT, Role.EVALUATION})
-"""Services with engines, which read versions from an object store if `weights.url` names one."""
+"""Services with engines, which read versions from an object store if `weights.url` is set."""
 
 
 def withheld_from(role: Role, settings: Settings, names: Iterable[str]) -> frozenset[str]:
-    """Return the variables, of these names, that a service must not get."""
+    """Return the subset of `names` that a service must not get."""
     judges = {str(verifier.options.get("key_env", "")) for verifier in settings.reward.verifiers}
     stores = {Role.TRAINER, *(GENERATES if settings.weights.url else ())}
     return frozenset(name for name in names if role not in _holders(name, judges, frozenset(stores)))

@@ -1,4 +1,4 @@
-"""Waits at the end of a run until its last versions are scored, and names the unscored ones."""
+"""Waits at the end of a run for the scores of its last versions, and reports unscored versions."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from trainer.weights.version_directories import VERSION_NAME
 
 POLL_S = 0.2
 SHOWN = 10
-"""Versions that a line names at most."""
+"""Maximum number of versions named in a line."""
 
 
 async def finish_evaluation(
@@ -27,12 +27,12 @@ async def finish_evaluation(
     stop: asyncio.Event,
     note: Callable[[str], None],
 ) -> None:
-    """Wait until no snapshot is left to score, at most `eval.finish_s`.
+    """Wait until all snapshots are scored, at most `eval.finish_s` seconds.
 
     Args:
-        settings: of the run.
-        evaluation: the process that scores; None: there is none, and the call returns at once.
-        stop: ends the wait at once; so does the end of the process.
+        settings: settings of the run.
+        evaluation: evaluation process; None returns at once.
+        stop: ends the wait when set; so does the end of the evaluation process.
         note: prints a line.
     """
     versions = waiting_versions(settings.run_dir)
@@ -49,19 +49,19 @@ async def finish_evaluation(
 
 
 def waiting_versions(run_dir: Path) -> list[int]:
-    """Return the versions with a snapshot that is not scored completely and not left out."""
+    """Return the versions with a snapshot that is neither completely scored nor skipped."""
     paths = [path for path in (run_dir / SNAPSHOTS).glob("v*") if not (path / LEFT_OUT).exists()]
     return sorted({int(found[1]) for path in paths if (found := VERSION_NAME.fullmatch(path.name))})
 
 
 def describe_unscored(settings: Settings, first: int, last: int, evaluation: SupervisedProcess | None) -> str:
-    """Return a line that names the due versions without scores; empty if all have them.
+    """Return a line that names the due versions without scores; empty if all are scored.
 
     Args:
-        settings: of the run.
-        first: the version at which this `tether up` began.
-        last: the one at which it ended.
-        evaluation: the process that scored; None: evaluation is off.
+        settings: settings of the run.
+        first: version at which this `tether up` started.
+        last: version at which it ended.
+        evaluation: evaluation process; None if evaluation is off.
     """
     if evaluation is None:
         return ""

@@ -1,4 +1,4 @@
-"""Starts the processes of a run together, scales them while the run is on, and stops them in order."""
+"""Starts the processes of a run, scales them during the run, and stops them in order."""
 
 import asyncio
 import os
@@ -28,7 +28,7 @@ STOP_ORDER = (
     Role.TRACKING,
 )
 SHARED_STOP_ORDER = (Role.TRAINER, *(role for role in STOP_ORDER if role is not Role.TRAINER))
-"""With transport `shared` the trainer stops first, because it computes with an engine's memory."""
+"""Order with transport `shared`: the trainer first, because it computes with an engine's memory."""
 DRAIN_S = {
     Role.ROLLOUT: 20.0,
     Role.REWARD: 15.0,
@@ -37,41 +37,41 @@ DRAIN_S = {
     Role.INGEST: 15.0,
     Role.MONITOR: 15.0,
 }
-"""Seconds that a process has to drain before it is killed, or more; see `Fleet.drain_s`."""
+"""Minimum seconds for a process to drain before it is killed; see `Fleet.drain_s`."""
 DRAIN_MARGIN_S = {Role.ROLLOUT: 10.0, Role.REWARD: 5.0}
-"""Seconds beyond `rollout.drain_s` after which one of these is killed; it hands back and closes meanwhile."""
+"""Seconds beyond `rollout.drain_s` for these processes to release their work before they are killed."""
 FLUSH_MARGIN_S = 5.0
-"""Seconds beyond `tracking.flush_s` after which tracking is killed."""
+"""Seconds beyond `tracking.flush_s` before a tracking process is killed."""
 OPTIONAL = (Role.EVALUATION, Role.MONITOR, Role.TRACKING)
-"""The run continues without them."""
+"""Services without which the run continues."""
 SCALABLE = (Role.ROLLOUT, Role.REWARD)
 SPARED = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST)
-"""Roles that have spares: the run waits for them. A trainer of several ranks has none, because torchrun
+"""Roles with spares, since the run waits for them. A trainer of several ranks has none, because torchrun
 starts the ranks."""
 
 
 class Fleet:
-    """The supervised processes of a run, by role."""
+    """Supervised processes of a run, by role."""
 
     def __init__(self, settings: Settings, url: str, is_over: Callable[[], Awaitable[bool]]) -> None:
         """Prepare the processes without starting them.
 
         Args:
-            settings: of the run; the processes read them from RUN_DIR/settings.json.
-            url: URL of the ledger, handed over in the environment because it may hold a password.
-            is_over: whether the run is over, see `SupervisedProcess`.
+            settings: settings of the run; the processes read them from RUN_DIR/settings.json.
+            url: URL of the ledger, passed in the environment because it may contain a password.
+            is_over: returns whether the run is over, see `SupervisedProcess`.
         """
         self._settings = settings
         self._environ = {"TETHER_REDIS_URL": url, "TETHER_CONFIG": str(settings.run_dir / FILE)}
         self._is_over = is_over
         self.spares = Spares(settings.run_dir / "logs")
-        """Processes that wait to replace others."""
+        """Processes that wait to replace dead ones."""
         self.exited = asyncio.Event()
-        """Set each time a process has exited."""
+        """Set after each exit of a process."""
         self._keeping_spares: asyncio.Task[None] | None = None
         self._tasks: asyncio.TaskGroup | None = None
         self._stopping = False
-        self._failures: asyncio.Queue[TetherError] = asyncio.Queue()  # one a process at most
+        self._failures: asyncio.Queue[TetherError] = asyncio.Queue()  # at most one per process
         counts = {
             Role.INGEST: 1,
             Role.REWARD: settings.services.rewards,
@@ -90,16 +90,16 @@ class Fleet:
 
     @property
     def trainer(self) -> SupervisedProcess:
-        """The one trainer."""
+        """Process of the trainer."""
         return self.children[Role.TRAINER][0]
 
     @property
     def evaluation(self) -> SupervisedProcess | None:
-        """The process that scores versions, if there is one."""
+        """Process that scores versions; None if evaluation is off."""
         return next(iter(self.children.get(Role.EVALUATION, [])), None)
 
     def drain_s(self, role: Role) -> float:
-        """Return how long a process of a role has to drain, seconds; what settings give it comes on top."""
+        """Return the seconds for a process of a role to drain, including margins on top of settings."""
         if role is Role.TRACKING:
             return self._settings.tracking.flush_s + FLUSH_MARGIN_S
         if role in DRAIN_MARGIN_S:
@@ -107,9 +107,9 @@ class Fleet:
         return DRAIN_S[role]
 
     def start(self, tasks: asyncio.TaskGroup, wait_started: Callable[[], Awaitable[None]]) -> None:
-        """Keep every process running, each by a task of `tasks`, and spares once `wait_started` has returned.
+        """Supervise every process in a task of `tasks`; keep spares after `wait_started` has returned.
 
-        The processes' tasks never raise; see `failure`.
+        The tasks of the processes never raise; see `failure`.
         """
         self._tasks = tasks
         self._keeping_spares = tasks.create_task(self.spares.run(wait_started), name="spares")
@@ -118,14 +118,14 @@ class Fleet:
                 tasks.create_task(self._keep_running(child), name=child.spec.name)
 
     async def failure(self) -> TetherError:
-        """Return why the first process that cannot be kept running cannot, once there is one."""
+        """Wait for the first process that died too often, and return its error."""
         return await self._failures.get()
 
     async def scale(self, role: Role, count: int) -> None:
         """Change the number of processes of a role to `count`.
 
-        Additional ones are started at once; the newest ones are drained. If this is cancelled, some may still
-        be draining; `stop` ends them. It has no effect once the fleet is stopping.
+        Additional processes start at once; surplus processes, the newest, are drained. If cancelled, some may
+        still drain; `stop` ends them. Has no effect on a stopping fleet.
         """
         group = self.children[role]
         while len(group) < count and self._tasks is not None and not self._stopping:
@@ -139,7 +139,7 @@ class Fleet:
         del group[count:]
 
     async def stop(self) -> None:
-        """Drain all processes, role by role. Harmless to repeat."""
+        """Drain all processes, role by role. Idempotent."""
         self._end_spares()
         order = SHARED_STOP_ORDER if self._settings.weights.transport == TRANSPORT else STOP_ORDER
         for role in order:
@@ -161,7 +161,7 @@ class Fleet:
             self._failures.put_nowait(error)
 
     def _end_spares(self) -> None:
-        """Start no process from now on, and kill those that wait."""
+        """Kill waiting spares and start no more processes."""
         self._stopping = True
         if self._keeping_spares is not None:
             self._keeping_spares.cancel()
@@ -195,7 +195,7 @@ class Fleet:
         return self._settings.services.spares and role in SPARED and ranks == 1
 
     def _variables(self, role: Role, index: int) -> dict[str, str]:
-        """Return the environment variables that only this process has."""
+        """Return the environment variables of this process only."""
         services = self._settings.services
         if role is Role.TRACKING:
             return {"TETHER_TRACKING__KIND": self._settings.tracking.kind[index]}

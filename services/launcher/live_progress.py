@@ -1,4 +1,4 @@
-"""Shows the progress of `tether up` as a view that is redrawn, where the output is a terminal."""
+"""Shows the progress of `tether up` as a live view if the output is a terminal."""
 
 import asyncio
 import contextlib
@@ -27,13 +27,13 @@ from services.run_record.steps import RATE_STEPS
 
 REDRAW_S = 0.25
 ASK_S = 1.0
-"""Seconds between two questions to the ledger."""
+"""Seconds between two queries to the ledger."""
 
 
 def open_progress(run: str, run_dir: Path, steps: int, out: TextIO | None = None) -> Progress:
-    """Return what shows the progress of a run: a view on a terminal, else plain lines.
+    """Return a live view of the progress on a terminal, else one that prints plain lines.
 
-    The run continues where they cannot be written.
+    The run continues if the stream fails.
     """
     out = cast(TextIO, LastingStream(out or sys.stdout))
     if is_interactive(out, os.environ):
@@ -42,7 +42,7 @@ def open_progress(run: str, run_dir: Path, steps: int, out: TextIO | None = None
 
 
 def is_interactive(out: TextIO, environ: Mapping[str, str]) -> bool:
-    """Return whether a stream is a terminal that can be redrawn, and the user has not switched it off."""
+    """Return whether a stream is a redrawable terminal and the user has not disabled the live view."""
     return out.isatty() and not environ.get("NO_COLOR") and environ.get("TERM", "dumb") not in ("dumb", "")
 
 
@@ -50,7 +50,7 @@ class LiveProgress(Progress):
     """Redraws a `RunView` at the bottom of a terminal; other lines are printed above it."""
 
     def __init__(self, run: str, run_dir: Path, steps: int, out: TextIO) -> None:
-        """Begin without a drawing; lines of `note` are printed at once."""
+        """Start without a view; `note` prints lines at once."""
         super().__init__(run_dir, steps, out)
         self._run = run
         self._console = Console(file=out, highlight=False)
@@ -62,17 +62,17 @@ class LiveProgress(Progress):
         self._last_step = time.monotonic()
 
     def note(self, text: str) -> None:
-        """Print a line above the view, if there is text."""
+        """Print a line above the view, unless it is empty."""
         if text:
             self._console.print(Text(printable(text)), soft_wrap=True)
 
     def say_stopping(self, at_once: bool) -> None:
-        """Say that a signal ends the run, and show it in the view from now on."""
+        """Report that a signal ends the run, and show that state in the view."""
         super().say_stopping(at_once)
         self._stopping = True
 
     async def watch_loop(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> None:
-        """Redraw the view until cancelled; its last state stays on the screen."""
+        """Redraw the view until cancelled; the last state stays on the screen."""
         with Live(console=self._console, auto_refresh=False) as live, _logging_above(live):
             async with asyncio.TaskGroup() as tasks:
                 tasks.create_task(super().watch_loop(ledger, children), name="progress.steps")
@@ -86,7 +86,7 @@ class LiveProgress(Progress):
                     live.update(render_view(self.view()), refresh=True)
 
     def view(self) -> RunView:
-        """Return the present view of the run."""
+        """Return the current view of the run."""
         bound = self._status.get("bound")
         version = int(self._lines[-1]["version"] if self._lines else self._status.get("version", 0))
         return RunView(
@@ -139,7 +139,7 @@ class LiveProgress(Progress):
 
 @contextlib.contextmanager
 def _logging_above(live: Live) -> Iterator[None]:
-    """Print log lines above the view while the block runs; they were set up for standard error."""
+    """Redirect log lines from standard error to above the view, during the block."""
     handlers = [item for item in logging.getLogger().handlers if isinstance(item, logging.StreamHandler)]
     before = [item.setStream(_Above(live)) for item in handlers]
     try:
@@ -151,7 +151,7 @@ def _logging_above(live: Live) -> Iterator[None]:
 
 
 class _Above:
-    """A stream whose lines are printed above a view."""
+    """Stream that prints lines above a live view."""
 
     def __init__(self, live: Live) -> None:
         self._live = live

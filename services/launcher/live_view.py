@@ -1,4 +1,4 @@
-"""Draws the state of a run for a terminal: a pure function from a `RunView` to what rich can print."""
+"""Renders the state of a run for a terminal: a pure function from a `RunView` to rich's types."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from services.run_record.progress import number, token_rate
 from services.run_record.steps import step_seconds
 
 SHOWN_STEPS = 6
-"""Steps in the table, the newest ones."""
+"""Number of newest steps in the table."""
 SHOWN_SERVICES = 16
 STYLES = {WORKS: "green", WAITS: "yellow", STARTS: "cyan", MISSING: "red"}
 COLUMNS: Sequence[tuple[str, str, str]] = (
@@ -34,26 +34,26 @@ COLUMNS: Sequence[tuple[str, str, str]] = (
 
 @dataclass(frozen=True, slots=True)
 class RunView:
-    """View of a run in a terminal at one moment."""
+    """State of a run for the terminal view."""
 
     run: str
     state: str
     """starting, running, draining, done, or halted and why."""
     version: int
-    """Committed steps."""
+    """Number of committed steps."""
     steps: int
-    """Steps that were asked for."""
+    """Number of requested steps."""
     seconds: float
-    """Since `tether up` began."""
+    """Seconds since the start of `tether up`."""
     bound: str = ""
-    """Such as "E=1 B=8 mask"."""
+    """Bound, such as "E=1 B=8 mask"."""
     services: tuple[ServiceRow, ...] = ()
     lines: tuple[Mapping[str, Any], ...] = ()
-    """The newest lines of metrics.jsonl of this start, oldest first."""
+    """Newest lines of metrics.jsonl since this start, oldest first."""
     since_step_s: float = 0.0
     """Seconds since the newest step."""
     warnings: tuple[str, ...] = ()
-    """Present problems, one line each."""
+    """Current problems, one line each."""
 
 
 def render_view(view: RunView) -> RenderableType:

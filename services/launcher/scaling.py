@@ -1,7 +1,7 @@
-"""Passes `tether scale` to a running `tether up`, by a file in the run directory.
+"""Sends `tether scale` requests to a running `tether up`, as a file in the run directory.
 
-`tether up` deletes the file once it has applied the change. The lock of the run directory shows whether a
-`tether up` is running at all.
+`tether up` deletes the file after applying the change. The lock of the run directory shows whether a `tether
+up` is running.
 """
 
 import asyncio
@@ -30,10 +30,10 @@ log = logging.getLogger("tether.up")
 FILE = "scale.json"
 POLL_S = 0.2
 ASKED_S = 0.5
-"""How long `tether up` waits for the lock: who asks whether one is running holds it for a moment."""
+"""Seconds that `tether up` waits for the lock, which queries for a running `tether up` hold briefly."""
 ANSWER_S = 120.0
-"""How long `tether scale` waits beyond `rollout.drain_s` of each role: a worker that is removed first hands
-back what it holds."""
+"""Seconds that `tether scale` waits beyond `rollout.drain_s` per role: removed workers first release their
+work."""
 
 
 @contextlib.contextmanager
@@ -41,7 +41,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     """Hold the lock of the run directory within the block.
 
     Raises:
-        SettingsError: another `tether up` holds it.
+        SettingsError: another `tether up` holds the lock.
     """
     with contextlib.ExitStack() as stack:
         try:
@@ -50,15 +50,15 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             raise SettingsError(
                 f"another `tether up` is running in {run_dir}: stop it, or give --run-dir"
             ) from None
-        (run_dir / FILE).unlink(missing_ok=True)  # a request that no `tether up` was there to apply
+        (run_dir / FILE).unlink(missing_ok=True)  # left by a request without a running `tether up`
         yield
 
 
 def parse_counts(arguments: list[str]) -> dict[Role, int]:
-    """Return the counts in arguments such as `rollouts=3 rewards=1`.
+    """Parse arguments such as `rollouts=3 rewards=1`; return the counts by role.
 
     Raises:
-        SettingsError: names the argument that is wrong.
+        SettingsError: an argument is invalid; the message has the argument.
     """
     names = {f"{role}s": role for role in SCALABLE}
     counts: dict[Role, int] = {}
@@ -72,10 +72,10 @@ def parse_counts(arguments: list[str]) -> dict[Role, int]:
 
 
 def scale_run(run_dir: Path, counts: Mapping[Role, int]) -> str:
-    """Have a `tether up` keep other numbers of workers; return a line about them.
+    """Change the numbers of workers of a running `tether up`; return a line about them.
 
     Raises:
-        SettingsError: it is not on, or may not have so many.
+        SettingsError: no `tether up` is running, or the settings do not allow the numbers.
     """
     drain_s = 0.0
     if is_up(run_dir):
@@ -87,16 +87,16 @@ def scale_run(run_dir: Path, counts: Mapping[Role, int]) -> str:
 
 
 def request_scale(run_dir: Path, counts: Mapping[Role, int], drain_s: float = 0.0) -> None:
-    """Have the `tether up` of a run directory change its numbers of processes, and wait until it has.
+    """Request other numbers of processes from the `tether up` of a run directory; wait until applied.
 
     Args:
-        run_dir: of the run.
-        counts: processes of each role.
-        drain_s: `rollout.drain_s`, which workers that are removed may take.
+        run_dir: directory of the run.
+        counts: role -> number of processes.
+        drain_s: `rollout.drain_s`, the time for removed workers to drain.
 
     Raises:
-        SettingsError: none is running, or it is applying another such change.
-        TetherError: it did not apply the change in time, or has ended; the request is withdrawn.
+        SettingsError: no `tether up` is running, or it is applying another request.
+        TetherError: the change was not applied in time, or `tether up` has ended; the request is withdrawn.
     """
     if not is_up(run_dir):
         raise SettingsError(

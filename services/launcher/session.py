@@ -1,4 +1,4 @@
-"""Starts a process of `tether up` in a session of its own, which ends with `tether up`."""
+"""Starts a process of `tether up` in its own session, which ends with `tether up`."""
 
 import asyncio
 import contextlib
@@ -14,32 +14,32 @@ from services.runtime.import_path import safe_environment
 
 
 class ForkedProcess:
-    """A child of this process that another one has forked; it is used as `asyncio.subprocess.Process` is."""
+    """Child process forked by another process; has the interface of `asyncio.subprocess.Process`."""
 
     def __init__(self, pid: int) -> None:
-        """Watch for the end of the child `pid`, in a thread that ends with it."""
+        """Wait for the child `pid` in a thread that ends with the child."""
         self.pid = pid
         self._code: asyncio.Future[int] = asyncio.get_running_loop().create_future()
         threading.Thread(target=self._watch, name=f"waitpid-{pid}", daemon=True).start()
 
     @property
     def returncode(self) -> int | None:
-        """Exit code once it has ended, negative if a signal ended it."""
+        """Exit code, negative after a signal; None while the process runs."""
         return self._code.result() if self._code.done() else None
 
     async def wait(self) -> int:
-        """Return the exit code once it has ended."""
+        """Wait for the end of the process; return its exit code."""
         return await asyncio.shield(self._code)
 
     def send_signal(self, signum: int) -> None:
-        """Send it a signal, unless it has ended."""
+        """Send a signal unless the process has ended."""
         if self.returncode is None:
             os.kill(self.pid, signum)
 
     def _watch(self) -> None:
         try:
             code = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        except ChildProcessError:  # it was never adopted, or other code has waited for it
+        except ChildProcessError:  # the child was never adopted, or other code has waited for it
             code = 255
         with contextlib.suppress(RuntimeError):  # the loop is closed
             self._code.get_loop().call_soon_threadsafe(self._code.set_result, code)
@@ -56,15 +56,15 @@ async def start_session(
     stdin: int,
     withheld: frozenset[str] = frozenset(),
 ) -> asyncio.subprocess.Process:
-    """Start `python -m WORDS`; it gets SIGTERM when this process dies.
+    """Start `python -m WORDS`, which gets SIGTERM when this process dies.
 
     Args:
         words: module and arguments.
-        environ: variables over the inherited ones.
+        environ: variables that override inherited ones.
         name: `TETHER_INSTANCE` of the process.
-        output: file of its standard output and errors.
-        stdin: descriptor of its standard input, or `asyncio.subprocess.DEVNULL`.
-        withheld: names of variables that it must not inherit.
+        output: file for standard output and standard error.
+        stdin: descriptor of standard input, or `asyncio.subprocess.DEVNULL`.
+        withheld: names of variables that the process must not inherit.
     """
     return await asyncio.create_subprocess_exec(
         sys.executable,
@@ -85,13 +85,13 @@ async def start_session(
 
 
 def kill_session(process: ServiceProcess) -> None:
-    """Send SIGKILL to every process that is left in the session of a process that was started here."""
+    """Send SIGKILL to every remaining process in the session of a process started here."""
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
 
 
 def inherited_environment(withheld: frozenset[str]) -> dict[str, str]:
-    """Return the environment without these variables and without settings: services read settings.json."""
+    """Return the environment without `withheld` variables and settings; services read settings.json."""
     return {
         name: value
         for name, value in os.environ.items()

@@ -1,8 +1,8 @@
-"""Keeps spares: processes that have imported a service's modules, and replace one that dies.
+"""Keeps spares: processes with imported modules of a service that replace a dead process.
 
-A spare is of a kind: a module and its environment variables, which libraries read as they are imported. Each
-kind has one spare at most. It forks the services, so that the imports are done once a run; one that cannot
-fork (`services.spare.can_fork`) becomes the service, in the session that it was started in.
+The kind of a spare is its module and its environment variables, which libraries read at import. Each kind has
+at most one spare. A spare forks the services, so that a run imports once. A spare that cannot fork
+(`services.spare.can_fork`) becomes the service itself, in its own session.
 """
 
 import asyncio
@@ -22,57 +22,57 @@ from services.spare import FORKS, READY
 log = logging.getLogger("tether.up")
 
 AFTER_S = 5.0
-"""Seconds after which a spare that was used and has ended has a successor: it would slow down the service."""
+"""Seconds before a used spare is replaced, so that its imports do not slow down the service's start."""
 AGAIN_S = 60.0
-"""Seconds after which a spare that ended by itself, or for which there was no memory, is started again."""
+"""Seconds before a spare is restarted that died unused or lacked memory."""
 TRIES = 3
-"""Spares of a kind that may end by themselves, one after the other, before no more are started."""
+"""Number of consecutive spares of a kind that may die unused before no more are started."""
 READY_S = 300.0
-"""Seconds that a spare has for its imports."""
+"""Timeout of a spare's imports, seconds."""
 LATE_S = 30.0
-"""Seconds of its imports after which no service waits for a spare: a new process takes about as long."""
+"""Seconds that a service waits for a spare's imports; a new process would take about as long."""
 ORDER_S = 10.0
-"""Limit of having a spare fork and handing over a name, seconds."""
+"""Timeout of a fork and of sending its order, seconds."""
 ROOM_BYTES = 4 << 30
-"""Memory that has to be free on the host before a spare is started."""
+"""Free memory on the host required to start a spare, bytes."""
 
 Kind = tuple[str, tuple[tuple[str, str], ...], frozenset[str]]
-"""Module, variables, and names of variables that are withheld."""
+"""Module, environment variables, and names of withheld variables."""
 
 
 @dataclass(slots=True)
 class Spare:
-    """A process that waits to become a service, or to fork one."""
+    """Process that waits to become a service or to fork services."""
 
     process: asyncio.subprocess.Process
     reader: asyncio.StreamReader
     writer: asyncio.StreamWriter
     forks: bool
     used: asyncio.Event
-    """Set once there is a service of it: the life of one that does not fork is the service's from then on."""
+    """Set at the first service from this spare; a spare that cannot fork is the service from then on."""
 
 
 class Spares:
-    """The spares of a fleet."""
+    """Spares of a fleet."""
 
     def __init__(self, logs: Path) -> None:
-        """Begin without spares; they write `spare.NAME.log` in `logs`, NAME being a service."""
+        """Start without spares; spares write `spare.NAME.log` to `logs`, NAME being a service."""
         self._logs = logs
         self._kinds: dict[Kind, str] = {}
-        """Kinds to keep a spare of -> the first service of that kind."""
+        """Kind to keep a spare of -> first service of the kind."""
         self._ready: dict[Kind, Spare] = {}
         self._imports: dict[Kind, asyncio.Event] = {}
-        """Kind whose spare imports now -> set once it is ready, has failed, or is late."""
+        """Kind whose spare is importing -> event set once it is ready, has failed, or is late."""
         self._tasks: asyncio.TaskGroup | None = None
         self._importing = asyncio.Lock()
-        """Held by the one spare that imports: together they would leave the run no processor."""
+        """Held during imports: several spares at a time would take all processors from the run."""
         self._ordering = asyncio.Lock()
-        """Held by the one service that is made of a spare: answers do not mix."""
+        """Held while a spare starts a service, so that answers do not mix."""
 
     def add(
         self, name: str, module: str, environ: Mapping[str, str], withheld: frozenset[str] = frozenset()
     ) -> None:
-        """Keep a spare for the service `name`, and for others of its kind."""
+        """Keep a spare for the service `name` and all services of the same kind."""
         kind = _kind(module, environ, withheld)
         if kind in self._kinds:
             return
@@ -81,11 +81,11 @@ class Spares:
             self._tasks.create_task(self._keep_loop(kind), name=f"spare-{name}")
 
     async def run(self, wait_started: Callable[[], Awaitable[None]]) -> None:
-        """Keep the spares until cancelled; then those that were not used are killed.
+        """Keep the spares until cancelled; then kill the unused ones.
 
         Args:
-            wait_started: returns once the run makes steps. The first spares are started then, as they would
-                slow down its start.
+            wait_started: returns once the run makes steps. Spares start only then, because they would slow
+                down the run's start.
         """
         await wait_started()
         try:
@@ -104,15 +104,14 @@ class Spares:
         log_path: Path,
         withheld: frozenset[str] = frozenset(),
     ) -> ServiceProcess | None:
-        """Make the service `name` of the spare of a kind, and append its output to `log_path`.
+        """Start the service `name` from a spare, with output appended to `log_path`; None without a spare.
 
-        It waits for one that imports already, until `LATE_S`: a new process of the service would import the
-        same at the same time. Returns None if there is none.
+        Waits up to `LATE_S` for a spare that is importing, since a new process would repeat the same imports.
         """
         kind = _kind(module, environ, withheld)
         if importing := self._imports.get(kind):
             await importing.wait()
-            if kind in self._imports:  # it may hang
+            if kind in self._imports:  # the spare may hang
                 see = self._log(self._kinds[kind])
                 log.warning("spare.late name=%s seconds=%g instead=a new process see=%s", name, LATE_S, see)
         async with self._ordering:
@@ -123,7 +122,7 @@ class Spares:
                 del self._ready[kind]
                 spare.used.set()
             with contextlib.suppress(OSError, TimeoutError, ValueError), contextlib.ExitStack() as undo:
-                undo.callback(kill_session, spare.process)  # then a fork without an order ends, too
+                undo.callback(kill_session, spare.process)  # also ends a fork without an order
                 async with asyncio.timeout(ORDER_S):
                     process = await _forked(spare) if spare.forks else spare.process
                     spare.writer.write(json.dumps({"name": name, "log": str(log_path)}).encode() + b"\n")
@@ -149,7 +148,7 @@ class Spares:
             await asyncio.sleep(AGAIN_S)
 
     async def _keep_one(self, kind: Kind) -> bool:
-        """Start a spare and wait until it is used; return False if it could not start, or ended before."""
+        """Start a spare and wait until it is used; return False if it failed or died unused."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with self._importing, asyncio.timeout(READY_S):
@@ -164,9 +163,9 @@ class Spares:
                 log.info("spare.ready name=%s pid=%d", self._kinds[kind], spare.process.pid)
                 if spare.forks:
                     await spare.process.wait()
-                else:  # it closes its end when it becomes the service, and as it dies
+                else:  # the spare closes its end when it becomes the service or dies
                     await spare.reader.read()
-            except ConnectionError:  # it was killed before it has read its order
+            except ConnectionError:  # killed before it read its order
                 pass
             except (OSError, TimeoutError) as error:
                 log.warning("spare.not_ready name=%s error=%r", self._kinds[kind], error)
@@ -175,7 +174,7 @@ class Spares:
 
     @contextlib.contextmanager
     def _import_noted(self, kind: Kind) -> Iterator[None]:
-        """Have `take` wait for the spare that imports within the block."""
+        """Mark a kind as importing within the block, so that `take` waits."""
         self._imports[kind] = event = asyncio.Event()
         late = asyncio.get_running_loop().call_later(LATE_S, event.set)
         try:
@@ -186,7 +185,7 @@ class Spares:
             event.set()
 
     async def _end(self, kind: Kind, spare: Spare) -> None:
-        """Forget a spare, and kill it unless it has become a service."""
+        """Remove a spare; kill it unless it has become a service."""
         self._ready.pop(kind, None)
         spare.writer.close()
         if spare.forks or not spare.used.is_set():
@@ -213,7 +212,7 @@ class Spares:
 
 
 async def _forked(spare: Spare) -> ForkedProcess:
-    """Have a spare fork; the process waits for its order.
+    """Make a spare fork; return the child, which waits for its order.
 
     Raises:
         ValueError: the spare has died.
@@ -231,5 +230,5 @@ def _kind(module: str, environ: Mapping[str, str], withheld: frozenset[str]) -> 
 def _has_room() -> bool:
     try:
         return memory_available() >= ROOM_BYTES
-    except OSError:  # not Linux: it cannot be known
+    except OSError:  # unknown on systems other than Linux
         return True

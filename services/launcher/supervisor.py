@@ -1,8 +1,8 @@
 """Runs `tether up`: every service of a run on one machine, until its steps are done or Ctrl-C.
 
-First come all checks that need no started service; then ledger, run and services start. At the end rollout
-workers hand back their groups; then rewards, trainer, ingest, monitor and ledger stop. That order holds when
-a service failed, too. No end of a run leaves a process or weights in shared memory.
+All checks that need no started service run first; then ledger, run and services start. At the end rollout
+workers release their groups; then reward, trainer, evaluation, ingest, monitor, tracking and ledger stop,
+also after a failure. The end of a run leaves no process and no weights in shared memory.
 """
 
 import asyncio
@@ -45,11 +45,11 @@ from services.settings.hub import pin_names, record_pins
 from services.settings.sections import Settings
 
 LIMIT_S = 60.0
-"""Limit of unregistering all that have exited, seconds."""
+"""Timeout of unregistering all dead processes, seconds."""
 
 
 async def unregister_loop(ledger: Ledger, exited: asyncio.Event) -> None:
-    """Unregister dead processes at once, and again each time `exited` is set, until cancelled."""
+    """Unregister dead processes now and whenever `exited` is set, until cancelled."""
     while True:
         exited.clear()
         try:
@@ -61,7 +61,7 @@ async def unregister_loop(ledger: Ledger, exited: asyncio.Event) -> None:
 
 
 async def unregister_dead(ledger: Ledger) -> None:
-    """Unregister every process of this host that has exited; their leases expire."""
+    """Unregister every dead process of this host; its leases expire."""
     for peer in await ledger.peers():
         if _is_dead(peer):
             await ledger.unregister(peer.incarnation)
@@ -69,10 +69,10 @@ async def unregister_dead(ledger: Ledger) -> None:
 
 
 def _is_dead(peer: Peer) -> bool:
-    """Return whether a registered process has exited for certain.
+    """Return whether a registered process has certainly exited.
 
-    The registration was read before: a process that has the same id by now is taken for it, and not dead. An
-    id of another host or container is never compared.
+    A live process that reused the id counts as the registered one. Ids of other hosts or containers are never
+    compared.
     """
     pid, space = peer.info.get("pid"), peer.info.get("pid_space")
     is_here = bool(space) and space == pid_space()
@@ -80,7 +80,7 @@ def _is_dead(peer: Peer) -> bool:
 
 
 def _is_running(pid: int) -> bool:
-    """Return whether there is a process `pid` which is not a zombie."""
+    """Return whether a process `pid` exists and is not a zombie."""
     try:
         return bool(psutil.Process(pid).status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
@@ -90,13 +90,13 @@ def _is_running(pid: int) -> bool:
 log = logging.getLogger("tether.up")
 
 EXIT_S, POLL_S = 5.0, 0.05
-"""Seconds that processes which were killed have to exit, and between two questions whether they have."""
+"""Seconds for killed processes to exit, and between two checks."""
 BEGUN_S = 1.0
-"""Seconds between two questions to the ledger whether a step was made."""
+"""Seconds between two queries whether a step was made."""
 
 
 class _Halted(TetherError):
-    """The run halted; the text is the reason of the ledger."""
+    """The run halted, for the reason in the message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,28 +104,27 @@ class RunOutcome:
     """Outcome of a run."""
 
     version: int
-    """Committed steps."""
+    """Number of committed steps."""
     steps: int
-    """Steps that were asked for."""
+    """Number of requested steps."""
     interrupted: bool
     """Whether a signal stopped the run before it was done."""
     exhausted: bool
-    """Whether the prompts ran out."""
+    """Whether the prompts were exhausted."""
 
 
 async def run_up(settings: Settings, progress: Progress, compose: Callable[[], Settings]) -> RunOutcome:
     """Start all services of a run and keep them running until it is done.
 
-    A run whose directory is empty is fetched from `run.remote` first.
+    A run with an empty directory is first fetched from `run.remote`.
 
     Args:
-        settings: the run's settings.
-        progress: tells the user.
-        compose: composes the settings again, after the run was fetched.
+        settings: settings of the run.
+        progress: reports to the user.
+        compose: composes the settings again, after a fetch.
 
     Raises:
-        SettingsError: a setting is wrong, found before the start or by a service; no process is left
-            running.
+        SettingsError: a setting is wrong, found before the start or by a service; no process is left running.
         TetherError: a service died too often, or the run halted; no process is left running.
     """
     run_dir = settings.run_dir
@@ -145,13 +144,13 @@ async def run_up(settings: Settings, progress: Progress, compose: Callable[[], S
 async def _run_prepared(
     original: Settings, settings: Settings, spec: RunSpec, progress: Progress
 ) -> RunOutcome:
-    """Start the ledger, create or continue the run in it, and run it to its end; archive its event log.
+    """Start the ledger, create or resume the run, supervise it to its end, and archive its event log.
 
     Args:
-        original: the settings as the user gave them.
-        settings: the same with names of the hub at their commits.
-        spec: the run's specification for the ledger.
-        progress: tells the user.
+        original: settings as the user gave them.
+        settings: the same settings with hub names pinned to commits.
+        spec: specification of the run for the ledger.
+        progress: reports to the user.
     """
     run_dir = settings.run_dir
     refuse_made_from_record(run_dir)
@@ -167,7 +166,7 @@ async def _run_prepared(
                 progress.note(line)
             try:
                 outcome = await _supervise(settings, url, ledger, server, progress, spec.prompts)
-            except _Halted as halted:  # explained by its whole log, which no other process archives any more
+            except _Halted as halted:  # the explanation needs the whole log, and the ingest has ended
                 await Archiver(ledger, run_dir).archive_all()
                 raise TetherError(await asyncio.to_thread(_explain, run_dir, str(halted))) from None
             await Archiver(ledger, run_dir).archive_all()
@@ -190,10 +189,10 @@ async def _supervise(
 
     fleet = Fleet(settings, url, is_over)
     first = (await ledger.status()).version
-    await ledger.guard()  # from here on a restarted server is used once the ingest has checked it
+    await ledger.guard()  # a restarted server is used only after the ingest has checked it
     stop = _stop_on_signals(fleet, progress)
     try:
-        # the outer group: a watcher that fails must not cancel the services, which are drained then
+        # outer group: a failed watcher must not cancel the services, which are drained first
         async with asyncio.TaskGroup() as services:
             try:
                 async with running_loops(_watchers(settings, ledger, server, fleet, progress)):
@@ -229,7 +228,7 @@ async def _stepped(ledger: RedisLedger, first: int) -> None:
 
 
 def _stop_on_signals(fleet: Fleet, progress: Progress) -> asyncio.Event:
-    """Return an event that the first SIGINT or SIGTERM sets; the second one kills the fleet."""
+    """Return an event set by the first SIGINT or SIGTERM; the second signal kills the fleet."""
     stop = asyncio.Event()
 
     def on_signal() -> None:
@@ -250,7 +249,7 @@ def _watchers(
     fleet: Fleet,
     progress: Progress,
 ) -> dict[str, Coroutine[Any, Any, None]]:
-    """Return the loops that run with the services until cancelled; a failed one ends the run."""
+    """Return the loops that run with the services until cancelled; the failure of one ends the run."""
     loops = {
         "progress": progress.watch_loop(ledger, fleet.children),
         "scale": scale_loop(settings.run_dir, fleet),
@@ -266,14 +265,14 @@ def _watchers(
 
 
 async def _watch_failure(fleet: Fleet, progress: Progress) -> None:
-    """Say which service cannot be kept running as soon as there is one, and raise its error."""
+    """Report the first service that died too often, and raise its error."""
     error = await fleet.failure()
     progress.note(f"{error}; the other services are drained, Ctrl-C twice to stop now")
     raise error
 
 
 async def _remove_shared_memory(run: str) -> None:
-    """Remove the weights that a trainer which was killed has left in shared memory, once it has exited."""
+    """Remove weights in shared memory left by a killed trainer, once it has exited."""
     with contextlib.suppress(TimeoutError, OSError):
         async with asyncio.timeout(EXIT_S):
             while await asyncio.to_thread(remove_dead, run):  # noqa: ASYNC110 (the kernel tells only the parent)
@@ -283,7 +282,7 @@ async def _remove_shared_memory(run: str) -> None:
 async def _wait_until_over(
     ledger: RedisLedger, settings: Settings, fleet: Fleet, stop: asyncio.Event, progress: Progress
 ) -> None:
-    """Return when the trainer and, for a while, the evaluation have finished, or a stop was requested.
+    """Wait for the trainer and, up to `eval.finish_s`, the evaluation to finish, or for a stop.
 
     Raises:
         _Halted: the run halted.
@@ -291,7 +290,7 @@ async def _wait_until_over(
     is_over = False
     while not is_over:
         is_over = stop.is_set() or fleet.trainer.finished.is_set()
-        status = await ledger.status()  # after that: the trainer may have halted the run with its last step
+        status = await ledger.status()  # read last: the trainer may halt the run with its last step
         if status.halted:
             raise _Halted(status.halted)
         if is_over:
@@ -300,7 +299,7 @@ async def _wait_until_over(
 
 
 def _explain(run_dir: Path, reason: str) -> str:
-    """Return why the run halted, with what its event log says about the drops."""
+    """Return why the run halted, with details of the drops from the event log."""
     tail = EventTail(run_dir).read_all()
     return explain_halt(reason, tail.state()["drop_details"])
 

@@ -1,4 +1,4 @@
-"""Reports on the terminal the problems and progress that the tracking processes note on disk."""
+"""Reports problems and progress of the tracking processes on the terminal."""
 
 import asyncio
 import shlex
@@ -8,7 +8,7 @@ from services.settings.sections import Settings
 from services.tracking.state import read_state
 
 POLL_S = 1.0
-"""Seconds between two reads of the processes' notes."""
+"""Seconds between two reads of the tracking states."""
 
 
 async def warn_loop(settings: Settings, note: Callable[[str], None]) -> None:
@@ -24,9 +24,9 @@ async def warn_loop(settings: Settings, note: Callable[[str], None]) -> None:
 
 
 def describe_tracking(settings: Settings) -> Iterator[str]:
-    """Yield for each tracker how far it got, and where the run is found.
+    """Yield a line per tracker: its progress, and the URL of the run.
 
-    Call it when the processes of tracking have ended.
+    Call after the tracking processes have ended.
     """
     newest = settings.run_dir / "metrics.jsonl"
     size = newest.stat().st_size if newest.is_file() else 0

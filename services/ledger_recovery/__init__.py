@@ -1,1 +1,1 @@
-"""Archives ledger events, finds out whether a ledger lost acknowledged writes, and rebuilds it."""
+"""Archives ledger events, detects a ledger that lost acknowledged writes, and rebuilds it."""

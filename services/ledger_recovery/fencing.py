@@ -1,4 +1,4 @@
-"""Says why the ledger refuses a trainer that held the run."""
+"""Explains why the ledger refuses a trainer that held the run."""
 
 import asyncio
 import contextlib
@@ -10,17 +10,17 @@ from services.ledger.event_log.events import LedgerEvent, RebuildEvent, decode_f
 from services.ledger.interface import Ledger
 
 MOST_EVENTS = 10_000
-"""Events read of those that are not archived; after a rebuild, its own is the first."""
+"""Maximum number of unarchived events read; after a rebuild, the first one is its event."""
 
 
 async def why_fenced(ledger: Ledger, run_dir: Path, run: str) -> str:
-    """Return who has fenced the trainer: a rebuild of the ledger, or another trainer.
+    """Return what fenced the trainer: a rebuild of the ledger, or another trainer.
 
-    Reads the whole event log once, and takes it for another trainer if that is not possible.
+    Reads the whole event log once. If the log cannot be read, the answer is another trainer.
     """
     with contextlib.suppress(TetherError, OSError):
         epoch = (await ledger.head()).epoch
-        events = await ledger.events(0, MOST_EVENTS)  # before the archive, to which they are moved
+        events = await ledger.events(0, MOST_EVENTS)  # read before the archive, to which events move
         if any(_is_rebuild(decode_fields(event), epoch) for event in events) or await asyncio.to_thread(
             _is_archived_rebuild, run_dir / FILE, epoch
         ):

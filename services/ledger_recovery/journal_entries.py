@@ -1,4 +1,4 @@
-"""Encodes accepts and commits for the journal in the spool, and decodes them for a ledger that lost them."""
+"""Encodes accepts and commits for the spool's journal, and decodes them to rebuild a ledger."""
 
 import base64
 from collections.abc import Iterator, Mapping, Sequence
@@ -11,12 +11,12 @@ from trainer.storage.stored import JournalEntry
 
 
 def accept_entry(epoch: str, accepted: Sequence[TakenGroup], sequence: int) -> JournalEntry:
-    """Return the entry of groups that the ledger has accepted.
+    """Return the journal entry for accepted groups.
 
     Args:
-        epoch: the one that holds the run.
-        accepted: the groups, as `Ledger.accept` returned them.
-        sequence: number of the ledger's last event then, or of a later one.
+        epoch: epoch that holds the run.
+        accepted: groups as returned by `Ledger.accept`.
+        sequence: number of the ledger's newest event after the accepts, or of a later event.
     """
     groups = tuple(group.group for group in accepted)
     details = {"accepted": [_accept(group) for group in accepted]}
@@ -34,15 +34,15 @@ def commit_entry(
     digest: int,
     report: bytes,
 ) -> JournalEntry:
-    """Return the entry of a step's commit; the other arguments are those of `Ledger.commit`.
+    """Return the journal entry for a step's commit; the arguments are those of `Ledger.commit`.
 
     Args:
-        epoch: the one that holds the run.
-        batch: the batch of the step.
-        trained: group -> tokens that carried gradient by version.
-        sequence: number of the ledger's last event then, or of a later one.
-        digest: the digest of the new version's weights.
-        report: the encoded `StepReport`.
+        epoch: epoch that holds the run.
+        batch: batch of the step.
+        trained: group -> number of tokens with a gradient, by version.
+        sequence: number of the ledger's newest event after the commit, or of a later event.
+        digest: digest of the new version's weights.
+        report: encoded `StepReport`.
     """
     details = {
         "digest": str(digest),
@@ -60,7 +60,7 @@ def replayable_events(entry: JournalEntry) -> Iterator[JournalEvent]:
     """Yield a journal entry as events for `SnapshotBuilder.apply_journal`.
 
     Raises:
-        ProtocolError: if the details do not fit such an entry.
+        ProtocolError: the details do not match the kind of entry.
     """
     try:
         if entry.event == "accept":
@@ -74,7 +74,7 @@ def replayable_events(entry: JournalEntry) -> Iterator[JournalEvent]:
 
 
 def report_of(entry: JournalEntry) -> bytes | None:
-    """Return the encoded `StepReport` of a commit, None if the entry has none."""
+    """Return the encoded `StepReport` of a commit; None if the entry has none."""
     report = entry.details.get("report")
     return None if report is None else base64.b64decode(report)
 

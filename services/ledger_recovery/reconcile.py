@@ -1,9 +1,9 @@
 """Archives ledger events and rebuilds the ledger after its server lost acknowledged writes.
 
 Redis loses writes when it crashes without syncing its append-only file, fails over to a replica, or is
-flushed. What was acknowledged is on disk here: the archive holds every event up to its last line, and the
-journal in the spool the accepts and commits that came after it. A ledger that ends before either of them lost
-writes; so may have any server that was restarted and does not sync each write.
+flushed. Acknowledged writes are on local disk: the archive contains every event up to its last line, and the
+spool's journal the later accepts and commits. A ledger that ends before archive or journal has lost writes. A
+restarted server that does not sync each write may have lost writes, too.
 """
 
 import asyncio
@@ -29,39 +29,39 @@ from trainer.storage.stored import JournalEntry
 log = logging.getLogger("tether.keeper")
 
 CREATED = 1
-"""Event that creates a run; a start may end before it has written the settings."""
+"""Number of the event that creates a run; a start may end before it writes the settings."""
 MAX_TRIES = 20
-"""Attempts of a rebuild, which starts again when another process wrote to the ledger meanwhile."""
+"""Maximum number of attempts at a rebuild, which restarts after a concurrent write to the ledger."""
 
 
 MANY_EVENTS = 100_000
-"""A rebuild from so many events takes seconds, and is logged before it, too."""
+"""Number of events from which a rebuild takes seconds and is also logged at its start."""
 
 
 class LedgerReconciler:
-    """Compares the ledger of one run with its archive and journal.
+    """Reconciler of one run's ledger with its archive and journal.
 
-    The ingest has one while it runs, and `tether up` before it starts the ingest.
+    The ingest uses one while it runs, and `tether up` before it starts the ingest.
     """
 
     def __init__(self, ledger: RedisLedger, settings: Settings, spool: Spool) -> None:
-        """Store a ledger whose connection is its own and not guarded."""
+        """Store a ledger with its own, unguarded connection."""
         self._ledger = ledger
         self._settings = settings
         self._spool = spool
         self._archiver = Archiver(ledger, settings.run_dir)
         self._server = ""
-        """Id of the server process on which the ledger was compared last."""
+        """Id of the server process on which the ledger was last compared."""
 
     async def reconcile_and_archive(self) -> int:
-        """Archive new events, at most one batch, after rebuilding the ledger if it lost writes.
+        """Archive new events, at most one batch; first rebuild the ledger if it lost writes.
 
         Returns:
-            The number of events archived; 0 after a rebuild.
+            The number of archived events; 0 after a rebuild.
 
         Raises:
-            SettingsError: if the ledger lost writes and the archive does not hold them.
-            TetherError, OSError: as `Archiver.archive` does.
+            SettingsError: the ledger lost writes and the archive lacks them.
+            TetherError, OSError: as `Archiver.archive`.
         """
         server, reconciled = await self._ledger.reconciled_server()
         try:
@@ -83,11 +83,11 @@ class LedgerReconciler:
             pass
 
     async def _reconcile(self, server: str, reconciled: str) -> None:
-        """Compare the ledger with the files on disk, on a server process that is new to this reconciler."""
+        """Compare the ledger on a new server process with the files on disk."""
         last_known = await asyncio.to_thread(self._last_known)
         last_event = await self._found()
         if last_event < 0 and not last_known:
-            return  # the run is still to be created
+            return  # the run is not created yet
         if last_event < last_known:
             log.warning("ledger.lost_writes found=%d known=%d", last_event, last_known)
             await self._rebuild()
@@ -105,7 +105,7 @@ class LedgerReconciler:
         return -1 if status is None else status.sequence
 
     async def _rebuild(self) -> None:
-        """Rebuild the ledger from archive and journal; start again if another process wrote meanwhile."""
+        """Rebuild the ledger from archive and journal; restart after a concurrent write."""
         began, known = time.monotonic(), await asyncio.to_thread(self._last_known)
         if known >= MANY_EVENTS:
             path = self._archiver.path
@@ -151,7 +151,7 @@ class LedgerReconciler:
         )
 
     def _spec(self, builder: SnapshotBuilder) -> RunSpec:
-        """Return the run as the archive describes it, with the drop limits of the settings."""
+        """Return the run's specification from the archive, with the drop limits of the settings."""
         limits = self._settings.bound
         return RunSpec(
             run=self._settings.run.name,
@@ -165,7 +165,7 @@ class LedgerReconciler:
         )
 
     def _journal(self) -> list[JournalEntry]:
-        """Return the journal, which has to be whole: a damaged entry's step would be done again."""
+        """Return the journal. Raises SettingsError if an entry is damaged: its step would be repeated."""
         entries = self._spool.journal()
         whole = [entry for entry in entries if entry is not None]
         if len(whole) < len(entries):
@@ -177,14 +177,14 @@ class LedgerReconciler:
         return whole
 
     async def _archive_rest(self) -> int:
-        """Archive events that the server still has and the archive has not."""
+        """Archive events that the server still has."""
         try:
             return await self._archiver.archive()
         except (LostWrites, Refused):
             return 0
 
     def _read(self) -> tuple[SnapshotBuilder, dict[int, bytes]]:
-        """Replay archive and journal, and return them with the reports of the steps."""
+        """Replay archive and journal; return the state and the reports of the steps."""
         builder, path = SnapshotBuilder(), self._archiver.path
         reports: dict[int, bytes] = {}
         if path.is_file():
@@ -197,7 +197,7 @@ class LedgerReconciler:
             )
         archived, journal = builder.sequence, self._journal()
         last_event = min((entry.ledger_sequence for entry in journal), default=0)
-        if last_event > archived and journal[0].position > 1:  # the newest entry that may be deleted is kept
+        if last_event > archived and journal[0].position > 1:  # the newest deletable entry is always kept
             raise SettingsError(
                 f"the ledger lost writes, {path} ends at event {archived}, "
                 f"and the journal begins after event {last_event}: the events between are lost; "
@@ -213,11 +213,11 @@ class LedgerReconciler:
 
 
 async def reconcile(ledger: RedisLedger, settings: Settings) -> None:
-    """Rebuild the ledger if it lost writes, before any service uses it; return at once for a new run.
+    """Rebuild the ledger if it lost writes, before services use it; return at once for a new run.
 
     Raises:
-        SettingsError: if the ledger lost writes and the archive does not hold them, or the run was made in
-            another directory.
+        SettingsError: the ledger lost writes and the archive lacks them, or the run was made in another
+            directory.
     """
     status = await status_if_created(ledger)
     run_dir = settings.run_dir

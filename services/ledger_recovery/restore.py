@@ -1,8 +1,8 @@
-"""Builds the snapshot that a ledger has to hold after it lost acknowledged writes, from archive and journal.
+"""Builds the snapshot for a ledger that lost acknowledged writes, from archive and journal.
 
-The archive is complete up to its last line. Of what came after it, the journal (`trainer/storage/spool.py`)
-has the accepts and commits; they are applied after the archive. What neither has is undone: leases and
-running steps go back, dropped groups are tried again. A group that was trained is never trained again.
+The archive is complete up to its last line. The journal (`trainer/storage/spool.py`) has later accepts and
+commits, which are applied after the archive. Everything else is undone: leases and running steps are
+returned, dropped groups are tried again. A trained group is never trained again.
 """
 
 from collections import Counter
@@ -71,28 +71,28 @@ class _Group:
 
 
 class SnapshotBuilder:
-    """Replays a run: `apply` every event of the archive, then `apply_journal`, then ask for the `snapshot`.
+    """Replays a run: call `apply` for every archived event, then `apply_journal`, then `snapshot`.
 
-    Events are applied oldest first.
+    Events must be applied oldest first.
     """
 
     def __init__(self) -> None:
         self.fingerprint = ""
-        """Fingerprint of the prompt stream; empty until a `create` was applied."""
+        """Fingerprint of the prompt stream; empty until a `create` event is applied."""
         self.prompts: int | None = None
-        """Prompts in the stream; None if it has no end."""
+        """Number of prompts in the stream; None for an infinite stream."""
         self.steps = 0
-        """Steps after which the run is done."""
+        """Number of steps after which the run is done."""
         self.bound = Bound()
         """Bound in force."""
         self.pending: Bound | None = None
-        """A change of the bound that waited for rule F; it has to be asked for again."""
+        """Change of the bound that waited for rule F; it must be requested again."""
         self.sequence = 0
-        """Number of the last event of the archive."""
+        """Number of the last archived event."""
         self.version = 0
         """Committed version."""
         self.digest: int | None = None
-        """Digest of its weights; None if no trainer has stated it."""
+        """Digest of the committed version's weights; None if no trainer has declared it."""
         self._checkpoint = 0
         self._epochs: list[str] = []
         self._groups: dict[int, _Group] = {}
@@ -100,7 +100,7 @@ class SnapshotBuilder:
         self._trained = 0
         self._reasons: Counter[str] = Counter()
         self._wasted: Counter[str] = Counter()
-        """Tokens by drop reason."""
+        """Drop reason -> number of wasted tokens."""
         self._halted = ""
         self._draining = False
         self._accepted: set[tuple[int, str]] = set()
@@ -108,7 +108,7 @@ class SnapshotBuilder:
         self._journal_events: list[JournalEvent] = []
 
     def apply(self, event: LedgerEvent) -> None:
-        """Apply one event of the archive."""
+        """Apply one archived event."""
         self.sequence = event.seq
         match event:
             case CreateEvent():
@@ -155,7 +155,7 @@ class SnapshotBuilder:
                 self._rebuild(event)
 
     def apply_journal(self, event: JournalEvent) -> None:
-        """Apply an accept or a commit of the journal, unless the archive has it."""
+        """Apply an accept or commit from the journal, unless the archive contains it."""
         match event:
             case JournalAccept():
                 group = self._groups.get(event.group)
@@ -178,13 +178,13 @@ class SnapshotBuilder:
     def snapshot(
         self, *, epoch: str, last_event: int, sequence: int, reports: Mapping[int, bytes]
     ) -> Snapshot:
-        """Return the contents that the ledger must have.
+        """Return the state that the ledger must have.
 
         Args:
-            epoch: a new, unused one: it fences the trainer that held the run.
-            last_event: number of the last event in the ledger, -1 if the run is not there.
-            sequence: the highest recorded number of an event.
-            reports: encoded `StepReport` by step; may hold other steps, too.
+            epoch: new epoch, which fences the trainer that held the run.
+            last_event: number of the newest event in the ledger; -1 if the run is missing.
+            sequence: highest recorded event number.
+            reports: step -> encoded `StepReport`; may contain other steps.
         """
         self._undo()
         self._admit_scored()
@@ -231,7 +231,7 @@ class SnapshotBuilder:
                 group.state = _S.SCORED
 
     def _admit_scored(self) -> None:
-        """Keep the scored groups that the committed version and rule F allow; the others wait."""
+        """Keep the scored groups that the committed version and rule F allow; return others to WAITING."""
         admitted: list[int] = []
         scored = [
             (group.deadline, number, group)
@@ -246,7 +246,7 @@ class SnapshotBuilder:
                 group.wait()
 
     def _issue(self, issued: int) -> None:
-        """Add groups up to number `issued` whose leases were lost."""
+        """Add the groups below `issued` whose lease events were lost."""
         for number in range(len(self._groups), issued):
             self._groups[number] = _Group()
 
@@ -261,7 +261,7 @@ class SnapshotBuilder:
                 group.attempt = 0
 
     def _accept(self, event: AcceptEvent | JournalAccept) -> None:
-        self._issue(event.group + 1)  # only the journal may know of its lease
+        self._issue(event.group + 1)  # the lease may be recorded only in the journal
         group = self._groups[event.group]
         if isinstance(event, JournalAccept):
             group.hold(event)
@@ -297,7 +297,7 @@ class SnapshotBuilder:
 
     def _commit(self, event: CommitEvent | JournalCommit) -> None:
         step = event.step
-        if step < self.version:  # the rewind to it was lost
+        if step < self.version:  # the rewind event was lost
             self._rewind(step, self._abandoned(step))
         if isinstance(event, JournalCommit):
             for accepted in event.accepted:

@@ -1,1 +1,1 @@
-"""Settings of other trainers, as settings of tether."""
+"""Converts settings of other trainers to settings of tether."""

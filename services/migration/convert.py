@@ -1,4 +1,4 @@
-"""Defines `tether import-config`, which turns settings of TRL, verl or slime into a settings file."""
+"""Defines `tether import-config`, which converts settings of TRL, verl or slime to a settings file."""
 
 from collections.abc import Mapping
 from fnmatch import fnmatchcase
@@ -13,7 +13,7 @@ from services.migration.sources import nearest, read, source_of
 from services.settings.sources import to_toml
 
 SYNCHRONOUS = {"bound.max_staleness": 0}
-"""These trainers generate and train in turn, unless a setting says otherwise."""
+"""Default of the other trainers, which alternate generation and training."""
 ALWAYS_LEFT = (
     "the reward: [reward] verifiers (docs/own_code.md)",
     "settings that the file does not name: tether's own defaults hold, not those of {source}",
@@ -25,16 +25,16 @@ def import_config(
         Path, typer.Argument(metavar="FILE", help="TRL's YAML; verl's YAML or overrides; slime's arguments")
     ],
 ) -> None:
-    """Print the settings of TRL, verl or slime as a settings file, and list those that are left out."""
+    """Print the settings of TRL, verl or slime as a settings file, with a list of omitted settings."""
     print(convert(file), end="")
 
 
 def convert(file: Path) -> str:
-    """Return the text of a settings file for a file of TRL, verl or slime.
+    """Convert a file of TRL, verl or slime to the text of a settings file.
 
     Raises:
-        SettingsError: the file, which it names, cannot be read, or has names that are not known, all of which
-            are listed, or a value that has no counterpart.
+        SettingsError: the file cannot be read, has unknown names, or a value without a counterpart. The
+            message has the file and lists all unknown names.
     """
     try:
         text = file.read_text("utf-8-sig")
@@ -50,7 +50,7 @@ def convert(file: Path) -> str:
 
 
 def _converted(text: str, title: str) -> str:
-    """Return the text of a settings file for the text of a file with this name. Raises SettingsError."""
+    """Convert the text of a file called `title` to the text of a settings file. Raises SettingsError."""
     source = source_of(text)
     given = read(text, source)
     if hostile := [name for name in given if not name.isprintable()]:
@@ -67,9 +67,9 @@ def _converted(text: str, title: str) -> str:
 
 
 def _carried(source: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
-    """Return settings of the names that have a counterpart, and notes on those without a value."""
+    """Return the settings of names with a counterpart, and notes on names without a value."""
     settings, notes = dict[str, Any](SYNCHRONOUS), []
-    for name in CARRIED[source]:  # in the order of the table: more special names come later
+    for name in CARRIED[source]:  # in the order of the table: later names override earlier ones
         if name not in given:
             continue
         found = {} if given[name] is None else _carry(source, name, given[name])
@@ -94,7 +94,7 @@ def _reason(name: str, left: Mapping[str, str]) -> str | None:
 
 
 def _finished(settings: dict[str, Any]) -> dict[str, Any]:
-    """Return settings in which those that depend on each other are resolved."""
+    """Resolve settings that depend on each other."""
     found = dict(settings)
     samples = found.pop("generation_batch_size", None)
     if samples is not None:

@@ -1,8 +1,7 @@
-"""Names of settings in TRL, verl and slime, and what they become.
+"""Maps names of settings in TRL, verl and slime to tether's settings.
 
-Read in TRL 1.16.0 and verl 0.9.1 as they are installed, and in slime's quick start of 2026-11. A name is in
-`CARRIED` (with the conversion of its value), in `LEFT` (with the reason; `*` stands for any letters), or
-unknown.
+Read in TRL 1.16.0 and verl 0.9.1 as installed, and in slime's quick start of 2026-11. A name is in `CARRIED`
+(with the conversion of its value), in `LEFT` (with the reason; `*` is a wildcard), or unknown.
 """
 
 import math
@@ -14,35 +13,35 @@ Carry = Callable[[Any], Settings]
 
 
 def number(value: Any) -> float:
-    """Return a number that may be text, such as 1e-6, which YAML reads as text."""
+    """Convert a finite number or its text, such as 1e-6, which YAML reads as text."""
     if isinstance(value, bool) or not math.isfinite(found := float(value)):
-        raise ValueError(f"{value} is no finite number")
+        raise ValueError(f"{value} is not a finite number")
     return found
 
 
 def integer(value: Any) -> int:
-    """Return a whole number that may be text."""
+    """Convert a whole number or its text."""
     if (found := number(value)) != int(found):
         raise ValueError(f"{value} is no whole number")
     return int(found)
 
 
 def boolean(value: Any) -> bool:
-    """Return a truth value that may be text."""
+    """Convert a truth value or its text."""
     if str(value).lower() not in ("true", "false"):
         raise ValueError(f"{value} is neither true nor false")
     return str(value).lower() == "true"
 
 
 def text(value: Any) -> str:
-    """Return a name or a path; lists, mappings, truth values and null are none."""
+    """Convert a name or a path; reject lists, mappings, truth values and null."""
     if value is None or isinstance(value, list | dict | bool):
         raise ValueError("one text is carried over, not a list, a mapping, a truth value or null")
     return str(value)
 
 
 def file(value: Any) -> str:
-    """Return the path of a file, which may be a list of one; several are refused."""
+    """Convert the path of a file or a list of one path; reject several."""
     files = value
     if isinstance(value, str) and value.startswith("["):  # of verl's overrides
         files = [name.strip(" '\"") for name in value.strip("[]").split(",")]
@@ -52,12 +51,12 @@ def file(value: Any) -> str:
 
 
 def to(*settings: str, read: Callable[[Any], Any] = text) -> Carry:
-    """Return a conversion to settings that all get the value."""
+    """Return a conversion that gives all `settings` the value."""
     return lambda value: dict.fromkeys(settings, read(value))
 
 
 def chosen(setting: str, names: Mapping[str, str]) -> Carry:
-    """Return a conversion of a name; others are refused, with those that are known."""
+    """Return a conversion of a name; it rejects unknown names and lists the known ones."""
 
     def carry(value: Any) -> Settings:
         if str(value) not in names:
@@ -68,7 +67,7 @@ def chosen(setting: str, names: Mapping[str, str]) -> Carry:
 
 
 def every(setting: str) -> Carry:
-    """Return a conversion of a number that is left out where it is off, 0 or less."""
+    """Return a conversion of a number that is omitted if it is 0 or less."""
     return lambda value: {setting: integer(value)} if integer(value) > 0 else {}
 
 
@@ -78,7 +77,7 @@ def top_k(value: Any) -> Settings:
 
 
 def betas(value: Any) -> Settings:
-    """Convert both decays of Adam, a list or its text."""
+    """Convert both Adam decays, from a list or its text."""
     first, second = value if isinstance(value, list) else str(value).strip("[]()").split(",")
     return {"optimizer.adam_beta1": number(first), "optimizer.adam_beta2": number(second)}
 
@@ -87,7 +86,7 @@ SAMPLES, TOKENS = "sampling.samples_per_prompt", "sampling.max_tokens"
 CLIP_LOW, CLIP_HIGH = "algorithm.clip_low", "algorithm.clip_high"
 PROMPTS = to("prompts.path", read=file)
 KL_COEF, KL_ON = to("kl_loss_coef", read=number), to("use_kl_loss", read=boolean)
-"""Two settings there, one here: see `kl_decided`."""
+"""Two settings in other trainers, one in tether: see `kl_decided`."""
 ALGORITHMS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo", "cispo")
 
 CARRIED: Mapping[str, Mapping[str, Carry]] = {
@@ -216,7 +215,7 @@ CARRIED: Mapping[str, Mapping[str, Carry]] = {
 
 
 def kl_decided(settings: Settings) -> tuple[Settings, list[str]]:
-    """Return settings with the coefficient of the KL loss where it is on, and a note where it is missing."""
+    """Set the KL coefficient if the KL loss is on; return the settings and notes about a missing part."""
     found = dict(settings)
     is_on, coefficient = found.pop("use_kl_loss", False), found.pop("kl_loss_coef", None)
     if is_on and coefficient is not None:

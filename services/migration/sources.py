@@ -1,4 +1,4 @@
-"""Reads the settings of TRL, verl and slime as they are written: name -> value.
+"""Parses the settings of TRL, verl and slime: name -> value.
 
 TRL: a YAML mapping, as for `trl grpo --config`. verl: a YAML tree, or the overrides `a.b.c=value` of its
 command. slime: the arguments `--name value` of its train.py, also within the lists of a shell script.
@@ -14,7 +14,7 @@ from protocol.errors import SettingsError
 
 OVERRIDE = re.compile(r"\+{0,2}([a-z_]\w*(?:\.\w+)+)=(.*)", re.DOTALL)
 ROOT = "actor_rollout_ref"
-"""Section that every file of verl has."""
+"""Section in every file of verl."""
 TOKEN = re.compile(
     r"""
     (?P<space> [^\S\n]+ | \\\n | \#.* )
@@ -24,26 +24,26 @@ TOKEN = re.compile(
     """,
     re.VERBOSE,
 )
-"""The next part of a shell script; the operator NAME=( begins a list."""
+"""Pattern of the next token in a shell script; the operator NAME=( begins a list."""
 PROGRAM = re.compile(r"(.*/)?train\w*\.py")
 EXPANSION = re.compile(r"\$\{\w+\[[@*]\]\}")
-"""All of a list, where a script gives it to a program."""
+"""Pattern of the expansion of a whole list as program arguments."""
 SLIME = ("--rollout-batch-size", "--n-samples-per-prompt", "--hf-checkpoint", "--num-rollout")
-"""Arguments of which a file of slime has one."""
+"""Arguments of slime, of which each slime file contains at least one."""
 
 
 def source_of(text: str) -> str:
-    """Return whose settings a text has: trl, verl or slime."""
+    """Detect the source of a text: trl, verl or slime."""
     if any(argument in text for argument in SLIME):
         return "slime"
     return "verl" if ROOT in text else "trl"
 
 
 def read(text: str, source: str) -> dict[str, Any]:
-    """Return the settings of a text by name; those of slime without dashes at the beginning.
+    """Return the settings in a text by name; slime's without leading dashes.
 
     Raises:
-        SettingsError: the text does not have the form of its source.
+        SettingsError: the text does not have the format of its source.
     """
     if source == "slime":
         return dict(_arguments(_launched(text) or _words(text)))
@@ -53,13 +53,13 @@ def read(text: str, source: str) -> dict[str, Any]:
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """Return ", did you mean X?" for the most similar known name, empty if none is similar."""
+    """Return ", did you mean X?" for the most similar known name; empty without a similar name."""
     found = difflib.get_close_matches(name, [one for one in known if "*" not in one], n=1)
     return f", did you mean {found[0]}?" if found else ""
 
 
 def _launched(text: str) -> list[str]:
-    """Return the arguments of slime's program in a script, in its lists or behind its name; else none."""
+    """Return the arguments of slime's program in a script, from lists and after its name; empty if none."""
     words, end = list[str](), ""
     for kind, token in _tokens(text):
         if kind == "operator":
@@ -79,7 +79,7 @@ def _words(text: str) -> list[str]:
 
 
 def _tokens(text: str) -> Iterator[tuple[str, str]]:
-    """Yield kind and text of the operators and words of a shell script, words without their quotes."""
+    """Yield kind and text of the operators and words of a shell script; words are unquoted."""
     for match in TOKEN.finditer(text):
         kind, token = str(match.lastgroup), match[0]
         if kind == "unclosed":
@@ -94,7 +94,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
 
 
 def _is_tree(text: str) -> bool:
-    """Return whether a text is YAML of verl. It is asked first: an apostrophe would open a shell's quotes."""
+    """Return whether a text is verl's YAML. Tested first: an apostrophe would open a shell quote."""
     try:
         return ROOT in _yaml(text)
     except SettingsError:
@@ -107,7 +107,7 @@ def _overrides(text: str) -> dict[str, Any]:
 
 
 def _arguments(words: list[str]) -> Iterator[tuple[str, Any]]:
-    """Yield name and value of each `--name`; several values are a list, none is true."""
+    """Yield name and value of each `--name`; several values are a list, no value is True."""
     name, values = "", list[str]()
     for word in [*words, "--"]:
         if not word.startswith("--"):
@@ -132,7 +132,7 @@ def _yaml(text: str) -> dict[str, Any]:
 
 
 def _named(tree: Mapping[Any, Any]) -> dict[str, Any]:
-    """Return a mapping whose names are all text, which YAML does not say: `1`, `on` and `null` are none."""
+    """Check that all names are strings, because YAML reads `1`, `on` and `null` as other types."""
     if wrong := [name for name in tree if not isinstance(name, str)]:
         raise SettingsError(
             f"the name {wrong[0]!r} is no text; write it in quotes, or take it out of the file"

@@ -1,8 +1,8 @@
-"""Decides who may read the page, and which headers answers carry.
+"""Controls access to the page, and sets the headers of answers.
 
-On loopback every request whose `Host` is loopback, too, is answered; a name that an attacker's DNS points at
-127.0.0.1 is not. Elsewhere a key is needed: in the URL (`?key=...`), or as `Authorization: Bearer ...`, as
-Prometheus sends it. Only /health and the page's own code, which contain no data of a run, need none.
+On loopback, requests need a loopback `Host`, which rejects names in an attacker's DNS that resolve to
+127.0.0.1. On other addresses a key is required, in the URL (`?key=...`) or as `Authorization: Bearer ...`, as
+Prometheus sends it. /health and the page's code need no key: they contain no data of a run.
 """
 
 import hmac
@@ -27,9 +27,9 @@ HEADERS = {
 
 
 def page_url(host: str, port: int, key: str) -> str:
-    """Return the URL that opens the page, with the key if one is needed.
+    """Return the URL that opens the page, with the key if one is required.
 
-    A host that means all addresses becomes loopback; readers elsewhere put the machine's name in its place.
+    A wildcard host becomes loopback; readers on other machines replace it by the machine's name.
     """
     host = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host.strip("[]"), host.strip("[]"))
     shown = f"[{host}]" if ":" in host else host
@@ -37,7 +37,7 @@ def page_url(host: str, port: int, key: str) -> str:
 
 
 def guard(key: str) -> Middleware:
-    """Return a middleware that refuses readers without the key, and adds `HEADERS` to every answer."""
+    """Return a middleware that rejects readers without the key, and adds `HEADERS` to every answer."""
 
     @web.middleware
     async def check(request: web.Request, handler: Handler) -> web.StreamResponse:

@@ -1,4 +1,4 @@
-"""Reads what requests of the page ask for, and writes answers."""
+"""Parses queries of the page's requests, and encodes answers."""
 
 from typing import Any
 
@@ -6,11 +6,11 @@ import msgspec
 from aiohttp import web
 
 COMPRESS_FROM = 1000
-"""Bytes from which an answer is compressed."""
+"""Minimum size in bytes of a compressed answer."""
 
 
 def json_answer(value: Any) -> web.Response:
-    """Return a value as JSON."""
+    """Return an answer with a value as JSON."""
     body = msgspec.json.encode(value)
     answer = web.Response(body=body, content_type="application/json", charset="utf-8")
     if len(body) >= COMPRESS_FROM:
@@ -19,10 +19,10 @@ def json_answer(value: Any) -> web.Response:
 
 
 def number_in(request: web.Request, name: str) -> int:
-    """Return a number of the query, 0 if it is not given.
+    """Return a number in the query; 0 if it is missing.
 
     Raises:
-        web.HTTPBadRequest: it is no number.
+        web.HTTPBadRequest: it is not a number.
     """
     text = request.query.get(name, "0")
     if not text.isdecimal() or len(text) > 16:
@@ -31,10 +31,10 @@ def number_in(request: web.Request, name: str) -> int:
 
 
 def reward_in(request: web.Request, name: str, default: float) -> float:
-    """Return a reward of the query, `default` if it is not given.
+    """Return a reward in the query; `default` if it is missing.
 
     Raises:
-        web.HTTPBadRequest: it is no number.
+        web.HTTPBadRequest: it is not a number.
     """
     try:
         return float(request.query.get(name, default))

@@ -1,8 +1,8 @@
-"""Keeps the history of a run in bounded memory, and tells readers what has changed since they last asked.
+"""Keeps the history of a run in bounded memory, and sends readers only the changes.
 
-metrics.jsonl may have a million lines; the page draws at most `MAX_POINTS`. A point stands for `width` steps,
-a power of two that doubles whenever there would be too many points. Every line read raises the revision, and
-each point remembers the revision of its last change, so a reader gets the changed points only.
+metrics.jsonl may have a million lines; the page plots at most `MAX_POINTS`. A point represents `width` steps,
+a power of two that doubles when there are too many points. Every line increments the revision, and each point
+stores the revision of its last change.
 """
 
 import secrets
@@ -35,7 +35,7 @@ MAX_WARNINGS = 50
 
 
 class Point:
-    """Sums up the steps `start` to `start + width - 1`."""
+    """Aggregate of the steps `start` to `start + width - 1`."""
 
     __slots__ = ("counts", "lags", "offset", "revision", "skipped", "start", "totals")
 
@@ -45,16 +45,16 @@ class Point:
         """Byte offset of the point's first line in metrics.jsonl."""
         self.revision = 0
         self.totals: dict[str, float] = {}
-        """Field -> what `combine` made of its values."""
+        """Field -> its values combined by `combine`."""
         self.counts: dict[str, int] = {}
         """Field -> number of its values."""
         self.lags: dict[int, float] = {}
-        """Lag in versions -> trained tokens."""
+        """Lag in versions -> number of trained tokens."""
         self.skipped = 0
-        """Steps that changed no weights."""
+        """Number of steps that changed no weights."""
 
     def add(self, line: dict[str, Any], names: set[str]) -> None:
-        """Count one step; `names` are the fields known so far and grows up to `MAX_SERIES`."""
+        """Add one step; `names` are the known fields and grows up to `MAX_SERIES`."""
         self._add_number("step", line["step"])
         self.skipped += bool(line.get("skipped"))
         for name, value in numbers_of(line):
@@ -71,7 +71,7 @@ class Point:
                     self.lags[key] = self.lags.get(key, 0) + tokens
 
     def absorb(self, other: "Point") -> None:
-        """Count the steps of the point to the right as well."""
+        """Add the steps of the next point."""
         for name, total in other.totals.items():
             self.totals[name] = combine(name, self.totals[name], total) if name in self.totals else total
             self.counts[name] = self.counts.get(name, 0) + other.counts[name]
@@ -81,11 +81,11 @@ class Point:
         self.revision = max(self.revision, other.revision)
 
     def value(self, name: str) -> float | None:
-        """Return the mean, the largest or the last value of a field; None if no step has it."""
+        """Return the mean, maximum or last value of a field; None if no step has the field."""
         if name not in self.totals:
             return None
         total = self.totals[name]
-        if name in LATEST:  # times: rounded as other numbers are, they would be minutes off
+        if name in LATEST:  # rounding to seven digits would shift times by minutes
             return total
         return rounded(total / self.counts[name] if is_sum(name) and self.counts[name] > 1 else total)
 
@@ -95,7 +95,7 @@ class Point:
 
 
 class History:
-    """The points of metrics.jsonl. Methods block for a moment and may be called from any thread."""
+    """Points of metrics.jsonl. Methods block briefly and are thread-safe."""
 
     def __init__(self, path: Path, max_points: int = MAX_POINTS) -> None:
         """Store the arguments; `path` need not exist."""
@@ -106,7 +106,7 @@ class History:
         self._reset()
 
     def read_more(self) -> bool:
-        """Read the next piece of the file; returns whether there is more to read at once."""
+        """Read the next part of the file; return whether more can be read at once."""
         lines, more = self._follower.read()
         with self._lock:
             if self._follower.starts != self._starts:
@@ -119,14 +119,14 @@ class History:
         return more
 
     def since(self, revision: int) -> dict[str, Any]:
-        """Return the points that changed after `revision` (0: all), as columns for `/steps.json`.
+        """Return the points changed after `revision` (0: all), as columns for `/steps.json`.
 
         Returns:
-            `id` (another one after the file was replaced), `revision` to ask with next, `width`, `reset`
-            (whether the reader has to forget what it has), `columns` (field -> values, None where there is
-            none), `lags` (for each point rows of lag and tokens), `last` (the newest line as it is in the
-            file), `skipped` (steps of the run that changed no weights), `complete` (whether the file was read
-            to its end).
+            `id` (changes when the file is replaced), `revision` (the next request's revision), `width`,
+            `reset` (whether the reader must discard its points), `columns` (field -> values, None if
+            missing), `lags` (rows of lag and tokens for each point), `last` (newest line of the file),
+            `skipped` (number of steps that changed no weights), `complete` (whether the file was read to its
+            end).
         """
         with self._lock:
             reset = revision < self._reset_revision or revision > self._revision or revision == 0
@@ -152,11 +152,11 @@ class History:
             return list(self._warnings)
 
     def pace(self, run_state: str, left: int) -> dict[str, str]:
-        """Return `rate`, as the live view has it while steps are made, and `bottleneck`, for `/status.json`.
+        """Return `rate`, as in the live view, and `bottleneck`, for `/status.json`.
 
         Args:
-            run_state: of the run; the bottleneck of a run that is not running is over all its steps.
-            left: steps that are not made yet.
+            run_state: state of the run. If it is not "running", the bottleneck covers all steps.
+            left: number of remaining steps.
         """
         with self._lock:
             lines, is_on = list(self._recent), run_state == "running"
@@ -171,7 +171,7 @@ class History:
 
     @property
     def last(self) -> dict[str, Any]:
-        """The newest step's line; empty before there is one."""
+        """Line of the newest step; empty before the first step."""
         return self._last
 
     def _reset(self) -> None:
@@ -180,7 +180,7 @@ class History:
         self._width = 1
         self._revision = 0
         self._reset_revision = 0
-        """Readers behind this revision need all points: the width has changed, or points were removed."""
+        """Readers with an older revision need all points: the width has changed, or points were removed."""
         self._names: set[str] = set()
         self._last: dict[str, Any] = {}
         self._last_step = -1
@@ -198,7 +198,7 @@ class History:
         if self._points and step <= self._last_step:
             rewound = line["epoch"] != self._last["epoch"]
             self._rebuild(step, rewound, followed)
-            if not rewound:  # a correction of one step; `_rebuild` has read it
+            if not rewound:  # a corrected step, which `_rebuild` has read
                 self._last = line if step == self._last_step else self._last
                 return
         self._last, self._last_step = line, step
@@ -214,7 +214,7 @@ class History:
             self._widen()
 
     def _widen(self) -> None:
-        """Let each point stand for twice as many steps."""
+        """Double the number of steps per point."""
         self._width *= 2
         wider: list[Point] = []
         for point in self._points:
@@ -227,7 +227,7 @@ class History:
         self._reset_revision = self._revision
 
     def _rebuild(self, step: int, rewound: bool, line: FollowedLine) -> None:
-        """Read the point of `step` again from the file, because a step before the newest one came again.
+        """Rebuild the point of `step` from the file, after a line for an earlier step.
 
         After a rewind (`rewound`) the points from `step` on are of an abandoned branch and are removed.
         """
@@ -273,6 +273,6 @@ def _warnings_of(line: dict[str, Any]) -> Iterator[dict[str, Any]]:
 
 
 def warning_event(time_s: float, text: str) -> dict[str, Any]:
-    """Return a warning of a Unix time as an event for the page."""
+    """Return a warning at a Unix time as an event for the page."""
     fields = {"kind": "warning", "topic": "run", "level": "warn"}
     return {"seq": 0, "time_ms": int(time_s * 1000), **fields, "text": text[:400]}

@@ -1,18 +1,18 @@
-"""Serves the page and its data: read-only, small answers, each the change since the reader last asked.
+"""Serves the page and its data: read-only, with small answers that contain only changes.
 
 | path | answer |
 |---|---|
 | / | the page |
-| /assets/NAME | its code and style, without data of the run |
+| /assets/NAME | the page's code and style, without data of the run |
 | /status.json | state of the run, its pace, processes, engines, groups |
-| /steps.json?after=REVISION | points of the history that changed since (see `services.monitor.history`) |
-| /events.json?after=NUMBER&topics=run,versions | the newest events, and warnings of steps, as sentences |
-| /versions.json?after=NUMBER | who served which version when |
+| /steps.json?after=REVISION | points of the history changed since (see `services.monitor.history`) |
+| /events.json?after=NUMBER&topics=run,versions | the newest events and warnings of steps, as sentences |
+| /versions.json?after=NUMBER | commits of versions, and versions served by each engine over time |
 | /evaluations.json?after=NUMBER | scores of versions on held-out sets |
-| /samples.json?step=STEP&group=GROUP | samples of one group, with `least` and `most` those of such rewards |
-| /settings.json | settings that the run was last started with |
+| /samples.json?step=STEP&group=GROUP | samples of a group; `least` and `most` limit the rewards |
+| /settings.json | settings of the run's last start |
 | /logs.json?name=NAME | the end of a log |
-| /other/steps.json, evaluations.json, settings.json | those of a second run, to be laid over the first |
+| /other/steps.json, evaluations.json, settings.json | data of a second run, for comparison |
 | /targets.json | addresses of every process's /metrics, for Prometheus (`http_sd_configs`) |
 """
 
@@ -42,13 +42,13 @@ class RunNumbers:
     """History, scores and settings of one run."""
 
     def __init__(self, run_dir: Path, bounds: Callable[[], Sequence[Any]] = tuple) -> None:
-        """Store the arguments; `bounds` returns the bounds that were in force, as `EventTail.bounds`."""
+        """Store the arguments; `bounds` returns the bounds over time, as `EventTail.bounds`."""
         self._run_dir, self._bounds = run_dir, bounds
         self.history = History(run_dir / "metrics.jsonl")
         self.scores = ScoredVersions(run_dir)
 
     def routes(self, folder: str = "/") -> dict[str, Callable[[web.Request], Any]]:
-        """Return handlers by path, which begins with `folder`."""
+        """Return path -> handler; paths begin with `folder`."""
         return {
             f"{folder}steps.json": self._serve_steps,
             f"{folder}evaluations.json": self._serve_evaluations,
@@ -67,18 +67,18 @@ class RunNumbers:
 
 
 LOGS = "logs"
-"""Folder of the run directory with a log of each service."""
+"""Directory in the run directory with a log of each service."""
 MAX_BYTES = 64 << 10
-"""Bytes that are read of a log, the last ones."""
+"""Number of bytes read from the end of a log."""
 MAX_LOGS = 200
-"""Names that are offered."""
+"""Maximum number of logs to choose from."""
 MAX_EVENTS = 100
-"""Sentences in one answer."""
+"""Maximum number of sentences in an answer."""
 CONTENT_TYPES = {".js": "text/javascript", ".css": "text/css", ".html": "text/html", ".svg": "image/svg+xml"}
 
 
 class Pages:
-    """The data read of one run, and the handlers that serve it."""
+    """Data of one run, and the handlers that serve it."""
 
     def __init__(
         self, settings: Settings, state: Callable[[], Mapping[str, Any]], other: Path | None = None
@@ -86,9 +86,9 @@ class Pages:
         """Store the arguments.
 
         Args:
-            settings: of the run.
+            settings: settings of the run.
             state: returns the answer of /status.json.
-            other: directory of a run that is laid over this one.
+            other: directory of a second run for comparison.
         """
         run_dir = self._run_dir = settings.run_dir
         self._metrics_host = settings.bus.host
@@ -102,20 +102,20 @@ class Pages:
         self._assets = _read_assets()
 
     async def read_loop(self, interval_s: float) -> None:
-        """Read new lines of the run's files until cancelled; a thread may then still finish a piece."""
+        """Read new lines of the run's files until cancelled; a thread may then still finish its part."""
         while True:
             if not await asyncio.to_thread(self.read_piece):
                 await asyncio.sleep(interval_s)
 
     def read_piece(self) -> bool:
-        """Read a bounded piece of the run's new lines; return whether there is more at once."""
+        """Read a bounded part of the run's new lines; return whether more can be read at once."""
         more = self.tail.read_more()
         for numbers in filter(None, (self._numbers, self._other)):
             more = numbers.history.read_more() or more
         return more
 
     def routes(self) -> dict[str, Callable[[web.Request], Any]]:
-        """Return handlers by path."""
+        """Return path -> handler."""
         return {
             **self._numbers.routes(),
             **(self._other.routes("/other/") if self._other else {}),
@@ -150,7 +150,7 @@ class Pages:
         )
 
     def _warnings(self) -> list[dict[str, Any]]:
-        """Return the newest warnings of steps, and of held-out sets whose scores have fallen, as events."""
+        """Return the newest warnings of steps, and of held-out sets with fallen scores, as events."""
         fallen = [warning_event(row.time, text) for row, text in self._numbers.scores.fallen()]
         return [*self.history.warnings(), *fallen]
 
@@ -171,7 +171,7 @@ class Pages:
         return json_answer([self._target(process) for process in self._state().get("processes", ())])
 
     def _target(self, process: Mapping[str, Any]) -> dict[str, Any]:
-        """Return one process for Prometheus; off loopback it is reached by the name of its machine."""
+        """Return the Prometheus target of a process; off loopback by the name of its machine."""
         host = self._metrics_host if is_loopback(self._metrics_host) else process["host"]
         return {
             "targets": [f"{bracketed(host)}:{process['http']}"],
@@ -179,7 +179,7 @@ class Pages:
         }
 
     def _asset(self, request: web.Request, name: str) -> web.StreamResponse:
-        """Answer with a file of the page; the browser keeps it, and asks each time whether it has changed."""
+        """Answer with a file of the page. The browser caches the file and revalidates it each time."""
         if name not in self._assets:
             raise web.HTTPNotFound
         body = self._assets[name]
@@ -201,10 +201,10 @@ def _read_assets() -> dict[str, bytes]:
 
 
 def read_log(folder: Path, name: str) -> dict[str, Any]:
-    """Return the end of a log, by whole lines; a name that is no log's means the newest one.
+    """Return the end of a log in whole lines; an unknown name selects the newest log.
 
     Returns:
-        `names` of all logs, `name` (empty if there is none) and `text`.
+        `names` of all logs, `name` (empty without logs) and `text`.
     """
     logs = {path.name: path for path in sorted(folder.glob("*.log"))[:MAX_LOGS] if path.is_file()}
     if not logs:

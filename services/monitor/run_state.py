@@ -14,16 +14,16 @@ from services.run_record.sentences import short_name
 from services.settings.sections import Settings
 
 WINDOW_S = 120.0
-"""Samples older than this are forgotten."""
+"""Age in seconds after which samples are discarded."""
 SAMPLE_S = 1.0
-"""Least time between two samples that count."""
+"""Minimum seconds between two samples."""
 SETTLED_S = 10.0
-"""Samples must span so long before a share is given: busy times come with heartbeats, seconds apart."""
+"""Minimum seconds covered by samples before a share is shown: busy times arrive with heartbeats."""
 MAX_PROCESSES = 512
 
 
 class ActivitySample(NamedTuple):
-    """Activity of one process at one moment."""
+    """Activity of one process at one time."""
 
     time_s: float
     busy_s: float | None
@@ -31,16 +31,16 @@ class ActivitySample(NamedTuple):
 
 
 class Activity:
-    """The latest samples of every process of a run."""
+    """Latest samples of every process of a run."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
-        """`clock` gives seconds."""
+        """Start without samples; `clock` returns seconds."""
         self._clock = clock
         self._samples: dict[str, deque[ActivitySample]] = {}
         self._trainers: frozenset[str] = frozenset()
 
     def observe(self, peers: Sequence[Peer]) -> None:
-        """Sample the processes that are alive, and forget the others."""
+        """Sample the live processes, and discard the others."""
         now = self._clock()
         samples: dict[str, deque[ActivitySample]] = {}
         for peer in peers[:MAX_PROCESSES]:
@@ -54,11 +54,11 @@ class Activity:
         self._trainers = frozenset(peer.incarnation for peer in peers if peer.role == Role.TRAINER)
 
     def shares(self, incarnation: str) -> dict[str, Any]:
-        """Return the shares of a process's time, each from 0 to 1.
+        """Return the shares of a process's time, each 0 to 1.
 
         Returns:
-            `working` (None where it is not known), `waits` (such as "waits for rewards" -> share; numbers are
-            left out), `window_s` (seconds between the first sample and the last).
+            `working` (None if unknown), `waits` (such as "waits for rewards", without numbers -> share),
+            `window_s` (seconds between the first and the last sample).
         """
         samples = list(self._samples.get(incarnation, ()))
         if not samples:
@@ -96,11 +96,11 @@ def _sample(peer: Peer, now: float) -> ActivitySample:
 
 
 ENGINE_FIELDS = ("groups", "pause_ms")
-"""Optional fields of rollout workers about their engine, in addition to `collect_status`'s."""
+"""Optional fields of rollout workers about their engine, in addition to `collect_status`."""
 
 
 class LiveState:
-    """The state of a run whose ledger answers."""
+    """State of a run whose ledger answers."""
 
     def __init__(self, ledger: Ledger, settings: Settings) -> None:
         """Store the arguments."""
@@ -109,10 +109,10 @@ class LiveState:
         self._activity = Activity()
 
     async def collect(self) -> dict[str, Any]:
-        """Return what `collect_status` returns, with the time shares of processes and the state of engines.
+        """Return the result of `collect_status` with time shares of processes and states of engines.
 
         Raises:
-            TetherError: the ledger does not answer, or has no such run.
+            TetherError: the ledger does not answer, or lacks the run.
         """
         facts = await collect_status(self._ledger)
         peers = {peer.incarnation: peer for peer in await self._ledger.peers()}

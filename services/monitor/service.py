@@ -1,7 +1,7 @@
 """Runs `python -m services.monitor`: a read-only web page and metrics of a run.
 
-Consumes: the ledger's status and registry, metrics.jsonl, the event log, and records of past steps. Only
-reads. Waits for: the run in the ledger.
+Reads: the ledger's status and registry, metrics.jsonl, the event log, and records of past steps. Waits for:
+the run in the ledger.
 """
 
 import logging
@@ -28,7 +28,7 @@ from services.runtime.prompt_stream import wait_for_run
 log = logging.getLogger("tether.monitor")
 
 REFRESH_S = 1.0
-"""Seconds between two reads of the ledger, and of the files."""
+"""Seconds between two reads of the ledger and of the files."""
 
 
 async def serve(process: Process) -> None:
@@ -47,7 +47,7 @@ async def serve(process: Process) -> None:
         [guard(key)],
     )
     port = await server.start(config.host, config.port)
-    process.info["page"] = page_url(config.host, port, "")  # `tether status` adds the key, from its file
+    process.info["page"] = page_url(config.host, port, "")  # `tether status` adds the key from its file
     await process.register()
     log.info("monitor.serving url=%s", process.info["page"])
     try:
@@ -63,8 +63,8 @@ async def serve(process: Process) -> None:
 class RunGauges(Collector):
     """Prometheus metrics of the run.
 
-    They are `tether_run_*`, `tether_engine_*` of each engine, and the newest step's numbers as `tether_step`.
-    A value that is unknown, or was not measured in that step, has no sample.
+    These are `tether_run_*`, `tether_engine_*` for each engine, and the newest step's numbers as
+    `tether_step`. Unknown and unmeasured values have no sample.
     """
 
     NAMES = ("version", "steps", "issued", "trained", "dropped", "active", "wasted_tokens")
@@ -77,20 +77,20 @@ class RunGauges(Collector):
             "drafts_accepted": "Share of drafted tokens that the engine accepted",
         }
     )
-    """Number of an engine -> what it is."""
+    """Engine number -> help text."""
 
     def __init__(self, registry: CollectorRegistry) -> None:
-        """Register the metrics; they have no samples until the first `set`."""
+        """Register the metrics, which have no samples before the first `set`."""
         self._state: Mapping[str, Any] = {}
         self._step: Mapping[str, Any] = {}
         registry.register(self)
 
     def set(self, state: Mapping[str, Any], step: Mapping[str, Any]) -> None:
-        """Show the counters of a state and the numbers of a line of metrics.jsonl."""
+        """Store a state's counters and the numbers in a line of metrics.jsonl."""
         self._state, self._step = dict(state), step
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metrics with what was set last."""
+        """Yield the metrics with the last stored values."""
         for name in self.NAMES:
             family = GaugeMetricFamily(f"tether_run_{name}", f"{name} of the run, from the ledger")
             if isinstance(value := self._state.get(name), (int, float)):
@@ -98,7 +98,7 @@ class RunGauges(Collector):
             yield family
         for name, meaning in self.ENGINE.items():
             family = GaugeMetricFamily(f"tether_engine_{name}", meaning, labels=["engine"])
-            # a worker that was started again has the name of the one before it, which may be listed still
+            # a restarted worker has the name of its predecessor, which may still be listed
             values = {engine["name"]: engine.get(name) for engine in self._state.get("engines", ())}
             for engine, value in values.items():
                 if value is not None:

@@ -1,4 +1,4 @@
-"""`tether monitor D`: the page of a run from its directory and, while it answers, its ledger."""
+"""`tether monitor D`: serves the page of a run from its directory and, if it answers, its ledger."""
 
 import asyncio
 import contextlib
@@ -22,29 +22,29 @@ from services.runtime.run_ledger import open_ledger
 from services.settings.sections import Settings
 
 RETRY_S = 10.0
-"""How often a ledger that does not answer is tried again."""
+"""Seconds between attempts to connect to a ledger that does not answer."""
 
 
 class StandaloneMonitor:
-    """A monitor that is no process of the run: it registers nowhere, and needs only files."""
+    """Monitor outside of the run: it does not register, and needs only files."""
 
     def __init__(self, settings: Settings, other: Path | None = None) -> None:
-        """Store the arguments. With `settings.ledger.retry_s` = 0 a ledger that is away is not waited for.
+        """Store the arguments. With `settings.ledger.retry_s` = 0 it does not wait for an absent ledger.
 
-        `other` is the directory of a run that is laid over this one.
+        `other` is the directory of a second run for comparison.
         """
         self._settings = settings
         self._live: dict[str, Any] = {}
-        """The ledger's last answer; empty while it does not answer."""
+        """Last answer of the ledger; empty while the ledger does not answer."""
         self._pages = Pages(settings, self._describe, other)
         self._registry = CollectorRegistry()
         self._gauges = RunGauges(self._registry)
 
     async def run(self, stop: asyncio.Event, announce: Callable[[str], None]) -> None:
-        """Serve the page until `stop` is set; `announce` gets its URL once it can be opened.
+        """Serve the page until `stop` is set; `announce` gets its URL when it can be opened.
 
         Raises:
-            SettingsError: the address cannot be bound, or needs a key that cannot be read or made.
+            SettingsError: the address cannot be bound, or the required key cannot be read or created.
         """
         config = self._settings.monitor
         key = access_key(config.host, config.key_file, self._settings.run_dir)
@@ -64,7 +64,7 @@ class StandaloneMonitor:
             await server.close()
 
     async def _ledger_loop(self) -> None:
-        """Show the ledger's answers while it answers; try it again and again until cancelled."""
+        """Update the state from the ledger; retry a ledger that does not answer, until cancelled."""
         while True:
             with contextlib.suppress(TetherError):
                 async with open_ledger(self._settings) as ledger:
@@ -96,13 +96,13 @@ def run_monitor(
     """Serve the page of a run until Ctrl-C or SIGTERM.
 
     Args:
-        settings: those that the run was last started with.
-        host: address to serve on; None: loopback. The run's own `monitor.host` is for its own monitor.
-        port: None or 0: any free one.
-        other: directory of a run that is laid over this one in all charts.
+        settings: settings of the run's last start.
+        host: address to serve on; None: loopback. `monitor.host` applies only to the run's own monitor.
+        port: port to serve on; None or 0: any free port.
+        other: directory of a second run, shown in all charts for comparison.
 
     Raises:
-        SettingsError: the address cannot be bound, or needs a key that cannot be read or made.
+        SettingsError: the address cannot be bound, or the required key cannot be read or created.
     """
     monitor = dataclasses.replace(settings.monitor, host=host or "127.0.0.1", port=port or 0)
     asyncio.run(_run_until_signal(dataclasses.replace(settings, monitor=monitor), other))

@@ -1,24 +1,24 @@
-"""Names the part of a run that the others wait for, from the shares of time that its steps measured."""
+"""Finds the bottleneck of a run from the busy shares that its steps measured."""
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 BUSY = 0.8
-"""Share of the time from which a part counts as a bottleneck."""
+"""Busy share above which a part counts as a bottleneck."""
 LEAST_STEPS = 3
-"""Steps from which shares mean anything."""
+"""Minimum number of steps for meaningful shares."""
 ENGINES, REWARDS, TRAINER = "engines", "rewards", "trainer"
 MEASURED = {ENGINES: "engine_busy", REWARDS: "reward_busy"}
-"""Part -> the field of a step's line with its busy share."""
+"""Part -> field in a step's line with its busy share."""
 PARTS = ("train_s", "publish_s", "checkpoint_s", "other_s")
-"""Fields of a step's line in which the trainer works."""
+"""Fields in a step's line with working time of the trainer."""
 TRAINERS_PART: Mapping[str, str] = {
     "train_s": "more ranks in [parallel], or a larger trainer.micro_batch_tokens",
     "publish_s": "most of it publishes weights: see the transports in docs/weights.md",
     "checkpoint_s": "most of it waits for checkpoints: a larger trainer.checkpoint_every, or a faster disk",
     "other_s": "most of it waits for the ledger, or for the disk of the run directory",
 }
-"""Largest part of the trainer's time -> what to change."""
+"""Trainer's longest part -> suggested change."""
 REMEDIES: Mapping[str, str] = {
     ENGINES: "more engines (services.rollouts), or a shorter sampling.max_tokens",
     REWARDS: "more reward.workers or services.rewards, or an asynchronous function for what waits",
@@ -30,9 +30,9 @@ OVERLAP = (
 
 
 class PartTimes:
-    """Seconds in which the parts of a run worked, over its steps but for the first one of each trainer.
+    """Working seconds of the parts of a run, without the first step of each trainer.
 
-    A first step contains the start of engines and trainer.
+    A first step includes the start of engines and trainer.
     """
 
     def __init__(self, lines: Iterable[Mapping[str, Any]] = ()) -> None:
@@ -41,7 +41,7 @@ class PartTimes:
         self._steps = 0
         self._seconds = dict.fromkeys(("step_s", *PARTS), 0.0)
         self._busy = {part: (0.0, 0.0) for part in MEASURED}
-        """Part -> its busy seconds, and the seconds of the steps that measured them."""
+        """Part -> its busy seconds, and the seconds of the steps that measured it."""
         for line in lines:
             self.add(line)
 
@@ -60,7 +60,7 @@ class PartTimes:
                 self._busy[part] = busy_s + share * step_s, measured_s + step_s
 
     def shares(self) -> dict[str, float]:
-        """Return the busy share of each part that was measured, 0 to 1; empty while there are few steps."""
+        """Return the busy share of each measured part, 0 to 1; empty before `LEAST_STEPS` steps."""
         if self._steps < LEAST_STEPS:
             return {}
         worked_s = sum(self._seconds[name] for name in PARTS)
@@ -68,10 +68,10 @@ class PartTimes:
         return shares | {part: busy / all_s for part, (busy, all_s) in self._busy.items() if all_s}
 
     def bottleneck(self) -> str:
-        """Return one sentence: the part that the others wait for, all shares, and what to change.
+        """Return one sentence: the part for which the others wait, all shares, and a suggested change.
 
-        A trainer or an engine that is busy counts before rewards: a judge that takes long is always busy, and
-        holds up the run only where engines are not. Empty: too little was measured.
+        A busy trainer or engine takes precedence over rewards: a slow judge is always busy, but delays the
+        run only if engines are idle. Empty without enough measurements.
         """
         shares = self.shares()
         name = next((part for part in _by_share(shares) if shares[part] >= BUSY), "")
@@ -91,7 +91,7 @@ class PartTimes:
 
 
 def _by_share(shares: Mapping[str, float]) -> list[str]:
-    """Return the parts, the busiest first, and rewards last."""
+    """Return the parts, busiest first, rewards last."""
     return sorted(shares, key=lambda part: (part == REWARDS, -shares[part]))
 
 

@@ -1,4 +1,4 @@
-"""Measures how much of the time an engine has work."""
+"""Measures the share of time in which an engine has work."""
 
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -7,7 +7,7 @@ from typing import Any
 
 
 class BusyMeter:
-    """Counts the seconds in which at least one piece of work was running, and the engine was awake."""
+    """Counts the seconds in which at least one block ran and the engine was awake."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         """Start at zero; `clock` returns seconds."""
@@ -29,12 +29,12 @@ class BusyMeter:
             self._working -= 1
 
     def sleep(self) -> None:
-        """Count no time until `wake`: an engine that has left its GPU keeps its requests and runs none."""
+        """Stop counting until `wake`: a sleeping engine keeps its requests and runs none."""
         self._settle()
         self._asleep = True
 
     def wake(self) -> None:
-        """Count the time of running work again."""
+        """Resume counting the time of running work."""
         self._settle()
         self._asleep = False
 
@@ -44,7 +44,7 @@ class BusyMeter:
         return self._busy_s
 
     def reading(self) -> dict[str, float]:
-        """Return the busy seconds and the time at which they were read, both in seconds, for the registry."""
+        """Return the busy seconds and the time of the reading, both in seconds, for the registry."""
         return {"busy_s": round(self.seconds(), 3), "busy_at_s": round(self._since, 3)}
 
     def _settle(self) -> None:
@@ -55,23 +55,22 @@ class BusyMeter:
 
 
 class BusyShare:
-    """Share of the time in which engines were busy, between two readings of their meters.
+    """Mean busy share of engines between two readings of their meters.
 
-    Readings come with heartbeats, which are rarer than the steps of a fast run, and carry the time at which
-    they were made: an engine counts only when there is a newer reading of it, and then over the time between
-    the two.
+    Readings arrive with heartbeats, which may be rarer than steps, and contain their time. An engine counts
+    only when it has a newer reading, over the time between its two readings.
     """
 
     def __init__(self) -> None:
         self._readings: dict[str, tuple[float, float]] = {}
-        """Engine -> its last reading: time and busy seconds, by its own clock."""
+        """Engine -> its last reading: time and busy seconds, by the engine's clock."""
 
     def since_last(self, readings: Mapping[str, Mapping[str, Any]]) -> float | None:
-        """Return the mean share, 0 to 1, over the engines with a newer reading; None if there is none.
+        """Return the mean share, 0 to 1, over engines with a newer reading; None if there is none.
 
         Args:
-            readings: engine -> its entry in the registry, with `BusyMeter.reading`. An engine that is
-                read for the first time counts from the next call on; one without a reading does not.
+            readings: engine -> its registry entry, with `BusyMeter.reading`. An engine counts from its second
+                reading on.
         """
         shares = []
         current: dict[str, tuple[float, float]] = {}

@@ -1,8 +1,8 @@
-"""Writes durations and rates of steps for people."""
+"""Formats durations and rates of steps for users."""
 
 
 def seconds_text(seconds: float) -> str:
-    """Return a duration for people: 5 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
+    """Format a duration: 5 s, 3 min 20 s, 2 h 5 min, 3 d 4 h."""
     for unit, size, smaller, part in (("d", 86400, "h", 3600), ("h", 3600, "min", 60), ("min", 60, "s", 1)):
         if seconds >= size:
             return f"{seconds // size:.0f} {unit} {seconds % size // part:.0f} {smaller}"
@@ -10,11 +10,11 @@ def seconds_text(seconds: float) -> str:
 
 
 def rate_text(step_s: float, left: int) -> str:
-    """Return how fast steps are made, and when the rest will be: "2.5 s a step  ETA 3 min 20 s".
+    """Format the rate of steps and the remaining time: "2.5 s a step  ETA 3 min 20 s".
 
     Args:
-        step_s: seconds from one step to the next.
-        left: steps that are not made yet.
+        step_s: seconds between two steps.
+        left: number of remaining steps.
     """
     rate = f"{step_s:.1f} s a step" if step_s >= 1 else f"{1 / step_s:.1f} steps/s"
     return f"{rate}  ETA {seconds_text(step_s * left)}"

@@ -14,12 +14,12 @@ from protocol.network.http_listener import LimitedListener, request_logger
 _log = request_logger("tether.http")
 
 MAX_CONNECTIONS = 512
-"""Connections open at once; a browser or a Prometheus server opens a few."""
+"""Maximum number of open connections; a browser or a Prometheus server opens a few."""
 HEADER_S = 30.0
-"""How long a connection may take to send the head of its first request."""
+"""Timeout in seconds for the head of a connection's first request."""
 FULL = b'{"ok": false, "error": "too many connections"}'
 Health = Callable[[], Mapping[str, object]]
-"""Facts about the service; `{"ok": False, ...}` makes /health answer 503."""
+"""Returns facts about the service; `{"ok": False, ...}` makes /health answer 503."""
 
 
 class HttpServer:
@@ -35,13 +35,14 @@ class HttpServer:
         max_connections: int = MAX_CONNECTIONS,
         header_s: float = HEADER_S,
     ) -> None:
-        """Create a server that is not started.
+        """Create a server without starting it.
 
         Args:
-            registry: the metrics at /metrics.
-            health: the answer at /health.
-            routes: more paths that can be read.
-            middlewares: decide who may read. None given: everybody, but on loopback by its own names only.
+            registry: metrics for /metrics.
+            health: returns the answer of /health.
+            routes: additional paths -> handlers.
+            middlewares: access control; by default everyone has access, on loopback only by loopback host
+                names.
             max_connections: as for `LimitedListener`.
             header_s: as for `LimitedListener`.
         """
@@ -59,17 +60,14 @@ class HttpServer:
         self._runner = web.AppRunner(self._app, access_log=None, logger=_log, shutdown_timeout=1.0)
 
     async def start(self, host: str, port: int) -> int:
-        """Bind and serve.
+        """Bind and serve; return the port.
 
         Args:
             host: address to bind.
-            port: port to bind, or 0 for any free one.
-
-        Returns:
-            The port.
+            port: port to bind, or 0 for any free port.
 
         Raises:
-            SettingsError: the port is taken, or the host cannot be bound.
+            SettingsError: the port is in use, or the host cannot be bound.
         """
         self._host = host
         await self._runner.setup()
@@ -84,7 +82,7 @@ class HttpServer:
         return int(URL(address).port or 0)
 
     async def close(self) -> None:
-        """Stop serving; running requests get a second to finish."""
+        """Stop serving; running requests get one second to finish."""
         self._listener.close()
         await self._runner.cleanup()
 
@@ -105,7 +103,7 @@ class HttpServer:
 
 
 def names_loopback(request: web.Request) -> bool:
-    """Return whether a request names the host by a loopback name; others' DNS may point to it."""
+    """Return whether a request uses a loopback host name; foreign DNS names may resolve to loopback."""
     try:
         return is_loopback(URL(f"//{request.headers.get(hdrs.HOST, '')}").host or "")
     except ValueError:

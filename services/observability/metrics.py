@@ -1,6 +1,6 @@
 """Defines the Prometheus metrics of a service.
 
-Names start with `tether_`. Each process has a registry of its own, so that tests can have several.
+Names start with `tether_`. Each process has its own registry, so that tests can create several.
 """
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -11,7 +11,7 @@ from prometheus_client.registry import Collector
 
 
 class CounterCollector(Collector):
-    """Exports a dictionary of counters, by the values of their labels, as one metric."""
+    """Exports a dictionary of counters, keyed by label values, as one metric."""
 
     def __init__(
         self,
@@ -23,7 +23,7 @@ class CounterCollector(Collector):
         self._name, self._help, self._labels, self._read = name, help, labels, read
 
     def collect(self) -> Iterable[Metric]:
-        """Yield the metric with the present values."""
+        """Yield the metric with the current values."""
         family = CounterMetricFamily(self._name, self._help, labels=self._labels)
         for values, amount in list(self._read()):
             family.add_metric(values, amount)
@@ -31,7 +31,7 @@ class CounterCollector(Collector):
 
 
 class Metrics:
-    """Metrics that every service has; services add their own on `registry`."""
+    """Metrics of every service; services add others to `registry`."""
 
     def __init__(self, role: str) -> None:
         self.registry = CollectorRegistry()
@@ -69,5 +69,5 @@ class Metrics:
         labels: tuple[str, str],
         read: Callable[[], Mapping[tuple[str, str], float]],
     ) -> None:
-        """Export counters by the values of two labels; `read` is called at each scrape."""
+        """Export counters keyed by the values of two labels; `read` is called at each scrape."""
         self.registry.register(CounterCollector(name, help, labels, lambda: read().items()))

@@ -1,12 +1,12 @@
-"""Makes text that a model or a user wrote safe to print: it must not drive the terminal."""
+"""Makes text from models and users safe to print, so that it cannot control the terminal."""
 
 import re
 import unicodedata
 
 KEPT = frozenset("\n\t\u200c\u200d")
-"""Characters of the categories below that are printed as they are: they only lay text out."""
+"""Characters of the categories below that are printed unchanged: they only affect layout."""
 ESCAPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
-"""Unicode categories that are escaped: control and format characters (escape sequences, text direction) and
+"""Unicode categories that are escaped: control and format characters (escape sequences, text direction), and
 characters that cannot be shown."""
 
 
@@ -30,5 +30,5 @@ def _escape(char: str) -> str:
 
 
 def without_numbers(text: str) -> str:
-    """Return text with N in place of each number: metric labels and kinds of waits do not name groups."""
+    """Replace each number in text by N, so that metric labels and kinds of waits contain no group numbers."""
     return re.sub(r"\d+", "N", text)

@@ -1,4 +1,4 @@
-"""Says what each process of a run does, since when, and who waits for whom, for terminal and log."""
+"""Describes the work or wait of each process of a run, for terminal and log."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +10,7 @@ from services.ledger.interface import Peer
 WORKS, WAITS, STARTS, MISSING = "works", "waits", "starts", "missing"
 """States of a row."""
 ROOM = "room"
-"""How the wait of a process begins that waits for the disk of the run directory."""
+"""Prefix of the waits for space on the run directory's disk."""
 
 _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.TRAINER, "groups", WAITS, "waits for rollouts and rewards"),
@@ -32,14 +32,14 @@ _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.ROLLOUT, "a lease: draining", WAITS, "gets no more work: the run drains"),
     (Role.REWARD, "ingest for group", WAITS, "waits for the ingest"),
 )
-"""Role, beginning of a wait, state, and shown text; other waits are shown by their names."""
+"""Role, prefix of a wait, state, and shown text; other waits are shown by name."""
 _IDLE = {
     Role.REWARD: "waits for rollouts",
     Role.INGEST: "waits for scored groups",
     Role.MONITOR: "serves the page",
     Role.EVALUATION: "waits for a version to score",
 }
-"""Text for a process that neither works nor waits."""
+"""Text for processes that neither work nor wait."""
 
 
 class Supervised(Protocol):
@@ -51,11 +51,11 @@ class Supervised(Protocol):
 
     @property
     def registers(self) -> bool:
-        """Whether it appears in the registry."""
+        """Whether the process appears in the registry."""
 
     @property
     def restarts(self) -> int:
-        """Restarts so far."""
+        """Number of restarts so far."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,17 +66,17 @@ class ServiceRow:
     state: str
     """works, waits, starts or missing."""
     text: str
-    """As in "step 3" or "waits for rollouts"."""
+    """Activity, such as "step 3" or "waits for rollouts"."""
     seconds: float | None = None
-    """For how long; None: not known."""
+    """Duration in seconds; None if unknown."""
     restarts: int = 0
 
     def sentence(self) -> str:
-        """Return the row as text: "trainer: step 3, 120 s so far"."""
+        """Format the row: "trainer: step 3, 120 s so far"."""
         return f"{self.name}: {self.phrase()}"
 
     def phrase(self) -> str:
-        """Return the activity as text: "step 3, 120 s so far"."""
+        """Format the activity: "step 3, 120 s so far"."""
         since = f", {self.seconds:.0f} s so far" if self.seconds is not None and self.seconds >= 1 else ""
         return f"{self.text}{since}"
 
@@ -87,9 +87,9 @@ def service_rows(
     """Return a row for each process.
 
     Args:
-        peers: the processes in the registry.
-        expected: names of the processes that should be there -> their restarts so far.
-        starting_s: seconds since those that are not in the registry were first expected.
+        peers: registered processes.
+        expected: names of the expected processes -> number of restarts.
+        starting_s: seconds since unregistered processes were first expected.
     """
     restarts = expected or {}
     by_name = {str(peer.info.get("name", peer.role)): peer for peer in peers}
@@ -106,9 +106,9 @@ def service_rows(
 
 
 def describe_process(name: str, peer: Peer, restarts: int = 0) -> ServiceRow:
-    """Return the activity of a process in the registry.
+    """Return the activity of a registered process.
 
-    A full disk comes before work, and work before other waits; the longest wait counts.
+    A full disk takes precedence over work, and work over other waits. The longest wait is shown.
     """
     waits: Mapping[str, float] = peer.info.get("waits", {})
     if full := next((what for what in waits if what.startswith(ROOM)), ""):

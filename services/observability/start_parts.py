@@ -1,19 +1,19 @@
-"""Reports the time of a run's start, in parts, once it has made its first step."""
+"""Reports the duration of a run's start by part, after its first step."""
 
 from collections.abc import Iterable, Mapping
 
 from services.ledger.interface import Peer
 
 READY = "ready_s"
-"""Entry of a process's `info`: part of it, such as its engine -> seconds from the process's start until that
-was ready."""
+"""Registry entry: part of a process, such as its engine -> seconds from the process's start until it was
+ready."""
 
 
 def describe_start(peers: Iterable[Peer], prepared_s: float, first_step_s: float) -> str:
-    """Return one line: what was checked and made first, what each process took since, and the first step.
+    """Return one line: the durations of preparation, of each process's start, and of the first step.
 
     Args:
-        peers: the processes of the run; those start at the same time, so that their times overlap.
+        peers: processes of the run, which start concurrently.
         prepared_s: seconds until the first process was started.
         first_step_s: seconds until the first step was seen.
     """

@@ -9,12 +9,12 @@ from services.observability.durations import rate_text
 from services.observability.service_rows import describe_process
 
 OCCUPANCY = ("running", "kv_use")
-"""How full an engine is, as its worker says: requests, and share of the KV cache; null: not known."""
+"""Occupancy reported by an engine's worker: running requests and KV cache share; null if unknown."""
 PREFIX_HITS = "prefix_hits"
-"""Share of the tokens of all prompts whose KV was in the engine's prefix cache; null before the first one."""
+"""Share of all prompt tokens found in the engine's prefix cache; null before the first prompt."""
 DRAFTS = ("drafts_accepted", "draft_digest")
-"""Share of all drafted tokens that the engine accepted; null while there is none. Digest of the tensors that
-draft in the engine and that no version changes; null where there are none."""
+"""Share of drafted tokens that the engine accepted (null without drafts), and digest of the engine's draft
+tensors that versions do not change (null without such tensors)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,7 +23,7 @@ class SkippedSteps:
 
     steps: int
     groups: int
-    """Groups of these steps: committed as trained, but no weight has learned from them."""
+    """Number of groups in these steps: committed as trained, without changing a weight."""
 
     def __str__(self) -> str:
         return f"{self.steps} skipped step{'s' if self.steps != 1 else ''} of {self.groups} groups"
@@ -101,7 +101,7 @@ def _counts(counts: dict[str, int]) -> str:
 
 
 def drops(facts: Mapping[str, Any]) -> str:
-    """Return how many groups were dropped for each reason, and their tokens where they are known."""
+    """Format the number of dropped groups by reason, with their tokens if known."""
     wasted = facts.get("wasted_by_reason", {})
     return ", ".join(
         f"{reason} {count}" + (f" ({wasted[reason]} tokens)" if wasted.get(reason) else "")
@@ -117,7 +117,7 @@ def _occupancy(engine: dict[str, Any]) -> str:
 
 
 def _pace(status: Mapping[str, Any]) -> str:
-    """Return reward and speed as the live view shows them, and the time that is left."""
+    """Format reward, speed and remaining time as in the live view."""
     step, each = status["last_step"], status.get("seconds_per_step")
     reward, tokens, seconds = (step.get(name) for name in ("reward_mean", "trained_tokens", "step_s"))
     left = status["steps"] - status["version"]
@@ -130,7 +130,7 @@ def _pace(status: Mapping[str, Any]) -> str:
 
 
 def _staleness(step: Mapping[str, Any]) -> str:
-    """Return how stale the tokens of a step were; a dash where it was not measured."""
+    """Format the staleness of a step's tokens; unmeasured values are dashes."""
     lag, most, share = (
         "-" if step[name] is None else format(step[name], form)
         for name, form in (("lag_mean", ".2f"), ("lag_max", "d"), ("masked_share", ".1%"))
@@ -139,7 +139,7 @@ def _staleness(step: Mapping[str, Any]) -> str:
 
 
 def warnings_of(status: Mapping[str, Any]) -> list[str]:
-    """Return lines for `tether status`: that skipped steps count as trained; none if there were none."""
+    """Return warning lines for `tether status` about skipped steps, which count as trained."""
     if not status.get("skipped_steps"):
         return []
     skipped = SkippedSteps(status["skipped_steps"], status["skipped_groups"])
@@ -147,7 +147,7 @@ def warnings_of(status: Mapping[str, Any]) -> list[str]:
 
 
 def render_status(status: Mapping[str, Any]) -> str:
-    """Return the results of `collect_status` and `step_facts` together, as text."""
+    """Format the merged results of `collect_status` and `step_facts`."""
     bound = status["bound"]
     lines = [
         f"{status['run_state']}: version {status['version']} of {status['steps']}, "

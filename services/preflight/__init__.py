@@ -1,1 +1,1 @@
-"""Checks a run before anything of it starts: settings, model, prompts, endpoints."""
+"""Checks settings, model, prompts and endpoints of a run before it starts."""

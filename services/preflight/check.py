@@ -1,4 +1,4 @@
-"""Checks everything of a run that can be checked before anything starts, and describes what would start."""
+"""Runs all checks that are possible before a start, and describes the run."""
 
 import contextlib
 import json
@@ -57,11 +57,11 @@ from trainer.roles.config import FROZEN_ROLES
 from trainer.storage.remote import RemoteDirectory
 
 SHOWN = 1000
-"""Characters of the first prompt that are shown."""
+"""Number of characters shown of the first prompt."""
 NARROW = 0.01
-"""Clip up to which a clip is narrow."""
+"""Largest clip that counts as narrow."""
 NARROW_CLIPS = {"gspo": "3e-4 and 4e-4"}
-"""Algorithm whose paper has narrow clips -> these, below and above."""
+"""Algorithm with narrow clips in its paper -> lower and upper clip."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +69,7 @@ class Findings:
     """Problems and warnings of a check."""
 
     problems: Sequence[Problem]
-    """Why the run cannot start; empty if it can."""
+    """Reasons why the run cannot start; empty if it can."""
     model: ModelFacts | None
     """None if the model cannot be read."""
     source: PromptSource | None
@@ -77,11 +77,11 @@ class Findings:
 
 
 def check_run(settings: Settings, *, local: bool = False) -> Findings:
-    """Find all problems of a run whose single settings are right. No model is built, no process started.
+    """Find all problems of a run whose single settings are valid, without a model or a process.
 
     Args:
-        settings: the run's settings.
-        local: whether all services will run on this machine, so that its ports, keys and libraries matter.
+        settings: settings of the run.
+        local: whether all services run on this machine, so that its ports, keys and libraries are checked.
     """
     modules = add_user_modules(settings)
     problems = [*distribution_problems(settings.sampling), *group_problems(settings)]
@@ -129,7 +129,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
 
 
 def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) -> list[str]:
-    """Return lines about the parts of the run: model, prompts, steps, processes."""
+    """Return lines that describe model, prompts, steps and processes of the run."""
     bound, sampling, services = settings.bound, settings.sampling, settings.services
     parallel, engine, prompts = settings.parallel, settings.engine, first_prompts(source)
     count = f"{model.parameters:,}" if model.parameters else "unknown"
@@ -175,13 +175,13 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
 
 
 def _code(settings: Settings) -> str:
-    """Return a warning that code of the model's directory will run; empty if none will."""
+    """Return a warning if code in the model's directory will run; else an empty string."""
     trusted = settings.model.trust_remote_code
     return "; WARNING: Python files in it are run (model.trust_remote_code)" if trusted else ""
 
 
 def _stream(settings: Settings, source: PromptSource) -> str:
-    """Return how many prompts there are, and the step after which they end if it is not the last."""
+    """Describe the number of prompts, and the step after which they end if that is early."""
     if source.size is None:
         return "without end"
     passes, steps = settings.prompts.passes, source.size // settings.bound.groups_per_step
@@ -190,7 +190,7 @@ def _stream(settings: Settings, source: PromptSource) -> str:
 
 
 def _most_tokens(settings: Settings) -> str:
-    """Return how many tokens a step samples at most, which only one turn for each sample says."""
+    """Describe the maximum number of sampled tokens per step, or per turn in multi-turn environments."""
     most, samples = settings.sampling.max_tokens, settings.sampling.kept_samples
     if settings.environment.name == ON_DATA:
         return ""
@@ -200,7 +200,7 @@ def _most_tokens(settings: Settings) -> str:
 
 
 def _kept(settings: Settings) -> list[str]:
-    """Return a warning that the samples that are trained are chosen by their length, if they are."""
+    """Return a warning if samples are selected by length (`sampling.keep_first`)."""
     sampling = settings.sampling
     if not sampling.keep_first:
         return []
@@ -212,14 +212,14 @@ def _kept(settings: Settings) -> list[str]:
 
 
 def _clips(settings: Settings) -> str:
-    """Return how far the loss clips ratios, and the paper's clips if they are far narrower."""
+    """Describe the loss's clips, and the paper's clips if those are far narrower."""
     algorithm, own = settings.algorithm, NARROW_CLIPS.get(settings.algorithm.name, "")
     wide = f" (the paper has {own}: a name sets no number)" if own and algorithm.clip_low > NARROW else ""
     return f", clips {algorithm.clip_low:g} and {algorithm.clip_high:g}{wide}"
 
 
 def _held_out(settings: Settings, source: PromptSource) -> str:
-    """Return how many prompts are held out, and how many of those asked for occur elsewhere."""
+    """Describe the number of held-out prompts, and how many requested ones were duplicates."""
     prompts = settings.prompts
     sources = [source_settings(prompts, entry) for entry in prompts.mixture] or [prompts]
     held_out, asked = len(source.held_out()), sum(entry.held_out for entry in sources)
@@ -228,7 +228,7 @@ def _held_out(settings: Settings, source: PromptSource) -> str:
 
 
 def _left_out(settings: Settings, model: ModelFacts, source: PromptSource) -> str:
-    """Return how many of the first prompts are dropped for their length; empty if there is no such prompt."""
+    """Describe how many of the first prompts are dropped as too long; empty if none."""
     prompts = first_prompts(source)
     count, most = count_too_long(settings, model, prompts), settings.rendering.max_prompt_tokens
     if not count:
@@ -237,7 +237,7 @@ def _left_out(settings: Settings, model: ModelFacts, source: PromptSource) -> st
 
 
 def _first_prompt(settings: Settings, model: ModelFacts, prompts: Sequence[Prompt]) -> str:
-    """Return the beginning of the first prompt that is not too long, as the model will read it, quoted."""
+    """Return the beginning of the first prompt that is not too long, as the model reads it, quoted."""
     for prompt in prompts:
         with contextlib.suppress(PromptTooLong):
             text = rendered_prompt(settings, model, prompt)
@@ -247,7 +247,7 @@ def _first_prompt(settings: Settings, model: ModelFacts, prompts: Sequence[Promp
 
 
 def _apart(settings: Settings) -> str:
-    """Return the models that have ranks of their own, and how many."""
+    """Describe the models on separate ranks, and their numbers of ranks."""
     return "".join(f" + {ranks} of the {role}" for role, ranks in settings.placement.ranks.items())
 
 
@@ -285,5 +285,5 @@ def _missing_stores(settings: Settings) -> Iterator[Problem]:
 
 
 def _each_once(problems: Iterable[Problem]) -> list[Problem]:
-    """Return the problems without repetitions: engines of a pool may share one."""
+    """Remove duplicate problems, since engines of a pool may share one."""
     return list({str(problem): problem for problem in problems}.values())

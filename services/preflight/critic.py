@@ -1,4 +1,4 @@
-"""Finds settings that a critic's model rules out. It reads files and builds no model."""
+"""Finds settings that conflict with the critic's model. Reads files and builds no model."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -22,7 +22,7 @@ SETTING = "critic.path"
 
 
 def critic_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
-    """Yield why the critic that the algorithm needs cannot be trained with the policy's model."""
+    """Yield why the critic cannot be trained with the policy's model, if the algorithm needs a critic."""
     if not settings.needs_critic:
         return
     if settings.critic.path:
@@ -49,10 +49,10 @@ def critic_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
 
 
 def critic_config(settings: Settings, model: ModelFacts) -> dict[str, Any]:
-    """Return config.json of the model that the critic starts from.
+    """Return config.json of the critic's initial model.
 
     Raises:
-        SettingsError: it cannot be read.
+        SettingsError: the file cannot be read.
     """
     if not settings.critic.path:
         return dict(model.config)
@@ -60,7 +60,7 @@ def critic_config(settings: Settings, model: ModelFacts) -> dict[str, Any]:
 
 
 def critic_architecture(settings: Settings, model: ModelFacts) -> Architecture:
-    """Return the architecture of the backend `megatron`'s critic.
+    """Return the architecture of the critic with the backend `megatron`.
 
     Raises:
         SettingsError: the backend does not support the model.
@@ -70,7 +70,7 @@ def critic_architecture(settings: Settings, model: ModelFacts) -> Architecture:
 
 
 def _token_problems(settings: Settings, model: ModelFacts, config: dict[str, Any]) -> Iterator[Problem]:
-    """Compare the tokens of both models: by their tokenizers, or by the size of their vocabularies."""
+    """Compare the tokens of both models, by tokenizers or vocabulary sizes."""
     vocabulary = int(config.get("vocab_size") or 0)
     own, theirs = _tokens(model.place), _tokens(settings.critic_dir)
     if own and theirs and own != theirs:
@@ -89,7 +89,7 @@ def _token_problems(settings: Settings, model: ModelFacts, config: dict[str, Any
 
 
 def _tokens(directory: Path) -> Mapping[str, int]:
-    """Return the number of each token of a model's tokenizer; empty if there is none that can be loaded."""
+    """Return token -> id of a model's tokenizer; empty if no tokenizer can be loaded."""
     with suppress(SettingsError):
         return vocabulary_of(directory)
     return {}

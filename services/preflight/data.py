@@ -1,4 +1,4 @@
-"""Finds what prompts and tokenizer do not allow: steps, characters, lengths, stop tokens."""
+"""Finds conflicts of prompts and tokenizer with the settings: steps, characters, lengths, stop tokens."""
 
 import itertools
 import tempfile
@@ -15,11 +15,11 @@ from services.settings.sections import Settings
 from trainer.random_model import write_tokenizer
 
 SAMPLE = 16
-"""Prompts, the first of the stream, that are rendered and compared with what verifiers need."""
+"""Number of first prompts that are rendered and checked against the verifiers' needs."""
 
 
 def stream_problems(settings: Settings, source: PromptSource) -> Iterator[Problem]:
-    """Yield problems if a pass of the prompts is smaller than a step, or a run that repeats needs more."""
+    """Yield a problem if a pass has fewer prompts than a step, or a lockstep run has too few in total."""
     groups, passes = settings.bound.groups_per_step, settings.prompts.passes
     size = source.size
     if settings.is_lockstep and size is not None and size < settings.run.steps * groups:
@@ -41,7 +41,7 @@ def stream_problems(settings: Settings, source: PromptSource) -> Iterator[Proble
 
 
 def rendering_problems(settings: Settings, model: ModelFacts, prompts: list[Prompt]) -> Iterator[Problem]:
-    """Yield problems with the tokenizer: stop tokens, and prompts that are too long or unrenderable."""
+    """Yield problems with the tokenizer: stop tokens, and prompts that are too long or cannot be rendered."""
     try:
         renderer = _renderer(settings, model)
     except SettingsError as error:
@@ -80,7 +80,7 @@ def rendering_problems(settings: Settings, model: ModelFacts, prompts: list[Prom
 
 
 def character_problems(settings: Settings, prompts: Sequence[Prompt]) -> Iterator[Problem]:
-    """Yield the first prompt of which the tokenizer of a random model would leave out characters."""
+    """Yield the first prompt with characters that a random model's tokenizer would drop."""
     scratch, render = settings.model.scratch, settings.render
     if scratch is None or render.tokenizer or render.chat_template_file:
         return
@@ -99,7 +99,7 @@ def character_problems(settings: Settings, prompts: Sequence[Prompt]) -> Iterato
 
 
 def count_too_long(settings: Settings, model: ModelFacts, prompts: Sequence[Prompt]) -> int:
-    """Return how many of some prompts are longer than `render.max_prompt_tokens`."""
+    """Return the number of prompts longer than `render.max_prompt_tokens`."""
     renderer = _renderer(settings, model)
     return sum(_is_too_long(renderer, prompt) for prompt in prompts)
 
@@ -113,17 +113,17 @@ def _is_too_long(renderer: Renderer, prompt: Prompt) -> bool:
 
 
 def rendered_prompt(settings: Settings, model: ModelFacts, prompt: Prompt) -> str:
-    """Return a prompt as the model will read it, special tokens included.
+    """Return a prompt as the model reads it, including special tokens.
 
     Raises:
-        SettingsError: it cannot be rendered.
+        SettingsError: the prompt cannot be rendered.
     """
     renderer = _renderer(settings, model)
     return "".join(map(renderer.piece, renderer.prompt_tokens(prompt)))
 
 
 def describe_tools(settings: Settings, model: ModelFacts) -> list[str]:
-    """Return a warning if requests of agents may offer tools, and the model would not see them."""
+    """Return a warning if agents' requests may offer tools that the model's template ignores."""
     environment = settings.environment
     if environment.name not in ENVIRONMENTS.having("has_sessions"):
         return []
@@ -133,7 +133,7 @@ def describe_tools(settings: Settings, model: ModelFacts) -> list[str]:
 
 
 def describe_characters(settings: Settings, model: ModelFacts, prompts: Sequence[Prompt]) -> list[str]:
-    """Return a warning if prompts have characters that the tokenizer leaves out."""
+    """Return a warning if prompts contain characters that the tokenizer drops."""
     texts = [content for prompt in prompts for _, content in (prompt.messages or [("", prompt.text)])]
     lost = _renderer(settings, model).characters_without_tokens(
         (*texts, settings.render.system, settings.render.suffix)
@@ -144,7 +144,7 @@ def describe_characters(settings: Settings, model: ModelFacts, prompts: Sequence
 
 
 def _renderer(settings: Settings, model: ModelFacts) -> Renderer:
-    """Load the renderer of a run, whose random model may not be made yet."""
+    """Load the renderer of a run, whose random model may not exist yet."""
     with tempfile.TemporaryDirectory(prefix="tether-tokenizer-") as directory:
         place = model.place
         if not model.is_made and settings.model.scratch is not None:

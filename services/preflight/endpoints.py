@@ -1,4 +1,4 @@
-"""Finds what this machine does not allow: keys of the bus, ports, libraries; and asks the ledger's server."""
+"""Finds conflicts with this machine: bus keys, ports, libraries; and queries the ledger's server."""
 
 import asyncio
 import os
@@ -25,15 +25,15 @@ from services.settings.sections import Settings
 from services.settings.tracking import is_installed
 
 LEDGER_S = 3.0
-"""Limit for the answer of the ledger's server."""
+"""Timeout of the ledger server's answer, seconds."""
 FIND_S = 60.0
-"""Limit for a Python to say whether it has SGLang."""
+"""Timeout of the query whether a Python interpreter has SGLang, seconds."""
 LIBRARIES = {"megatron": "megatron.core", "vllm": "vllm"}
-"""Backend or engine -> the library that this interpreter needs for it."""
+"""Backend or engine -> library that it needs in this interpreter."""
 
 
 def local_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield problems that keep services from starting on this machine; ports are bound for a moment."""
+    """Yield problems that prevent services from starting on this machine; ports are bound briefly."""
     yield from directory_problems(settings.run_dir)
     yield from device_problems(settings, visible_gpus(os.environ))
     yield from _library_problems(settings)
@@ -44,7 +44,7 @@ def local_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def ledger_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield the problem if the configured server does not answer for this run within `LEDGER_S`."""
+    """Yield a problem if the configured server does not answer for this run within `LEDGER_S`."""
     if not settings.ledger.url:
         return
 
@@ -77,7 +77,7 @@ def _library_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def _sglang_problems(settings: Settings) -> Iterator[Problem]:
-    """Ask each interpreter that is to start SGLang whether it has it, without importing it."""
+    """Check that each interpreter for SGLang has the package, without importing it."""
     engines = (engine for engine in engines_of(settings) if engine.name == "sglang")
     for python in dict.fromkeys(engine.python or sys.executable for engine in engines):
         command = [python, "-c", "import importlib.util as u, sys; sys.exit(u.find_spec('sglang') is None)"]

@@ -1,6 +1,6 @@
-"""Finds what an engine refuses: ranks, experts, layers, sglang-jax's families, and kernels that it lacks.
+"""Finds conflicts with engines: ranks, experts, layers, sglang-jax's families, and missing kernels.
 
-No engine is imported for it: lists are read from the source of the installed vLLM.
+No engine is imported: lists are read from the source of the installed vLLM.
 """
 
 import ast
@@ -25,17 +25,17 @@ from trainer.megatron.families.windows import windows_of
 ON_ONE_RANK = ("hf",)
 """Engines without tensor parallelism."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
-"""Fields of config.json, by family, with the number of experts."""
+"""Fields of config.json with the number of experts, in different model families."""
 ALIKE_IN_VLLM = ("qwen2", "qwen3")
-"""Families whose layers vLLM treats alike; of others with windows it reads which layers have one."""
+"""Families for which vLLM requires uniform layers; for other families it reads windows per layer."""
 RANKS = ("config/lora.py", "MaxLoRARanks")
-"""File of vLLM, and the name that it gives the ranks of adapters that it has kernels for."""
+"""File in vLLM and name in it with the adapter ranks for which vLLM has kernels."""
 CPU_HEAD_SIZES = ("v1/attention/backends/cpu_attn.py", "get_supported_head_sizes")
-"""File of vLLM, and its function that returns the head sizes that it has attention for on a CPU."""
+"""File in vLLM and function in it with the head sizes of attention on a CPU."""
 
 
 def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
-    """Yield what the engines of a run cannot do with the model."""
+    """Yield a problem for each feature of the model that an engine of the run does not support."""
     for engine in engines_of(settings):
         yield from _rank_problems(engine, model)
         yield from model_refusals(engine.name, model, runs_code=settings.model.trust_remote_code)
@@ -50,16 +50,16 @@ def engine_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
 
 
 def model_refusals(engine: str, model: ModelFacts, *, runs_code: bool = False) -> Iterator[Problem]:
-    """Yield what an engine of a name cannot do with a model under any settings.
+    """Yield a problem for each feature of a model that an engine supports under no settings.
 
-    `runs_code` says whether Python files that the model brings may define it.
+    `runs_code` says whether Python files in the model's directory may define the model.
     """
     if engine == "vllm" and not (model.brings_code and runs_code):
         yield from _unknown_to_vllm(model)
         yield from _windows_in_vllm(model)
     layers = model.config.get("mlp_only_layers")
     if engine == "sglang" and model.config.get("model_type") == "qwen3_moe" and layers:
-        yield Problem(  # all layers are asked for a router
+        yield Problem(  # SGLang expects a router in all layers
             f"{model.place / 'config.json'}: SGLang has no qwen3_moe with layers without experts "
             f"(mlp_only_layers = {layers})",
             "use vllm, hf or megatron",
@@ -69,7 +69,7 @@ def model_refusals(engine: str, model: ModelFacts, *, runs_code: bool = False) -
 
 
 def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
-    """Compare the architecture with those that the installed vLLM lists, which is not imported for it."""
+    """Compare the architecture with the list in the installed vLLM, which is not imported."""
     names, known = model.config.get("architectures") or [], listed_architectures("vllm")
     if known and model.config.get("model_type") not in FAMILIES and not known & {*names}:
         yield Problem(
@@ -81,7 +81,7 @@ def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
 
 
 def _windows_in_vllm(model: ModelFacts) -> Iterator[Problem]:
-    """Say what vLLM says only once it builds the model: all layers of a family have a window, or none."""
+    """Check that all layers have a sliding window or none do, which vLLM would reject only at load time."""
     kind = model.config.get("model_type")
     if kind not in ALIKE_IN_VLLM:
         return
@@ -90,7 +90,7 @@ def _windows_in_vllm(model: ModelFacts) -> Iterator[Problem]:
     layers = int(config.get("num_hidden_layers") or 0)
     try:
         kinds = config.get("layer_types") or windows_of(path, config, family, layers, sys.maxsize)
-    except SettingsError:  # of what it is, the trainer's check says more
+    except SettingsError:  # the trainer's check reports the cause
         return
     if len(set(kinds)) > 1:
         yield Problem(
@@ -113,7 +113,7 @@ def _rank_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]
 
 
 def _sglang_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
-    """Refuse what SGLang's model of a family cannot compute: it would end at its start, with a traceback."""
+    """Yield a problem for models that SGLang would reject at its start with a traceback."""
     family, place = model.config.get("model_type"), model.place / "config.json"
     stated = model.config.get("dtype") or model.config.get("torch_dtype")
     if family == "gpt_oss" and stated and stated != engine.dtype:
@@ -138,12 +138,14 @@ def _recording_problems(settings: Settings, model: ModelFacts) -> Iterator[Probl
 
 
 def kernel_problems(settings: Settings, model: ModelFacts, gpus: Sequence[str]) -> Iterator[Problem]:
-    """Yield refusals of engines at their start: head sizes, ranks of adapters and dtypes without kernels.
+    """Yield problems that an engine would report only at its start: missing kernels.
+
+    Kernels may lack a head size, an adapter rank or a dtype.
 
     Args:
-        settings: the run's settings.
-        model: the model that the engines serve.
-        gpus: the GPUs that may be used, as `services.settings.automatic.visible_gpus` names them.
+        settings: settings of the run.
+        model: model that the engines serve.
+        gpus: usable GPUs, as from `services.settings.automatic.visible_gpus`.
     """
     for engine in engines_of(settings):
         if engine.name == "sglang":
@@ -193,11 +195,11 @@ def _float32_problems(engine: EngineConfig, rank: int) -> Iterator[Problem]:
 
 
 def numbers_in_vllm(file: str, name: str) -> list[int]:
-    """Return the numbers in the definition of a name or function of the installed vLLM; none if it has none.
+    """Return the numbers in the definition of a name or function in the installed vLLM; none without it.
 
     Args:
-        file: path inside of the package.
-        name: of an assignment, or of a function at any depth.
+        file: path inside the package.
+        name: name of an assignment, or of a function at any depth.
     """
     spec = find_spec("vllm")
     places = spec.submodule_search_locations if spec is not None else None

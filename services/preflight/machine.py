@@ -1,4 +1,4 @@
-"""Finds what the devices and directories of this machine do not allow."""
+"""Finds conflicts with the devices and directories of this machine."""
 
 import contextlib
 import tempfile
@@ -19,11 +19,11 @@ LISTS = ("trainer_gpus", "rollout_gpus", "eval_gpus", "reward_gpus")
 
 
 def device_problems(settings: Settings, gpus: Sequence[str]) -> Iterator[Problem]:
-    """Yield settings that need a GPU which is not there.
+    """Yield settings that need a missing GPU.
 
     Args:
-        settings: the run's settings.
-        gpus: the GPUs that may be used, as `services.settings.automatic.visible_gpus` names them.
+        settings: settings of the run.
+        gpus: usable GPUs, as from `services.settings.automatic.visible_gpus`.
     """
     for name in LISTS:
         text = getattr(settings.services, name)
@@ -49,11 +49,11 @@ def device_problems(settings: Settings, gpus: Sequence[str]) -> Iterator[Problem
 def attention_problems(settings: Settings, model: ModelFacts, gpus: Sequence[str]) -> Iterator[Problem]:
     """Yield reasons why `trainer.attention_backend` cannot compute the model's attention on these GPUs."""
     trainer = settings.trainer
-    terms = PLAIN  # fsdp finds the others when it loads the model
+    terms = PLAIN  # fsdp detects other terms when it loads the model
     if trainer.backend == "megatron":
         try:
             architecture = architecture_of(dict(model.config), model.place / "config.json")
-        except (SettingsError, KeyError, TypeError, ValueError):  # a problem of its own
+        except (SettingsError, KeyError, TypeError, ValueError):  # reported by the model's check
             return
         terms = AttentionTerms(softcap=architecture.score_softcap, sinks=architecture.family.sinks)
     for why in backend_refusals(trainer, terms, on_gpu=trainer.device != "cpu" and bool(gpus)):
@@ -61,26 +61,26 @@ def attention_problems(settings: Settings, model: ModelFacts, gpus: Sequence[str
 
 
 def check_directory(run_dir: Path) -> None:
-    """Refuse a run directory in which a start could not write, or would write among other files.
+    """Reject a run directory that cannot be written, or that contains foreign files.
 
     Raises:
-        SettingsError: names the directory and the reason.
+        SettingsError: the directory is unsuitable; the message has its path and the reason.
     """
     refuse(directory_problems(run_dir))
 
 
 def directory_problems(run_dir: Path) -> Iterator[Problem]:
-    """Yield the reason why a run cannot be written to a directory, if there is one."""
+    """Yield a problem if a run cannot be written to a directory."""
     problem = _unwritable(run_dir) or _foreign(run_dir)
     if problem:
         yield problem
 
 
 def _unwritable(run_dir: Path) -> Problem | None:
-    """Return why a run directory, which may be missing, cannot be written; None if it can."""
+    """Return a problem if a run directory, which may be missing, cannot be written; else None."""
     place = run_dir
     try:
-        while not place.exists() and not place.is_symlink():  # nothing is made in place of a broken link
+        while not place.exists() and not place.is_symlink():  # a broken link is not replaced
             place = place.parent
         with tempfile.TemporaryDirectory(prefix=".tether-", dir=place):
             return None
@@ -92,9 +92,9 @@ def _unwritable(run_dir: Path) -> Problem | None:
 
 
 def _foreign(run_dir: Path) -> Problem | None:
-    """Return the problem if a directory has files and was never a run's; None if not.
+    """Return a problem if a directory contains files and never belonged to a run; else None.
 
-    Logs are no obstacle: the output of `tether up` may be written there.
+    Logs are ignored, because the output of `tether up` may be written to the directory.
     """
     with contextlib.suppress(OSError):
         names = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".log")
@@ -110,11 +110,11 @@ def _foreign(run_dir: Path) -> Problem | None:
 
 
 OWN = frozenset({"settings.json", "logs", "ledger", "model", "archive", "hub.json", "spool.sqlite"})
-"""Entries of a run directory, of which even a start that was refused leaves one."""
+"""Entries of a run directory; even a refused start creates at least one of them."""
 
 
 def _is_missing(gpu: str, gpus: Sequence[str]) -> bool:
-    """Return whether a GPU is not among those; one named by UUID is only if there are none, or only UUIDs."""
+    """Return whether a GPU is not in `gpus`; a UUID is comparable only with UUIDs or an empty list."""
     comparable = not gpus or all(name.isdecimal() == gpu.isdecimal() for name in gpus)
     return comparable and gpu not in gpus
 

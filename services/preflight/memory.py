@@ -1,4 +1,4 @@
-"""Says before a start how much memory the trainer is expected to take, on its GPUs and in its hosts."""
+"""Computes the expected memory of the trainer before a start, on its GPUs and hosts."""
 
 import os
 from collections.abc import Iterator, Mapping
@@ -29,7 +29,7 @@ from trainer.roles.config import FROZEN_ROLES, REWARD_MODEL
 
 
 def workload_of(settings: Settings, model: ModelFacts) -> Workload:
-    """Return the facts that a `megatron` rank's memory depends on.
+    """Return the facts that determine the memory of a `megatron` rank.
 
     Raises:
         SettingsError: the backend does not support the model.
@@ -51,7 +51,7 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
 
 
 def critic_workload(settings: Settings, model: ModelFacts) -> Planned:
-    """Return the facts that the memory of a rank with the critic alone depends on.
+    """Return the facts that determine the memory of a separate critic rank.
 
     Raises:
         SettingsError: the backend does not support the model, or a file cannot be read.
@@ -68,10 +68,10 @@ def critic_workload(settings: Settings, model: ModelFacts) -> Planned:
 
 
 def frozen_shapes(settings: Settings) -> Iterator[FrozenShape]:
-    """Yield the facts that the memory of models depends on that are on the policy's ranks and not trained.
+    """Yield the facts that determine the memory of frozen models on the policy's ranks.
 
     Raises:
-        SettingsError: the backend does not support one.
+        SettingsError: the backend does not support one of the models.
     """
     for role, directory in fetch_frozen(settings).items():
         if role in settings.placement.ranks:
@@ -81,14 +81,14 @@ def frozen_shapes(settings: Settings) -> Iterator[FrozenShape]:
 
 
 def weights_apart(settings: Settings, work: Planned) -> dict[str, int]:
-    """Return the bytes of weights on each GPU of a frozen model that has ranks of its own, by its role.
+    """Return role -> bytes of weights per GPU, for frozen models on separate ranks.
 
     Args:
-        settings: the run's settings.
-        work: the policy's, which is the reference model where that has no path.
+        settings: settings of the run.
+        work: workload of the policy, which is the reference model if that has no path.
 
     Raises:
-        SettingsError: the backend does not support one, or a file cannot be read.
+        SettingsError: the backend does not support a model, or a file cannot be read.
     """
     found = {}
     for role in (role for role in FROZEN_ROLES if role in settings.placement.ranks):
@@ -106,9 +106,9 @@ def weights_apart(settings: Settings, work: Planned) -> dict[str, int]:
 
 
 def expected_gb(settings: Settings, model: ModelFacts) -> float | None:
-    """Return the expected peak of a rank, GiB; with the smallest budget if the trainer is to choose it.
+    """Return the expected peak of a rank, GiB; with the smallest budget if the trainer chooses it.
 
-    None for backends without memory arithmetic.
+    None for backends without a memory model.
     """
     work = planned_of(settings, model)
     tokens = settings.trainer.micro_batch_tokens or TOKENS_STEP
@@ -116,7 +116,7 @@ def expected_gb(settings: Settings, model: ModelFacts) -> float | None:
 
 
 def planned_of(settings: Settings, model: ModelFacts) -> Planned | None:
-    """Return the run as its backend computes its memory; None if it does not, or weights are yet to be made.
+    """Return the workload of the run; None if its backend has no memory model or weights do not exist yet.
 
     Raises:
         SettingsError: the backend does not support the model, or a file cannot be read.
@@ -149,9 +149,9 @@ def _sharded_workload(settings: Settings, model: ModelFacts) -> ShardedWorkload:
 def host_workload_of(
     settings: Settings, model: ModelFacts, *, hosts: int = 1, environ: Mapping[str, str] = os.environ
 ) -> HostRun[Any] | None:
-    """Return the facts that the memory of a host with the trainer's ranks depends on.
+    """Return the facts that determine the memory of a host with trainer ranks.
 
-    None for backends without memory arithmetic, or if weights are yet to be made.
+    None for backends without a memory model, or if weights do not exist yet.
 
     Raises:
         SettingsError: the backend does not support the model, or a file cannot be read.
@@ -168,15 +168,15 @@ def host_workload_of(
 
 
 def host_memory_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
-    """Yield the problem if this host alone has too little memory for the trainer.
+    """Yield a problem if this single host has too little memory for the trainer.
 
-    With several hosts each one checks itself when it starts.
+    With several hosts each host checks itself at its start.
     """
     if settings.cluster.nodes > 1:
         return
     try:
         given = host_workload_of(settings, model)
-    except SettingsError:  # of the model or the layout, which is a problem of its own
+    except SettingsError:  # reported by the checks of model and layout
         return
     if given and (text := host_refusal(given, memory_limit(), "has")):
         yield Problem(text)
@@ -186,7 +186,7 @@ def check_host_memory(settings: Settings, hosts: int) -> None:
     """Check that this host has enough free memory for its ranks, before they start.
 
     Raises:
-        SettingsError: it has not; names settings that would fit.
+        SettingsError: memory is insufficient; the message has settings that would fit.
     """
     if settings.trainer.backend not in ("megatron", "fsdp"):
         return
@@ -198,9 +198,9 @@ def check_host_memory(settings: Settings, hosts: int) -> None:
 def describe_memory(
     settings: Settings, model: ModelFacts, environ: Mapping[str, str] = os.environ
 ) -> list[str]:
-    """Return lines with the expected memory of the trainer: of a rank on its GPU, and of a host.
+    """Return lines with the expected memory of the trainer, per rank on its GPU and per host.
 
-    There is none for ranks on a CPU, but for `optimizer.cpu_offload`.
+    For ranks on a CPU there are no lines, except with `optimizer.cpu_offload`.
     """
     given = host_workload_of(settings, model, hosts=max(1, settings.cluster.nodes), environ=environ)
     if given is None:
@@ -231,7 +231,7 @@ def _has() -> str:
 
 
 def memory_text(work: Planned) -> str:
-    """Return the expected peak of a rank at its budget, or at the smallest and the largest one."""
+    """Format the expected peak of a rank at its budget, or at the smallest and the largest budget."""
     if tokens := work.trainer.micro_batch_tokens:
         expected = work.expected(tokens)
         return f"expected peak of a trainer rank at {tokens} tokens a micro-batch: {expected}"

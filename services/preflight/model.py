@@ -1,6 +1,6 @@
-"""Finds settings that a model rules out: layouts, lengths, backends, engines.
+"""Finds settings that conflict with a model: layouts, lengths, backends, engines.
 
-It reads files and builds no model.
+Reads files and builds no model.
 """
 
 import dataclasses
@@ -47,12 +47,12 @@ from trainer.random_model import check_scratch, config_of, shapes_of
 from trainer.roles.config import REWARD_MODEL
 
 VLLM_PADS_TO = 64
-"""vLLM's embeddings have a multiple of so many rows on all ranks together."""
+"""vLLM pads the vocabulary of all ranks together to a multiple of this number of rows."""
 OF_TRANSFORMERS = ("fsdp", "reference")
-"""Backends that train models of transformers as they are."""
+"""Backends that train transformers models unchanged."""
 
 ROUTERS = ("gate", "router")
-"""Last components of the names of layers that choose experts."""
+"""Last components of the names of router layers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,22 +60,22 @@ class ModelFacts:
     """Facts about a model before it is loaded."""
 
     place: Path
-    """Its directory, or the one that it will be made in."""
+    """Directory of the model, or the directory in which it will be created."""
     config: Mapping[str, Any]
-    """config.json, or what matters of it."""
+    """config.json, or its relevant part."""
     shapes: Mapping[str, tuple[int, ...]]
-    """Name -> shape of its tensors; empty if the files do not say."""
+    """Name -> shape of each tensor; empty if unknown."""
     is_made: bool
-    """Whether the directory is there."""
+    """Whether the directory exists."""
 
     @property
     def parameters(self) -> int:
-        """How many it has; 0 if the files do not say."""
+        """Number of parameters; 0 if unknown."""
         return count_parameters(self.shapes)
 
     @property
     def brings_code(self) -> bool:
-        """Whether a Python file of the directory defines the model."""
+        """Whether a Python file in the directory defines the model."""
         return "AutoModelForCausalLM" in (self.config.get("auto_map") or {})
 
     @property
@@ -84,10 +84,10 @@ class ModelFacts:
 
 
 def read_model(settings: Settings) -> ModelFacts:
-    """Return the facts of the model that a run starts from.
+    """Return the facts of a run's initial model.
 
     Raises:
-        SettingsError: there is no model, or [model.scratch] makes none.
+        SettingsError: there is no model, or [model.scratch] is invalid.
     """
     place, scratch = settings.model_dir, settings.model.scratch
     if scratch is not None:
@@ -102,25 +102,25 @@ def read_facts(place: Path) -> ModelFacts:
     """Return the facts of the model in a directory.
 
     Raises:
-        SettingsError: its files cannot be read.
+        SettingsError: the model's files cannot be read.
     """
     return ModelFacts(place, read_config(place), tensor_shapes(place), is_made=True)
 
 
 def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
-    """Yield what trainer or engines cannot do with the model."""
+    """Yield a problem for each feature of the model that the trainer or an engine does not support."""
     yield from _trainer_problems(settings, model)
     for engine in engines_of(settings):
         yield from _engine_problems(settings, engine, model)
 
 
 def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
-    """Yield reasons why the model cannot have the adapters of `[lora]`, or begin with the one in its path."""
+    """Yield reasons why the model cannot have the adapters of `[lora]`, or start from `lora.path`."""
     lora = settings.lora
     if lora.path and not lora.rank:
         cause, remedy = "it is the adapter that training starts from, and lora.rank is 0", "set lora.rank"
         yield Problem(cause, remedy, "lora.path", lora.path)
-    if not (lora.rank and model.shapes):  # it is refused without weights
+    if not (lora.rank and model.shapes):  # missing weights are reported elsewhere
         return
     problems = [*refusals(lambda: check_peft(adapter_targets(model.shapes, lora), lora))]
     backends = {settings.trainer.backend, *(engine.name for engine in engines_of(settings))}
@@ -138,21 +138,21 @@ def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]
 
 
 def _check_megatron_adapters(settings: Settings, model: ModelFacts) -> None:
-    """Define the rules of the adapters as trainer and engine will; raises SettingsError."""
+    """Build the adapters' rules as trainer and engine do. Raises SettingsError."""
     is_trainer = settings.trainer.backend == "megatron"
     try:
         architecture = architecture_of(dict(model.config), model.place / "config.json")
         parallel = settings.parallel if is_trainer else ParallelConfig()
         layout = Layout.of(parallel, architecture.layers)
         stages = [stage_rules(architecture, layout, stage) for stage in range(layout.pp)]
-    except SettingsError:  # the check of the model says it
+    except SettingsError:  # reported by the model's check
         return
     for rules in stages:
         lora_rules(rules, settings.lora)
 
 
 def _expert_problems(targets: Iterable[AdapterTarget], lora: LoraConfig) -> Iterator[Problem]:
-    """Yield the first layer that is none of transformers': it stacks experts, its routers return tuples."""
+    """Yield the first target that cannot have adapters: experts are stacked, and routers return tuples."""
     chosen = (t.weight for t in targets if "experts" in t.module.split(".") or t.last in ROUTERS)
     for weight in islice(chosen, 1):
         yield Problem(
@@ -164,7 +164,7 @@ def _expert_problems(targets: Iterable[AdapterTarget], lora: LoraConfig) -> Iter
 
 
 def describe_adapters(settings: Settings, model: ModelFacts) -> str:
-    """Return which layers get adapters; empty if none do."""
+    """Describe the layers with adapters; empty without adapters."""
     lora = settings.lora
     if not (lora.rank and model.shapes):
         return ""
@@ -173,7 +173,7 @@ def describe_adapters(settings: Settings, model: ModelFacts) -> str:
 
 
 def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterator[Problem]:
-    """Yield problems of the trainer with a model that it does not train."""
+    """Yield a problem for each feature of a frozen model that the trainer does not support."""
     setting, backend = f"{role}.path", settings.trainer.backend
     if backend == "scripted":
         yield Problem("trainer.backend 'scripted' has no models", "use megatron or fsdp", setting, role)
@@ -230,7 +230,7 @@ def _division_problems(settings: Settings, model: ModelFacts) -> Iterator[Proble
 
 
 def _undivided(model: ModelFacts, parallel: ParallelConfig) -> str:
-    """Return why tensor-parallel ranks of `fsdp` cannot divide a model; empty: they can."""
+    """Return why tensor-parallel ranks of `fsdp` cannot divide a model; empty if they can."""
     ranks = parallel.tensor_model_parallel_size
     plan = plan_of(model.config) if ranks > 1 else {}
     return division_refusal(plan, model.config.get("text_config") or model.config, ranks)
@@ -293,7 +293,7 @@ def _shared_problems(
 
 
 def _longrope_problems(settings: Settings, architecture: Architecture) -> Iterator[Problem]:
-    """Compare the context with the one up to which engines and trainer rotate alike."""
+    """Compare the context with the limit up to which engines and trainer rotate alike."""
     originals = [rope.original_max_position_embeddings for rope in architecture.ropes if rope.long_factor]
     longest = max(engine.max_model_len for engine in engines_of(settings))
     if originals and longest > min(originals):

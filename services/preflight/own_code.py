@@ -1,6 +1,6 @@
-"""Tries the user's algorithm, group filter, schedule, optimizer and engine before a start.
+"""Runs the user's algorithm, group filter, schedule, optimizer and engine once before a start.
 
-`rewards.py` tries reward functions.
+`rewards.py` does the same with reward functions.
 """
 
 from collections.abc import Iterator, Sequence
@@ -23,13 +23,12 @@ from trainer.functional.learning_rate import learning_rate
 
 
 def own_code_problems(settings: Settings, prompts: Sequence[Prompt]) -> Iterator[Problem]:
-    """Yield the problem of each `MODULE:NAME` that cannot be loaded, or fails when it is tried.
+    """Yield a problem for each `MODULE:NAME` that cannot be loaded or fails in a trial.
 
-    Rewards, environments, agents and prompt sources are made by checks of their own.
+    Rewards, environments, agents and prompt sources have separate checks.
 
     Args:
-        settings: of the run.
-        prompts: the first of the stream; none if it cannot be read.
+        prompts: the first prompts of the stream; empty if the stream cannot be read.
     """
     yield from refusals(_check_algorithm, settings)
     yield from refusals(_check_filter, settings, prompts)
@@ -38,15 +37,15 @@ def own_code_problems(settings: Settings, prompts: Sequence[Prompt]) -> Iterator
 
 
 def _check_algorithm(settings: Settings) -> None:
-    """Run an algorithm of the user on a small batch that is made up."""
+    """Run the user's algorithm on a small synthetic batch."""
     if is_own(settings.algorithm.name):
-        from trainer.step.probe import probe_made  # torch, which built-in algorithms do not need here
+        from trainer.step.probe import probe_made  # imports torch, which built-in algorithms do not need here
 
         probe_made(make_algorithm(settings.algorithm), settings.sampling.kept_samples)
 
 
 def _check_filter(settings: Settings, prompts: Sequence[Prompt]) -> None:
-    """Ask a filter of the user about a group that is made up, of the first prompt."""
+    """Call the user's filter with a synthetic group of the first prompt."""
     if settings.algorithm.group_filter:
         from trainer.data.group_filter import group_filter
         from trainer.step.probe import made_groups
@@ -62,14 +61,14 @@ def _check_filter(settings: Settings, prompts: Sequence[Prompt]) -> None:
 
 
 def _check_schedule(settings: Settings) -> None:
-    """Ask a schedule of the user for the first and the last learning rate of the run."""
+    """Query the user's schedule for the first and the last learning rate of the run."""
     if is_own(settings.optimizer.lr_decay_style):
         for made in (settings.optimizer.lr_warmup_steps, settings.run.steps * settings.trainer.updates - 1):
             learning_rate(settings.optimizer, made)
 
 
 def _check_optimizer(settings: Settings) -> None:
-    """Have an optimizer of the user make two steps of a matrix and a vector."""
+    """Run the user's optimizer for two steps on a matrix and a vector."""
     if is_own(settings.optimizer.name):
         from trainer.optimizers.libraries import probe_optimizer
 
@@ -77,7 +76,7 @@ def _check_optimizer(settings: Settings) -> None:
 
 
 def _check_engines(settings: Settings) -> None:
-    """Import each engine of the user: `[engine]`'s, the pool's and the evaluation's."""
+    """Import each engine of the user: in `[engine]`, the pool and the evaluation."""
     pool = engine_names(settings.engine, settings.services.pool)
     for name in dict.fromkeys((settings.engine.name, *pool, eval_engine(settings).name)):
         if is_own(name):

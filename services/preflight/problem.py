@@ -1,4 +1,4 @@
-"""Defines what keeps a run from starting, and the refusal that names it."""
+"""Defines the problems that prevent a run from starting, and converts them to errors."""
 
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
@@ -8,14 +8,14 @@ from protocol.errors import SettingsError
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One reason why a run cannot start."""
+    """Reason why a run cannot start."""
 
     cause: str
     """Cause of the problem."""
     remedy: str = ""
-    """What to do; empty where `cause` says it."""
+    """Suggested action; empty if `cause` contains it."""
     setting: str = ""
-    """Dotted name; empty where `cause` names the setting."""
+    """Dotted name of the setting; empty if `cause` contains it."""
     value: object = None
     """Value of that setting."""
 
@@ -25,7 +25,7 @@ class Problem:
 
 
 def refuse(problems: Iterable[Problem]) -> None:
-    """Raise SettingsError if there is a problem; the message states the first and counts the others."""
+    """Raise SettingsError if there is a problem; the message has the first and the number of others."""
     found = list(problems)
     if found:
         more = f" ({len(found) - 1} more: `tether check` lists all)" if len(found) > 1 else ""
@@ -33,7 +33,7 @@ def refuse(problems: Iterable[Problem]) -> None:
 
 
 def refusals(check: Callable[..., object], *arguments: object) -> Iterator[Problem]:
-    """Call a check with the arguments, and yield its SettingsError as a problem."""
+    """Call a check with the arguments; yield its SettingsError as a problem."""
     try:
         check(*arguments)
     except SettingsError as error:

@@ -1,4 +1,4 @@
-"""Finds verifiers that cannot score the prompts, and tries the user's own on one of them."""
+"""Finds verifiers that cannot score the prompts, and runs the user's verifiers on one prompt."""
 
 import asyncio
 import dataclasses
@@ -20,17 +20,17 @@ from services.settings.sections import Settings
 from trainer.algorithms.registry import check_turn_scores
 
 ENTRY_FIELDS = {"reasoning_gym": ("family", "entry")}
-"""Verifier -> fields of the metadata that it needs, where no option names them."""
+"""Verifier -> metadata fields that it needs, if no option names them."""
 RESPONSE = "an answer"
-"""Response that verifiers of the user are tried on."""
+"""Response for trials of the user's verifiers."""
 COMPARING = frozenset({"exact_match", "last_integer", "math", "positions"})
-"""Verifiers that compare with an answer; a call is cheap, and runs no code of the model or the user."""
+"""Verifiers that compare with an answer: cheap, and without code of the model or the user."""
 REWARD_MODEL = Options("")
-"""The verifier `reward_model` with every option that has a default."""
+"""Default options of the verifier `reward_model`."""
 
 
 def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Problem]:
-    """Yield verifiers that are missing, cannot be made, fall back to none, or need a field no prompt has."""
+    """Yield verifiers that are missing, invalid, without their fallback, or need a field no prompt has."""
     name = settings.environment.name
     if not settings.reward.verifiers and not ENVIRONMENTS.get(name, EnvironmentEntry("")).gives_reward:
         yield Problem(
@@ -58,14 +58,14 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
                     "reward.verifiers",
                     verifier.name,
                 )
-        if number in scorers and not verifier.fallback:  # others may fail: a fallback does not score all
+        if number in scorers and not verifier.fallback:  # with a fallback single failures are allowed
             yield from _wrong_answers(verifier.name, verifier.options, prompts)
 
 
 def _wrong_answers(name: str, options: dict[str, object], prompts: Sequence[Prompt]) -> Iterator[Problem]:
-    """Yield the first of the prompts whose answer is missing, or none that a verifier of ours compares with.
+    """Yield the first prompt whose answer a built-in verifier cannot compare with.
 
-    A field that all prompts lack is another problem.
+    A field that all prompts lack is reported elsewhere.
     """
     if name not in COMPARING:
         return
@@ -84,14 +84,14 @@ def _wrong_answers(name: str, options: dict[str, object], prompts: Sequence[Prom
 def trial_problems(
     settings: Settings, prompts: Sequence[Prompt], modules: Sequence[str]
 ) -> Iterator[Problem]:
-    """Score the response `RESPONSE` to the first prompt; yield the error of each verifier of the user.
+    """Score `RESPONSE` to the first prompt; yield the error of each user verifier.
 
-    Two of them are scored where a group has several samples: a function may compare them. It runs in a worker
-    process, within the limits of `[reward]`.
+    Two responses are scored if groups have several samples, because a function may compare them. The function
+    runs in a worker process, within the limits of `[reward]`.
 
     Args:
-        settings: of the run.
-        prompts: the first of the stream.
+        settings: settings of the run.
+        prompts: first prompts of the stream.
         modules: directories with modules of the user.
     """
     for verifier in settings.reward.verifiers:
@@ -111,21 +111,21 @@ async def _score(reward: RewardConfig, modules: Sequence[str], prompt: Prompt, s
 
 
 def _needed_fields(name: str, options: dict[str, object]) -> tuple[str, ...]:
-    """Return the fields of the metadata that one of our verifiers needs; none for a module of the user."""
+    """Return the metadata fields that a built-in verifier needs; none for a user's module."""
     if name not in VERIFIERS:
         return ()
     module = load(VERIFIERS[name].path)
     bound = validated(module.Options, options, f"verifier {name}: option ")
     if hasattr(module, "needed_fields"):
         return tuple(module.needed_fields(bound))
-    if getattr(bound, "schema", None):  # json_schema: one schema for all prompts
+    if getattr(bound, "schema", None):  # json_schema with one schema for all prompts
         return ()
     key = getattr(bound, "key", None)
     return ENTRY_FIELDS.get(name, ()) if key is None else (str(key),)
 
 
 def reward_gpu_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield the first GPU on which the shares of memory of all processes add up to more than one."""
+    """Yield the first GPU whose memory shares over all processes sum to more than one."""
     services = settings.services
     for gpu, share in _reward_shares(settings.reward, gpu_list(services.reward_gpus)).items():
         others = {
@@ -150,7 +150,7 @@ def reward_gpu_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def _reward_shares(config: RewardConfig, gpus: list[str]) -> dict[str, float]:
-    """Return the share of memory that the engines of one reward service take of each GPU."""
+    """Return the memory share of each GPU that the engines of one reward service use."""
     found: dict[str, float] = {}
     for entry in config.verifiers:
         options = entry.options
@@ -163,7 +163,7 @@ def _reward_shares(config: RewardConfig, gpus: list[str]) -> dict[str, float]:
             for name in ("memory_fraction", "tensor_parallel_size")
         )
         if not isinstance(share, int | float) or not isinstance(tensor, int):
-            continue  # refused elsewhere
+            continue  # reported elsewhere
         share *= config.workers
         for gpu in gpus[first : first + tensor]:
             found[gpu] = round(found.get(gpu, 0.0) + share, 4)

@@ -1,4 +1,4 @@
-"""Finds settings ruled out by the models other than the policy, and by the algorithms' need of them."""
+"""Finds conflicts with models other than the policy, and models that the algorithm does not use."""
 
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -18,10 +18,10 @@ from trainer.roles.config import FROZEN_ROLES, REWARD_MODEL
 
 
 def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Problem]:
-    """Yield problems that keep the models that are not trained from being used.
+    """Yield problems with frozen models.
 
     Args:
-        settings: the run's settings.
+        settings: settings of the run.
         model: the policy; None if it cannot be read.
     """
     yield from _unused_roles(settings)
@@ -43,7 +43,7 @@ def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Prob
 
 
 def _row_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
-    """Yield the problem if the longest row, with the token that is put behind it, has too many positions."""
+    """Yield a problem if the longest row, with the appended score token, has too many positions."""
     text = model.config.get("text_config") or model.config
     positions = text.get("max_position_embeddings") or text.get("n_positions")
     longest = settings.context_tokens
@@ -127,7 +127,7 @@ def _unused_ranks(settings: Settings) -> Iterator[Problem]:
 
 
 def algorithm_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield settings that the chosen algorithm does not use, or cannot be used with."""
+    """Yield settings that the algorithm ignores, or does not support."""
     algorithm = settings.algorithm
     if algorithm.use_kl_in_reward and (
         not algorithm.kl_coef or ALGORITHMS[algorithm.name].on_data or algorithm.name == DISTILLATION
@@ -177,7 +177,7 @@ def _useless_on_data(settings: Settings) -> Iterator[Problem]:
 def _other_vocabulary(
     settings: Settings, role: str, model: ModelFacts, frozen: ModelFacts
 ) -> Iterator[Problem]:
-    """Compare the tokens of a model with the policy's: it has to know all of them by the same ids."""
+    """Compare the vocabularies: a frozen model must have all tokens of the policy, with equal ids."""
     path = getattr(settings, role).path
     if frozen.vocabulary < model.vocabulary:
         yield Problem(

@@ -1,7 +1,7 @@
-"""Finds sampling settings with which training would be wrong or vain, or could not be repeated.
+"""Finds sampling settings that make training incorrect, ineffective or irreproducible.
 
 The trainer computes log-probabilities over the whole vocabulary at `sampling.temperature`. Engines must
-sample from the same distribution: an importance ratio between two different ones is wrong at every token.
+sample from the same distribution; otherwise every importance ratio is wrong.
 """
 
 from collections.abc import Iterator
@@ -25,7 +25,7 @@ _INSTEAD = "to train (sampling.temperature is exact; eval.{} is for evaluation)"
 
 
 def distribution_problems(sampling: SamplingConfig) -> Iterator[Problem]:
-    """Yield the settings with which engines sample from another distribution than the trainer's."""
+    """Yield settings that make engines sample from another distribution than the trainer's."""
     if sampling.top_p < 1:
         yield Problem(_CUT, f"set it to 1 {_INSTEAD.format('top_p')}", "sampling.top_p", sampling.top_p)
     if sampling.top_k:
@@ -40,7 +40,7 @@ def distribution_problems(sampling: SamplingConfig) -> Iterator[Problem]:
 
 
 def group_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield the settings with which the samples of a group give no advantage."""
+    """Yield settings under which the samples of a group have no advantage."""
     sampling, algorithm = settings.sampling, settings.algorithm.name
     coef = settings.algorithm.opd_reward_coef
     if algorithm == DISTILLATION and coef and sampling.samples_per_prompt < 2:
@@ -72,7 +72,7 @@ def group_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def length_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield the problem if the longest prompt and the longest completion exceed an engine's context."""
+    """Yield a problem if the longest prompt and completion together exceed an engine's context."""
     longest, completion = settings.render.max_prompt_tokens, settings.sampling.max_tokens
     context = settings.context_tokens
     room = context - completion
@@ -94,14 +94,14 @@ def length_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def determinism_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield the settings with which `run.deterministic` could not be kept."""
+    """Yield settings that conflict with `run.deterministic`."""
     if settings.run.deterministic:
         for reason in _differences_of_runs(settings):
             yield Problem(f"setting run.deterministic: {reason}")
 
 
 def rerun_obstacles(settings: Settings) -> Iterator[str]:
-    """Yield why `tether rerun` could not make a run of these settings again."""
+    """Yield reasons why `tether rerun` could not repeat a run with these settings."""
     if settings.engine.name != "hf" or settings.services.pool:
         yield "only tokens of one engine 'hf' are generated again, token by token"
     if settings.engine.kv is not KvPolicy.RECOMPUTE:
@@ -117,7 +117,7 @@ def rerun_obstacles(settings: Settings) -> Iterator[str]:
 
 
 def _differences_of_runs(settings: Settings) -> Iterator[str]:
-    """Yield why two runs of these settings would differ."""
+    """Yield reasons why two runs with these settings would differ."""
     invariant = ENGINES.having("batch_invariant")
     for name in engine_names(settings.engine, settings.services.pool):
         if name not in invariant:

@@ -1,4 +1,4 @@
-"""Finds addresses of the endpoint of harnesses that none of them could use, or that would not be safe."""
+"""Finds addresses of the harness endpoint that are unreachable or unsafe."""
 
 from collections.abc import Iterator
 from urllib.parse import urlsplit
@@ -12,11 +12,11 @@ from services.settings.sections import Settings
 
 ADVERTISE = "environment.advertise"
 OF_SESSIONS = ("host", "port", "ports", "cert_file", "key_file", "plain_http", "advertise", "sampling")
-"""Settings of `[environment]` that only environments with sessions have."""
+"""Settings of `[environment]` that only environments with sessions use."""
 
 
 def session_endpoint_problems(settings: Settings) -> Iterator[Problem]:
-    """Yield settings of the endpoint that do not fit each other, or the environment."""
+    """Yield conflicts between settings of the endpoint and the environment."""
     config = settings.environment
     if config.name not in ENVIRONMENTS.having("has_sessions"):
         yield from () if is_own(config.name) else _unused(config)
@@ -36,7 +36,7 @@ def session_endpoint_problems(settings: Settings) -> Iterator[Problem]:
 
 
 def listening_problems(config: EnvironmentConfig) -> Iterator[Problem]:
-    """Yield settings of an address that strangers could listen in on, or that is half configured."""
+    """Yield settings of an address that exposes plain text, or whose TLS is half configured."""
     if bool(config.cert_file) != bool(config.key_file):
         given, missing = ("cert_file", "key_file") if config.cert_file else ("key_file", "cert_file")
         yield Problem(
@@ -68,7 +68,7 @@ def _unused(config: EnvironmentConfig) -> Iterator[Problem]:
 
 
 def _server_elsewhere(config: EnvironmentConfig) -> str:
-    """Return the host of the server that runs the episodes; empty if it is this machine, or none does."""
+    """Return the host of the server that runs the episodes; empty for this machine or without a server."""
     address = config.options.get("url" if config.name == "server" else "address")
     host = urlsplit(address).hostname if isinstance(address, str) else None
     return "" if host is None or is_loopback(host) else host

@@ -1,4 +1,4 @@
-"""Sends the calls of leased groups to the ingest, and gets the calls of earlier leases back."""
+"""Sends the calls of leased groups to the ingest, and fetches the calls that earlier leases recorded."""
 
 from collections.abc import Callable
 
@@ -11,17 +11,17 @@ from services.ledger.interface import Lease
 
 
 class CallSender:
-    """The calls of one leased group."""
+    """Sends and recalls the calls of one leased group."""
 
     def __init__(self, sender: Sender, lease: Lease, on_lost: Callable[[str], None]) -> None:
-        """`on_lost` is called with the reason when a message is refused because the lease is lost."""
+        """Call `on_lost` with the reason when the ingest refuses a message because the lease is lost."""
         self._sender, self._lease, self._on_lost = sender, lease, on_lost
 
     async def recall(self, sample: int) -> Recalled:
-        """Return what earlier leases recorded of a sample.
+        """Return the calls of a sample that earlier leases recorded.
 
         Raises:
-            EpisodeError: the ingest refused to say, such as for a lost lease.
+            EpisodeError: the ingest refuses to answer, for example because the lease is lost.
         """
         lease = self._lease
         asked = Recall(group=lease.group, token=lease.token, epoch=lease.epoch, sample=sample)
@@ -30,10 +30,10 @@ class CallSender:
         return found
 
     async def store(self, call: Call) -> None:
-        """Return when a call is on disk; it is sent again until then.
+        """Send a call until the ingest acknowledges that the call is on disk.
 
         Raises:
-            EpisodeError: it was refused, such as for a lost lease.
+            EpisodeError: the ingest refuses the call, for example because the lease is lost.
         """
         await self._send(call)
 
@@ -48,6 +48,6 @@ class CallSender:
 
 
 def recording_of(sender: Sender, lease: Lease, engine: str, on_lost: Callable[[str], None]) -> Recording:
-    """Return what records the calls of a leased group that an engine generates; `on_lost` as above."""
+    """Return the recorder of a leased group's calls; `on_lost` as in `CallSender`."""
     journal = CallSender(sender, lease, on_lost)
     return Recording(journal, lease.group, lease.token, lease.epoch, engine, lease.version)

@@ -1,4 +1,4 @@
-"""Has torch.profiler watch an engine under the versions of `engine.profile_versions`, a trace for each."""
+"""Profiles an engine with torch.profiler, one trace for each version in `engine.profile_versions`."""
 
 import asyncio
 import contextlib
@@ -12,18 +12,18 @@ from services.runtime.process import Process
 log = logging.getLogger("tether.rollout")
 
 END_S = 30.0
-"""How long the trace of the last version may take when the worker ends."""
+"""Seconds to write the trace of the last version when the worker ends."""
 
 
 class EngineProfiles:
-    """Begins and ends the profiles of one engine; run `follow_loop` as a task."""
+    """Starts and stops the profiles of one engine; run `follow_loop` as a task."""
 
     def __init__(self, process: Process, engine: Engine, then: Callable[[], None]) -> None:
-        """Watch no version yet.
+        """Start without a profile.
 
         Args:
-            process: the worker; its settings say which versions, and how many decode steps of each.
-            engine: to watch.
+            process: the worker; its settings name the versions to profile and the decode steps per profile.
+            engine: engine to profile.
             then: called after each `notify`.
         """
         config = process.settings.engine
@@ -36,16 +36,16 @@ class EngineProfiles:
         self._directory = process.settings.run_dir / "profiles"
         self._name = process.incarnation
         self._watched = -1
-        """Version of the profile that is on, or was begun last; below 0: none is on."""
+        """Version of the running profile; negative while no profile runs."""
         self._changed = asyncio.Event()
 
     def notify(self) -> None:
-        """Notice that the engine may serve another version."""
+        """Report that the engine may serve another version."""
         self._changed.set()
         self._then()
 
     async def follow_loop(self) -> None:
-        """Begin a profile at each version that is to be watched, and end it at the next, until cancelled."""
+        """Start a profile at each version to be profiled and stop it at the next version, until cancelled."""
         while True:
             await self._changed.wait()
             self._changed.clear()
@@ -54,16 +54,16 @@ class EngineProfiles:
                 await self._watch(version if version in self._versions else -1)
 
     async def end(self) -> None:
-        """Write the profile that is on, if one is, before the engine is closed."""
+        """Stop a running profile and write its trace, before the engine is closed."""
         if self._watched >= 0:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(END_S):
                     await self._watch(-1)
 
     async def _watch(self, version: int) -> None:
-        """End the profile that is on, and begin one of `version`, unless it is below 0.
+        """Stop the running profile, and start one for `version` unless `version` is negative.
 
-        A profile that fails is logged: the run does without.
+        A profile that fails is logged and skipped.
         """
         self._watched = version
         file = self._directory / f"version_{version:08d}.{self._name}"

@@ -1,4 +1,4 @@
-"""Takes and releases the shared GPU on the engine's side; the engine sleeps and wakes with the turns."""
+"""Acquires and releases the shared GPU for an engine, which sleeps during the trainer's turns."""
 
 import asyncio
 import logging
@@ -16,11 +16,11 @@ from services.runtime.process import Process
 log = logging.getLogger("tether.turns")
 
 POLL_S = 1.0
-"""Seconds between two reads of the registry while no message says that the turn may have changed."""
+"""Seconds between two reads of the registry if no message announces a new turn."""
 
 
 class EngineGpuTurn:
-    """One engine's part in time-slicing the GPU with the trainer."""
+    """Time-slicing of the GPU with the trainer, on the side of one engine."""
 
     def __init__(self, process: Process, device: DeviceLock) -> None:
         self._process = process
@@ -28,14 +28,14 @@ class EngineGpuTurn:
         self._notified = asyncio.Event()
 
     def notify(self) -> None:
-        """Read the registry again at once: the turn may have changed."""
+        """Read the registry at once, because the turn may have changed."""
         self._notified.set()
 
     async def acquire(self) -> bool:
-        """Wait until the engines may use the device, and hold it; false if the process is to stop instead.
+        """Wait for the engines' turn and acquire the device; return False if the process is to stop instead.
 
         Raises:
-            TetherError: it is the engines' turn, but another process held the device for `colocated.wait_s`.
+            TetherError: another process held the device for `colocated.wait_s` during the engines' turn.
         """
         barred_since: float | None = None
         with self._process.waiting("the trainer's turn to end"):
@@ -53,9 +53,9 @@ class EngineGpuTurn:
         return False
 
     async def turns_loop(self, updater: WeightUpdater, meter: BusyMeter) -> None:
-        """Sleep and wake with the turns, until cancelled; begins with an engine that holds the device.
+        """Put the engine to sleep and wake it with the turns, until cancelled.
 
-        `meter` counts no time while the engine sleeps.
+        The engine must hold the device at the start. `meter` counts no time while the engine sleeps.
         """
         while True:
             while await self._turn() is not Turn.TRAINER:
@@ -69,13 +69,13 @@ class EngineGpuTurn:
             meter.wake()
 
     async def release(self) -> None:
-        """Release the device. The engine must have no memory on it any more."""
+        """Release the device. The engine must have freed all of its memory on the device."""
         log.info("device.left engine=%s", self._process.incarnation)
         self._device.release()
         await self._register_holding(False)
 
     async def _turn(self) -> Turn | None:
-        """Return whose turn the registry says it is; None if there is no trainer."""
+        """Return the turn that the registry names; None if no trainer is registered."""
         written = {peer.info.get(TURN) for peer in await self._process.ledger.peers(Role.TRAINER)}
         if not written:
             return None

@@ -1,8 +1,7 @@
-"""Leases prompt groups, generates them, sends them, and keeps each until it is acknowledged or handed back.
+"""Leases prompt groups, generates and sends them, and holds each until it is acknowledged or released.
 
-Each group has a task of its own; at most `groups_in_flight` of them run at a time, and a finished one frees
-its slot. While a task runs, its lease is extended; when the ledger says that the lease is lost, the task is
-cancelled and its result discarded.
+Each group runs in its own task; at most `groups_in_flight` tasks run at a time. A running task extends its
+lease. When the ledger reports the lease as lost, the task is cancelled and its result discarded.
 """
 
 import asyncio
@@ -39,47 +38,48 @@ log = logging.getLogger("tether.leasing")
 POLL_S = (0.02, 2.0)
 """Shortest and longest wait between two attempts to lease, seconds.
 
-Room under the bound mostly comes with a version, which wakes a worker at once; thousands of workers that ask
-in vain four times a second would be the ledger's largest load.
+A new version usually opens room under the bound and wakes the workers at once. Thousands of workers that poll
+four times a second would dominate the ledger's load.
 """
 STOP_POLL_S = 0.25
-"""Seconds between two checks whether the process is to stop, while no group can be leased."""
+"""Seconds between two checks of the stop event while no group can be leased."""
 LEAST_SAMPLES = 2
-"""Least samples that remain in a group when others have failed: fewer cannot be compared."""
+"""Minimum number of samples in a group after failures: a single sample cannot be compared."""
 
 
 DROPPED = "its group was dropped: it would have come too late for the staleness bound"
-"""Why an episode is ended whose group the trainer dropped."""
+"""Reason given to the episodes of a group that the trainer dropped."""
 STOPPING = "the worker stops, and hands its group back"
 LEASED_AGAIN = "the lease of its group ran out, and the group was begun anew"
 
 
 class LeaseLost(Exception):
-    """Raised in the task of a group whose lease another worker took over, or which was dropped."""
+    """Raised in the task of a group that was dropped, or whose lease another worker took over."""
 
 
 class PrefixUse:
-    """Counts by source the tokens of prompts since the worker started.
+    """Prompt tokens since the worker started, counted by source.
 
-    The first call of an episode can share the prompt of its group, later ones what their session has said.
+    The first call of an episode can share the prompt of its group; later calls share the tokens of their
+    session.
     """
 
     def __init__(self) -> None:
         self._tokens: dict[tuple[str, str], int] = {}
 
     def add(self, report: EpisodeReport) -> None:
-        """Count the calls of an episode that has ended, or failed."""
+        """Count the calls of an episode that ended or failed."""
         for call, prompts in (("first", report.first_prompt), ("later", report.later_prompts)):
             for source, tokens in (("cache", prompts.cached), ("computed", prompts.total - prompts.cached)):
                 self._tokens[call, source] = self._tokens.get((call, source), 0) + tokens
 
     def tokens(self) -> dict[tuple[str, str], int]:
-        """Return tokens by call (`first`, `later`) and source (`cache`, `computed`)."""
+        """Return token counts by call (`first`, `later`) and source (`cache`, `computed`)."""
         return self._tokens
 
     @property
     def hit_rate(self) -> float | None:
-        """Share of all tokens that came from the cache; None before the first call."""
+        """Share of all prompt tokens that came from the cache; None before the first call."""
         cached = sum(tokens for (_, source), tokens in self._tokens.items() if source == "cache")
         total = sum(self._tokens.values())
         return round(cached / total, 4) if total else None
@@ -87,25 +87,25 @@ class PrefixUse:
 
 @dataclass(slots=True)
 class HeldGroup:
-    """A group that the worker holds a lease of."""
+    """A group whose lease the worker holds."""
 
     lease: Lease
     task: asyncio.Task[None] | None = None
-    """Works on it; None until it is made."""
+    """Task that generates and sends the group; None until it is created."""
     ended: str = ""
-    """Why its task is cancelled, which its sessions are answered; empty while it is not."""
+    """Why the task was cancelled, also the answer to the group's sessions; empty while it runs."""
     release: str = "drain"
-    """The reason with which its lease is released if its task is cancelled."""
+    """Reason with which the lease is released if the task is cancelled."""
 
     def cancel(self, reason: str) -> None:
-        """Cancel its task; the first reason counts."""
+        """Cancel the task. Only the reason of the first call is kept."""
         self.ended = self.ended or reason
         if self.task is not None:
             self.task.cancel()
 
 
 class GroupRunner:
-    """Leases groups while `run` runs, and works on each in a task of its own."""
+    """Leases groups while `run` runs, and processes each in its own task."""
 
     def __init__(
         self,
@@ -117,12 +117,12 @@ class GroupRunner:
         sender: Sender,
         calls: Sender | None = None,
     ) -> None:
-        """Start without a group; `calls` records the sessions' calls, None: they are not recorded."""
+        """Start without a group. `calls` records the calls of sessions; None disables recording."""
         self._process, self._engine, self._renderer = process, engine, renderer
         self._environment, self._prompts, self._sender = environment, prompts, sender
         self._calls = calls
         self._config = process.settings.rollout
-        # only engines that are alike should have as many sessions each
+        # Sessions are balanced between workers only if all engines are alike.
         pool = process.settings.services.pool
         self._takes_turns = environment.has_calls and len(pool) < 2
         self._slots = asyncio.Semaphore(self._config.groups_in_flight)
@@ -142,7 +142,7 @@ class GroupRunner:
             self._prefixes.tokens,
         )
         self.meter = BusyMeter()
-        """Counts the time in which the engine has groups to generate and is awake."""
+        """Measures the time in which the engine is awake and has groups to generate."""
         process.on_heartbeat.append(
             lambda: process.info.update(
                 self.meter.reading(), groups=len(self._held), prefix_hits=self._prefixes.hit_rate
@@ -150,18 +150,18 @@ class GroupRunner:
         )
 
     async def run(self) -> None:
-        """Lease until the process is to stop, then drain: finish within `drain_s`, hand back the rest.
+        """Lease until the process is to stop, then drain: finish within `drain_s`, release the rest.
 
         Raises:
-            Refused: HALTED, if the run was halted; REFUTED, if an audit refutes the engine.
-            TetherError: too many episodes do not end.
+            Refused: HALTED, the run is halted; REFUTED, an audit refutes the engine.
+            TetherError: too many episodes do not end after their cancellation.
         """
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._nudge_at_stop(), name="lease.stop")
             await self._lease_loop(tasks)
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_s):
-                    # a sleeping engine's groups are handed back at once
+                    # the groups of a sleeping engine are released at once
                     while self._held and self._serves():
                         running = [job.task for job in self._held.values() if job.task]
                         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
@@ -169,7 +169,7 @@ class GroupRunner:
                 job.cancel(STOPPING)
 
     def nudge(self) -> None:
-        """Ask for a lease at once: there may be room under the bound now."""
+        """Try to lease at once, because there may be room under the bound."""
         self._nudged.set()
 
     async def _nudge_at_stop(self) -> None:
@@ -177,7 +177,7 @@ class GroupRunner:
         self.nudge()
 
     def abort(self, groups: tuple[int, ...]) -> None:
-        """Stop working on groups that the trainer dropped.
+        """Cancel the groups that the trainer dropped.
 
         The ledger has ended their leases, so it refuses the release that their tasks attempt.
         """
@@ -198,7 +198,7 @@ class GroupRunner:
             if lease is None:
                 self._slots.release()
                 return
-            if lease.group in self._held:  # its own expired lease, granted again: the old attempt is void
+            if lease.group in self._held:  # its expired lease, granted again: the old attempt is void
                 self._held[lease.group].cancel(LEASED_AGAIN)
             self._held[lease.group] = job = HeldGroup(lease)
             job.task = tasks.create_task(self._run_group(job), name=f"group-{lease.group}")
@@ -211,7 +211,7 @@ class GroupRunner:
         self._process.metrics.busy.set(len(self._held))
 
     async def _next_lease(self) -> Lease | None:
-        """Wait for room under the bound and return a lease; None if the process is to stop."""
+        """Wait for room under the bound and return a lease; return None if the process is to stop."""
         self._strays.check()
         delay, request = POLL_S[0], new_token()
         began = time.monotonic()
@@ -241,9 +241,9 @@ class GroupRunner:
         return None
 
     def _serves(self) -> bool:
-        """Return whether the engine serves a version: not at the start, nor while it sleeps.
+        """Return whether the engine serves a version; false at the start and while the engine sleeps.
 
-        Leases that are held while it sleeps are extended, and their requests continue when it has woken.
+        During sleep, leases are still extended. Their requests continue after wake-up.
         """
         return self._engine.served.version >= 0
 
@@ -304,7 +304,7 @@ class GroupRunner:
                     with_turn_texts=self._process.settings.reward.may_score_turns,
                 )
         except (SettingsError, EngineError, EpisodeError) as error:
-            await self._engine.check()  # a dead engine ends the process; a bad prompt ends the group
+            await self._engine.check()  # a dead engine ends the process; a bad prompt ends only the group
             await self._fail(lease, error)
             return
         metrics.seconds.labels("generate").observe(rollout.generate_s)
@@ -315,7 +315,7 @@ class GroupRunner:
         await self._send(lease, rollout)
 
     async def _send(self, lease: Lease, rollout: Rollout) -> None:
-        """Send a group, and return when it is acknowledged or declined, or too large to be sent."""
+        """Send a group; return when the group is acknowledged, declined or found too large."""
         try:
             with self._process.waiting(f"acknowledgement of group {lease.group}"):
                 await self._sender.send(rollout, epoch=lease.epoch, group=lease.group, token=lease.token)
@@ -328,9 +328,9 @@ class GroupRunner:
             self._process.metrics.count("group.delivered")
 
     def _recording(self, job: HeldGroup) -> Recording | None:
-        """Return what records the calls of a group; it is ended once they are refused for a lost lease.
+        """Return the recorder of a group's calls, which cancels the group when its lease is lost.
 
-        Otherwise its harnesses would fail by these refusals, and the group would be dropped for it.
+        Without the cancellation the refusals would fail the harnesses, and the group would be dropped.
         """
 
         def lose(why: str) -> None:
@@ -359,14 +359,14 @@ class GroupRunner:
                 raise LeaseLost from refusal
 
     async def _fail(self, lease: Lease, error: Exception) -> None:
-        """Hand back a group that cannot be generated or sent, or drop it after `prompt_failures` attempts.
+        """Release a group that cannot be generated or sent, or drop it after `prompt_failures` attempts.
 
-        One that the engine failed is only handed back: another attempt may succeed.
+        After an engine failure the group is only released, since another attempt may succeed.
         """
         reason = failure_reason(error)
         log.warning("group.failed group=%d attempt=%d error=%s", lease.group, lease.attempt, error)
         self._process.metrics.count("group.failed")
-        detail = f"{reason}: {error}"[:MAX_DETAIL].encode(errors="replace").decode()  # may have surrogates
+        detail = f"{reason}: {error}"[:MAX_DETAIL].encode(errors="replace").decode()  # removes surrogates
         with contextlib.suppress(Refused):
             if reason != ENGINE and lease.attempt >= self._config.prompt_failures:
                 await self._process.ledger.drop(lease.group, lease.token, reason, detail=detail)
@@ -380,7 +380,7 @@ class GroupRunner:
 
 
 def observe_episode(metrics: Metrics, group: int, report: EpisodeReport) -> None:
-    """Count one attempt at a sample: turns, seconds, and the reason if it failed."""
+    """Count one attempt at a sample: turns, seconds, tokens, and the reason of a failure."""
     metrics.count("episode.turns", report.turns)
     metrics.seconds.labels("episode").observe(report.seconds)
     metrics.count("session.replayed", report.replayed)

@@ -1,6 +1,6 @@
-"""`python -m services.rollout`: leases prompt groups, generates them on one engine, sends them to be scored.
+"""`python -m services.rollout`: leases prompt groups, generates them on one engine and sends them.
 
-Consumes: leases of the ledger, weight manifests of the trainer. Produces: `Rollout` messages on the edge
+Consumes: leases from the ledger, weight manifests from the trainer. Produces: `Rollout` messages on the edge
 `rollouts`. Waits for: the run in the ledger, the trainer's first weights, room under the bound, a reward
 worker, the ingest's acknowledgement.
 """
@@ -46,15 +46,15 @@ from services.settings.sections import Settings
 from services.settings.shared_weights import can_share
 
 RESERVED_FILES = 256
-"""Descriptors of everything else in a worker: sockets of bus and ledger, weights, logs, the engine's own."""
+"""File descriptors of a worker apart from sessions: sockets of bus and ledger, weights, logs, the engine."""
 
 
 async def serve(process: Process) -> None:
-    """Run one rollout worker until it is stopped; drains by finishing or handing back its groups.
+    """Run one rollout worker until it is stopped. A stopping worker finishes or releases its groups.
 
     Raises:
-        SettingsError: there is no model, sampling differs from the trainer's, the prompts are not the
-            run's, or a part of the worker cannot be made from the settings.
+        SettingsError: there is no model, sampling differs from the trainer's, the prompts are not the run's,
+            or the settings do not allow one of the worker's parts.
         PoisonedError: the engine may hold mixed weights.
     """
     settings = process.settings
@@ -102,7 +102,7 @@ async def serve(process: Process) -> None:
 
 
 async def _environment(settings: Settings) -> Environment:
-    """Make the environment for the engine of the settings, with the open files that its samples need."""
+    """Open the environment and raise the limit of open files to the need of its samples."""
     environment = await asyncio.to_thread(make_environment, settings.environment)
     group_size = settings.sampling.samples_per_prompt
     allow_open_files(settings.rollout.groups_in_flight, group_size, environment.files_per_sample)
@@ -112,22 +112,22 @@ async def _environment(settings: Settings) -> Environment:
 
 
 def _description(process: Process) -> Path | None:
-    """Return the file by which the trainer finds the engine's live weights; None: it does not."""
+    """Return the file that describes the engine's live weights to the trainer; None if it reads none."""
     settings = process.settings
     described = settings.weights.transport == TRANSPORT and can_share(settings.engine, settings.lora)
     return description_file(settings.run_dir, process.incarnation) if described else None
 
 
 def allow_open_files(groups: int, samples: int, each: int) -> None:
-    """Raise the limit of the process to the need of a full worker's sessions.
+    """Raise the process's limit of file descriptors to the need of all sessions in flight.
 
     Args:
         groups: `rollout.groups_in_flight`.
-        samples: of a group.
-        each: descriptors of one sample, see `Environment.files_per_sample`.
+        samples: samples per group.
+        each: file descriptors per sample (`Environment.files_per_sample`).
 
     Raises:
-        SettingsError: the process may not raise it as far.
+        SettingsError: the hard limit is too low.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     required = RESERVED_FILES + groups * samples * each
@@ -143,7 +143,7 @@ def allow_open_files(groups: int, samples: int, each: int) -> None:
 
 
 async def _start(process: Process, engine: Engine, shared: Path | None) -> None:
-    """Start the engine, and note how long it took and where the file is that describes its weights."""
+    """Start the engine; publish the start time, the draft digest and the file that describes its weights."""
     with process.waiting("engine start"):
         began = time.monotonic()
         await engine.start()
@@ -161,7 +161,7 @@ async def _run(
     turn: EngineGpuTurn | None,
     profiles: EngineProfiles,
 ) -> None:
-    """Keep the engine's weights current while groups are generated, until the runner has drained."""
+    """Update the engine's weights while the runner generates groups, until the runner has drained."""
     loops = {
         "engine.occupancy": occupancy_loop(process, engine),
         "weights.listen": updater.listen_loop(),
@@ -177,7 +177,7 @@ async def _run(
 
 
 async def occupancy_loop(process: Process, engine: Engine) -> None:
-    """Bring the engine's occupancy into the registry's info once per heartbeat, until cancelled."""
+    """Write the engine's occupancy into the registry info once per heartbeat, until cancelled."""
     interval_s = process.settings.ledger.ttl_s / 3
     while True:
         found = await read_occupancy(engine, interval_s)
@@ -188,9 +188,9 @@ async def occupancy_loop(process: Process, engine: Engine) -> None:
 
 
 async def read_occupancy(engine: Engine, limit_s: float) -> Occupancy:
-    """Return the engine's occupancy, or that it is not known if the engine does not say within `limit_s`.
+    """Return the engine's occupancy; unknown if the engine does not answer within `limit_s` seconds.
 
-    That an engine died is reported by what generates with it.
+    The tasks that generate report a dead engine.
     """
     try:
         async with asyncio.timeout(limit_s):
@@ -202,16 +202,16 @@ async def read_occupancy(engine: Engine, limit_s: float) -> Occupancy:
 def _calls(
     process: Process, environment: Environment
 ) -> contextlib.AbstractAsyncContextManager[Sender | None]:
-    """Return a connection to the ingest where calls are recorded."""
-    # a recorded call of an earlier lease would be context, one that is generated again is trained
+    """Return the connection to the ingest that records calls; it yields None if calls are not recorded."""
+    # Recorded calls of earlier leases are context only; regenerated calls are trained.
     recorded = environment.has_calls and not process.settings.run.deterministic
     return process.connecting_socket(Sender, CALLS) if recorded else contextlib.nullcontext()
 
 
 def _device(settings: Settings, engine: Engine) -> DeviceLock:
-    """Open the lock of the device.
+    """Open the device lock.
 
-    An engine's own processes hold it too: it stays held while they live, even if this process was killed.
+    Child processes of the engine also hold the lock, so it outlives a killed worker until they exit.
     """
     device = DeviceLock(settings.run_dir)
     if isinstance(engine, MultiProcessEngine):
@@ -220,9 +220,9 @@ def _device(settings: Settings, engine: Engine) -> DeviceLock:
 
 
 def _engine_config(settings: Settings) -> EngineConfig:
-    """Return the engine's section with the requirements of other sections.
+    """Return the engine's section merged with the requirements of other sections.
 
-    On a shared GPU, sleep is enabled where an engine needs it at start.
+    On a shared GPU, sleep mode is enabled for engines that need it at start.
     """
     engine = placed_as_allowed(settings.engine, settings.weights.transport)
     sleeps = settings.colocated.enabled and ENGINES[engine.name].started_to_sleep
@@ -235,10 +235,10 @@ def _engine_config(settings: Settings) -> EngineConfig:
 
 
 def preload(settings: Settings) -> Callable[[], None] | None:
-    """Import what generating with these settings needs, for a spare; return what its forks do at first.
+    """Import the modules of an engine for a spare; return a function that each fork calls first.
 
-    The hub's client comes before an engine, which sets HF_HUB_OFFLINE: the client reads that as it is
-    imported, and the service may still have to fetch something.
+    The hub client is imported before the engine. Engines set HF_HUB_OFFLINE, which the client reads at
+    import, and the service may still have to download a model.
     """
     if any(hub_names(settings)):
         importlib.import_module("huggingface_hub.constants")

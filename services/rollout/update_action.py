@@ -1,7 +1,7 @@
-"""Decides what a rollout worker does next about its engine's weights: a pure function of its state.
+"""Chooses the next weight update of a rollout worker, as a pure function of its state.
 
-The newest committed version comes first, then a version that the trainer is still making. No version is
-staged while the engine sleeps.
+The newest committed version has priority over a version that the trainer is still exporting. A sleeping
+engine stages no version.
 """
 
 from dataclasses import dataclass
@@ -12,22 +12,22 @@ from rollout.engines.base import Served
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """Stage a committed version and commit it, if the ledger still names its epoch by then."""
+    """Stage a committed version, then commit it if the ledger still names its epoch."""
 
     manifest: WeightManifest
 
 
 @dataclass(frozen=True, slots=True)
 class StageProvisional:
-    """Stage a version that the trainer is still making, without committing it."""
+    """Stage a version that the trainer is still exporting, without committing it."""
 
     manifest: WeightManifest
-    """Provisional: the layout of an earlier version, without digests."""
+    """Provisional manifest: the layout of an earlier version, without digests."""
 
 
 @dataclass(frozen=True, slots=True)
 class Adopt:
-    """Rename the live weights: they are the manifest's, under an epoch that is over."""
+    """Rename the live weights: a new epoch publishes the same bytes."""
 
     manifest: WeightManifest
 
@@ -51,12 +51,12 @@ def next_action(
     """Return the next action.
 
     Args:
-        newest: newest manifest of the epoch that the ledger names; None before the first.
-        provisional: manifest of a version that the trainer is making and that was not begun yet.
+        newest: newest manifest of the epoch that the ledger names; None before the first version.
+        provisional: manifest of a version that the trainer is exporting and that is not staged yet.
         live: the engine's live weights.
         awake: whether the engine holds its memory and may stage.
-        staging: provisional manifest that is being staged. The answer is `StageProvisional` of it while that
-            is of use, anything else says that it is to be cancelled.
+        staging: provisional manifest whose staging runs. While staging is still useful, the result is
+            `StageProvisional(staging)`; any other result cancels the staging.
     """
     if not awake:
         return Wait()
@@ -71,5 +71,5 @@ def next_action(
 
 
 def _supersedes(newest: WeightManifest | None, staging: WeightManifest) -> bool:
-    """Return whether another epoch or a later version is wanted than the one that is being staged."""
+    """Return whether `newest` belongs to another epoch than `staging` or is a later version."""
     return newest is not None and (newest.epoch != staging.epoch or newest.version > staging.version)

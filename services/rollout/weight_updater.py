@@ -1,17 +1,17 @@
 """Keeps a rollout worker's engine on the current weights.
 
-Manifests arrive over the bus; the ledger's copy is the truth and is read once a second, so a lost message
-delays an update by a second at most. `update_action.next_action` decides what to do, `WeightUpdater` does it:
+Manifests arrive over the bus. The ledger's copy is authoritative and read once a second, so a lost message
+delays an update by at most a second. `update_action.next_action` chooses the next update and `WeightUpdater`
+applies it:
 
-- One update at a time. A newer manifest supersedes an older one that was not staged yet.
-- A version that the trainer is still making is staged while it is made. It is committed only if its manifest,
-  once it comes, has the digest of what was received.
-- Before a commit the ledger is asked whether it still names the version's epoch.
-- An engine that cannot stage a version continues to serve the one it has, and tries again: the connection or
-  the file may be there then. Where the trainer that runs makes versions that do not fit the engine, the
-  process ends as with wrong settings. A version that a former trainer left does not end it: the next one may
-  have other settings.
-- A poisoned engine ends the process: its supervisor starts a fresh one, which asks for the current version.
+- One update runs at a time. A newer manifest supersedes an older one that is not staged yet.
+- A version is staged while the trainer still exports the version. A staged version is committed only if its
+  manifest has the digest of the received bytes.
+- Before a commit, the updater asks the ledger whether it still names the version's epoch.
+- An engine that cannot stage a version continues to serve its current version and retries. If the versions of
+  the running trainer do not fit the engine, the process ends as with wrong settings. A version of an earlier
+  trainer does not end it: the next trainer may have other settings.
+- A poisoned engine ends the process. The supervisor starts a new engine, which requests the current version.
 """
 
 import asyncio
@@ -52,12 +52,12 @@ log = logging.getLogger("tether.updating")
 POLL_S = 1.0
 """Seconds between two reads of the ledger's current version."""
 RETRY_S = 0.5
-"""Seconds after which a version that could not be staged is tried again."""
+"""Seconds before a failed staging is retried."""
 MAX_ERROR_CHARACTERS = 500
 
 
 class WeightUpdater:
-    """Receives manifests, stages and commits them, and reports each result to the ledger and the trainer.
+    """Receives manifests, stages and commits versions, and reports results to the ledger and the trainer.
 
     Run `listen_loop`, `poll_loop` and `apply_loop` as tasks.
     """
@@ -71,15 +71,15 @@ class WeightUpdater:
         on_applied: Callable[[], None],
         on_turn: Callable[[], None] | None = None,
     ) -> None:
-        """Start with no version wanted and an engine that is awake.
+        """Start with an awake engine and no manifest.
 
         Args:
             process: supplies ledger, metrics and the stop event.
-            engine: the engine to keep current.
-            listener: connected to the trainer's topic `weights`.
-            on_abort: called with groups that the trainer dropped.
+            engine: engine to update.
+            listener: listener connected to the trainer's topic `weights`.
+            on_abort: called with the groups that the trainer dropped.
             on_applied: called when the engine serves another version.
-            on_turn: called when the GPU that it shares with the trainer may have changed hands.
+            on_turn: called when the turn of a shared GPU may have changed.
         """
         self._process = process
         self._engine = engine
@@ -92,13 +92,13 @@ class WeightUpdater:
         self._provisional: WeightManifest | None = None
         """Manifest of the version that the trainer is exporting, until its staging begins."""
         self._awake = True
-        """Whether the engine may stage: false from `sleep` to `wake`."""
-        self._changed = asyncio.Event()  # something that `next_action` depends on
+        """Whether the engine may stage; false from `sleep` to `wake`."""
+        self._changed = asyncio.Event()  # an input of `next_action` changed
         self._poll_now = asyncio.Event()
-        self._updating = asyncio.Lock()  # held during an update, and while the engine goes to sleep
+        self._updating = asyncio.Lock()  # held during an update and during `sleep`
 
     async def listen_loop(self) -> None:
-        """Take manifests and instructions from the trainer until cancelled.
+        """Receive manifests and instructions from the trainer until cancelled.
 
         Raises:
             PoisonedError: an audit refutes the engine.
@@ -117,7 +117,7 @@ class WeightUpdater:
                 raise PoisonedError("an audit refutes this engine (audit.action = quarantine)")
 
     async def poll_loop(self) -> None:
-        """Read the current manifest from the ledger, at the start and then regularly, until cancelled."""
+        """Read the current manifest from the ledger, at the start and every `POLL_S`, until cancelled."""
         while True:
             self._poll_now.clear()
             current = None if await self._is_current() else await self._ledger_manifest()
@@ -126,11 +126,11 @@ class WeightUpdater:
             await is_set_within(self._poll_now, POLL_S)
 
     async def apply_loop(self) -> None:
-        """Carry out `next_action` at each change, until cancelled.
+        """Apply `next_action` after each change, until cancelled.
 
         Raises:
             PoisonedError: the engine may hold mixed weights.
-            UnfitVersion: the versions of the trainer that runs do not fit the engine.
+            UnfitVersion: the versions of the running trainer do not fit the engine.
         """
         while True:
             await self._change()
@@ -142,7 +142,7 @@ class WeightUpdater:
                     await self._carry_out(action)
             except PoisonedError as error:
                 if self._process.stop.is_set():
-                    return  # cancelled in the middle by the drain; the engine is closed next
+                    return  # the drain cancelled an update; the engine is closed next
                 self._report_failure(action.manifest, error, poisoned=True)
                 raise
             except WeightError as error:
@@ -157,9 +157,9 @@ class WeightUpdater:
                 self._changed.set()
 
     async def sleep(self) -> None:
-        """Put the engine to sleep once the update in progress has ended; no other begins until `wake`.
+        """Put the engine to sleep after the update in progress; no other update begins until `wake`.
 
-        Cancelled before that, it leaves the engine's memory in place and updates suspended.
+        If `sleep` is cancelled during its wait, the engine keeps its memory and updates stay suspended.
         """
         self._awake = False
         self._changed.set()  # cancels the staging of a provisional version
@@ -175,38 +175,38 @@ class WeightUpdater:
 
     # -- state
     def _on_manifest(self, manifest: WeightManifest, *, from_ledger: bool = False) -> None:
-        """Want a version if it is newer; only the ledger decides between epochs."""
+        """Accept a newer version. Only the ledger switches to another epoch."""
         newest = self._wanted
-        if is_provisional(manifest):  # identifies no weights
+        if is_provisional(manifest):  # without digests a manifest identifies no weights
             log.error("weights.no_digests version=%d epoch=%s", manifest.version, manifest.epoch)
             return
         if newest is not None and manifest.epoch == newest.epoch:
             newer = manifest.version > newest.version
         else:
             newer = from_ledger
-            if not from_ledger:  # from a new trainer, or a late message of an old one
+            if not from_ledger:  # the sender is a new trainer, or the message of an old trainer is late
                 self._poll_now.set()
         if newer:
             self._wanted = manifest
             self._changed.set()
 
     def _on_draft(self, draft: WeightDraft) -> None:
-        """Expect a version that is being made, if the manifest that it is laid out like is known."""
+        """Expect a version that the trainer is exporting, if the manifest with its layout is known."""
         known = self._wanted
         if known is not None and (known.epoch, known.version) == (draft.epoch, draft.like):
             self._provisional = provisional_manifest(known, draft.version)
             self._changed.set()
 
     async def _change(self) -> None:
-        """Wait until something has changed since the last call."""
+        """Wait for a change since the last call."""
         with contextlib.ExitStack() as stack:
-            if self._awake and self._engine.served.version < 0:  # later, no new version may be due for long
+            if self._awake and self._engine.served.version < 0:  # after the first weights, waiting is normal
                 stack.enter_context(self._process.waiting("the first weights"))
             await self._changed.wait()
         self._changed.clear()
 
     async def _ledger_manifest(self) -> WeightManifest | None:
-        """Return the manifest that the ledger names, if there is one that can be read."""
+        """Return the manifest that the ledger names; None if there is none or it cannot be decoded."""
         data = await self._process.ledger.manifest()
         if data is None:
             return None
@@ -220,7 +220,7 @@ class WeightUpdater:
     async def _is_current(self) -> bool:
         """Return whether the engine serves the run's epoch and its newest published version.
 
-        Saves reading the manifest, which is large, where there is no new one, as most of the time.
+        The check avoids reading the large manifest when there is no new version.
         """
         with contextlib.suppress(Refused):
             head = await self._process.ledger.head()
@@ -228,7 +228,7 @@ class WeightUpdater:
         return False
 
     async def _is_superseded(self, manifest: WeightManifest) -> bool:
-        """Return whether the ledger names another epoch by now; the version may be of an abandoned branch."""
+        """Return whether the ledger names another epoch; the version may be of an abandoned branch."""
         current = await self._ledger_manifest()
         if current is not None and current.epoch == manifest.epoch and current.version >= manifest.version:
             return False
@@ -238,7 +238,7 @@ class WeightUpdater:
         return True
 
     async def _is_of_running_trainer(self, manifest: WeightManifest) -> bool:
-        """Return whether a trainer is registered that publishes under the version's epoch."""
+        """Return whether a registered trainer publishes under the version's epoch."""
         trainers = await self._process.ledger.peers(Role.TRAINER)
         return any(trainer.info.get("epoch") == manifest.epoch for trainer in trainers)
 
@@ -248,7 +248,7 @@ class WeightUpdater:
             case Stage(manifest):
                 await self._stage_and_commit(manifest)
             case StageProvisional(manifest):
-                self._provisional = None  # one attempt: the version itself is staged again with its manifest
+                self._provisional = None  # one attempt: the final manifest stages the version again
                 await self._stage_provisional(manifest)
             case Adopt(manifest):
                 await self._adopt(manifest)
@@ -280,11 +280,12 @@ class WeightUpdater:
         await self._report_applied(manifest, pause_ms=0.0)
 
     async def _stage_provisional(self, provisional: WeightManifest) -> None:
-        """Stage a version while it is made; returns when it is complete, failed, or is of no use any more.
+        """Stage a version during its export; return when it is complete, failed or no longer useful.
 
         Raises:
             PoisonedError: the engine cannot stage any more.
-            EngineError: the engine is dead. That the version did not arrive is no error: it may never exist.
+            EngineError: the engine is dead. A version that does not arrive raises no error, since it may
+                never be committed.
         """
         async with asyncio.TaskGroup() as tasks:
             staging = tasks.create_task(self._try_stage(provisional), name="weights.stage_provisional")
@@ -293,7 +294,7 @@ class WeightUpdater:
                 await self._change()
                 if not self._is_useful(provisional):
                     staging.cancel()
-        self._changed.set()  # its manifest may have arrived meanwhile
+        self._changed.set()  # the final manifest may have arrived during the staging
         if not staging.cancelled() and (error := staging.result()) is not None:
             raise error
 
@@ -304,7 +305,7 @@ class WeightUpdater:
         return action == StageProvisional(staging)
 
     async def _try_stage(self, provisional: WeightManifest) -> TetherError | None:
-        """Stage a provisional version; returns the error if it is one that ends the engine."""
+        """Stage a provisional version; return an error only if it ends the engine."""
         try:
             await self._engine.stage(provisional)
             self._process.metrics.count("weights.drafts")
@@ -317,7 +318,7 @@ class WeightUpdater:
         return None
 
     async def _report_applied(self, manifest: WeightManifest, pause_ms: float) -> None:
-        """Tell the ledger, then the trainer, which version is served; leases are of it from then on."""
+        """Report the served version to the ledger, then to the trainer; new leases use that version."""
         try:
             await self._process.ledger.applied(self._process.incarnation, manifest.epoch, manifest.version)
         except Refused as refusal:

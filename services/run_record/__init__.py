@@ -1,1 +1,1 @@
-"""Reads the directory of a run, while the run is on and after its end."""
+"""Reads the directory of a run, during the run and after its end."""

@@ -1,14 +1,12 @@
 """Checks the calls of sessions: every trained token belongs to exactly one journalled call, and none is lost.
 
-A tool's result is a call without tokens.
+A tool's result is a call without tokens. The check reads the spool and the archive. For each group with calls
+it compares the trained or waiting record with the journal.
 
-It reads what is on disk: spool and archive. Of each group with calls it compares the record that was trained
-or waits to be with the journal.
-
-A record that names no calls may follow calls of an earlier lease of its group: recording was switched off in
-between, or the environment is another one now. So it is compared with the calls of its own lease alone. What
-this leaves unproven is a record that dropped its names and whose calls were all replayed from earlier leases:
-it looks like one that was made without recording.
+A record that names no calls may follow calls of an earlier lease: recording was switched off, or the
+environment changed. Such a record is compared only with the calls of its own lease. Undetected remains a
+record that lost the names of calls which were all replayed from earlier leases, since it looks like a record
+without recording.
 """
 
 from collections.abc import Iterable, Iterator, Sequence, Set
@@ -38,13 +36,13 @@ class CallAudit:
     """Result of comparing records with the journal of their calls."""
 
     calls: int
-    """Journalled calls that were compared, without results."""
+    """Number of compared journalled calls, without tool results."""
     tokens: int
-    """Trained tokens that belong to one of them."""
+    """Number of trained tokens that belong to a journalled call."""
     violations: tuple[str, ...] = ()
-    """Contradictions to the journal; each names group, sample and call."""
+    """Contradictions to the journal; each message names group, sample and call."""
     results: int = 0
-    """Journalled results of tools."""
+    """Number of journalled tool results."""
 
 
 def audit_calls(run_dir: Path) -> CallAudit:
@@ -72,19 +70,19 @@ def audit_calls(run_dir: Path) -> CallAudit:
 
 
 def concerning(rollout: Rollout, journalled: Sequence[Call]) -> list[Call]:
-    """Return the calls of its group that a record is compared with.
+    """Return the journalled calls of its group that a record must match.
 
-    All of them, or, for a record that names none, the calls of its own lease: earlier leases may have
-    recorded calls that this one did not replay. See the module.
+    These are all calls; for a record that names no calls, only the calls of its own lease, because earlier
+    leases may have recorded calls that this lease did not replay. See the module docstring.
     """
     return [call for call in journalled if rollout.calls is not None or call.token == rollout.token]
 
 
 def check_group(rollout: Rollout, journalled: Sequence[Call]) -> tuple[int, list[str]]:
-    """Compare a record with the calls of its group that concern it.
+    """Compare a record with the calls of its group.
 
     Returns:
-        Its trained tokens that belong to a call, and the problems found.
+        The number of its trained tokens that belong to a call, and the problems.
     """
     group, journalled = f"group {rollout.group}", concerning(rollout, journalled)
     if rollout.calls is None:
@@ -104,7 +102,7 @@ def check_group(rollout: Rollout, journalled: Sequence[Call]) -> tuple[int, list
 
 
 class _GroupCheck:
-    """Compares the calls that a record names, one by one."""
+    """Compares the calls that a record names with the journal, one by one."""
 
     def __init__(self, group: str, rows: Sequence[RowView], journalled: dict[tuple[int, int], Call]) -> None:
         self.problems: list[str] = []
@@ -112,11 +110,11 @@ class _GroupCheck:
         self._group, self._rows, self._journalled = group, rows, journalled
         self._named: set[tuple[int, int]] = set()
         self._attempts: dict[int, int] = {}
-        """Sample -> attempt of its calls."""
+        """Sample -> attempt of the sample's calls."""
         self._covered: list[NDArray[np.int32]] = [np.zeros(len(row.tokens), np.int32) for row in rows]
 
     def compare(self, sample: int, number: int, row: int, first: int, end: int) -> None:
-        """Compare one call with the tokens that the record gives as its answer."""
+        """Compare one call with the tokens that the record attributes to it."""
         name = f"{self._group}: call {number} of sample {sample}"
         if (sample, number) in self._named:
             self.problems.append(f"{name} is named twice")
@@ -157,7 +155,7 @@ class _GroupCheck:
                 self.problems.append(f"{name}: {what} of the record are not those of the journal")
 
     def finish(self) -> None:
-        """Check that every trained token was named once, and every call of the trained attempts."""
+        """Check that each trained token belongs to one call, and no call of a trained attempt is lost."""
         for index, (row, covered) in enumerate(zip(self._rows, self._covered, strict=True)):
             for wrong, problem in (
                 (row.sampled & (covered == 0), "of no journalled call"),
@@ -173,7 +171,7 @@ class _GroupCheck:
 
 
 def calls_of_group(run_dir: Path, group: int) -> list[Call]:
-    """Return the journalled calls of a group by sample and number, from spool or archive."""
+    """Return the journalled calls of a group from spool and archive, ordered by sample and number."""
     calls_in_group: list[Call] = []
     problems: list[str] = []
     for where, _, journalled in _parts(run_dir, problems):
@@ -183,7 +181,7 @@ def calls_of_group(run_dir: Path, group: int) -> list[Call]:
 
 
 def call_facts(calls: Sequence[Call]) -> list[dict[str, Any]]:
-    """Return what `render_calls` shows, for JSON; a result has its name, and the bytes of its JSON."""
+    """Return the data of `render_calls` as JSON types; a result has its name and the size of its JSON."""
     return [
         {
             "event": _kind(call),
@@ -205,7 +203,7 @@ def call_facts(calls: Sequence[Call]) -> list[dict[str, Any]]:
 
 
 def render_calls(calls: Sequence[Call]) -> str:
-    """Return the journalled calls of a group, a line for each; empty if there are none."""
+    """Format the journalled calls of a group, one line each; empty without calls."""
     return "".join(
         f"{_clock(call.began_ms)}  +{(call.ended_ms - call.began_ms) / 1e3:.3f} s  {_kind(call):<8} "
         f"sample {call.sample}  number {call.number}  {_details(call)}  engine {printable(call.engine)}  "
@@ -219,7 +217,7 @@ def _kind(call: Call) -> str:
 
 
 def _details(call: Call) -> str:
-    """Return the part of a line of `render_calls` that only a call has, or only a result."""
+    """Format the fields that only calls or only results have."""
     if call.name:
         return f"attempt {call.attempt}  bytes {len(call.result)}  name '{printable(call.name)}'"
     versions = ",".join(map(str, _versions(call)))
@@ -229,7 +227,7 @@ def _details(call: Call) -> str:
 
 
 def _call(data: bytes, where: str, violations: list[str]) -> Call | None:
-    """Return a journalled call whose arrays fit together; else report it."""
+    """Decode a journalled call and check its arrays; report a damaged call and return None."""
     try:
         call = decode_payload(data)
         if not isinstance(call, Call):
@@ -274,7 +272,7 @@ def _parts(run_dir: Path, violations: list[str]) -> Iterator[tuple[str, Iterable
 def read_spool(spool: Spool, store: CallStore, archived: Set[int]) -> tuple[list[bytes], list[bytes]]:
     """Return records and calls of the groups that are not archived.
 
-    A record that the trainer forgets meanwhile is left out: its calls go with it.
+    A record that the trainer forgets during the read is skipped, because its calls are deleted with it.
     """
     records = {
         group: payload

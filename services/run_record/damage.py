@@ -1,6 +1,6 @@
-"""Finds files of a run's directory that are not what was written, for `tether verify --files`.
+"""Finds damaged files in a run directory, for `tether verify --files`.
 
-Every byte of the files in `CHECKS` is read. A file that a run removes meanwhile is left out.
+Every byte of the files in `CHECKS` is read. A file that the run removes during the check is skipped.
 """
 
 import os
@@ -19,24 +19,24 @@ from trainer.storage.spool import Spool, is_made
 from trainer.storage.write_ahead_log import damage_in_log
 
 Damage = Iterator[tuple[Path, str]]
-"""The path of a damaged file, and where it is damaged or how."""
+"""Pairs of a damaged file's path and a description of the damage."""
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedFiles:
-    """Files that were read in a run's directory. Paths are relative to it."""
+    """Result of checking the files of a run directory. Paths are relative to the directory."""
 
     checked: int
-    """Files that were read."""
+    """Number of files that were read."""
     checked_bytes: int
     damaged: list[str]
-    """A sentence for each damaged place, which begins with the file's path."""
+    """A sentence per damage; begins with the file's path."""
     not_covered: list[str]
-    """Files that have no checksum, and folders in which no file has one."""
+    """Files without a checksum, and directories that contain only such files."""
 
 
 def check_files(run_dir: Path) -> CheckedFiles:
-    """Read all files of a run that have checksums, and compare them."""
+    """Read all files of a run that have checksums, and compare the checksums."""
     checked: set[Path] = set()
     damaged: list[str] = []
     for pattern, check, read_with in CHECKS:
@@ -75,7 +75,7 @@ def _lost_log(head: Path) -> Damage:
 
 
 def _steps(path: Path) -> Damage:
-    """Yield the damage of metrics.jsonl, whose newest lines are not synced: the ledger has their reports."""
+    """Yield the damage of metrics.jsonl. Its newest lines are not synced; the ledger has their reports."""
     return damaged_lines(path, "; the next start of the run writes again what a loss of power cut")
 
 
@@ -90,7 +90,7 @@ def _archived_step(path: Path) -> Damage:
 def _spool(path: Path) -> Damage:
     log = path.with_name(f"{path.name}-wal")
     try:
-        # before SQLite opens the log, and cuts it off there; twice, as a run may be writing to it
+        # before SQLite opens and truncates the log; twice, because a run may be writing to it
         if (problem := damage_in_log(log)) is not None and problem == damage_in_log(log):
             yield log, problem
         elif is_made(path):
@@ -140,11 +140,11 @@ CHECKS: tuple[tuple[str, Callable[[Path], Damage], Callable[[Path], set[Path]]],
     ("archive/step_*.msgpack", _archived_step, _alone),
     ("spool.sqlite", _spool, _beside_spool),
 )
-"""Pattern of paths, what finds damage in one, and the files that are read with it."""
+"""Pattern of paths, function that yields the damage of a path, function that returns files read with it."""
 
 
 def _summed_up(run_dir: Path, unchecked: Set[Path], checked: Set[Path]) -> list[str]:
-    """Return names of files; a folder without a checked file stands for all that is in it."""
+    """Return names of files; a directory without checked files replaces all files in it."""
     kept = {parent for path in checked for parent in path.parents} | {run_dir}
     names = set()
     for path in unchecked:

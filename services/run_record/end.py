@@ -1,4 +1,4 @@
-"""Describes a run from its directory alone: whether it is on, its state, and how and when it ended."""
+"""Describes a run from its directory alone: its state, and how and when it ended."""
 
 import contextlib
 import time
@@ -23,36 +23,36 @@ from services.settings.sections import Settings
 FILE = "ended.json"
 PARENT = "parent.json"
 LOCK = "lock"
-"""File of the run directory that a running `tether up` holds a lock on."""
+"""Lock file in the run directory, locked by a running `tether up`."""
 RESULTS = (EVENTS, STEPS, EVALUATIONS, "progress.png", "checkpoints", "exports", "logs")
-"""Files and folders of a run directory that a user may look for."""
+"""Files and directories of a run directory that are shown to the user."""
 
 
 class RunEnd(msgspec.Struct, frozen=True):
-    """End of the last `tether up` in a directory."""
+    """End of the last `tether up` in a run directory."""
 
     time: Annotated[float, msgspec.Meta(ge=0, lt=MAX_TIME)]
     """Unix time, seconds."""
     error: str = ""
-    """The error that ended it; empty if it was done, drained or interrupted."""
+    """Error that ended the run; empty if the run was done, drained or interrupted."""
 
 
 @contextlib.contextmanager
 def recording_end(
     run_dir: Path, was_full: Callable[[], bool] = lambda: False, is_on: Callable[[], bool] = lambda: True
 ) -> Iterator[None]:
-    """Note when the block ends, and the error that ended it; while it runs there is no note.
+    """Record when the block ends, and its error. The record is removed while the block runs.
 
-    Where settings are refused before the run is on, the note of the end before stays.
+    If settings are refused before the run is on, the previous record is restored.
 
     Args:
-        run_dir: the run directory.
-        was_full: tells whether its disk was full when it was read last.
-        is_on: tells whether the run was made or continued.
+        run_dir: directory of the run.
+        was_full: returns whether the disk was full at its last check.
+        is_on: returns whether the run was created or resumed.
 
     Raises:
-        SettingsError: the block failed while the disk is or was full, whatever the error says: the ledger's
-            server, which writes there, does not answer then, and gives room back as it ends.
+        SettingsError: the block failed while the disk is or was full. The original error may only say that
+            the ledger's server, which writes to this disk and frees its space at exit, does not answer.
     """
     path = run_dir / FILE
     before = path.read_bytes() if path.is_file() else b""
@@ -69,16 +69,16 @@ def recording_end(
         kept = before if isinstance(cause, SettingsError) and not is_on() else b""
         raise
     finally:
-        with contextlib.suppress(OSError):  # a full disk must not hide what ended the run
+        with contextlib.suppress(OSError):  # a full disk must not hide the error of the run
             write_atomically(path, kept or msgspec.json.encode(RunEnd(time.time(), error)))
 
 
 @contextlib.contextmanager
 def explaining_full_disk(run_dir: Path) -> Iterator[None]:
-    """Have a start that makes the files of a run end with a sentence where there is no room for one.
+    """Raise a clear error if the block lacks disk space for the files of a run.
 
     Raises:
-        SettingsError: the block could not write for want of room.
+        SettingsError: the disk is full.
     """
     try:
         yield
@@ -91,23 +91,23 @@ def explaining_full_disk(run_dir: Path) -> Iterator[None]:
 
 
 class Parent(msgspec.Struct, frozen=True):
-    """Run from whose record another one was made, see `services.tools.recorded.rerun`."""
+    """The run from whose record another run was made, see `services.tools.recorded.rerun`."""
 
     run_dir: str
     version: int
-    """Up to which it was made again."""
+    """Last version that was repeated."""
     settings: tuple[str, ...] = ()
-    """Under which its later steps were made, of a fork."""
+    """Changed settings of the later steps, for a fork."""
 
     def sentence(self) -> str:
-        """Return where the run is from."""
+        """Return a sentence about the run's origin."""
         if self.settings:
             return f"fork of {self.run_dir} from version {self.version} on, with {', '.join(self.settings)}"
         return f"{self.run_dir} made again, up to version {self.version}"
 
 
 def read_parent(run_dir: Path) -> Parent | None:
-    """Return the run from whose record a run was made; None of any other."""
+    """Return the parent of a run that was made from another run's record; None for other runs."""
     try:
         return msgspec.json.decode((run_dir / PARENT).read_bytes(), type=Parent)
     except (OSError, msgspec.MsgspecError):
@@ -115,13 +115,13 @@ def read_parent(run_dir: Path) -> Parent | None:
 
 
 def refuse_made_from_record(run_dir: Path) -> None:
-    """Raise SettingsError if a run was made from another one's record: it has no ledger to continue."""
+    """Raise SettingsError for a run made from another run's record: it has no ledger to continue."""
     if (parent := read_parent(run_dir)) is not None:
         raise SettingsError(f"{run_dir} cannot be continued: it is {parent.sentence()}")
 
 
 def read_end(run_dir: Path) -> RunEnd | None:
-    """Return how the last `tether up` ended; None if one is running, was killed, or none was started."""
+    """Return how the last `tether up` ended; None if it is running, was killed, or never started."""
     try:
         return msgspec.json.decode((run_dir / FILE).read_bytes(), type=RunEnd)
     except (OSError, msgspec.MsgspecError):
@@ -138,7 +138,7 @@ def is_up(run_dir: Path) -> bool:
 
 
 def recorded_state(settings: Settings, last: Mapping[str, Any], tail: EventTail) -> dict[str, Any]:
-    """Return the state of a run according to its files, with the fields of `LiveState.collect`, no process.
+    """Return the state of a run from its files, with the fields of `LiveState.collect` but no processes.
 
     `last` is the newest line of metrics.jsonl.
     """
@@ -175,11 +175,11 @@ def recorded_state(settings: Settings, last: Mapping[str, Any], tail: EventTail)
 
 
 def describe_ended_run(settings: Settings) -> dict[str, Any]:
-    """Return the end of a run according to its files, with the fields of `collect_status` and some more.
+    """Return the end of a run from its files, with the fields of `collect_status` and additional ones.
 
     Returns:
-        Besides: `why` (what ended the run, one line), `ended` (Unix seconds, or None), `last_step` (its
-        line in metrics.jsonl, or None), `results` (names in the run directory).
+        Additional fields: `why` (what ended the run, one line), `ended` (Unix seconds, or None), `last_step`
+            (its line in metrics.jsonl, or None), `results` (names in the run directory).
     """
     tail = EventTail(settings.run_dir).read_all()
     logged, last = tail.state(), read_last(settings.run_dir / STEPS)
@@ -205,7 +205,7 @@ def _full(run_dir: Path) -> str:
 
 
 def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tuple[str, str]:
-    """Return the state of a run that is over, and why it ended."""
+    """Return the state of an ended run, and why it ended."""
     version, steps = facts["version"], facts["steps"]
     if version >= steps:
         return "done", f"all {steps} steps were made"
@@ -218,6 +218,6 @@ def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tup
         return "drained", "it was drained"
     if error:
         return "failed", error
-    if is_full(Path(facts["run_dir"])):  # there was no room for a note of the error
+    if is_full(Path(facts["run_dir"])):  # a full disk prevented the record of the error
         return "failed", _full(Path(facts["run_dir"]))
     return "stopped", "it was interrupted; the same `tether up` continues from the last step"

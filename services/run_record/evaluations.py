@@ -1,4 +1,4 @@
-"""Writes and reads eval.jsonl, which has one line for each version and held-out set that was scored."""
+"""Writes and reads eval.jsonl, with one line for each scored version and held-out set."""
 
 import math
 import threading
@@ -15,40 +15,40 @@ from services.run_record.steps import FILE as STEPS
 from services.run_record.steps import epoch_starts
 
 FILE = "eval.jsonl"
-"""In the run directory."""
+"""Name of the file in the run directory."""
 BEST = "exports/best.json"
-"""Names the best version."""
+"""File with the best version."""
 SNAPSHOTS = "evaluation"
-"""Folder of the run directory with the versions that are to be scored; a version leaves it when it is."""
+"""Directory in the run directory with the versions to be scored; scored versions are removed."""
 LEFT_OUT = "left_out"
-"""File in a version's folder there: the version could not be staged, and is tried at the next start."""
+"""Marker file of a version that could not be staged; the next start retries it."""
 MAX_ROWS = 4000
-"""Newest lines of eval.jsonl that the page shows."""
+"""Number of newest lines of eval.jsonl shown on the page."""
 FALL_ERRORS = 3.0
-"""Standard errors of a difference that the newest score may be under the best one without a warning."""
+"""Standard errors of the difference by which the newest score may be below the best without a warning."""
 MAX_SCORE = 1e100
-"""Scores that are not below this are not drawn."""
+"""Exclusive limit of the absolute scores that are drawn."""
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    """Scores of one version on one held-out set. A number that was not measured is None."""
+    """Scores of one version on one held-out set. Unmeasured numbers are None."""
 
     version: int
     step: int | None = None
-    """The step that made the version; None for version 0."""
+    """Step that made the version; None for version 0."""
     epoch: str = ""
     """Epoch of the trainer that published the version."""
     digest: str = ""
-    """Digest of the version's weight manifest, 16 hex digits: the weights that were scored."""
+    """Digest of the scored version's weight manifest, 16 hex digits."""
     set: str
     n: int = 0
-    """Prompts that were scored, greedy and sampled; every mean is over these."""
+    """Number of prompts that were scored, greedy and sampled; the base of every mean."""
     failed: int = 0
-    """Prompts that could not be generated or scored, greedy or sampled; they are in no mean."""
+    """Number of prompts that could not be generated or scored, excluded from every mean."""
     error: str = ""
-    """Why the first failed prompt failed."""
+    """Error of the first failed prompt."""
     samples: int = 0
-    """Sampled answers to each prompt."""
+    """Number of sampled answers per prompt."""
     greedy: float | None = None
     """Mean reward of the greedy answers."""
     greedy_stderr: float | None = None
@@ -59,21 +59,22 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     """k -> estimated share of prompts that k sampled answers solve."""
     pass_at_k_stderr: dict[int, float | None] = {}
     length: float | None = None
-    """Mean tokens of a greedy answer."""
+    """Mean number of tokens in a greedy answer."""
     truncated: float | None = None
-    """Share of greedy answers that the token limit ended."""
+    """Share of greedy answers that were truncated at the token limit."""
     sampled_length: float | None = None
     sampled_truncated: float | None = None
     tokens: float | None = None
-    """Mean tokens of a greedy answer that the model sampled; the rest is what an environment inserted."""
+    """Mean number of tokens sampled by the model in a greedy answer; an environment inserts the others."""
     prompt_s: float | None = None
-    """Mean time of a greedy answer, its episode included; of the sampled ones, until the last had ended."""
+    """Mean seconds of a greedy answer, including its episode; for sampled answers, until the last one
+    ends."""
     sampled_tokens: float | None = None
     sampled_prompt_s: float | None = None
     engine: str = ""
-    """Kind of the engine that generated."""
+    """Name of the engine that generated the answers."""
     seconds: float = 0.0
-    """Wall-clock time of generating and scoring."""
+    """Wall-clock time of generation and scoring."""
     time: float = 0.0
     """Unix time at the end, seconds."""
 
@@ -94,7 +95,7 @@ _DECODER = msgspec.json.Decoder(Evaluation)
 
 
 def append_evaluation(run_dir: Path, evaluation: Evaluation) -> None:
-    """Write one line, linked to the one before it, and sync it to the disk. Raises OSError."""
+    """Append one line, linked to the previous line, and sync it to disk. Raises OSError."""
     append(run_dir / FILE, [msgspec.json.encode(evaluation)])
 
 
@@ -104,7 +105,7 @@ def read_evaluations(run_dir: Path) -> Iterator[Evaluation]:
 
 
 def parse_evaluation(line: bytes) -> Evaluation | None:
-    """Return a line of eval.jsonl; None if it is incomplete or anything else."""
+    """Parse a line of eval.jsonl; return None for incomplete and other lines."""
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError):  # a MsgspecError is a ValueError
@@ -112,7 +113,7 @@ def parse_evaluation(line: bytes) -> Evaluation | None:
 
 
 def last_lines(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
-    """Return the last line of each version and set: after a rewind a version has other weights."""
+    """Return the last line of each version and set; after a rewind a version has other weights."""
     by_key: dict[tuple[int, str], Evaluation] = {}
     for row in evaluations:
         by_key.pop((row.version, row.set), None)
@@ -121,13 +122,13 @@ def last_lines(evaluations: Iterable[Evaluation]) -> list[Evaluation]:
 
 
 def counted_evaluations(run_dir: Path, *new: Evaluation) -> list[Evaluation]:
-    """Return the last line of each version and set, but for versions that a rewind has abandoned.
+    """Return the last line of each version and set, without versions that a rewind abandoned.
 
-    A version is abandoned where metrics.jsonl proves it: a trainer of a later epoch began before it. A rewind
-    shows there with its first step, not earlier.
+    A version is abandoned if a trainer of a later epoch began before it according to metrics.jsonl. A rewind
+    appears there with its first step.
 
     Args:
-        run_dir: of the run.
+        run_dir: directory of the run.
         new: lines that are not written yet.
     """
     rows = [*read_evaluations(run_dir), *new]
@@ -142,18 +143,18 @@ def counted_evaluations(run_dir: Path, *new: Evaluation) -> list[Evaluation]:
 
 
 def latest_evaluations(run_dir: Path) -> list[Evaluation]:
-    """Return the last line of each set of the version that was scored last; empty if none was."""
+    """Return the last line of each set for the version scored last; empty without scores."""
     found = list(read_evaluations(run_dir))
     return list({e.set: e for e in found if e.version == found[-1].version}.values()) if found else []
 
 
 def due_versions(every: int, first: int, last: int) -> list[int]:
-    """Return the versions from `first` to `last` that are scored: multiples of `every`, and the last one."""
+    """Return the versions from `first` to `last` to be scored: multiples of `every`, and `last`."""
     return sorted({version for version in range(first, last + 1) if version % every == 0} | {last})
 
 
 def unscored_versions(evaluations: Iterable[Evaluation], due: Sequence[int]) -> list[int]:
-    """Return the due versions that lack the scores of a set that another version has."""
+    """Return the due versions without a score on a set that has scores of other versions."""
     rows = list(evaluations)
     sets = {row.set for row in rows}
     scored = {(row.version, row.set) for row in rows}
@@ -161,7 +162,7 @@ def unscored_versions(evaluations: Iterable[Evaluation], due: Sequence[int]) -> 
 
 
 def describe_scores(evaluation: Evaluation) -> list[str]:
-    """Return the scores, each with its standard error, as text."""
+    """Format the scores with their standard errors."""
     return [
         f"{metric} {value:.3f}" + ("" if stderr is None else f" ± {stderr:.3f}")
         for metric in ("greedy", "sampled", *(f"pass@{k}" for k in evaluation.pass_at_k if k > 1))
@@ -171,21 +172,21 @@ def describe_scores(evaluation: Evaluation) -> list[str]:
 
 
 def fallen_scores(run_dir: Path) -> list[tuple[Evaluation, str]]:
-    """Return the newest line of each set whose score is far under the set's best, with a sentence about it.
+    """Return the newest line of each set whose score fell far below the set's best, with a sentence.
 
-    Far is more than `FALL_ERRORS` standard errors of the difference, greedy or sampled. Scores without a
-    standard error, and versions that a rewind has abandoned, are not compared.
+    Far means more than `FALL_ERRORS` standard errors of the difference, greedy or sampled. Scores without a
+    standard error and abandoned versions are not compared.
     """
     by_set: dict[str, list[Evaluation]] = {}
     for row in sorted(counted_evaluations(run_dir), key=lambda row: row.version):
         by_set.setdefault(row.set, []).append(row)
     found = [(rows[-1], _fall(rows, metric)) for rows in by_set.values() for metric in ("greedy", "sampled")]
-    # of a set that fell by both scores the last sentence replaces the one before
+    # if both scores of a set fell, the last sentence is kept
     return list({row.set: (row, text) for row, text in found if text}.values())
 
 
 def _fall(rows: Sequence[Evaluation], metric: str) -> str:
-    """Return a sentence if the last of `rows` is far under the best of them, else nothing."""
+    """Return a sentence if the last of `rows` is far below the best one; else an empty string."""
     *earlier, (newest, value, error) = [(row, *row.score(metric)) for row in rows]
     measured = [(v, row, e) for row, v, e in earlier if v is not None and e is not None]
     if value is None or error is None or not measured:
@@ -201,7 +202,7 @@ def _fall(rows: Sequence[Evaluation], metric: str) -> str:
 
 
 def describe_evaluation(evaluation: Evaluation) -> str:
-    """Return one line for people."""
+    """Format an evaluation as one line."""
     counts = f"{evaluation.n} prompts" + (
         f", {evaluation.failed} not scored ({evaluation.error})" if evaluation.failed else ""
     )
@@ -212,7 +213,7 @@ def describe_evaluation(evaluation: Evaluation) -> str:
 
 
 def evaluation_facts(run_dir: Path) -> dict[str, Any] | None:
-    """Return the newest scores, the best version and warnings as JSON types; None without any score."""
+    """Return the newest scores, the best version and warnings as JSON types; None without scores."""
     latest = latest_evaluations(run_dir)
     if not latest:
         return None
@@ -225,7 +226,7 @@ def evaluation_facts(run_dir: Path) -> dict[str, Any] | None:
 
 
 def render_facts(facts: dict[str, Any] | None) -> str:
-    """Return the result of `evaluation_facts` as further lines, each after a line break."""
+    """Format the result of `evaluation_facts` as lines, each after a line break."""
     if facts is None:
         return ""
     latest = msgspec.convert(facts["latest"], list[Evaluation], str_keys=True)
@@ -240,9 +241,9 @@ def render_facts(facts: dict[str, Any] | None) -> str:
 
 
 class ScoredVersions:
-    """The newest lines of eval.jsonl as points of the page, each at the step that made the version.
+    """Newest lines of eval.jsonl as points of the page, each at the step that made its version.
 
-    Methods block for a moment and may be called from any thread.
+    Methods block briefly and are thread-safe.
     """
 
     def __init__(self, run_dir: Path) -> None:
@@ -252,16 +253,16 @@ class ScoredVersions:
         self._starts = 0
         self._rows: deque[dict[str, Any]] = deque(maxlen=MAX_ROWS)
         self._count = 0
-        """Evaluations read so far, also the ones that `_rows` no longer holds."""
+        """Number of evaluations read so far, including those that `_rows` has dropped."""
         self._fallen: tuple[int, list[tuple[Evaluation, str]]] = (0, [])
-        """What `fallen_scores` said when there were so many evaluations."""
+        """Number of evaluations, and the result of `fallen_scores` at that number."""
 
     def since(self, after: int) -> dict[str, Any]:
-        """Return the lines after the first `after` ones, for `/evaluations.json`.
+        """Return the lines after the first `after` lines, for `/evaluations.json`.
 
         Returns:
-            `rows` (step, set and scores), `last` to ask with next, `reset` (whether the reader has to forget
-            what it has, because the file was replaced).
+            `rows` (step, set and scores), `last` (the next request's `after`), `reset` (whether the reader
+            must discard its rows, because the file was replaced).
         """
         with self._lock:
             self._read_more()
@@ -271,7 +272,7 @@ class ScoredVersions:
             return {"rows": rows, "last": self._count, "reset": reset}
 
     def fallen(self) -> list[tuple[Evaluation, str]]:
-        """Return what `fallen_scores` says; the files are read again only once there is a new line."""
+        """Return the result of `fallen_scores`, computed again only after a new line."""
         with self._lock:
             self._read_more()
             if self._fallen[0] != self._count:

@@ -1,4 +1,4 @@
-"""Describes a scored group for readers, as JSON types: its prompt, samples, turns and scores."""
+"""Describes a scored group as JSON types: its prompt, samples, turns and scores."""
 
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -15,9 +15,9 @@ from protocol.turns import turns_of
 
 MAX_SAMPLES = 64
 MAX_TEXT = 4000
-"""Characters that the page shows of a text."""
+"""Maximum number of characters of a text on the page."""
 MAX_IDS = 200
-"""Token ids shown where a record has no text."""
+"""Maximum number of token ids shown for a record without text."""
 MAX_TASK = 500
 
 
@@ -27,19 +27,19 @@ def describe_group(
     """Describe the samples of one prompt, as JSON types.
 
     Args:
-        message: the group.
-        step: the step that trained it; None: lags are not known yet.
-        max_text: characters given of a prompt and of a sample.
-        max_samples: samples given.
+        message: scored group.
+        step: step that trained the group; None leaves `lags` empty.
+        max_text: maximum number of characters of a prompt and of a sample.
+        max_samples: maximum number of samples.
 
     Returns:
-        `group`, `prompt`, `task` (metadata of the prompt, as JSON), `samples`: each with `reward`,
-        `components` (verifier -> score), `remarks` (of judges, about it or the whole group), `text`,
-        `is_cut`, `tokens`, `finish_reason`, `spans` (rows of first token, token after the last, version),
-        `versions`, `lags`, `branches` (of a sample with several: `tokens` of its own, `sampled` ones of
-        them, `shared` tokens of the branch `parent` that it follows behind the prompt), `rows` (texts of all
-        its tokens, branch by branch, where `text` is its last answer alone; else, or if they are not known,
-        empty) and `turns` (of a group with several in a sample, see `describe_turns`).
+        `group`, `prompt`, `task` (metadata of the prompt, as JSON) and `samples`. Each sample has `reward`,
+        `components` (verifier -> score), `remarks` (of judges, on the sample or the group), `text`, `is_cut`,
+        `tokens`, `finish_reason`, `spans` (rows of first token, token after the last, version), `versions`,
+        `lags`, `branches`, `rows` and `turns`. `branches` describes a sample with several branches: its own
+        `tokens`, its `sampled` tokens, and the `shared` tokens of the branch `parent` that it continues.
+        `rows` has the texts of all tokens by branch if `text` is only the last answer; else it is empty.
+        `turns` is as in `describe_turns`, for groups with several turns per sample.
     """
     return {
         "group": message.rollout.group,
@@ -50,7 +50,7 @@ def describe_group(
 
 
 def group_overview(message: ScoredRollout, step: int) -> dict[str, Any]:
-    """Return one row of the list of a step's groups."""
+    """Return one row in the list of a step's groups."""
     rollout, rewards = message.rollout, message.rewards.numpy()
     return {
         "group": rollout.group,
@@ -62,16 +62,15 @@ def group_overview(message: ScoredRollout, step: int) -> dict[str, Any]:
 
 
 def describe_turns(message: ScoredRollout, max_text: int) -> dict[int, list[dict[str, Any]]]:
-    """Return sample -> its turns, as JSON types; none if every sample is one turn.
+    """Return sample -> its turns, as JSON types; empty if every sample has a single turn.
 
     Args:
-        message: the group.
-        max_text: characters given of a turn.
+        message: scored group.
+        max_text: maximum number of characters of a turn.
 
     Returns:
-        For each sample its turns, each with `reward` and `components` (verifier -> score) if turns were
-        scored, `tokens`, `text` and `context` (what was inserted before it; both if the record has them) and
-        `is_cut`.
+        For each sample its turns. Each turn has `reward` and `components` (verifier -> score) if turns were
+        scored, `tokens`, `text` and `context` (tokens inserted before the turn) if recorded, and `is_cut`.
 
     Raises:
         ProtocolError: turns contradict the rollout.
@@ -158,7 +157,7 @@ def _remark(remark: Remark, max_text: int) -> dict[str, Any]:
 def _spans(rollout: Rollout) -> dict[int, list[tuple[int, int, int]]]:
     """Return sample -> rows (first token, token after the last, version).
 
-    The branches of a sample are counted through, one after the other.
+    Token positions continue across the branches of a sample.
     """
     lengths = rollout.lengths.numpy().tolist()
     samples = range(len(lengths)) if rollout.branches is None else rollout.branches.numpy()[:, 0].tolist()
@@ -177,7 +176,7 @@ def _spans(rollout: Rollout) -> dict[int, list[tuple[int, int, int]]]:
 
 
 def _rows(rollout: Rollout) -> dict[int, list[str]]:
-    """Return sample -> texts of its rows; empty for a record without texts of rows."""
+    """Return sample -> texts of its rows; empty if the record has no texts of rows."""
     texts: dict[int, list[str]] = {}
     samples = range(len(rollout.row_texts)) if rollout.branches is None else rollout.branches.numpy()[:, 0]
     for sample, text in zip(samples, rollout.row_texts, strict=False):
@@ -186,7 +185,7 @@ def _rows(rollout: Rollout) -> dict[int, list[str]]:
 
 
 def _cut(texts: Sequence[str], most: int) -> list[str]:
-    """Return texts with at most so many characters together."""
+    """Truncate texts to at most `most` characters in total."""
     shortened = []
     for text in texts:
         shortened.append(text[:most])
@@ -195,7 +194,7 @@ def _cut(texts: Sequence[str], most: int) -> list[str]:
 
 
 def _branches(rollout: Rollout) -> dict[int, list[dict[str, Any]]]:
-    """Return the branches of each sample that has several; `parent` is one of them, None for the first."""
+    """Return the branches of samples with several branches; `parent` is an index, None for the first."""
     if rollout.branches is None:
         return {}
     branches_by_sample: dict[int, list[dict[str, Any]]] = {}
@@ -221,7 +220,7 @@ def _prompt(rollout: Rollout, max_text: int) -> str:
 
 
 def _ids(tokens: Any) -> str:
-    """Return token ids as text, for records without their text."""
+    """Format token ids, for records without text."""
     if not len(tokens):
         return ""
     return "token ids " + " ".join(map(str, tokens[:MAX_IDS])) + (" ..." if len(tokens) > MAX_IDS else "")

@@ -6,7 +6,7 @@ from protocol.lifecycle import NO_SIGNAL
 
 RULE = "more than `bound.drop_share` of the last `bound.drop_window` finished groups"
 RULES = {NO_SIGNAL: "`algorithm.max_filtered_batches` batches of them since the last step"}
-"""Drop reason with a limit of its own -> the limit."""
+"""Drop reason with its own limit -> the limit."""
 AGAIN = "then start the same command again, which continues from the last step"
 
 _CAUSES: Mapping[str, tuple[str, str, str]] = {
@@ -57,13 +57,13 @@ _CAUSES: Mapping[str, tuple[str, str, str]] = {
         "check the disk of the run directory",
     ),
 }
-"""Drop reason, or the error that led to it -> cause, place of more details, remedy."""
+"""Drop reason, or underlying error -> cause, place of details, remedy."""
 _BY_SETTING = ("stale", "straggler", NO_SIGNAL)
-"""Drop reasons that settings ask for."""
+"""Drop reasons that result from settings."""
 
 
 def describe_halt(halted: str) -> str:
-    """Return why a run halted: a drop reason is one word, a cause that the trainer named is a sentence."""
+    """Return why a run halted; `halted` is a drop reason (one word) or a trainer's cause (a sentence)."""
     if " " in halted:
         return halted
     if halted == NO_SIGNAL:
@@ -72,12 +72,12 @@ def describe_halt(halted: str) -> str:
 
 
 def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
-    """Return why a run halted, where to look and what to do, as one line.
+    """Return why a run halted, the place of details and the remedy, as one line.
 
     Args:
-        reason: the drop reason that halted it, one word, or a cause that the trainer named, a sentence.
-        details: what led to drops (`reward:NAME: ERROR`, `episode: ERROR` ...) -> how often; the most
-            frequent one is named, and is the cause of `attempts`.
+        reason: drop reason (one word), or cause from the trainer (a sentence).
+        details: underlying error of drops (`reward:NAME: ERROR`, `episode: ERROR` ...) -> count. The most
+            frequent error is named; it is the cause of `attempts`.
     """
     if " " in reason:
         return f"the run halted: {reason}; fix the cause, {AGAIN}"
@@ -100,7 +100,7 @@ def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
 
 
 def explain_drops(counts: Mapping[str, int]) -> list[str]:
-    """Return a sentence for each drop reason (-> groups) that no setting asks for: cause, place, remedy."""
+    """Return a sentence with cause, place and remedy for each unintended drop reason in `counts`."""
     return [
         f"groups left out for the reason {reason!r}: {count}; {cause}; see {place}; {remedy}"
         for reason, count in counts.items()

@@ -8,11 +8,11 @@ from typing import NamedTuple, TypeVar
 T = TypeVar("T")
 
 CHUNK_BYTES = 4 << 20
-"""Bytes that one read returns at most; a longer line is skipped."""
+"""Maximum number of bytes per read; longer lines are skipped."""
 
 
 def read_parsed(path: Path, parse: Callable[[bytes], T | None]) -> Iterator[T]:
-    """Yield the complete lines that `parse` can read, oldest first; none if there is no file."""
+    """Yield the complete lines that `parse` accepts, oldest first; none without a file."""
     try:
         file = path.open("rb")
     except FileNotFoundError:
@@ -33,7 +33,7 @@ class FollowedLine(NamedTuple):
 
 
 class LineFollower:
-    """Remembers how far a file was read; one that was replaced or truncated is read from the start again."""
+    """Reader that resumes at its last offset; a replaced or truncated file is read from the start."""
 
     def __init__(
         self, path: Path, tail_bytes: int | None = None, chunk_bytes: int = CHUNK_BYTES, offset: int = 0
@@ -41,27 +41,28 @@ class LineFollower:
         """Store the arguments.
 
         Args:
-            path: the file; it need not exist yet.
-            tail_bytes: if not None, reading starts at the first line within so many bytes of the file's end.
-            chunk_bytes: limit of one `read`.
-            offset: where an earlier follower ended; a file that is shorter is read from its start.
+            path: file, which may not exist yet.
+            tail_bytes: start at the first line within this many bytes before the file's end; None starts at
+                0.
+            chunk_bytes: maximum number of bytes per `read`.
+            offset: end of an earlier follower; ignored if the file is shorter.
         """
         self.path = path
         self.offset = offset
-        """Where the next read starts."""
+        """Start of the next read, bytes."""
         self.starts = 0
-        """How often reading started: 1 after the first read, one more after each replacement of the file."""
+        """Number of starts: 1 after the first read, one more after each replacement of the file."""
         self.is_complete = True
         """Whether reading started at the file's first byte."""
         self._tail_bytes = tail_bytes
         self._chunk_bytes = chunk_bytes
         self._file_id: tuple[int, int] | None = None
-        self._in_line = False  # the bytes up to the next newline belong to a line that is skipped
+        self._in_line = False  # inside a line that is skipped, up to the next newline
 
     def read(self) -> tuple[list[FollowedLine], bool]:
-        """Return the complete lines of the next chunk, and whether another read would find more at once.
+        """Return the complete lines of the next chunk, and whether more can be read at once.
 
-        A file that cannot be read counts as empty.
+        An unreadable file counts as empty.
         """
         try:
             with self.path.open("rb") as file:
@@ -83,7 +84,7 @@ class LineFollower:
         return lines, is_full
 
     def read_rest(self) -> list[FollowedLine]:
-        """Return all complete lines that the file has gained; the file must be small."""
+        """Return all new complete lines; the file must be small."""
         followed: list[FollowedLine] = []
         more = True
         while more:

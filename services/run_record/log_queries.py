@@ -1,4 +1,4 @@
-"""Reads a whole event log: the life of a group, the rewards of all groups, the prompts of the run."""
+"""Queries a whole event log: history of a group, rewards of all groups, fingerprint of the prompts."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,10 +12,10 @@ from services.ledger.event_log.trace import Moment, trace
 
 
 def group_moments(run_dir: Path, group: int) -> list[Moment]:
-    """Return the moments of a group's life, oldest first.
+    """Return the events of a group, oldest first.
 
     Raises:
-        SettingsError: the log does not have the group; says which groups it has.
+        SettingsError: the log lacks the group; the message says which groups it has.
     """
     newest = -1
 
@@ -37,7 +37,7 @@ def group_moments(run_dir: Path, group: int) -> list[Moment]:
 
 
 def observed_rates(run_dir: Path) -> dict[int, float]:
-    """Return group -> mean reward of its samples, as scored last; groups without signal are among them.
+    """Return group -> mean reward of its samples when scored last, including groups without signal.
 
     Raises:
         SettingsError: the log cannot be read.
@@ -50,7 +50,7 @@ def observed_rates(run_dir: Path) -> dict[int, float]:
 
 
 def prompt_fingerprint(run_dir: Path) -> str:
-    """Return the fingerprint of the prompts that the run was created with; empty if the log does not say.
+    """Return the prompt fingerprint with which the run was created; empty if the log lacks it.
 
     Raises:
         SettingsError: the log cannot be read.
@@ -63,9 +63,9 @@ def filtered_group(group: int, reward: float | None, tokens: int, step: int | No
     """Describe a group that was dropped without signal, as JSON types.
 
     Args:
-        group: its number.
-        reward: of all its samples.
-        tokens: its sampled tokens.
-        step: the step before whose commit it was dropped; None: not known.
+        group: number of the group.
+        reward: mean reward of its samples.
+        tokens: number of its sampled tokens.
+        step: step before whose commit the group was dropped; None if unknown.
     """
     return {"group": group, "step": step, "reward": reward, "tokens": tokens}

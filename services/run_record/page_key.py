@@ -1,6 +1,6 @@
-"""Makes, checks and reads the key of the page, which only a file of the run's user has.
+"""Creates, validates and reads the key of the page, stored in a file that only the run's user can read.
 
-The registry has the page's URL without the key, because others may read the ledger and its files.
+The registry contains the page's URL without the key, because others may read the ledger and its files.
 """
 
 import os
@@ -20,15 +20,15 @@ SHORTEST_KEY = 16
 
 
 def access_key(host: str, key_file: str, run_dir: Path) -> str:
-    """Return the key that readers need; empty on loopback, unless a file is configured.
+    """Return the key that readers need; empty on loopback unless a key file is configured.
 
     Args:
-        host: the address that the page is served on.
-        key_file: `monitor.key_file`; empty: `KEY_FILE` in the run directory, made if it is not there.
+        host: address on which the page is served.
+        key_file: `monitor.key_file`; empty: `KEY_FILE` in the run directory, created if missing.
         run_dir: directory of the run.
 
     Raises:
-        SettingsError: the key cannot be read or made, is short, or others can read it.
+        SettingsError: the key cannot be read or created, is too short, or other users can read it.
     """
     if is_loopback(host) and not key_file:
         return ""
@@ -42,11 +42,11 @@ def access_key(host: str, key_file: str, run_dir: Path) -> str:
 
 
 def add_key(page: str, host: str, key_file: str, run_dir: Path) -> str:
-    """Return the URL of a page with its key, if it needs one and this user can read it.
+    """Add the key to the URL of a page, if it is required and this user can read it.
 
     Args:
-        page: the URL as the registry has it, without a key.
-        host: address that the page is served on.
+        page: registered URL, without a key.
+        host: address on which the page is served.
         key_file: `monitor.key_file`; empty: `KEY_FILE` in the run directory.
         run_dir: directory of the run.
     """
@@ -60,9 +60,9 @@ def read_key(path: Path) -> str:
     """Return the key in a file.
 
     Raises:
-        SettingsError: it is short, or others can read it.
+        SettingsError: the key is too short, or other users can read the file.
         OSError: the file cannot be read.
-        UnicodeDecodeError: it is no text.
+        UnicodeDecodeError: the file is not text.
     """
     mode, key = path.stat().st_mode, path.read_text().strip()
     if mode & 0o077:
@@ -73,7 +73,7 @@ def read_key(path: Path) -> str:
 
 
 def _make_key(path: Path) -> None:
-    """Write a random key unless the file exists; readable by its owner only, and never half written."""
+    """Write a random key, readable only by its owner, unless the file exists. Atomic."""
     aside = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         if not path.exists():

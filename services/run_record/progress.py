@@ -1,4 +1,4 @@
-"""Prints the progress of `tether up`, and draws it: steps, evaluations, failed scores, long waits."""
+"""Prints and plots the progress of `tether up`: steps, evaluations, failed scores, long waits."""
 
 import asyncio
 import shlex
@@ -31,15 +31,15 @@ from services.run_record.steps import FILE, count_skipped, parse_line, read_step
 
 POLL_S = 0.5
 MAX_ROWS = 8
-"""Processes that one line names."""
+"""Maximum number of processes named in a line."""
 QUIET_S = 15.0
-"""Seconds without a step after which the waits are printed."""
+"""Seconds without a step after which waits are printed."""
 FAILED = "failed"
-"""Entry of a reward worker in the registry: its last failure, such as "function: /x/my_reward.py:12: ..."."""
+"""Registry entry of a reward worker with its last failure, such as "function: /x/my_reward.py:12: ..."."""
 FAILURES_S = 1.0
 """Seconds between two reads of the reward workers' failures."""
 MOST = 20
-"""Different failures that are reported."""
+"""Maximum number of different failures that are reported."""
 
 
 class Progress:
@@ -50,7 +50,7 @@ class Progress:
         self._last = time.monotonic()
         self._follower = LineFollower(run_dir / FILE)
         self._version = 0
-        self._new_steps()  # of an earlier start
+        self._new_steps()  # skips steps of an earlier start
         self._stepped = False
         """Whether this start has made a step."""
         self._began = time.monotonic()
@@ -58,12 +58,12 @@ class Progress:
         self._evaluations.read_rest()
         self._is_stopping = False
         self.is_on = False
-        """Whether the run was made or continued, after which no setting is refused."""
+        """Whether the run was created or resumed; no setting is refused afterwards."""
         self._full = ""
-        """Says which disk was full when that was read last; empty: none."""
+        """Sentence about a full disk at the last check; empty if no disk was full."""
 
     def note(self, text: str) -> None:
-        """Print a line, if there is text."""
+        """Print a line unless it is empty."""
         if text:
             print(printable(text), file=self._out, flush=True)
 
@@ -87,12 +87,12 @@ class Progress:
             await asyncio.sleep(POLL_S)
 
     def print_last(self) -> None:
-        """Print the steps and evaluations that ended between the last poll and the end of the run."""
+        """Print steps and evaluations between the last poll and the end of the run."""
         self._print_steps(0)
         self._print_evaluations()
 
     def finish(self, status: LedgerStatus) -> None:
-        """Print the last steps and how the run ended."""
+        """Print the last steps and a summary of the run's end."""
         self.print_last()
         steps = read_steps(self._run_dir / FILE)
         skipped = count_skipped(steps)
@@ -116,7 +116,7 @@ class Progress:
                 self.note("\n".join(f"warning: {text}" for row, text in fallen if row == evaluation))
 
     def say_stopping(self, at_once: bool) -> None:
-        """Print that a signal ends the run, now or after the groups in flight."""
+        """Report that a signal ends the run, at once or after the groups in flight."""
         self._is_stopping = True
         if at_once:
             self.note(
@@ -127,11 +127,11 @@ class Progress:
 
     @property
     def is_full(self) -> bool:
-        """Whether the disk of the run directory was full when it was read last."""
+        """Whether the disk of the run directory was full at the last check."""
         return self._full == describe_full(self._run_dir)
 
     async def _print_disk(self, peers: Sequence[Peer]) -> None:
-        """Print when the disk of the run directory, or one that a process waits for, is full, and the end."""
+        """Report when the disk of the run directory, or of a waiting process, becomes full or has room."""
         own = describe_full(self._run_dir)
         full = own if await asyncio.to_thread(is_full, self._run_dir) else awaited_room(peers)
         if full and full != self._full:
@@ -141,7 +141,7 @@ class Progress:
         self._full = full
 
     async def _describe_quiet(self, ledger: Ledger, children: Mapping[Any, Sequence[Supervised]]) -> str:
-        # at the end of a run a process that is not in the registry has ended, it does not start
+        # at the end of a run an unregistered process has ended; it is not starting
         ends = self._is_stopping or self._version >= self._steps
         return await describe_waits(ledger, {} if ends else children)
 
@@ -152,7 +152,7 @@ class Progress:
                 self.note(f"warning: {warning}")
 
     def _new_steps(self) -> list[dict[str, Any]]:
-        """Return the steps that metrics.jsonl has gained; after a rewind steps appear again."""
+        """Return the new lines of metrics.jsonl; after a rewind steps appear again."""
         rest = self._follower.read_rest()
         new_lines = [line for item in rest if (line := parse_line(item.data)) is not None]
         if new_lines:
@@ -163,7 +163,7 @@ class Progress:
 
 
 async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) -> None:
-    """Report each kind of failed score once, until cancelled; texts that differ in numbers are one kind."""
+    """Report each kind of failed score once, until cancelled; numbers in the text do not matter."""
     reported: set[str] = set()
     while True:
         for peer in await answering_peers(ledger, Role.REWARD):
@@ -179,7 +179,7 @@ async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) ->
 
 
 async def answering_peers(ledger: Ledger, role: Role | None = None) -> Sequence[Peer]:
-    """Return the processes in the registry; none while the ledger does not answer."""
+    """Return the registered processes; none while the ledger does not answer."""
     try:
         return await ledger.peers(role)
     except TetherError:
@@ -187,22 +187,22 @@ async def answering_peers(ledger: Ledger, role: Role | None = None) -> Sequence[
 
 
 def page_of(peers: Iterable[Peer]) -> str:
-    """Return the URL of the monitor's page, or an empty string while there is none."""
+    """Return the URL of the monitor's page; empty without a page."""
     return next((str(peer.info["page"]) for peer in peers if "page" in peer.info), "")
 
 
 def awaited_room(peers: Iterable[Peer]) -> str:
-    """Return the sentence about the full disk that a process waits for; empty if none does."""
+    """Return the sentence about a full disk for which a process waits; empty without one."""
     waits = (what for peer in peers for what in peer.info.get("waits", {}))
     return next((what.removeprefix(f"{ROOM}: ") for what in waits if what.startswith(ROOM)), "")
 
 
 async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervised]] | None = None) -> str:
-    """Return one line that says what each process does or waits for, and for how long.
+    """Return one line with the work or wait of each process, and its duration.
 
     Args:
-        ledger: of the run.
-        children: the processes that should be there; any that is not in the registry is named.
+        ledger: ledger of the run.
+        children: expected processes; unregistered ones are named.
     """
     try:
         peers = await ledger.peers()
@@ -217,17 +217,17 @@ async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervi
 
 
 def expected_processes(children: Mapping[Any, Sequence[Supervised]]) -> dict[str, int]:
-    """Return the names of the processes that a supervisor keeps -> their restarts so far."""
+    """Return the names of supervised processes -> number of restarts."""
     return {child.name: child.restarts for group in children.values() for child in group if child.registers}
 
 
 def _is_shown(row: ServiceRow) -> bool:
-    """Tell whether a row explains why there is no step: lasting work or waits, or a missing process."""
+    """Return whether a row explains missing steps: long work or waits, or a missing process."""
     return row.state in (STARTS, MISSING) or (row.seconds or 0) >= 1
 
 
 def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
-    """Return the line that is printed of a step; a number that was not measured is a dash."""
+    """Format a step as a line; unmeasured numbers are dashes."""
     rate = token_rate(line)
     return (
         f"version {line['version']:>4}/{steps}  reward {number(line, 'reward_mean', '6.3f')}  "
@@ -247,22 +247,22 @@ def describe_step(line: Mapping[str, Any], steps: int, restarts: int) -> str:
 
 
 def number(line: Mapping[str, Any], name: str, form: str) -> str:
-    """Return a number of a step's line as text; a dash if it was not measured."""
+    """Format a number in a step's line; a dash if it was not measured."""
     value = line.get(name)
     return format(value, form) if isinstance(value, (int, float)) else "-"
 
 
 def token_rate(line: Mapping[str, Any]) -> float | None:
-    """Return the trained tokens per second of a step, waits included; None if it is not known."""
+    """Return the trained tokens per second of a step, including waits; None if unknown."""
     seconds, tokens = line.get("step_s") or 0.0, line.get("trained_tokens")
     return tokens / seconds if isinstance(tokens, (int, float)) and seconds >= 1e-3 else None
 
 
 def plot_run(run_dir: Path) -> Path | None:
-    """Draw `progress.png` in the run directory from metrics.jsonl.
+    """Plot metrics.jsonl to `progress.png` in the run directory.
 
     Returns:
-        The path of the picture, or None if no step is committed yet.
+        The path of the picture; None if no step is committed yet.
     """
     steps = read_steps(run_dir / FILE)
     if not steps:

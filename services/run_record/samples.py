@@ -1,4 +1,4 @@
-"""Reads the samples of past steps and of single groups, from the spool and the archive of a run."""
+"""Reads the samples of past steps and of single groups from the spool and archive of a run."""
 
 import math
 import threading
@@ -24,43 +24,43 @@ from trainer.storage.spool import Spool
 from trainer.storage.stored import MissingRecords
 
 MAX_STEPS = 1000
-"""Steps that are offered, the newest ones."""
+"""Maximum number of steps to choose from, the newest ones."""
 MAX_GROUPS = 128
-"""Groups of a step that are read at once."""
+"""Maximum number of a step's groups per read."""
 PRINTED_TEXT = 1_000_000
-"""Characters printed of a text."""
+"""Maximum number of printed characters of a text."""
 ANY = (-math.inf, math.inf)
-"""All rewards, as the least and the largest."""
+"""Reward range that includes all rewards."""
 NEWEST = (1 << 31) - 1
-"""Largest version that a span can name: records are of any version."""
+"""Largest version in a span, so that records of any version are accepted."""
 
 
 class SampleBrowser:
     """Opens one step of a run at a time. Methods block on the disk; call them in a thread."""
 
     def __init__(self, run_dir: Path, tail: EventTail) -> None:
-        """Store the arguments. `tail` knows the lease tokens of steps that are not archived yet."""
+        """Store the arguments. `tail` has the lease tokens of steps that are not archived yet."""
         self._spool = run_dir / "spool.sqlite"
         self._archive = Archive(run_dir / "archive")
         self._tail = tail
         self._lock = threading.Lock()
 
     def steps(self) -> list[int]:
-        """Return the steps that can probably be opened, in order, at most `MAX_STEPS`."""
+        """Return the newest steps with probable records, in order, at most `MAX_STEPS`."""
         known = {*self._archive.steps(), *(self._tail.trained_steps() if self._spool.is_file() else ())}
         return sorted(known)[-MAX_STEPS:]
 
     def open(self, step: int | None, group: int | None, rewards: tuple[float, float] = ANY) -> dict[str, Any]:
-        """Return a step's groups and the samples of one of them.
+        """Return a step's groups and the samples of one group.
 
         Args:
-            step: None: the newest step whose records are there.
-            group: None, or one that the step did not train: its first group.
-            rewards: least and largest; groups and samples without such a reward are left out.
+            step: number of the step; None: the newest step with records.
+            group: number of the group; None, or a group of another step: the first group.
+            rewards: minimum and maximum; groups and samples without such a reward are omitted.
 
         Returns:
-            `steps` (offered), `step`, `groups` (overview of each), `group` (number), `samples`; if there is
-            no sample to show, `reason` says why; then `step` is None, but where rewards left none.
+            `steps` (available), `step`, `groups` (overview of each), `group` (number), `samples`. Without
+            samples `reason` says why; `step` is then None, unless `rewards` excluded all samples.
         """
         with self._lock:
             steps = self.steps()
@@ -77,23 +77,23 @@ class SampleBrowser:
         return _nothing(steps, where)
 
     def read_step(self, step: int, group: int | None = None, first: int = 0) -> list[ScoredRollout]:
-        """Return `group` of a step, or its groups, at most `MAX_GROUPS` from the one at `first` on.
+        """Return one `group` of a step, or at most `MAX_GROUPS` of its groups from index `first`.
 
-        Empty if their records are nowhere.
+        Empty if there are no records.
 
         Raises:
-            TetherError: a record cannot be read; names it.
+            TetherError: a record cannot be read; the message names it.
         """
         return _checked(self._records(step, group, first))
 
     def read_group(self, group: int, token: str) -> list[ScoredRollout]:
-        """Return a group that was accepted and is not archived yet; empty if the spool does not have it."""
+        """Return an accepted group that is not archived yet; empty if the spool lacks the group."""
         return _checked(self._from_spool([(group, token)]))
 
     def _records(self, step: int, group: int | None, first: int) -> Sequence[bytes]:
-        """Read the encoded groups of a step, or one: from the spool, else from the archive.
+        """Read the encoded groups of a step, or one group, from the spool, else from the archive.
 
-        In this order a step that the trainer moves meanwhile is not missed.
+        This order also finds a step that the trainer archives during the read.
         """
         keys = [key for key in self._tail.trained_groups(step) if group in (None, key[0])]
         part = slice(first, first + MAX_GROUPS)
@@ -109,21 +109,21 @@ class SampleBrowser:
 
 
 def find_samples(run_dir: Path, step: int | None, group: int | None, limit: int) -> dict[str, Any]:
-    """Return the samples of a step, or of one group, as JSON types.
+    """Return the samples of a step or of one group, as JSON types.
 
     Args:
-        run_dir: of a run that is on or over; only its files are read.
-        step: None: the group's step, or the newest step whose records are there.
+        run_dir: directory of a current or ended run; only files are read.
+        step: None: the group's step, or the newest step with records.
         group: None: all groups of the step.
-        limit: samples given.
+        limit: maximum number of samples.
 
     Returns:
-        `step` (None for a group that was not trained), `groups` (see `describe_group`), `left_out` (samples
-        beyond the limit), `filtered` (groups that were dropped without signal since the step before, or the
-        one that was asked for; see `EventTail.filtered_groups`).
+        `step` (None for an untrained group), `groups` (see `describe_group`), `left_out` (number of samples
+        beyond the limit), `filtered` (groups dropped without signal since the previous step, or the requested
+        group; see `EventTail.filtered_groups`).
 
     Raises:
-        SettingsError: there is no such sample; names the samples that there are.
+        SettingsError: there is no such sample; the message names the existing ones.
     """
     if group is not None and step is None:
         return samples_of_group(run_dir, group, group_moments(run_dir, group), limit)
@@ -146,7 +146,7 @@ def samples_of_group(
     """Return the samples of a traced group, with the fields of `find_samples`.
 
     Raises:
-        SettingsError: there are none; says why.
+        SettingsError: there are no samples; the message says why.
     """
     last = moments[-1]
     if last.state is GroupState.DROPPED and last.facts.get("reason") == NO_SIGNAL:
@@ -157,7 +157,7 @@ def samples_of_group(
 
 
 def _checked(records: Sequence[bytes]) -> list[ScoredRollout]:
-    """Decode records and check their arrays as the ingest did. Raises ProtocolError."""
+    """Decode records and validate their arrays as the ingest did. Raises ProtocolError."""
     messages = [message for data in records if isinstance(message := decode_payload(data), ScoredRollout)]
     for message in messages:
         check_scored(message, NEWEST)
@@ -167,7 +167,7 @@ def _checked(records: Sequence[bytes]) -> list[ScoredRollout]:
 def _describe(
     step: int, messages: Sequence[ScoredRollout], group: int | None, rewards: tuple[float, float]
 ) -> dict[str, Any]:
-    """Return an overview of the groups with such rewards, and such samples of one; empty without groups."""
+    """Describe the groups within the reward range and the samples of one; empty without groups."""
     if not messages:
         return {}
     low, high = rewards
@@ -196,12 +196,12 @@ def _nothing(steps: list[int], reason: str) -> dict[str, Any]:
 def _step_samples(
     run_dir: Path, browser: SampleBrowser, tail: EventTail, step: int | None, group: int | None
 ) -> tuple[int, list[ScoredRollout]]:
-    """Return a step with its group of that number; if it has none such, with the first of its groups."""
+    """Return a step with the requested group; if it lacks the group, with its first groups."""
     steps = browser.steps()
     for candidate in [step] if step is not None else steps[::-1]:
         if messages := browser.read_step(candidate, group) or browser.read_step(candidate):
             return candidate, messages
-    next(read_events(run_dir / FILE), None)  # names a log that cannot be read, which the tail took for empty
+    next(read_events(run_dir / FILE), None)  # raises for an unreadable log, which the tail reads as empty
     if not steps:
         filtered = tail.state()["dropped_by_reason"].get(NO_SIGNAL, 0)
         raise SettingsError(
@@ -216,10 +216,10 @@ def _step_samples(
 def _group_history(
     browser: SampleBrowser, group: int, moments: Sequence[Moment]
 ) -> tuple[int | None, list[ScoredRollout]]:
-    """Return the step that trained a group, if one did, and the records that were found.
+    """Return the step that trained a group (None if untrained), and the group's records.
 
     Raises:
-        SettingsError: there are none; says why.
+        SettingsError: there are no records; the message says why.
     """
     last = moments[-1]
     if last.state is GroupState.TRAINED:
@@ -240,7 +240,7 @@ def _group_history(
 
 
 def _all_of(browser: SampleBrowser, step: int, messages: Sequence[ScoredRollout]) -> Iterator[ScoredRollout]:
-    """Yield `messages`, the first `MAX_GROUPS` groups of a step, then its others, read a part at a time."""
+    """Yield `messages`, the first `MAX_GROUPS` groups of a step, then its other groups, read in parts."""
     for first in count(MAX_GROUPS, MAX_GROUPS):
         yield from messages
         if len(messages) < MAX_GROUPS:

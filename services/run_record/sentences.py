@@ -1,4 +1,4 @@
-"""Writes events of the ledger as English sentences."""
+"""Formats ledger events as English sentences."""
 
 from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -37,14 +37,14 @@ E = TypeVar("E", bound=LedgerEvent)
 
 
 class Sentence(NamedTuple):
-    """One event for the page."""
+    """One event, formatted for the page."""
 
     seq: int
     """Number of the event."""
     time_ms: int
-    """Unix time on the ledger's clock."""
+    """Unix time of the ledger's clock, ms."""
     kind: str
-    """The event's name."""
+    """Name of the event."""
     topic: str
     """One of `TOPICS`."""
     level: str
@@ -119,7 +119,7 @@ class _Rule(NamedTuple):
 def _rule(
     kind: type[E], topic: str, level: str, write: Callable[[E], str]
 ) -> tuple[type[LedgerEvent], _Rule]:
-    """Return a row of `_RULES`; with this signature the type checker knows the event of each lambda."""
+    """Return a row of `_RULES`; its signature gives each lambda's event a type."""
     return kind, _Rule(topic, level, write)
 
 
@@ -194,10 +194,10 @@ _RULES: Mapping[type[LedgerEvent], _Rule] = dict(
 )
 
 TOPICS = ("run", "versions", "losses", "groups")
-"""What events are about, rarest first: the run as a whole, weight versions, lost work, single groups."""
+"""Topics of events, rarest first: the run as a whole, weight versions, lost work, single groups."""
 
 
 def sentence_of(event: LedgerEvent) -> Sentence:
-    """Return the sentence of an event. An unknown event is named as it is."""
+    """Return the sentence of an event; an unknown event is shown by its name."""
     rule = _RULES[type(event)]
     return Sentence(event.seq, event.time_ms, event.kind, rule.topic, rule.level, rule.write(event)[:400])

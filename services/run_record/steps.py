@@ -1,8 +1,8 @@
-"""Writes and reads metrics.jsonl, which has one line for each committed step.
+"""Writes and reads metrics.jsonl, with one line for each committed step.
 
-The page draws the numbers of a line. A point of a long run stands for many steps: most numbers are averaged
-over them; where the extreme matters, the largest is kept. Fields that no table names are kept, too: a new
-field of `StepReport` needs no change.
+The page plots the numbers. In a long run a point represents many steps: most fields are averaged, and fields
+whose extremes matter keep the maximum. Fields in no table are kept, too, so a new field of `StepReport` needs
+no change here.
 """
 
 import math
@@ -22,59 +22,59 @@ from services.observability.status import SkippedSteps
 from services.run_record.lines import LineFollower, read_parsed
 
 FILE = "metrics.jsonl"
-"""In the run directory."""
+"""Name of the file in the run directory."""
 TAIL_BYTES = 1 << 20
 MAX_STEP = 1 << 53
-"""Steps from here on are not exact numbers in a browser; lines with them are skipped."""
+"""Exclusive limit of step numbers; larger ones are inexact in browsers, and their lines are skipped."""
 MAX_TIME = 253_402_300_800
-"""Unix time of the year 10000, which no calendar here shows; lines of times from here on are skipped."""
+"""Exclusive limit of Unix times, the year 10000; lines with later times are skipped."""
 STALENESS = ("version", "lag_mean", "lag_max", "masked_share", "reward_mean", "trained_tokens", "step_s")
 """Fields of the last step's line that `step_facts` returns."""
 PLACING = frozenset({"version", "step"})
-"""Fields that place a point on the x axis."""
+"""Fields with the position of a point on the x axis."""
 LARGEST = frozenset({"lag_max", "logprob_error_max", "pause_ms", "token_mult_prob_error"})
-"""A point keeps the largest value of these fields, and of every field whose name ends with `_max`."""
+"""Fields of which a point keeps the maximum, in addition to fields whose names end in `_max`."""
 LATEST = frozenset({"time"})
-"""A point keeps the last value of these fields."""
+"""Fields of which a point keeps the last value."""
 RATE_STEPS = 20
-"""Steps that the rate and the remaining time are computed from."""
+"""Number of steps for the rate and the remaining time."""
 MAX_SERIES = 128
-"""Names that are kept; further ones are ignored, so that a foreign file cannot fill the memory."""
+"""Maximum number of fields; further fields are ignored, so that a foreign file cannot fill the memory."""
 MAX_LAGS = 64
-"""Largest lag that is counted for itself; larger ones count as this one."""
+"""Largest lag that is counted separately; larger lags count as this one."""
 BY_NAME: Mapping[str, str] = {
     "dropped_by_reason": "dropped_for_",
     "reward_by_source": "reward_of_",
     "score_by_verifier": "score_by_",
 }
-"""Field with a table of numbers -> beginning of the names that its entries have as numbers of a line."""
+"""Field with a table of numbers -> prefix of the names of its entries."""
 _DECODER = msgspec.json.Decoder()
 
 
 class StepLog:
     """Appends step reports to a file.
 
-    After a rewind a step appears again, with another epoch; the last line of a step is the valid one.
+    After a rewind a step appears again under another epoch; the last line of a step is valid.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
 
     def append(self, report: StepReport) -> None:
-        """Write one line, linked to the one before it.
+        """Append one line, linked to the previous line.
 
         Raises:
-            OSError: it cannot be written, and may be written again.
+            OSError: the line cannot be written; the call may be repeated.
         """
         append(self._path, [msgspec.json.encode(report)], durable=False)
 
     def sync(self) -> None:
-        """Sync the lines to the disk, before the ledger forgets their reports."""
+        """Sync the lines to disk. Call before the ledger forgets their reports."""
         with self._path.open("rb") as file:
             os.fsync(file.fileno())
 
     def backfill(self, reports: Iterable[bytes]) -> None:
-        """Append encoded reports of committed steps whose lines a crash prevented."""
+        """Append encoded reports of committed steps that a crash kept from the file."""
         known = {(line["step"], line["epoch"]) for line in read_lines(self._path)}
         for data in reports:
             report = decode_payload(data)
@@ -83,12 +83,12 @@ class StepLog:
 
 
 def read_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield every line of a metrics file that is a step's, oldest first; incomplete lines are skipped."""
+    """Yield every step's line of a metrics file, oldest first; other and incomplete lines are skipped."""
     return read_parsed(path, parse_line)
 
 
 def parse_line(line: bytes) -> dict[str, Any] | None:
-    """Return a line of a metrics file if it is a step's; None if it is incomplete or anything else."""
+    """Parse a step's line of a metrics file; return None for incomplete and other lines."""
     try:
         fields = _DECODER.decode(line)
     except (ValueError, RecursionError):  # a MsgspecError is a ValueError
@@ -103,7 +103,7 @@ def parse_line(line: bytes) -> dict[str, Any] | None:
 
 
 def read_last(path: Path) -> dict[str, Any]:
-    """Return the newest line of a metrics file, reading only its end; empty if there is none."""
+    """Return the newest line of a metrics file, reading only its end; empty without lines."""
     lines, _ = LineFollower(path, TAIL_BYTES, chunk_bytes=2 * TAIL_BYTES).read()
     return next((found for line in reversed(lines) if (found := parse_line(line.data))), {})
 
@@ -115,19 +115,19 @@ def read_steps(path: Path) -> list[dict[str, Any]]:
 
 
 def count_skipped(lines: Iterable[Mapping[str, Any]]) -> SkippedSteps:
-    """Count the skipped steps among lines of metrics.jsonl, one for each step."""
+    """Count the skipped steps among lines of metrics.jsonl, one line per step."""
     groups = [int(line.get("groups", 0)) for line in lines if line.get("skipped")]
     return SkippedSteps(len(groups), sum(groups))
 
 
 def step_facts(run_dir: Path, is_over: bool = False) -> dict[str, Any]:
-    """Return what metrics.jsonl adds to `collect_status`, as JSON types.
+    """Return the facts that metrics.jsonl adds to `collect_status`, as JSON types.
 
     Returns:
-        `skipped_steps`, `skipped_groups`, and `last_step`: reward, rate and staleness of the last step, or
-        None before there is a step, and `seconds_per_step`, the time since the last one included once it is
-        longer; None before there are two. `bottleneck` is a sentence about the last steps, of a run that is
-        over about all of them; empty before there are some.
+        `skipped_steps`; `skipped_groups`; `last_step`: reward, rate and staleness of the last step, None
+        before the first; `seconds_per_step`: includes the time since the last step once that is longer, None
+        before two steps; `bottleneck`: a sentence about the last steps (about all steps if the run is over),
+        empty without enough steps.
     """
     lines = read_steps(run_dir / FILE)
     skipped = count_skipped(lines)
@@ -141,9 +141,9 @@ def step_facts(run_dir: Path, is_over: bool = False) -> dict[str, Any]:
 
 
 def step_seconds(lines: Sequence[Mapping[str, Any]], since_s: float = 0.0) -> float | None:
-    """Return the mean seconds from one step to the next; None before there are two.
+    """Return the mean seconds between two steps; None before there are two steps.
 
-    `since_s`, the seconds since the last one, counts once they are longer than that.
+    `since_s`, the seconds since the last step, counts once it exceeds the mean.
     """
     times = [line["time"] for line in lines[-RATE_STEPS:] if isinstance(line.get("time"), (int, float))]
     if len(times) < 2 or times[-1] <= times[0]:
@@ -153,9 +153,9 @@ def step_seconds(lines: Sequence[Mapping[str, Any]], since_s: float = 0.0) -> fl
 
 
 def epoch_starts(path: Path) -> dict[str, int]:
-    """Return the first step of each epoch that made one, in the order of the epochs.
+    """Return the first step of each epoch that made a step, in the order of the epochs.
 
-    An epoch that begins with a step of an epoch before began with a rewind.
+    An epoch whose first step belongs to an earlier epoch, too, began with a rewind.
     """
     starts: dict[str, int] = {}
     for line in read_lines(path):
@@ -164,9 +164,9 @@ def epoch_starts(path: Path) -> dict[str, int]:
 
 
 def numbers_of(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
-    """Yield the names and values of a step's line that can be drawn: finite numbers, no flags, no nulls.
+    """Yield the names and values of a step's line that can be plotted: finite numbers, no flags or nulls.
 
-    Entries of the tables in `BY_NAME` become a field each, such as `dropped_for_REASON`.
+    Entries of the tables in `BY_NAME` become separate fields, such as `dropped_for_REASON`.
     """
     parts = {
         f"{prefix}{key}": value
@@ -181,7 +181,7 @@ def numbers_of(line: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def combine(name: str, total: float, value: float) -> float:
-    """Combine a point's value of a field with one more value: to their sum, the larger or the last."""
+    """Combine a field's value in a point with another value: their sum, the maximum or the last value."""
     if name in LATEST:
         return value
     if name in LARGEST or name.endswith("_max"):
@@ -190,12 +190,12 @@ def combine(name: str, total: float, value: float) -> float:
 
 
 def is_sum(name: str) -> bool:
-    """Return whether a point keeps the sum of a field, to be divided by the number of values."""
+    """Return whether a point stores the sum of a field, to be divided by the count."""
     return name not in LATEST and name not in LARGEST and not name.endswith("_max")
 
 
 def rounded(value: float) -> float:
-    """Return a value with seven significant digits: more cannot be seen, and digits are bytes on the wire."""
+    """Round a value to seven significant digits: more are invisible and enlarge answers."""
     if value == 0 or isinstance(value, int):
         return value
     return round(value, 6 - math.floor(math.log10(abs(value))))

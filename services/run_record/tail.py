@@ -1,7 +1,7 @@
-"""Follows the end of the event log: sentences, the versions of engines over time, drops, the bound.
+"""Follows the end of the event log: sentences, served versions over time, drops, bounds.
 
-Only the end of the log is read (`TAIL_BYTES`), and every collection is bounded: the log of a year-long run
-has more events than fit into memory.
+Only the last `TAIL_BYTES` are read, and every collection is bounded, because the log of a year-long run does
+not fit into memory.
 """
 
 import threading
@@ -38,24 +38,24 @@ from services.run_record.sentences import TOPICS, Sentence, sentence_of
 
 TAIL_BYTES = 32 << 20
 KEPT_SENTENCES = 300
-"""Sentences kept of each topic."""
+"""Number of sentences kept per topic."""
 KEPT_VERSIONS = 48
-"""Versions kept of each engine, and commits."""
+"""Number of versions kept per engine, and of commits."""
 KEPT_ENGINES = 64
 KEPT_GROUPS = 50_000
-"""Leases and trained groups whose lease tokens are kept."""
+"""Number of leases and trained groups with stored lease tokens."""
 KEPT_FILTERED = 10_000
-"""Groups without signal that are kept, the newest ones."""
+"""Number of newest groups without signal that are kept."""
 KEPT_CHANGES = 256
 KEPT_DETAILS = 100
-"""Different errors that led to drops; more of them are counted under the verifier's name."""
+"""Maximum number of different errors of drops; further errors count under the verifier's name."""
 TOTALS = ("version", "issued", "trained", "dropped")
-"""Fields of a commit and of a rebuild that `EventTail.state` returns."""
+"""Fields of a commit or rebuild event that `EventTail.state` returns."""
 _HEAD_BYTES = 1 << 14
 
 
 class EventTail:
-    """End of a run's event log. Methods block for a moment and may be called from any thread."""
+    """End of a run's event log. Methods block briefly and are thread-safe."""
 
     def __init__(self, run_dir: Path, tail_bytes: int = TAIL_BYTES) -> None:
         """Store the arguments; the log need not exist."""
@@ -65,13 +65,13 @@ class EventTail:
         self._reset()
 
     def read_all(self) -> "EventTail":
-        """Read the log to its end; returns the tail itself."""
+        """Read the log to its end; return the tail itself."""
         while self.read_more():
             pass
         return self
 
     def read_more(self) -> bool:
-        """Read the next piece of the log; returns whether there is more to read at once."""
+        """Read the next part of the log; return whether more can be read at once."""
         lines, more = self._follower.read()
         with self._lock:
             if self._follower.starts != self._starts:
@@ -99,8 +99,8 @@ class EventTail:
         """Return when versions were committed and when each engine began to serve them.
 
         Returns:
-            `last`, the number of the newest event that counts, and `unchanged` if that is not above `after`;
-            else `commits` (rows of version and Unix milliseconds) and `engines` (names, each with such rows).
+            `last` (number of the newest relevant event), and `unchanged` if `last` is not above `after`; else
+            `commits` (rows of version and Unix ms) and `engines` (each with its name and such rows).
         """
         with self._lock:
             if after and after >= self._versions_changed:
@@ -134,19 +134,19 @@ class EventTail:
             }
 
     def trained_groups(self, step: int) -> list[tuple[int, str]]:
-        """Return the groups of a committed step with their lease tokens; empty if the tail does not tell."""
+        """Return the groups of a committed step with their lease tokens; empty if unknown."""
         with self._lock:
             return list(self._steps.get(step, ()))
 
     def trained_steps(self) -> list[int]:
-        """Return the steps that `trained_groups` knows, in order."""
+        """Return the steps known to `trained_groups`, in order."""
         with self._lock:
             return sorted(self._steps)
 
     def filtered_groups(self, step: int) -> list[dict[str, Any]]:
-        """Return the groups that were dropped without signal between a step's commit and the one before.
+        """Return the groups dropped without signal between the previous step's commit and this step's.
 
-        Each has `group`, the `reward` of all its samples, and its sampled `tokens`.
+        Each has `group`, `reward` (mean over all its samples), and `tokens` (number of sampled tokens).
         """
         with self._lock:
             return [dict(found) for found in self._filtered if found["step"] == step]
@@ -172,7 +172,7 @@ class EventTail:
         self._filtered: deque[dict[str, Any]] = deque(maxlen=KEPT_FILTERED)
 
     def _add_first_event(self) -> None:
-        """Read the log's first line, which the tail leaves out: it says how the run was created."""
+        """Read the log's first line, which describes the run and is not part of the tail."""
         try:
             with self._follower.path.open("rb") as file:
                 self._add(file.readline(_HEAD_BYTES))
@@ -182,7 +182,7 @@ class EventTail:
 
     def _add(self, data: bytes) -> None:
         event = decode_line(data)
-        if not event.seq:  # not an event at all; `tether verify` names the line
+        if not event.seq:  # not an event; `tether verify` reports the line
             return
         sentence = sentence_of(event)
         self.last_sequence = event.seq
@@ -212,7 +212,7 @@ class EventTail:
                 self._note_drop(event)
             case ClaimEvent():
                 counters["epoch"] = event.epoch
-            case RebuildEvent():  # has commits and accepts that are not in the log
+            case RebuildEvent():  # contains commits and accepts that the log lacks
                 counters |= {name: getattr(event, name) for name in ("epoch", *TOTALS)}
                 counters["active"] = event.issued - event.trained - event.dropped
             case ResumeEvent(continued=False):
@@ -259,7 +259,7 @@ class EventTail:
 
     def _note_commit(self, event: CommitEvent) -> None:
         self._counters |= {name: getattr(event, name) for name in (*TOTALS, "active")}
-        while self._commits and self._commits[-1][0] >= event.version:  # the branch that a rewind abandoned
+        while self._commits and self._commits[-1][0] >= event.version:  # versions abandoned by a rewind
             self._commits.pop()
         self._commits.append((event.version, event.time_ms))
         self._versions_changed = event.seq

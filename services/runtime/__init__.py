@@ -1,1 +1,1 @@
-"""Runs a service process: start, registration, waits, drain, exit code."""
+"""Runs a service process: start, registration, waits, drain and exit code."""

@@ -1,6 +1,6 @@
-"""Turns an error that ends a process into one line and an exit code, and sets up logging.
+"""Converts errors that end a process to one line and an exit code, and configures logging.
 
-Exit codes: 0 drained, `EXIT_FAILED` 1, `EXIT_SETTINGS` 2, and of a service `EXIT_AWAY` 3.
+Exit codes: 0 drained, `EXIT_FAILED` 1, `EXIT_SETTINGS` 2, and for services `EXIT_AWAY` 3.
 """
 
 import logging
@@ -13,11 +13,11 @@ from services.observability.printable import one_line
 from services.settings.sources import log_level
 
 EXIT_FAILED, EXIT_SETTINGS, EXIT_AWAY = 1, 2, 3
-"""EXIT_AWAY: the ledger did not answer; it may be back after a restart."""
+"""EXIT_AWAY: the ledger did not answer; a restart may succeed."""
 SIGNALLED = 128
-"""Exit codes from here on say that a signal ended a process that this one waited for."""
+"""Exit codes from this value on mean that a signal ended a child process."""
 MOST = 10_000
-"""Characters of a log line's message or of a traceback's line: a peer's text may be as long as a frame."""
+"""Maximum number of characters of a log message or traceback line: a peer's text may fill a frame."""
 
 
 def configure_logging(name: str) -> None:
@@ -34,9 +34,9 @@ def configure_logging(name: str) -> None:
 
 
 class LineFormatter(logging.Formatter):
-    """Formatter with one line for each record, even if its arguments contain line breaks.
+    """Formatter that writes each record on one line, even if its arguments contain line breaks.
 
-    The lines of a traceback, which may quote them, too, follow with an indent: none looks like a record.
+    Traceback lines may quote the arguments; they are indented, so that no line looks like a record.
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
@@ -51,13 +51,13 @@ class LineFormatter(logging.Formatter):
 
 
 def _shortened(text: str) -> str:
-    """Return text as one line, of which at most `MOST` characters are kept."""
+    """Return text as one line, truncated to `MOST` characters."""
     line = one_line(text[:MOST])
     return line if max(len(text), len(line)) <= MOST else f"{line[:MOST]} ... (of {len(text)} characters)"
 
 
 def describe_error(error: BaseException) -> tuple[str, int]:
-    """Return one line and an exit code for an error that ends a process."""
+    """Return a line and an exit code for an error that ends a process."""
     error = innermost(error)
     if isinstance(error, (SettingsError, Unavailable)):
         return _shortened(str(error)), EXIT_SETTINGS
@@ -66,22 +66,22 @@ def describe_error(error: BaseException) -> tuple[str, int]:
 
 
 def exit_with(error: BaseException, name: str) -> NoReturn:
-    """End the process `name` with one line for the user on stderr and the exit code of an error."""
+    """End the process `name`: print one line to stderr and exit with the error's code."""
     line, code = describe_error(error)
     print(f"{name}: {line}", file=sys.stderr)
     sys.exit(code)
 
 
 def end_command(error: Exception) -> NoReturn:
-    """End `tether` with one line, and with `EXIT_SETTINGS` for a file that cannot be read.
+    """End a `tether` command with one line; unreadable files give `EXIT_SETTINGS`.
 
     Raises:
-        OSError: `error` is one that names no file.
+        OSError: `error` is an OSError without a file name.
     """
     if isinstance(found := innermost(error), SpoolError):
-        # a command only reads the record of a run; to a service, which ends elsewhere, a full disk may pass
+        # a command only reads the run's records; a service would wait for disk space
         error = SettingsError(str(found))
-    elif isinstance(error, OSError):  # such as a file of the run that another user may not read
+    elif isinstance(error, OSError):  # such as a file of the run that belongs to another user
         if error.filename is None:
             raise error
         error = SettingsError(f"{error.filename}: {error.strerror}")

@@ -1,4 +1,4 @@
-"""Runs the event loop of a process and its background loops, and bounds waits for an event."""
+"""Runs a process's event loop and its background loops, and waits for events with a timeout."""
 
 import asyncio
 import contextlib
@@ -12,7 +12,7 @@ T = TypeVar("T")
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 END_S = 5.0
-"""Seconds that tasks which `main` has left have to end when they are cancelled."""
+"""Seconds for the remaining tasks to end after their cancellation."""
 
 
 def run_loop(
@@ -21,11 +21,11 @@ def run_loop(
     *,
     end_s: float = END_S,
 ) -> T:
-    """Run a coroutine in a new event loop, and close that; `asyncio.run` would wait for every task to end.
+    """Run a coroutine in a new event loop and close the loop; `asyncio.run` would wait for all tasks.
 
-    If a task does not end within `end_s` the loop is left open: the process ends with it. Once `main` was
-    cancelled, or Ctrl-C has interrupted it, the next signal ends the process: the end of the loop, and that
-    of the process, wait for threads without limit.
+    If a task does not end within `end_s`, the loop stays open and ends with the process. After a
+    cancellation or Ctrl-C, the next signal ends the process: closing the loop, and the interpreter's exit,
+    wait for threads without limit.
     """
     runner = asyncio.Runner(loop_factory=loop_factory)
     try:
@@ -42,7 +42,7 @@ def run_loop(
 
 
 def _still_running(loop: asyncio.AbstractEventLoop, end_s: float) -> list[str]:
-    """Cancel all tasks; return the names of those that have not ended after `end_s`."""
+    """Cancel all tasks; return the names of the tasks that still run after `end_s`."""
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()
@@ -53,10 +53,10 @@ def _still_running(loop: asyncio.AbstractEventLoop, end_s: float) -> list[str]:
 
 @contextlib.asynccontextmanager
 async def running_loops(loops: Mapping[str, Coroutine[Any, Any, None]]) -> AsyncIterator[None]:
-    """Run loops as tasks of these names while the block runs; its end cancels them.
+    """Run named loops as tasks during the block, and cancel them at its end.
 
     Raises:
-        ExceptionGroup: a loop or the block raised; the others were cancelled.
+        ExceptionGroup: a loop or the block raised; the other loops were cancelled.
     """
     async with asyncio.TaskGroup() as tasks:
         running = [tasks.create_task(loop, name=name) for name, loop in loops.items()]
@@ -74,7 +74,7 @@ async def is_set_within(event: asyncio.Event, seconds: float) -> bool:
 
 
 def stop_at_signals(stop: asyncio.Event) -> None:
-    """Set `stop` at SIGTERM or SIGINT, and cancel the calling task at the second one."""
+    """Set `stop` on SIGTERM or SIGINT, and cancel the calling task on the second signal."""
     loop, main = asyncio.get_running_loop(), asyncio.current_task()
     assert main is not None
 

@@ -1,6 +1,7 @@
-"""Holds a run to the bytes of the models that it does not train, from its first start on.
+"""Checks that the frozen models of a run do not change after its first start.
 
-RUN_DIR/frozen_models.json has the digest of each. A directory may move; its contents may not change.
+RUN_DIR/frozen_models.json contains the digest of each model. A model directory may move; its contents must
+not change.
 """
 
 import json
@@ -16,16 +17,16 @@ from services.settings.sections import Settings
 from trainer.storage.checksums import check_model_files, sealed
 
 FILE = "frozen_models.json"
-"""File of the run directory: section -> digest of its model."""
+"""File in the run directory: section -> digest of its model."""
 RECORDED = "models the run was made with"
 CHUNK = 1 << 24
 
 
 def checked_digests(settings: Settings) -> Mapping[str, str]:
-    """Return the digest of each model of the run that is not trained, by its section. Reads all of them.
+    """Return the digest of each frozen model of the run, by section. Reads all model files.
 
     Raises:
-        SettingsError: one is not what it was at the first start, whose digest is named, or is damaged.
+        SettingsError: a model is damaged, or differs from the first start; the message has both digests.
     """
     directories = fetch_frozen(settings)
     for directory in directories.values():
@@ -42,13 +43,13 @@ def checked_digests(settings: Settings) -> Mapping[str, str]:
 
 
 def record_digests(run_dir: Path, digests: Mapping[str, str]) -> None:
-    """Write the digests that a run was started with, if there are any."""
+    """Write the digests of a run's frozen models, if there are any."""
     if digests:
         write_atomically(run_dir / FILE, sealed(json.dumps(dict(digests), indent=2).encode()))
 
 
 def digest_of(directory: Path) -> str:
-    """Return 32 hex digits over a model's config.json and safetensors, names and contents."""
+    """Return a digest, 32 hex digits, of names and contents of a model's config.json and safetensors."""
     digest = xxhash.xxh3_128()
     for path in [directory / "config.json", *sorted(directory.glob("*.safetensors"))]:
         digest.update(f"{path.name} {path.stat().st_size} ".encode())

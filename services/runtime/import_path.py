@@ -1,8 +1,8 @@
-"""Has Python import our own packages first, before the working directory and PYTHONPATH.
+"""Makes Python import tether's packages before the working directory and PYTHONPATH.
 
-`python -m services.X` searches the working directory first, and PYTHONPATH before installed packages: a
-user's module `reward` or `trainer` there would replace ours, and a `json` Python's own. It imports no module
-of ours, because it runs before all other imports of ours.
+`python -m services.X` searches the working directory first, and PYTHONPATH before installed packages. A
+user's module `reward` or `trainer` would replace tether's, and a `json` would replace Python's. This module
+imports no tether module, because it runs before all other tether imports.
 """
 
 import importlib.machinery
@@ -13,19 +13,19 @@ from collections.abc import Mapping
 from pathlib import Path
 
 PACKAGES = ("protocol", "reward", "rollout", "trainer")
-"""Our other packages."""
+"""Top-level packages of tether other than `services`."""
 ROOT = str(Path(__file__).absolute().parents[2])
-"""Directory that holds our packages: the repository, or where they are installed."""
+"""Directory with tether's packages: the repository or the installation directory."""
 
 
 def protect_imports() -> None:
-    """Put our packages before others of the same names, for the rest of this process.
+    """Move tether's packages before others of the same names, for the rest of this process.
 
-    The working directory, which `python -m services.X` put first on `sys.path`, is removed from it.
+    Removes the working directory from `sys.path`, where `python -m services.X` put it first.
     """
     if is_service() and not sys.flags.safe_path and sys.path[:1] == [os.getcwd()] != [ROOT]:
         del sys.path[0]
-        os.environ["PYTHONSAFEPATH"] = "1"  # the same for the processes that this one starts
+        os.environ["PYTHONSAFEPATH"] = "1"  # for child processes
     for place, entry in enumerate(sys.path):
         if os.path.abspath(entry) == ROOT:
             return
@@ -40,9 +40,9 @@ def is_service() -> bool:
 
 
 def safe_environment(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return an environment in which `python -m services.X` imports our packages and none of their names.
+    """Return an environment in which `python -m services.X` imports tether's packages.
 
-    The working directory is not searched. Directories of PYTHONPATH are, after ours.
+    The working directory is not searched; PYTHONPATH is searched after tether's packages.
     """
     path = environ.get("PYTHONPATH", "")
     if ROOT not in (*site.getsitepackages(), site.getusersitepackages()):
@@ -51,6 +51,6 @@ def safe_environment(environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def _holds(directory: str, package: str) -> bool:
-    """Return whether a directory has a module or package of a name; one without `__init__.py` is none."""
+    """Return whether a directory contains a module or a package (with `__init__.py`) of this name."""
     found = importlib.machinery.PathFinder.find_spec(package, [directory])
     return found is not None and found.has_location

@@ -1,7 +1,8 @@
-"""Runs a service from its command line: settings, signals, the service's own loop, exit code.
+"""Runs a service from its command line: settings, signals, the service's loop, exit code.
 
-A service is `async def serve(process: Process) -> None`. It runs until `process.stop` is set, then drains and
-returns. SIGTERM and SIGINT set `stop`; a second signal cancels. The first task that ends, ends the process.
+A service is `async def serve(process: Process) -> None`. The function runs until `process.stop` is set, then
+drains and returns. SIGTERM and SIGINT set `stop`; a second signal cancels. The end of the service or of its
+heartbeat ends the process.
 """
 
 import asyncio
@@ -22,17 +23,17 @@ from services.settings.load import load_settings
 from services.settings.sections import Settings
 
 DESCRIPTORS = 65_536
-"""Open file descriptors that a service asks for."""
+"""Number of open file descriptors that a service requests."""
 
 
 async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -> None:
     """Run a service until it is stopped or fails.
 
-    After a clean end SIGTERM and SIGINT are ignored: Python needs a moment to exit where torch was loaded,
-    and a signal in that moment would turn exit code 0 into a death by signal.
+    After a clean end SIGTERM and SIGINT are ignored. Python takes time to exit if torch is loaded, and a
+    signal would change exit code 0 to a death by signal.
 
     Raises:
-        BaseExceptionGroup: what ended the service or its heartbeat.
+        BaseExceptionGroup: the error of the service or its heartbeat.
     """
     loop = asyncio.get_running_loop()
     async with open_process(role, settings, name) as process:
@@ -45,9 +46,9 @@ async def run_process(role: Role, settings: Settings, name: str, serve: Serve) -
 
 
 def raise_fd_limit() -> None:
-    """Raise the soft limit of open descriptors to the hard one, at most `DESCRIPTORS`.
+    """Raise the soft limit of open file descriptors to the hard limit, at most `DESCRIPTORS`.
 
-    Each connection takes a descriptor.
+    Each connection uses a file descriptor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
@@ -65,14 +66,14 @@ def service_main(role: Role, serve: Serve) -> None:
         configure_logging(name)
         raise_fd_limit()
         settings = load_settings()
-        os.environ.pop("TETHER_REDIS_URL", None)  # it may have a password: not for what this process starts
+        os.environ.pop("TETHER_REDIS_URL", None)  # it may contain a password: hidden from child processes
         run_loop(run_process(role, settings, name, serve), uvloop.new_event_loop)
     except (KeyboardInterrupt, asyncio.CancelledError):
         sys.exit(EXIT_FAILED)
     except (Exception, BaseExceptionGroup) as error:
         line, code = describe_error(error)
         if isinstance(innermost(error), Unavailable):
-            code = EXIT_AWAY  # a command would call it a wrong setting
+            code = EXIT_AWAY  # `describe_error` returns the code for wrong settings
         if not isinstance(innermost(error), TetherError):
             log.exception("process.failed")
         log.error("process.failed %s", json.dumps(line))

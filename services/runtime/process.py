@@ -1,4 +1,4 @@
-"""Gives a service its settings, ledger, registration, waits and health endpoint."""
+"""Provides a service with its settings, ledger, registration, waits and health endpoint."""
 
 import asyncio
 import contextlib
@@ -34,9 +34,9 @@ log = logging.getLogger("tether")
 
 
 def pid_space() -> str:
-    """Return where this process's id is unique: the boot of its kernel, and its pid namespace.
+    """Return the namespace in which this process's id is unique: kernel boot and pid namespace.
 
-    Empty where that cannot be known, because this is not Linux.
+    Empty on systems other than Linux.
     """
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
@@ -46,16 +46,16 @@ def pid_space() -> str:
 
 
 class Process:
-    """One incarnation of a service: its settings, ledger, entry in the registry, and stop event."""
+    """An incarnation of a service: its settings, ledger, registration and stop event."""
 
     def __init__(self, role: Role, settings: Settings, ledger: RedisLedger, name: str) -> None:
         self.role = role
         self.settings = settings
         self.ledger = ledger
         self.incarnation = new_incarnation(name)
-        """Unique name of this process in the registry: `name` and a random part."""
+        """Unique name of this process in the registry: `name` and a random suffix."""
         self.stop = asyncio.Event()
-        """Set by SIGTERM or SIGINT: the service drains and returns."""
+        """Set on SIGTERM or SIGINT: the service drains and returns."""
         self.metrics = Metrics(role)
         self.info: dict[str, Any] = {
             "name": name,
@@ -64,14 +64,14 @@ class Process:
             "pid_space": pid_space(),
             "started": time.time(),
         }
-        """Facts that the registry shows about this process, JSON types; services add their own."""
+        """Registered facts about this process, JSON types; services add their own."""
         self._waits: dict[object, tuple[str, float]] = {}
         self._work: dict[str, list[float]] = {}
         self._registering = asyncio.Lock()
         self.on_heartbeat: list[Callable[[], None]] = []
-        """Called before each registration, to bring `info` up to date."""
+        """Called before each registration, to update `info`."""
         self.edges: dict[str, Callable[[], Mapping[str, object]]] = {}
-        """State of the service's bus sockets by topic, shown by `/health`: who waits for whom."""
+        """State of the service's bus sockets by topic, shown by `/health`: queues and unfinished messages."""
 
     @property
     def run(self) -> str:
@@ -80,17 +80,17 @@ class Process:
 
     @property
     def waits(self) -> list[str]:
-        """The process's present wait."""
+        """Current waits of the process."""
         return list(dict.fromkeys(what for what, _ in self._waits.values()))
 
     @contextlib.contextmanager
     def waiting(self, what: str) -> Iterator[Callable[[str], None]]:
-        """Note that the process waits for `what`; shown in the registry, the metrics and `tether status`.
+        """Record that the process waits for `what`, for the registry, the metrics and `tether status`.
 
-        Blocks may overlap: of several that wait for the same, the longest wait is shown.
+        Blocks may overlap: of several waits for the same thing, the longest is shown.
 
         Yields:
-            A function that adds the reason while the wait lasts: `set_detail("bound")`.
+            A function that adds a reason during the wait: `set_detail("bound")`.
         """
         since, block = time.monotonic(), object()
         self._waits[block] = what, since
@@ -105,7 +105,7 @@ class Process:
 
     @contextlib.contextmanager
     def working(self, what: str) -> Iterator[None]:
-        """Note that the process works on `what`, such as "step 3", for the registry; blocks may overlap."""
+        """Record that the process works on `what`, such as "step 3", in the registry. Blocks may overlap."""
         since = time.monotonic()
         self._work.setdefault(what, []).append(since)
         try:
@@ -116,15 +116,15 @@ class Process:
                 del self._work[what]
 
     async def ready(self, part: str) -> None:
-        """Write to the log and the registry how long this process took until `part` of it was ready."""
+        """Log and register how many seconds this process took until `part` was ready."""
         seconds = round(seconds_since_start(), 1)
         self.info[READY] = {**self.info.get(READY, {}), part: seconds}
         log.info("ready part=%s seconds=%.1f", part, seconds)
-        await self.register()  # at once: the first step may come before the next heartbeat
+        await self.register()  # at once, since the first step may precede the next heartbeat
 
     async def register(self) -> None:
-        """Write this process, its `info` and its waits to the registry, as they were when this was called."""
-        async with self._registering:  # otherwise an older registration could overwrite a newer one
+        """Register this process with its current `info` and waits."""
+        async with self._registering:  # an older registration must not overwrite a newer one
             await self._register()
 
     async def _register(self) -> None:
@@ -135,7 +135,7 @@ class Process:
         waits = {what: round(now - since, 1) for what, since in newest_first}
         self.metrics.waiting.clear()
         by_length = sorted(waits.items(), key=lambda wait: wait[1])
-        for what, seconds in by_length:  # of waits that differ only in a number, the longest is written last
+        for what, seconds in by_length:  # labels omit numbers: the longest wait per label is written last
             self.metrics.waiting.labels(without_numbers(what)).set(seconds)
         work = {what: (len(since), round(now - min(since), 1)) for what, since in self._work.items()}
         info = {**self.info, "waits": waits, "work": work}
@@ -144,19 +144,19 @@ class Process:
         )
 
     async def heartbeat_loop(self) -> None:
-        """Register three times per `ledger.ttl_s`, until cancelled."""
+        """Register the process three times per `ledger.ttl_s`, until cancelled."""
         while True:
             await self.register()
             await asyncio.sleep(self.settings.ledger.ttl_s / 3)
 
     def binding_socket(self, kind: type[B], topic: Topic) -> B:
-        """Make the socket of a topic that this process binds, as yet without an endpoint."""
+        """Create the socket that this process binds for a topic; it has no endpoint yet."""
         return self._shown(
             topic, kind(topic, run=self.run, incarnation=self.incarnation, config=self.settings.bus)
         )
 
     def connecting_socket(self, kind: type[C], topic: Topic) -> C:
-        """Make the socket of a topic that connects to the processes whose endpoints the registry has."""
+        """Create the socket that connects to the registered endpoints of a topic."""
         socket = kind(
             topic,
             run=self.run,
@@ -168,7 +168,7 @@ class Process:
         return self._shown(topic, socket)
 
     def _shown(self, topic: Topic, socket: S) -> S:
-        """Show the counters of a socket in the metrics, and who waits for whom in `/health`."""
+        """Show the counters of a socket in the metrics, and its queues in `/health`."""
         name = topic.name
         self.metrics.watch(f"tether_bus_{name}", f"Bus counters, edge {name}", socket.stats.as_dict)
         if isinstance(socket, Receiver | Sender):
@@ -181,19 +181,19 @@ class Process:
 
 
 Serve = Callable[[Process], Awaitable[None]]
-"""A service: runs until `process.stop` is set, then drains and returns."""
+"""Service function: runs until `process.stop` is set, then drains and returns."""
 
 
 @contextlib.asynccontextmanager
 async def open_process(role: Role, settings: Settings, name: str) -> AsyncIterator[Process]:
-    """Open the ledger and the health endpoint and register; unregister when the block ends.
+    """Open the ledger and the health endpoint and register; unregister at the end of the block.
 
     Raises:
         SettingsError: no ledger is configured, or the health endpoint cannot be bound.
         Unavailable: the ledger did not answer.
     """
     async with open_ledger(settings) as ledger:
-        if role is not Role.INGEST:  # which is what reconciles
+        if role is not Role.INGEST:  # the ingest reconciles the ledger
             await ledger.guard()
         process = Process(role, settings, ledger, name)
         server = HttpServer(

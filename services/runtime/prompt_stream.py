@@ -1,7 +1,7 @@
-"""Holds a process to the prompts of its run: group g is prompt g of one stream, in every process.
+"""Checks that a process reads the prompts of its run: group g is prompt g of one stream everywhere.
 
-The ledger has the fingerprint of that stream. A process reads the prompts for itself, perhaps on another host
-and long after the run's start, so what it has read is compared.
+The ledger stores the fingerprint of the stream. Each process reads the prompts itself, perhaps on another
+host and long after the run's start, so it compares its fingerprint.
 """
 
 from protocol.errors import SettingsError
@@ -10,17 +10,17 @@ from services.runtime.process import Process
 from services.runtime.run_ledger import status_if_created
 
 POLL_S = 0.5
-"""Seconds between two questions whether the ledger has the run."""
+"""Seconds between two queries whether the ledger has the run."""
 
 
 async def check_stream(process: Process, source: PromptSource) -> bool:
-    """Check that a process has the prompts of its run; wait for a run that the ledger does not have.
+    """Check that a process has the prompts of its run; wait until the ledger has the run.
 
     Returns:
-        False if the process was stopped before there was a run.
+        False if the process was stopped before the run existed.
 
     Raises:
-        SettingsError: the run was created with other prompts; names both fingerprints.
+        SettingsError: the run was created with other prompts; the message has both fingerprints.
     """
     recorded = await wait_for_run(process)
     if recorded is None:
@@ -37,9 +37,9 @@ async def check_stream(process: Process, source: PromptSource) -> bool:
 
 
 async def wait_for_run(process: Process) -> str | None:
-    """Wait until the ledger has the run: return the fingerprint of its prompts, or None if stopped before.
+    """Wait until the ledger has the run; return its prompt fingerprint, or None if stopped first.
 
-    `tether up` or `services.prepare` create it, and the ingest rebuilds one that the server has lost.
+    `tether up` or `services.prepare` creates the run; the ingest rebuilds a run that the server has lost.
     """
     status = await status_if_created(process.ledger)
     if status is None:
@@ -50,16 +50,17 @@ async def wait_for_run(process: Process) -> str | None:
 
 
 def check_fingerprint(config: PromptConfig, present: str, recorded: str, remedy: str) -> None:
-    """Refuse prompts that differ from the run's.
+    """Reject prompts that differ from the run's.
 
     Args:
         config: section `[prompts]`.
-        present: fingerprint of the prompts as they are now.
-        recorded: the one with which the run was created.
-        remedy: what to do.
+        present: fingerprint of the current prompts.
+        recorded: fingerprint with which the run was created.
+        remedy: suggested action, the end of the message.
 
     Raises:
-        SettingsError: they differ; names both, and the setting that says where the prompts are.
+        SettingsError: the fingerprints differ; the message has both fingerprints and the setting of the
+        prompts' place.
     """
     if present != recorded:
         raise SettingsError(
@@ -68,7 +69,7 @@ def check_fingerprint(config: PromptConfig, present: str, recorded: str, remedy:
 
 
 def _place(config: PromptConfig) -> str:
-    """Return the setting that says where prompts are, and which they are."""
+    """Return the setting with the location of the prompts, and a description of them."""
     if config.mixture:
         return f"prompts.mixture: the prompts of {', '.join(entry.name for entry in config.mixture)}"
     if config.path:

@@ -1,7 +1,6 @@
-"""Fetches a run whose directory is empty from `run.remote`, and says how far copies of a run got.
+"""Fetches a run from `run.remote` into an empty run directory, and reports the state of copies.
 
-What an earlier start chose for the run is read from its directory, on the same host or another one. So
-settings are composed again once there is something in it.
+A run directory determines some settings of the next start, so the settings are composed again after a fetch.
 """
 
 import logging
@@ -26,41 +25,41 @@ from trainer.storage.remote import DamagedCopy, RemoteDirectory, RemoteError
 log = logging.getLogger("tether")
 
 CHECKPOINT, RUN = "checkpoint", "run"
-"""Directories of a copy."""
+"""Directories in a copy."""
 STATE = (SETTINGS, "audit.head", EVENT_LOG, "metrics.head", "metrics.jsonl")
-"""Files that mark a directory with a run (it has at least one), in the order in which they are copied: a
-log's head names one of its lines."""
+"""Files of which every run directory has at least one, in the order of copying: a log's head names one of its
+lines, so the head is copied first."""
 COPIES = "uploads"
-"""Directory of the run with a file for each destination of copies, and what is kept until it is copied."""
+"""Directory in the run directory with a file per destination of copies, and files staged for copying."""
 RUN_FILES = (*STATE, HUB, FROZEN_MODELS)
-"""Files that a run needs in addition to its checkpoint and its spool; each may be absent."""
+"""Optional files that a run needs in addition to its checkpoint and its spool."""
 
 
 class CopyState(msgspec.Struct, frozen=True):
-    """Fate of the newest copy to a destination: RUN_DIR/uploads/NAME.json."""
+    """State of the newest copy to a destination: RUN_DIR/uploads/NAME.json."""
 
     version: int
     problem: str = ""
-    """Why it is not there; empty: it is."""
+    """Why the copy failed; empty if it succeeded."""
     place: str = ""
-    """The destination: `run.remote` or `run.hub`."""
+    """Destination: `run.remote` or `run.hub`."""
 
 
 def note_copy(run_dir: Path, name: str, state: CopyState) -> None:
-    """Write what became of the newest copy to the destination `name`. Raises OSError."""
+    """Record the state of the newest copy to the destination `name`. Raises OSError."""
     (run_dir / COPIES).mkdir(exist_ok=True)
     write_atomically(run_dir / COPIES / f"{name}.json", msgspec.json.encode(state))
 
 
 def noted_copy(run_dir: Path, name: str) -> CopyState | None:
-    """Return what `note_copy` has written; None if it cannot be read."""
+    """Return the state recorded by `note_copy`; None if it cannot be read."""
     with suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode((run_dir / COPIES / f"{name}.json").read_bytes(), type=CopyState)
     return None
 
 
 def describe_copies(settings: Settings) -> Iterator[str]:
-    """Yield for each destination of copies which version is there, or why the newest one is not."""
+    """Yield a line per destination of copies: the copied version, or why the newest copy failed."""
     run, places = settings.run_dir, {"remote": settings.run.remote, "hub": settings.run.hub}
     for name, place in places.items():
         state = noted_copy(run, name)
@@ -75,10 +74,10 @@ def describe_copies(settings: Settings) -> Iterator[str]:
 
 
 def copy_lines(source: Path, target: Path) -> None:
-    """Copy a file that others write lines to, without a line that is half written.
+    """Copy a file; omit the incomplete last line of a log that other processes append to.
 
     Raises:
-        OSError: it cannot be copied.
+        OSError: the file cannot be copied.
     """
     content = source.read_bytes()
     is_log = source.suffix == ".jsonl"
@@ -86,14 +85,14 @@ def copy_lines(source: Path, target: Path) -> None:
 
 
 def settings_of_fetched(settings: Settings, compose: Callable[[], Settings]) -> Settings:
-    """Fetch the run as `fetch_run` does, and return its settings with what earlier starts chose.
+    """Fetch the run as `fetch_run`; return its settings, including choices of earlier starts.
 
     Args:
-        settings: the run's settings, composed before it was fetched.
-        compose: composes them again.
+        settings: settings of the run, composed before the fetch.
+        compose: composes the settings again.
 
     Raises:
-        SettingsError: as `fetch_run`, or the settings do not fit the run that was fetched.
+        SettingsError: as `fetch_run`, or the settings do not fit the fetched run.
         RemoteError: as `fetch_run`.
     """
     if not (line := fetch_run(settings)):
@@ -103,17 +102,17 @@ def settings_of_fetched(settings: Settings, compose: Callable[[], Settings]) -> 
 
 
 def fetch_run(settings: Settings) -> str:
-    """Fetch the newest whole copy if the run directory has no run; returns a line for the user, or "".
+    """Fetch the newest complete copy if the run directory has no run; return a line for the user, or "".
 
     Raises:
-        SettingsError: `run.remote` is no URL that can be used.
-        RemoteError: it cannot be read, or all its copies are damaged; names them.
+        SettingsError: the URL in `run.remote` cannot be used.
+        RemoteError: the copies cannot be read, or all of them are damaged; the message names them.
     """
     if not settings.run.remote:
         return ""
     remote = RemoteDirectory(settings.run.remote)
     run_dir = settings.run_dir
-    marker = run_dir / "fetching"  # there until everything is: a fetch that was cut off is made again
+    marker = run_dir / "fetching"  # exists until the fetch is complete: an interrupted fetch is repeated
     if not marker.exists() and any((run_dir / name).exists() for name in (*STATE, SPOOL, "checkpoints")):
         return ""
     versions = remote.versions()
@@ -129,7 +128,7 @@ def fetch_run(settings: Settings) -> str:
 
 
 def _download_newest(remote: RemoteDirectory, versions: Sequence[int], run_dir: Path) -> int:
-    """Download the newest of ascending versions whose copy is whole, and return it."""
+    """Download the newest of ascending versions that has a complete copy, and return the version."""
     left_out: list[str] = []
     for version in reversed(versions):
         checkpoint = run_dir / "checkpoints" / f"step_{version:08d}"
@@ -137,7 +136,7 @@ def _download_newest(remote: RemoteDirectory, versions: Sequence[int], run_dir: 
             remote.download(version, {CHECKPOINT: checkpoint, RUN: run_dir})
         except DamagedCopy as error:
             log.warning("remote.left_out version=%d error=%s", version, error)
-            shutil.rmtree(checkpoint, ignore_errors=True)  # of a fetch that was cut off as it moved it in
+            shutil.rmtree(checkpoint, ignore_errors=True)  # of a fetch that was interrupted during its move
             left_out.append(f"version {version}: {error}")
         else:
             return version

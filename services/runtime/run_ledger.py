@@ -1,4 +1,4 @@
-"""Finds and opens the ledger of a run, from its settings, and asks whether it has the run."""
+"""Finds and opens the ledger of a run from its settings, and queries whether it has the run."""
 
 import contextlib
 from collections.abc import AsyncIterator
@@ -12,12 +12,10 @@ from services.settings.sections import Settings
 
 
 def ledger_url(settings: Settings) -> str:
-    """Return the URL of the run's ledger.
-
-    That is the configured one, or the one of the embedded server in the run directory.
+    """Return the URL of the run's ledger: configured, or of the embedded server in the run directory.
 
     Raises:
-        SettingsError: there is neither; the message says what to do.
+        SettingsError: there is neither; the message suggests an action.
     """
     config = settings.ledger
     if config.url:
@@ -33,7 +31,7 @@ def ledger_url(settings: Settings) -> str:
 
 @contextlib.asynccontextmanager
 async def open_ledger(settings: Settings) -> AsyncIterator[RedisLedger]:
-    """Connect to the run's ledger; the connection is closed when the block ends.
+    """Connect to the run's ledger; close the connection at the end of the block.
 
     Raises:
         SettingsError: no ledger is configured, or its URL is wrong.
@@ -54,7 +52,7 @@ async def open_ledger(settings: Settings) -> AsyncIterator[RedisLedger]:
 
 
 async def status_if_created(ledger: Ledger) -> LedgerStatus | None:
-    """Return the ledger's counters, or None if it does not have the run."""
+    """Return the ledger's counters; None if it does not have the run."""
     try:
         return await ledger.status()
     except Refused as refusal:

@@ -1,4 +1,4 @@
-"""Creates a run in the ledger, or continues it with what its settings may change."""
+"""Creates a run in the ledger, or resumes it with its changed settings."""
 
 import asyncio
 from collections.abc import Iterator, Sequence
@@ -24,13 +24,13 @@ BOUND_SETTINGS = {
 
 
 async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> Sequence[str]:
-    """Create the run, or bring the ledger to the present settings; then write RUN_DIR/settings.json.
+    """Create the run, or apply the current settings to the ledger; then write RUN_DIR/settings.json.
 
     Returns:
         Lines for the user: the bound in force, and changes since the last start.
 
     Raises:
-        SettingsError: a setting changed that must not; the ledger and settings.json are as they were.
+        SettingsError: a fixed setting changed; ledger and settings.json are unchanged.
     """
     changes = changes_since_last_start(settings)
     digests = await asyncio.to_thread(checked_digests, settings)
@@ -68,7 +68,7 @@ async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> 
 
 
 def describe_start(settings: Settings, status: LedgerStatus) -> str:
-    """Return one line with the run's name, place, length and position, and the bound in force."""
+    """Return one line with the run's name, directory, length, version and bound."""
     pending = (
         f"; pending until rule F holds with it: {_describe_bound(status.pending)}" if status.pending else ""
     )
@@ -80,13 +80,13 @@ def describe_start(settings: Settings, status: LedgerStatus) -> str:
 
 
 def describe_changes(settings: Settings, changes: Sequence[Change], before: LedgerStatus) -> Iterator[str]:
-    """Yield a line with the changes since the last start, and one for steps that are made again with it.
+    """Yield a line with the changes since the last start, and a line for steps that must be repeated.
 
     Args:
-        settings: the present ones.
-        changes: differences from the settings of the last start; the bound is compared with the one in
+        settings: current settings.
+        changes: differences from the settings of the last start; the bound is compared with the bound in
             force.
-        before: the ledger as it was.
+        before: ledger status before the start.
     """
     bound = settings.bound.bound
     listed = [change for change in changes if change.dotted not in (*BOUND_SETTINGS, "run.steps")]

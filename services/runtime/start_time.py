@@ -1,4 +1,4 @@
-"""Knows since when this process is the service that it is: one that was a spare is older than that."""
+"""Measures the time since this process became a service; a former spare is older than its service."""
 
 import time
 
@@ -8,11 +8,11 @@ _since: float | None = None
 
 
 def begin_now() -> None:
-    """Note that the process becomes a service now."""
+    """Record that the process becomes a service now."""
     global _since
     _since = time.time()
 
 
 def seconds_since_start() -> float:
-    """Return for how long the process has been this service, seconds."""
+    """Return the seconds since the process became this service."""
     return float(time.time() - (psutil.Process().create_time() if _since is None else _since))

@@ -32,13 +32,13 @@ from trainer.roles.placed import PlacedCritic, PlacedRole, RoleLink
 from trainer.step.train_command import TrainCommand
 
 HEAD_ITEM_BYTES = 20
-"""float32 master, published copy, two moments and gradient of a draft head's parameter."""
+"""Bytes per parameter of a draft head: float32 master, published copy, two moments and gradient."""
 
 
 def build_models(settings: Settings) -> RankModels:
-    """Return this rank's parts of the run's models, loaded, on a rank of the policy.
+    """Load and return this rank's models, on a rank of the policy.
 
-    Rank 0 waits until models with ranks of their own are loaded.
+    Rank 0 waits until models on separate ranks are loaded.
     """
     add_user_modules(settings)
     fix_order_of_sums(settings)
@@ -66,11 +66,11 @@ def build_models(settings: Settings) -> RankModels:
 
 
 def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticFollower | None:
-    """Return this rank's part of a model that has ranks of its own, loaded; None on a rank of the policy.
+    """Load and return this rank's model on a separate rank; return None on a rank of the policy.
 
     Args:
-        settings: the run's settings.
-        process: number of this process, as torchrun gives it.
+        settings: settings of the run.
+        process: global rank of this process under torchrun.
 
     Raises:
         SettingsError: the model cannot be loaded.
@@ -94,18 +94,18 @@ def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticF
 
 
 def fix_order_of_sums(settings: Settings) -> None:
-    """Have the kernels of a GPU add in one order, if the run is to be repeated; on a CPU they do.
+    """Make GPU kernels add in a fixed order in deterministic runs; CPU kernels always do.
 
-    An operation without such a kernel then raises torch's RuntimeError, which names it: with a warning alone
-    the backward pass of FlashAttention would add in any order.
+    An operation without a deterministic kernel then raises torch's RuntimeError, which names the operation. A
+    mere warning would let FlashAttention's backward pass add in any order.
     """
     if settings.run.deterministic and settings.trainer.device != "cpu" and torch.cuda.is_available():
-        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first product of matrices
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # read at the first matrix product
         torch.use_deterministic_algorithms(True)
 
 
 def _wires(settings: Settings) -> Mapping[str, BetweenModels]:
-    """Join the ranks of this process's model, if models have ranks of their own; return its connections."""
+    """Join the process group of this process's model if models have separate ranks; return its links."""
     if not settings.placement.total:
         return {}
     trainer = settings.trainer
@@ -118,9 +118,9 @@ def _wires(settings: Settings) -> Mapping[str, BetweenModels]:
 
 
 def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
-    """Return the models of a run that are not trained; models of the hub are fetched unless they are here.
+    """Return the frozen models of a run; hub models are downloaded unless present.
 
-    The initial policy is among them if it has ranks of its own as the reference model.
+    Includes the initial policy if the reference model has separate ranks.
 
     Raises:
         SettingsError: as `fetch_frozen`.
@@ -136,7 +136,7 @@ def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
 
 
 def _critic(settings: Settings, policy: Backend, link: RoleLink | None) -> Critic | None:
-    """Return this rank's part of the critic, loaded, if the algorithm needs one; or its use of one apart."""
+    """Load this rank's part of the critic, or its link to a separate critic; None without a critic."""
     if not settings.needs_critic:
         return None
     if settings.placement.critic:
@@ -151,13 +151,13 @@ def _critic(settings: Settings, policy: Backend, link: RoleLink | None) -> Criti
 
 
 def _drafts(settings: Settings, policy: Backend) -> DraftTraining | None:
-    """Return the training of the engines' draft head, loaded, if it is trained."""
+    """Load the training of the engines' draft head; None if the head is not trained."""
     head = settings.engine.trained_head
     return make_draft_training(policy, Path(head), settings.engine.draft_lr) if head else None
 
 
 def build_backend(settings: Settings) -> Backend:
-    """Return this rank's part of the policy, loaded."""
+    """Load and return this rank's part of the policy."""
     model_dir = fetch_model(settings)
     return make_backend(
         model_dir,
@@ -174,7 +174,7 @@ def build_backend(settings: Settings) -> Backend:
 
 
 def head_bytes(settings: Settings) -> int:
-    """Return the bytes that a rank has of a draft head that is trained, and of its training."""
+    """Return the bytes per rank of a trained draft head and its training state."""
     head = settings.engine.trained_head
     return HEAD_ITEM_BYTES * _parameters(Path(head)) if head else 0
 
@@ -189,10 +189,10 @@ def train_command(
     """Return the command that trains on a taken batch.
 
     Args:
-        settings: the run's settings.
+        settings: settings of the run.
         batch: step and groups of the batch.
         records: encoded `ScoredRollout` of each group, in the order of `batch.groups`.
-        mask_late: whether tokens over the bound are masked; else one is an error.
+        mask_late: whether tokens over the bound are masked; otherwise they are an error.
     """
     return TrainCommand(
         step=batch.step,

@@ -1,4 +1,4 @@
-"""Lets a process run a user's own Python code: modules of `run.modules`, and a model's if it is trusted."""
+"""Enables user code in a process: modules of `run.modules`, and code of trusted models."""
 
 import sys
 from collections.abc import Sequence
@@ -12,9 +12,9 @@ from services.settings.sections import Settings
 def add_user_modules(settings: Settings) -> Sequence[str]:
     """Append the directories of `run.modules` to this process's `sys.path`, and return them.
 
-    They come last, so that no file in them can replace a module of Python, of tether or of a library. A
-    process that starts others hands the directories on, as `reward.workers.pool.ScorePool` does. Model
-    directories may bring code from then on if `model.trust_remote_code` says so.
+    The directories come last, so that no file in them can replace a module of Python, tether or a library. A
+    process that starts child processes passes the directories on, as `reward.workers.pool.ScorePool` does.
+    Code in model directories is trusted from then on if `model.trust_remote_code` is set.
 
     Raises:
         SettingsError: a directory does not exist.

@@ -1,4 +1,4 @@
-"""Writes to the run directory: repeatedly while its disk is full, which every process shows that waits."""
+"""Retries writes to the run directory while its disk is full, and shows the wait."""
 
 import asyncio
 import contextlib
@@ -21,7 +21,7 @@ RETRY_S = 1.0
 
 
 class StoppedWaiting(TetherError):
-    """The process is to stop, and there was no room for what it was to write until then."""
+    """The process is to stop while a write still lacks room."""
 
 
 async def _unchecked() -> None:
@@ -31,22 +31,22 @@ async def _unchecked() -> None:
 async def until_written(
     process: Process, write: Callable[[], T], check: Callable[[], Awaitable[None]] = _unchecked
 ) -> T:
-    """Do blocking work that writes to the run directory, repeatedly while the disk or the spool refuses it.
+    """Run a blocking write to the run directory; retry while the disk is full or the spool fails.
 
-    Messages that depend on it are not acknowledged meanwhile, so senders keep them. Cancelled, it leaves an
-    attempt to its end.
+    Messages that depend on the write stay unacknowledged, so senders keep them. If cancelled, an attempt in
+    progress is completed.
 
     Args:
         process: shows the wait.
-        write: has no effect if it raises, or may be repeated.
-        check: awaited before each attempt but the first; raises if there is to be none.
+        write: must have no effect if it raises, or be repeatable.
+        check: awaited before each retry; raises to end the retries.
 
     Returns:
         The result of `write`.
 
     Raises:
         StoppedWaiting: the process is to stop.
-        Exception: the error of `check`, or of `write`, unless it is a full disk or a SpoolError.
+        Exception: the error of `check`, or an error of `write` other than a full disk or a SpoolError.
     """
     return await _repeated(
         process, partial(asyncio.to_thread, write), lambda _: process.settings.run_dir, check, _is_waited_for
@@ -59,12 +59,12 @@ async def until_room(
     place_of: Callable[[Exception], Path | str],
     check: Callable[[], Awaitable[None]],
 ) -> T:
-    """Do work that writes to a disk, repeatedly while that is full, until the process is to stop.
+    """Run work that writes to a disk; retry while the disk is full, until the process is to stop.
 
     Args:
         process: shows the wait.
-        work: has no effect if it raises.
-        place_of: returns a directory on the disk, which a person has to make room on, from the error.
+        work: must have no effect if it raises.
+        place_of: maps the error to a directory on the full disk, where the user must free space.
         check: as in `until_written`.
 
     Returns:
@@ -72,7 +72,7 @@ async def until_room(
 
     Raises:
         StoppedWaiting: the process is to stop.
-        Exception: the error of `check`, or of `work`, unless it is a full disk.
+        Exception: the error of `check`, or an error of `work` other than a full disk.
     """
     return await _repeated(process, work, place_of, check, is_for_want_of_room)
 
@@ -105,12 +105,12 @@ async def _repeated(
 async def waiting_for_room(
     process: Process, error: BaseException, place: Path | str | None = None
 ) -> AsyncIterator[None]:
-    """Show that the process waits because a write was refused, at once and until the block ends.
+    """Show during the block that the process waits because a write was refused.
 
     Args:
-        process: it.
-        error: of the write.
-        place: a directory on the disk, or its URL; None: the run directory.
+        process: process that waits.
+        error: error of the write.
+        place: directory on the disk, or URL; None: the run directory.
     """
     process.metrics.count("writes.refused")
     log.error("write.refused error=%s", error)

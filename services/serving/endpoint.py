@@ -1,4 +1,4 @@
-"""Answers clients of the OpenAI API by an engine, without sessions: each request stands alone.
+"""Answers clients of the OpenAI API with an engine, without sessions: requests are independent.
 
 GET  /health
 GET  /v1/models
@@ -53,7 +53,7 @@ class Generation:
         self._max_model_len, self._renderer = max_model_len, renderer
         self._name, self._numbers = secrets.token_hex(8), itertools.count()
         self.adapter = ""
-        """The adapter that the request names; set before the first call."""
+        """Adapter named by the request; set before the first call."""
 
     async def __call__(
         self, tokens: tuple[int, ...], max_tokens: int | None, own: RequestSampling | None = None
@@ -74,7 +74,7 @@ class Generation:
 
 
 class GenerationEndpoint(ApiServer):
-    """HTTP server of one engine. Requests' own sampling applies: nothing is trained."""
+    """HTTP server of one engine. Requests choose their sampling parameters, since no data is trained on."""
 
     def __init__(
         self,
@@ -91,20 +91,20 @@ class GenerationEndpoint(ApiServer):
         body_mb: int = 16,
         adapters: Sequence[str] = (),
     ) -> None:
-        """Create a server that is not started.
+        """Create a server without starting it.
 
         Args:
-            engine: started.
-            renderer: has the template; its `max_prompt_tokens` is below `max_model_len`.
-            reader: reads tool calls and thoughts from answers.
+            engine: started engine.
+            renderer: renderer with the chat template; its `max_prompt_tokens` is below `max_model_len`.
+            reader: parser of tool calls and reasoning in answers.
             config: section `[environment]`: address, certificate, `call_s`.
-            model: name of the model that is listed.
-            sampling: of requests that name none.
-            max_model_len: tokens of a context with its answer.
-            key: the API key that clients send; empty: they come from this machine and send any.
-            follows: whether there is nothing to serve before a version was committed.
+            model: listed name of the model.
+            sampling: sampling parameters of requests without their own.
+            max_model_len: maximum number of tokens of a context with its answer.
+            key: API key of clients; empty: only clients on this machine, with any key.
+            follows: whether requests are refused until a version is committed.
             body_mb: as for `ApiServer`.
-            adapters: names of the engine's adapters, each a model to clients.
+            adapters: names of the engine's adapters, which clients use as models.
         """
         apis = [api for api in APIS if api.keep is None]
         super().__init__(config, model=model, apis=apis, body_mb=body_mb)
@@ -122,7 +122,7 @@ class GenerationEndpoint(ApiServer):
         return f"{self._address}/v1"
 
     def session_of(self, request: web.Request) -> Session:
-        """Return a new session: a request continues no other one."""
+        """Return a new session: requests are independent."""
         self._check_client(request)
         if not self._is_ready:
             raise RequestRefused(503, "no_version", NO_VERSION)
@@ -147,7 +147,7 @@ class GenerationEndpoint(ApiServer):
         return [listed, *({**listed_model(name), "parent": self._model} for name in self._adapters)]
 
     def admit(self, session: Session, parsed: HarnessRequest) -> None:
-        """Note the adapter that a request names; refuse one that names another model."""
+        """Select the adapter that a request names; refuse requests for unknown models."""
         if parsed.model in self._adapters:
             self._generations[session].adapter = parsed.model
         elif parsed.model != self._model:
@@ -164,14 +164,14 @@ class GenerationEndpoint(ApiServer):
         return not self._follows or self._engine.served.version >= 0
 
     def _check_client(self, request: web.Request) -> None:
-        """Refuse clients without the key, and, where none is needed, pages that a browser here was sent."""
+        """Refuse clients without the key; without a key, refuse host names other than loopback."""
         if self._key and not has_api_key(request, self._key):
             raise RequestRefused(401, "invalid_api_key", "the API key is not the server's")
         if not self._key and not names_loopback(request):
             raise RequestRefused(403, "not_loopback", "without a key, name the server 127.0.0.1 or localhost")
 
     async def _serve_health(self, request: web.Request) -> web.Response:
-        """Say whether requests are answered; needs no key and names no text."""
+        """Answer whether requests are served; requires no key and reveals no text."""
         await self._engine.check()
         served = self._engine.served
         body = {"ok": self._is_ready, "epoch": served.epoch, "version": served.version}

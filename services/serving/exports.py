@@ -11,7 +11,7 @@ from trainer.weights.bucket_writer import in_dtype
 from trainer.weights.files import FileSender
 
 EXPORTS = "exports"
-"""Folder of a run directory with a model for each kept checkpoint."""
+"""Directory in a run directory with a model for each kept checkpoint."""
 
 
 def exports(run_dir: Path) -> list[Path]:
@@ -30,7 +30,7 @@ def newest_export(run_dir: Path) -> Path:
 
 
 def check_model_directory(directory: Path) -> None:
-    """Check that a directory is there and has weights. Raises SettingsError."""
+    """Check that a directory exists and contains weights. Raises SettingsError."""
     if not directory.is_dir():
         raise SettingsError(f"there is no directory {directory}: name a model directory")
     if not any(directory.glob("*.safetensors")):
@@ -41,7 +41,7 @@ def load_model(directory: Path) -> dict[str, Any]:
     """Return all tensors of a Hugging Face directory, by name.
 
     Raises:
-        SettingsError: one is missing, or a file of the directory is damaged.
+        SettingsError: a tensor is missing, or a file is damaged.
     """
     check_model_files(directory)
     with SafetensorsReader(directory) as reader:
@@ -51,10 +51,10 @@ def load_model(directory: Path) -> dict[str, Any]:
 def publish_model(
     sender: FileSender, directory: Path, epoch: str, version: int, dtype: str
 ) -> WeightManifest:
-    """Publish the model of a Hugging Face directory as a version in an engine's dtype.
+    """Publish the model in a Hugging Face directory as a version, in an engine's dtype.
 
     Raises:
         SettingsError: as `load_model`.
-        WeightError: it cannot be written.
+        WeightError: the version cannot be written.
     """
     return sender.publish(epoch, version, in_dtype(load_model(directory).items(), dtype))

@@ -1,7 +1,7 @@
 """Runs `tether serve`: one engine and its endpoint, until a signal; with `follow` on a run's newest version.
 
 Consumes: a model directory, or the versions of a run as files. Produces: answers. Waits for: requests, and
-for the first version of a run that is followed. It needs no ledger, no bus and no other process.
+the first version of a followed run. Needs no ledger, bus or other process.
 """
 
 import asyncio
@@ -35,14 +35,14 @@ log = logging.getLogger("tether.serving")
 POLL_S = 0.5
 """Seconds between two searches for a version."""
 RETRY_S = 5.0
-"""Seconds after which a version that could not be staged is tried again."""
+"""Seconds before a failed staging is retried."""
 
 
 async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str], None]) -> None:
-    """Serve until `stop` is set; `announce` gets the base URL once requests are taken.
+    """Serve until `stop` is set; `announce` gets the base URL when requests are accepted.
 
     Raises:
-        SettingsError: there is no model, or engine, renderer or address cannot be made from the settings.
+        SettingsError: there is no model, or the settings do not allow engine, renderer or address.
         EngineError: the engine does not start, or has ended.
         PoisonedError: the engine may hold mixed weights.
     """
@@ -59,9 +59,9 @@ async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str],
         options.tool_syntax, options.reasoning_syntax, settings.engine.python, settings.engine.environment
     )
     versions = await asyncio.to_thread(versions_of, settings) if serving.follows else None
-    published = isinstance(versions, PublishedVersions)  # exports have the adapters merged
+    published = isinstance(versions, PublishedVersions)  # exports contain merged adapters
     lora = settings.lora if published else NO_ADAPTERS
-    # no version of exports has a head
+    # exported versions contain no draft head
     served = settings.engine if published else replace(settings.engine, draft_lr=0.0)
     engine = make_engine(served, directory, "serve", lora, named=serving.adapters)
     endpoint = GenerationEndpoint(
@@ -91,7 +91,7 @@ async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str],
 
 
 async def _run(engine: Engine, versions: Versions | None, stop: asyncio.Event) -> None:
-    """Wait for `stop`, and keep the engine on the newest version meanwhile."""
+    """Wait for `stop`; meanwhile update the engine to the newest version."""
     loops = {"serving.check": _check_loop(engine)}
     if versions is not None:
         loops["serving.follow"] = follow_loop(engine, versions)
@@ -100,14 +100,14 @@ async def _run(engine: Engine, versions: Versions | None, stop: asyncio.Event) -
 
 
 async def _check_loop(engine: Engine) -> None:
-    """End with EngineError once the engine has ended, so that the server is started anew."""
+    """Raise EngineError once the engine has ended, which ends the server."""
     while True:
         await asyncio.sleep(POLL_S)
         await engine.check()
 
 
 async def follow_loop(engine: Engine, versions: Versions) -> None:
-    """Stage and commit each newest version until cancelled; a version that fails leaves the live one.
+    """Stage and commit each newest version until cancelled; after a failure the live version stays.
 
     Raises:
         PoisonedError: the engine must not be used any more.
@@ -125,19 +125,19 @@ async def follow_loop(engine: Engine, versions: Versions) -> None:
             log.info("serving.version version=%d epoch=%s", manifest.version, manifest.epoch)
         except PoisonedError:
             raise
-        except WeightError as error:  # the trainer may have removed it for a newer one
+        except WeightError as error:  # the trainer may have removed the version in favour of a newer one
             log.warning("serving.version_failed error=%s", error)
             await asyncio.sleep(RETRY_S)
 
 
 def _rendering(settings: Settings) -> RenderConfig:
-    """Return section `[render]` with a limit of prompts that leaves room for a token."""
+    """Return section `[render]` with a prompt limit that leaves room for at least one token."""
     most = settings.render.max_prompt_tokens or max(1, settings.engine.max_model_len - 1)
     return replace(settings.render, max_prompt_tokens=most)
 
 
 def _sampling(settings: Settings, renderer: Renderer) -> Sampling:
-    """Return the sampling of requests that name none."""
+    """Return the sampling parameters of requests without their own."""
     config = settings.sampling
     return Sampling(
         max_tokens=settings.engine.max_model_len,
@@ -149,14 +149,14 @@ def _sampling(settings: Settings, renderer: Renderer) -> Sampling:
 
 
 def _options(settings: Settings) -> SessionOptions:
-    """Return the options of an environment with sessions, if the settings have such ones."""
+    """Return the session options in the environment's settings."""
     names = SessionOptions.__dataclass_fields__
     given = {name: value for name, value in settings.environment.options.items() if name in names}
     return validated(SessionOptions, given, "setting environment.options.")
 
 
 def _key(serving: Serving) -> str:
-    """Return the API key. Raises SettingsError: there is none, and others can reach the server."""
+    """Return the API key. Raises SettingsError if a server off loopback has none."""
     config = serving.settings.environment
     if not serving.key_file:
         if config.advertise or not is_loopback(config.host):
@@ -170,7 +170,7 @@ def _key(serving: Serving) -> str:
 
 
 async def serve_until_signal(serving: Serving, announce: Callable[[str], None]) -> None:
-    """Serve as `serve`, until SIGINT or SIGTERM; a second one cancels, also while the engine starts."""
+    """Serve as `serve`, until SIGINT or SIGTERM; a second signal cancels, also during the engine's start."""
     stop = asyncio.Event()
     stop_at_signals(stop)
     await serve(serving, stop, announce)

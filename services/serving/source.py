@@ -1,4 +1,4 @@
-"""Turns the source that a user names into the model or the run that is served."""
+"""Resolves the source that a user names to a model or a run."""
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,34 +14,34 @@ from services.settings.sources import to_toml
 
 @dataclass(frozen=True, slots=True)
 class Serving:
-    """Model that is served, and the key of its clients."""
+    """Model to serve, and the key of its clients."""
 
     settings: Settings
-    """Sections model, engine, render, sampling, environment; of a run that is followed, weights and lora."""
+    """Sections model, engine, render, sampling, environment; for a followed run also weights and lora."""
     name: str
-    """Name of the model that clients see."""
+    """Name of the model for clients."""
     follows: bool = False
-    """Whether the versions of the settings' run are served as they come."""
+    """Whether new versions of the settings' run are served when published."""
     key_file: str = ""
-    """File with the API key of clients; empty: clients on this machine need none."""
+    """File with the API key of clients; empty: clients on this machine need no key."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
-    """Name -> PEFT directory of the adapters that requests may name as their model."""
+    """Name -> PEFT directory of the adapters that requests may use as their model."""
 
 
 def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
-    """Return what to serve.
+    """Return what `tether serve` serves.
 
     Args:
-        source: a run directory, a settings file, a model directory or a name on the hub.
+        source: run directory, settings file, model directory or name on the hub.
         overrides: as for `compose_settings`.
-        follow: whether to serve the versions of the run.
+        follow: whether to serve new versions of the run.
 
     Raises:
-        SettingsError: the source has no model, or is no run that could be followed.
+        SettingsError: the source has no model, or is not a run that could be followed.
     """
     path = Path(source)
     if (path / FILE).is_file():
-        # the port of the run's own endpoint, and who reaches it, are not the server's
+        # the address of the run's own endpoint does not apply to this server
         own = ["environment.host=127.0.0.1", "environment.advertise=", *overrides]
         settings = run_settings(path, own)
         if follow:
@@ -64,10 +64,10 @@ def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
 
 
 def with_adapters(serving: Serving, given: Iterable[str]) -> Serving:
-    """Return `serving` with the adapters of the options `NAME=DIR`.
+    """Add the adapters in the options `NAME=DIR`; return the new `Serving`.
 
     Raises:
-        SettingsError: an option is not of that form, a name is taken, or the run is followed.
+        SettingsError: an option has another form, a name is in use, or the run is followed.
     """
     adapters: dict[str, Path] = {}
     for option in given:

@@ -1,4 +1,4 @@
-"""Finds the newest version of a run in its files: a published one, or an exported checkpoint."""
+"""Finds the newest version of a run in its files: a published version, or an exported checkpoint."""
 
 import tempfile
 from pathlib import Path
@@ -14,27 +14,27 @@ from trainer.weights.registry import TRANSPORTS
 from trainer.weights.version_directories import read_manifests
 
 EXPORT_EPOCH = "export"
-"""Epoch of versions that are made from exports."""
+"""Epoch of versions made from exports."""
 
 
 class PublishedVersions:
-    """Every version that the trainer publishes as files, read from its directory."""
+    """Versions that the trainer publishes as files, read from their directory."""
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self.where = f"transport {settings.weights.transport}"
-        """Where they come from, for logs."""
+        """Origin of the versions, for logs."""
 
     def newest(self) -> WeightManifest | None:
-        """Return the newest version; None if there is none yet. Reads files."""
+        """Return the newest version; None before the first. Reads files."""
         found = [manifest for path in self._directories() for manifest in read_manifests(path)[-1:]]
         return found[-1] if found else None
 
     def close(self) -> None:
-        """Leave the files, which are the trainer's."""
+        """Do nothing: the files belong to the trainer."""
 
     def _directories(self) -> list[Path]:
-        """Return where versions may be; the directory of the trainer that started last is the last one."""
+        """Return the possible directories of versions; the most recently started trainer's comes last."""
         config, run_dir = self._settings.weights, self._settings.run_dir
         if config.directory:
             return [Path(config.directory)]
@@ -43,13 +43,13 @@ class PublishedVersions:
         try:
             directories = shared_directories(self._settings.run.name, run_dir)
             found = [(path.stat().st_mtime_ns, path) for path in directories]
-        except OSError:  # one is being removed
+        except OSError:  # a directory is being removed
             return []
         return [path for _, path in sorted(found)]
 
 
 class ExportedVersions:
-    """The checkpoints that the run exports, each published once more to the engine's host."""
+    """Checkpoints that the run exports, each published again on the engine's host."""
 
     where = "exports"
 
@@ -61,10 +61,10 @@ class ExportedVersions:
         self._published: WeightManifest | None = None
 
     def newest(self) -> WeightManifest | None:
-        """Return the newest version; None if there is none yet. Reads and writes files.
+        """Return the newest version; None before the first. Reads and writes files.
 
         Raises:
-            WeightError: it cannot be read.
+            WeightError: the export cannot be read.
         """
         found = exports(self._settings.run_dir)
         if not found:
@@ -80,13 +80,13 @@ class ExportedVersions:
         return self._published
 
     def close(self) -> None:
-        """Remove what was written."""
+        """Remove the written files."""
         self._sender.close()
         self._aside.cleanup()
 
 
 Versions = PublishedVersions | ExportedVersions
-"""The versions of a run that is followed."""
+"""Source of a followed run's versions."""
 
 
 def versions_of(settings: Settings) -> Versions:

@@ -1,1 +1,1 @@
-"""Loads and checks the settings of a run."""
+"""Loads and validates the settings of a run."""

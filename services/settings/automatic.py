@@ -1,8 +1,8 @@
-"""Chooses the settings that depend on the machine: `auto`, which is also the value of a setting not given.
+"""Chooses machine-dependent settings whose value is `auto` or absent.
 
-On a CPU that is eager mode, the transport shm, float32, or bfloat16 where the processor multiplies it, and as
-many threads as there are cores; on GPUs bfloat16, CUDA graphs, ipc or nccl, and GPUs for trainer and engines
-apart where there are enough. RUN_DIR/settings.json holds the chosen values.
+On a CPU: eager mode, the transport shm, float32 (bfloat16 if the processor multiplies it in hardware), and
+one thread per core. On GPUs: bfloat16, CUDA graphs, ipc or nccl, and separate GPUs for trainer and engines if
+there are enough. RUN_DIR/settings.json stores the chosen values.
 """
 
 import re
@@ -19,18 +19,18 @@ from services.settings.sections import Settings
 
 AUTO = "auto"
 ON_GPUS = ("megatron", "sglang", "vllm")
-"""Engines that are made for GPUs. The others compute in float32 there too."""
+"""Engines made for GPUs. All other engines compute in float32 on GPUs, too."""
 ADMIT_BY_MEMORY = ("sglang", "vllm")
-"""Engines with CUDA graphs that begin a request when their KV cache has room for it."""
+"""Engines with CUDA graphs that start a request once their KV cache has room for it."""
 MANY_RUNNING, FEW_RUNNING = 512, 64
-"""Requests in one batch: of these engines on a GPU, and of the others."""
+"""Maximum number of requests in a batch: for these engines on a GPU, and for all others."""
 FEW_GROUPS = 32
-"""Groups that a worker may hold at least."""
+"""Minimum number of groups that a worker may hold."""
 ALONE, SHARED, COLOCATED = 0.85, 0.4, 0.5
-"""Share of a GPU for engines: without the trainer, together with it, and in their turn."""
+"""Memory share of a GPU for engines: without the trainer, next to it, and during their turn."""
 
 BESIDE_GPU = 16
-"""CPU threads of a trainer's rank on a GPU, at most: they only copy, and step optimizer state on the host."""
+"""Maximum number of CPU threads per trainer rank on a GPU: they only copy, and step offloaded state."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,22 +38,22 @@ class Machine:
     """Hardware facts that automatic settings depend on."""
 
     gpus: Sequence[str] = ()
-    """The GPUs that may be used, see `visible_gpus`."""
+    """Usable GPUs, see `visible_gpus`."""
     cores: int = 1
-    """Physical cores that may be used."""
+    """Number of usable physical cores."""
     bfloat16: bool = False
     """Whether the processor multiplies bfloat16 matrices in hardware."""
 
 
 def this_machine(environ: Mapping[str, str]) -> Machine:
-    """Return what this machine offers the processes of a run."""
+    """Return the hardware of this machine that a run's processes may use."""
     return Machine(visible_gpus(environ), usable_cores(), has_bfloat16())
 
 
 def split_automatic(values: dict[str, Any]) -> list[str]:
-    """Remove every `auto` from nested tables of settings, and return the settings that are to be chosen.
+    """Remove every `auto` from nested tables of settings; return the settings to choose automatically.
 
-    These are the keys of `AUTOMATIC` that were `auto` or absent.
+    The result contains the keys of `AUTOMATIC` that were `auto` or absent.
     """
     names = []
     for dotted in AUTOMATIC:
@@ -68,12 +68,12 @@ def split_automatic(values: dict[str, Any]) -> list[str]:
 
 
 def choose_automatic(settings: Settings, names: Sequence[str], machine: Machine) -> Settings:
-    """Return the settings with a value chosen for each of `names`.
+    """Return the settings with an automatic value for each of `names`.
 
     Args:
-        settings: with defaults in place of the values to choose.
+        settings: settings with defaults in place of the automatic values.
         names: keys of `AUTOMATIC`.
-        machine: the machine of the run.
+        machine: hardware of the run's machine.
     """
     for dotted in (dotted for dotted in AUTOMATIC if dotted in names):
         section, name = dotted.split(".")
@@ -83,9 +83,9 @@ def choose_automatic(settings: Settings, names: Sequence[str], machine: Machine)
 
 
 def visible_gpus(environ: Mapping[str, str]) -> list[str]:
-    """Return the NVIDIA GPUs that a process may use, as CUDA_VISIBLE_DEVICES names them.
+    """Return the NVIDIA GPUs that a process may use, named as in CUDA_VISIBLE_DEVICES.
 
-    None where torch is a build without CUDA. Reads files only: importing torch takes seconds.
+    Returns no GPUs if torch is a build without CUDA. Reads only files, because importing torch takes seconds.
     """
     if not _torch_has_cuda():
         return []
@@ -112,7 +112,7 @@ def _trainer_on_gpu(settings: Settings, machine: Machine) -> bool:
 
 
 def _is_apart(settings: Settings) -> bool:
-    """Return whether trainer and engines have lists of GPUs without a common one."""
+    """Return whether trainer and engines have disjoint lists of GPUs."""
     trainer, engines = (
         set(gpu_list(names)) for names in (settings.services.trainer_gpus, settings.services.rollout_gpus)
     )
@@ -120,7 +120,7 @@ def _is_apart(settings: Settings) -> bool:
 
 
 def _not_taken(settings: Settings, machine: Machine) -> list[str]:
-    """Return the GPUs that neither the evaluation nor reward models have."""
+    """Return the GPUs that neither the evaluation nor reward models use."""
     services = settings.services
     taken = [*gpu_list(services.eval_gpus), *gpu_list(services.reward_gpus)]
     return [name for name in machine.gpus if name not in taken]
@@ -161,15 +161,15 @@ def _trainer_dtype(settings: Settings, machine: Machine) -> str:
 
 
 def _multiplies_bfloat16(settings: Settings, machine: Machine) -> bool:
-    """Return whether the model is faster in bfloat16 on the processor; one made from scratch is too small."""
+    """Return whether bfloat16 is faster on the processor; a model made from scratch is too small."""
     return machine.bfloat16 and bool(settings.model.path) and settings.trainer.backend != "scripted"
 
 
 def _shares(settings: Settings) -> tuple[int, int]:
-    """Return between how many ranks of the trainer, and how many engines, the cores are divided.
+    """Return the numbers of trainer ranks and engine ranks among which the cores are divided.
 
-    None gets more than one thread for a model made from scratch, which is too small for it. No core is given
-    to two: threads that wait for each other spin, and so slow each other down many times.
+    A model made from scratch is too small for more than one thread, so both numbers are 0. No core is
+    assigned twice: waiting threads spin and slow each other down severely.
     """
     if not settings.model.path:
         return 0, 0
@@ -207,10 +207,11 @@ def _max_running(settings: Settings, machine: Machine) -> int:
 
 
 def _groups_in_flight(settings: Settings, machine: Machine) -> int:
-    """Return as many groups as rule F lets a run hold, but no more than fill two batches of the engine.
+    """Return the groups that rule F allows, but at most two engine batches and at least `FEW_GROUPS`.
 
-    With fewer, places that finished samples leave stay empty until the last one of their group has ended
-    (results/waves.md). Other environments may hold a connection, a sandbox or a process for each sample.
+    With fewer groups, slots of finished samples stay empty until the last sample of their group ends
+    (results/waves.md). Environments that are not light may hold a connection, a sandbox or a process per
+    sample; they get `FEW_GROUPS`.
     """
     if not is_light(settings.environment):
         return FEW_GROUPS
@@ -266,6 +267,6 @@ AUTOMATIC: Mapping[str, Callable[[Settings, Machine], Any]] = {
     "trainer.micro_batch_tokens": lambda settings, machine: 0,  # by the trainer, on its device
     "weights.transport": _transport,
 }
-"""Setting -> what chooses it, from the settings and the machine.
+"""Setting -> function that chooses its value from the settings and the machine.
 
-In this order: later ones read earlier ones."""
+The order matters: later functions read earlier choices."""

@@ -1,4 +1,4 @@
-"""Checks settings against each other: which choices need or exclude each other."""
+"""Validates settings against each other: choices that require or exclude each other."""
 
 from collections.abc import Callable, Iterator, Sequence
 from operator import attrgetter
@@ -26,14 +26,14 @@ from trainer.weights.registry import TRANSPORTS
 OWN_OPTIONS = {
     name: f"{name.partition('.')[0]}.options" for name in ("algorithm.name", "optimizer.name", "engine.name")
 }
-"""Setting that may name code of the user -> the code's keyword arguments."""
+"""Setting that may name user code -> setting with keyword arguments for that code."""
 
 
 def check_settings(settings: Settings) -> None:
-    """Check everything that can be checked before a process starts.
+    """Validate everything that can be validated before a process starts.
 
     Raises:
-        SettingsError: names the setting, its value, and what it can be.
+        SettingsError: a setting is invalid; the message has the setting, its value and the allowed values.
     """
     for error in settings_errors(settings):
         raise error
@@ -53,7 +53,7 @@ def _errors(check: Callable[[Settings], object], settings: Settings) -> Iterator
 
 
 def _check_own_options(settings: Settings) -> None:
-    """Check that only code of the user has options."""
+    """Check that options are given only with user code."""
     for name, options in OWN_OPTIONS.items():
         value = attrgetter(name)(settings)
         if attrgetter(options)(settings) and not is_own(value):
@@ -90,7 +90,7 @@ def _check_recipe(settings: Settings) -> None:
 
 
 def _check_keep_first(settings: Settings) -> None:
-    """Check that the samples that are kept are some of a group's, and that no call of theirs is recorded."""
+    """Check that fewer samples are kept than begun, and that the environment records no calls."""
     kept, samples = settings.sampling.keep_first, settings.sampling.samples_per_prompt
     if not kept:
         return
@@ -108,7 +108,7 @@ def _check_keep_first(settings: Settings) -> None:
 
 
 def _check_filter(settings: Settings) -> None:
-    """Check that equal rewards are no signal, where groups are filtered for them and not by the user."""
+    """Check that groups with equal rewards have no signal if they are filtered without a user's filter."""
     name, samples = settings.algorithm.name, settings.sampling.samples_per_prompt
     own_filter = settings.algorithm.group_filter
     if not settings.algorithm.filter_groups:
@@ -140,7 +140,7 @@ def _check_filter(settings: Settings) -> None:
 
 
 def _check_overlong(settings: Settings) -> None:
-    """Check that the overlong punishment of DAPO has a buffer, and that the buffer is below the limit."""
+    """Check that DAPO's overlong penalty has a buffer between 1 and the length limit."""
     algorithm = settings.algorithm
     limit = algorithm.overlong_length or settings.sampling.max_tokens
     if algorithm.truncated == "shape" and not 0 < algorithm.overlong_buffer <= limit:
@@ -183,7 +183,7 @@ def _check_hosts(settings: Settings) -> None:
 
 
 def _check_weights_host(settings: Settings) -> None:
-    """Check that weights are not sent to whoever asks: off loopback, engines have to prove who they are."""
+    """Check that engines authenticate before they get weights over an address other than loopback."""
     weights = settings.weights
     if (
         weights.transport in TRANSPORTS.having("listens")
@@ -204,10 +204,10 @@ def _check_alternatives(settings: Settings) -> None:
 
 
 def check_workers(settings: Settings, rollouts: int) -> None:
-    """Check a new number of rollout workers of a running `tether up`.
+    """Check a new number of rollout workers for a running `tether up`.
 
     Raises:
-        SettingsError: the transport allows only one, or only some on the trainer's GPUs.
+        SettingsError: the transport allows a single worker, or only workers on the trainer's GPUs.
     """
     if settings.shares_masters and rollouts > 1:
         raise SettingsError(
@@ -298,10 +298,10 @@ def _check_sessions(settings: Settings) -> None:
 
 
 def _check_draft_training(settings: Settings) -> None:
-    """Check the settings that `engine.draft_lr` requires; without it all pass.
+    """Check the settings that training a draft head (`engine.draft_lr`) requires.
 
     Raises:
-        SettingsError: names the first setting that does not fit, and what it has to be.
+        SettingsError: a setting does not fit; the message names the first one and its required value.
     """
     for is_wrong, problem in _head_problems(settings) if settings.engine.draft_lr else ():
         if is_wrong:

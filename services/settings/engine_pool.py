@@ -1,7 +1,7 @@
-"""Checks `services.pool`: rollout workers of one run on different engines.
+"""Validates `services.pool`: rollout workers of one run on different engines.
 
-Each entry says how many workers it has, and which settings of `[engine]` are different for them. Those reach
-the workers as `TETHER_ENGINE__*` variables.
+Each entry has a number of workers and their overrides of `[engine]`. Workers get the overrides as
+`TETHER_ENGINE__*` variables.
 """
 
 import dataclasses
@@ -23,24 +23,24 @@ from services.settings.sources import to_toml
 from trainer.weights.registry import TRANSPORTS
 
 READ_TWICE = TRANSPORTS.having("files")
-"""Transports whose versions can be read twice, when they are staged and when they are committed."""
+"""Transports that allow a version to be read twice, when it is staged and when it is committed."""
 
 
 @dataclass(frozen=True, slots=True)
 class PoolEntry:
-    """One entry of `services.pool`: workers with one kind of engine."""
+    """Entry of `services.pool`: workers with the same engine settings."""
 
     count: Annotated[int, Interval(ge=1, le=10_000)] = 1
-    """Rollout workers of this kind."""
+    """Number of rollout workers of this kind."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Settings of `[engine]` that are different for these workers."""
+    """Overrides of `[engine]` for these workers."""
 
 
 def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
-    """Check the arguments of `[engine]`, and the engine settings of every entry as `[engine]` is checked.
+    """Validate the arguments of `[engine]`, and the engine settings of every pool entry.
 
     Raises:
-        SettingsError: names the entry's setting.
+        SettingsError: an entry is invalid; the message names its setting.
     """
     check_arguments(base, "engine.arguments")
     _check_profile(base, pool)
@@ -58,16 +58,16 @@ def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
 
 
 def check_staging(pool: Sequence[PoolEntry], base: EngineConfig, transport: str, lora: LoraConfig) -> None:
-    """Check that each engine's place for versions can be used with these.
+    """Check that each engine's `staging` is compatible with the transport and with adapters.
 
     Args:
-        pool: the engines of the run.
+        pool: entries of `services.pool`.
         base: section `[engine]`.
-        transport: `weights.transport`.
+        transport: value of `weights.transport`.
         lora: section `[lora]`.
 
     Raises:
-        SettingsError: names the setting, and why not.
+        SettingsError: `staging` is incompatible; the message has the setting and the reason.
     """
     engines = {f"services.pool.{n}.engine": entry.engine for n, entry in enumerate(pool)} or {"engine": {}}
     for prefix, changes in engines.items():
@@ -90,20 +90,20 @@ def check_staging(pool: Sequence[PoolEntry], base: EngineConfig, transport: str,
 
 
 def placed_as_allowed(engine: EngineConfig, transport: str) -> EngineConfig:
-    """Return settings in which `auto` chooses only among the places that the transport allows."""
+    """Return engine settings in which `staging = auto` chooses only places that the transport allows."""
     if engine.staging == "auto" and transport not in READ_TWICE:
         return dataclasses.replace(engine, staging="copy")
     return engine
 
 
 def engine_with(base: EngineConfig, changes: Mapping[str, Any], prefix: str) -> EngineConfig:
-    """Return `[engine]` with the settings that are different for some engines.
+    """Return `[engine]` with `changes` applied.
 
     Raises:
-        SettingsError: names the setting under `prefix`, and what it can be.
+        SettingsError: a setting is invalid; the message names it under `prefix` with the allowed values.
     """
     engine = validated(EngineConfig, {**dataclasses.asdict(base), **changes}, f"setting {prefix}.")
-    if changes.keys() & {"name", "arguments"}:  # else they are `[engine]`'s, which are checked there
+    if changes.keys() & {"name", "arguments"}:  # else `check_pool` validates `[engine]`'s own arguments
         check_arguments(engine, f"{prefix}.arguments")
     _check_drafts(engine, prefix)
     _check_staging(engine, prefix)
@@ -156,14 +156,14 @@ def _check_profile(base: EngineConfig, pool: Sequence[PoolEntry]) -> None:
 
 
 def pool_size(pool: Sequence[PoolEntry]) -> int:
-    """Return how many workers all entries have together."""
+    """Return the number of workers in all entries."""
     return sum(entry.count for entry in pool)
 
 
 def pool_variables(pool: Sequence[PoolEntry], index: int) -> dict[str, str]:
-    """Return the environment variables that make worker `index` one of its entry.
+    """Return the environment variables with the engine overrides of worker `index`.
 
-    Workers beyond the size of the pool, which scaling can add, start over with the first entry.
+    Workers beyond the size of the pool, which scaling can add, start again at the first entry.
     """
     if not pool:
         return {}
@@ -173,5 +173,5 @@ def pool_variables(pool: Sequence[PoolEntry], index: int) -> dict[str, str]:
 
 
 def engine_names(engine: EngineConfig, pool: Sequence[PoolEntry]) -> list[str]:
-    """Return the names of the engines that a run starts: the pool's, or `[engine]`'s."""
+    """Return the names of a run's engines: from the pool, or from `[engine]` without a pool."""
     return [str(entry.engine.get("name", engine.name)) for entry in pool] or [engine.name]

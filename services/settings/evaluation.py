@@ -1,4 +1,4 @@
-"""Checks section `[eval]`, and names the engine and the scores of an evaluation."""
+"""Validates section `[eval]`, and resolves the engine, sets and scores of an evaluation."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -14,15 +14,15 @@ from services.settings.processes import gpu_list
 from services.settings.sections import EvalConfig, Settings
 
 HeldOutSets = Mapping[str, Sequence[Prompt]]
-"""Name -> prompts, in the order of the settings."""
+"""Name of a held-out set -> its prompts, in the order of the settings."""
 
 
 @dataclass(frozen=True, slots=True)
 class BestScore:
-    """The score by which the best version is chosen."""
+    """The score that selects the best version."""
 
     set: str
-    """Name of the held-out set; empty: the first one."""
+    """Name of the held-out set; empty for the first set."""
     metric: str
     """greedy, sampled or pass@K."""
 
@@ -33,10 +33,10 @@ def ks_of(samples: int) -> list[int]:
 
 
 def best_score(config: EvalConfig) -> BestScore:
-    """Return the score that `eval.best` names.
+    """Return the score named by `eval.best`.
 
     Raises:
-        SettingsError: it names a score that is not measured.
+        SettingsError: `eval.best` names a score that is not measured.
     """
     if not config.best:
         return BestScore("", "greedy")
@@ -51,19 +51,19 @@ def best_score(config: EvalConfig) -> BestScore:
 
 
 def metrics_at_k(samples: int) -> list[str]:
-    """Return the names of the pass@k that so many samples give."""
+    """Return the names of the pass@k scores for this number of samples."""
     return [f"pass@{k}" for k in ks_of(samples)]
 
 
 def read_sets(settings: Settings, source: PromptSource | None = None) -> HeldOutSets:
-    """Return the held-out sets of a run, each limited to `eval.prompts`. Reads files.
+    """Read the held-out sets of a run, each limited to `eval.prompts` prompts. Reads files.
 
     Args:
-        settings: of the run.
-        source: the stream of `[prompts]`, if it is already made.
+        settings: settings of the run.
+        source: prompt stream of `[prompts]`, if already created.
 
     Raises:
-        SettingsError: a set cannot be read, there is none, or not the one that `eval.best` names.
+        SettingsError: a set cannot be read, there is no set, or the set in `eval.best` does not exist.
     """
     config = settings.eval
     stream = source or make_source(settings.prompts)
@@ -81,21 +81,21 @@ def read_sets(settings: Settings, source: PromptSource | None = None) -> HeldOut
 
 
 def eval_engine(settings: Settings) -> EngineConfig:
-    """Return the settings of the evaluation's engine: `[engine]` with what `eval.engine` changes.
+    """Return the settings of the evaluation's engine: `[engine]` with the overrides of `eval.engine`.
 
-    It leaves a trained draft head out, which models that are exported do not have.
+    Draft training is disabled, because exported models contain no trained draft head.
 
     Raises:
-        SettingsError: names the setting that is wrong.
+        SettingsError: a setting is invalid; the message names it.
     """
     return replace(engine_with(settings.engine, settings.eval.engine, "eval.engine"), draft_lr=0.0)
 
 
 def check_evaluation(settings: Settings) -> None:
-    """Check section `[eval]` against the others.
+    """Validate section `[eval]` against the other sections.
 
     Raises:
-        SettingsError: names the setting and what it has to be.
+        SettingsError: a setting is invalid; the message has the setting and its required value.
     """
     engine, services = eval_engine(settings), settings.services
     best_score(settings.eval)

@@ -1,7 +1,7 @@
-"""Holds every model and data set of the hub that a run names at one commit, from its first start on.
+"""Pins every model and data set of the hub to one commit, from the first start of a run on.
 
-RUN_DIR/hub.json records what each branch or tag was at then. RUN_DIR/settings.json names the commits, so
-that all services read the same bytes, on whichever host they run.
+RUN_DIR/hub.json records the commit of each branch or tag at the first start. RUN_DIR/settings.json names the
+commits, so that all services on all hosts read the same bytes.
 """
 
 import json
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 Named = TypeVar("Named", bound=SourceConfig)
 
 FILE = "hub.json"
-"""File of the run directory: "KIND OWNER/NAME REVISION" -> commit."""
+"""File in the run directory: "KIND OWNER/NAME REVISION" -> commit."""
 RECORDED = "commits the run uses"
 SCORES = "score.weight"
 ROLES = (*FROZEN_ROLES, "critic")
@@ -39,7 +39,7 @@ ROLES = (*FROZEN_ROLES, "critic")
 
 @dataclass(frozen=True, slots=True)
 class HubName:
-    """A name of the hub in the settings, and the branch, tag or commit of it."""
+    """A hub repository in the settings, with its branch, tag or commit."""
 
     kind: Kind
     path: str
@@ -51,9 +51,9 @@ class HubName:
 
 
 def pin_names(settings: Settings) -> Settings:
-    """Return the settings with each name of the hub at its commit: the recorded one, or the present one.
+    """Return the settings with each hub repository pinned to a commit: the recorded or the current one.
 
-    It writes no file.
+    Writes no file.
 
     Raises:
         SettingsError: a name cannot be resolved.
@@ -89,11 +89,11 @@ def pin_names(settings: Settings) -> Settings:
 
 
 def record_pins(original: Settings, pinned: Settings) -> None:
-    """Write to the run directory which commits the branches and tags that the user gave stand for.
+    """Record in the run directory the commits of the branches and tags in the original settings.
 
     Args:
-        original: the settings as the user gave them.
-        pinned: what `pin_names` made of them.
+        original: settings as the user gave them.
+        pinned: result of `pin_names` for these settings.
     """
     path = original.run_dir / FILE
     recorded = read_record(path, RECORDED)
@@ -107,10 +107,10 @@ def record_pins(original: Settings, pinned: Settings) -> None:
 
 
 def fetch_model(settings: Settings) -> Path:
-    """Return the directory of the initial model; one of the hub is fetched unless this host has it.
+    """Return the directory of the initial model; a hub model is downloaded unless this host has it.
 
     Raises:
-        SettingsError: it cannot be fetched, or there is no model.
+        SettingsError: the model cannot be downloaded, or there is no model.
     """
     directory = _fetch_plain(settings, "model") if settings.model.path else settings.model_dir
     if not (directory / "config.json").is_file():
@@ -122,28 +122,28 @@ def fetch_model(settings: Settings) -> Path:
 
 
 def fetch_frozen(settings: Settings) -> dict[str, Path]:
-    """Return the directories of the models that are not trained, by their sections, as `fetch_model`.
+    """Return the directories of the models that are not trained, by section; downloads as `fetch_model`.
 
     Raises:
-        SettingsError: one cannot be fetched, or there is no model.
+        SettingsError: a model cannot be downloaded, or its directory has no model.
     """
     return {role: fetch_role(settings, role) for role in FROZEN_ROLES if getattr(settings, role).path}
 
 
 def fetch_critic(settings: Settings) -> Path:
-    """Return the directory of the model that the critic starts from, as `fetch_model`.
+    """Return the directory of the critic's initial model; downloads as `fetch_model`.
 
     Raises:
-        SettingsError: it cannot be fetched, or there is no model.
+        SettingsError: the model cannot be downloaded, or its directory has no model.
     """
     return fetch_role(settings, "critic") if settings.critic.path else fetch_model(settings)
 
 
 def fetch_role(settings: Settings, role: str) -> Path:
-    """Return the directory of the model that a section other than `[model]` names, as `fetch_model`.
+    """Return the model directory of a section other than `[model]`; downloads as `fetch_model`.
 
     Raises:
-        SettingsError: it cannot be fetched, or there is no model.
+        SettingsError: the model cannot be downloaded, or its directory has no model.
     """
     directory = _fetch_plain(settings, role)
     if not (directory / "config.json").is_file():
@@ -157,10 +157,10 @@ def fetch_role(settings: Settings, role: str) -> Path:
 
 
 def _check_reward_model(directory: Path) -> None:
-    """Check that a directory holds a classifier whose head has the name that trainers know.
+    """Check that a directory contains a classifier whose head has the name that trainers expect.
 
     Raises:
-        SettingsError: it does not.
+        SettingsError: there is no classifier, or its head has another name.
     """
     named = f"setting {REWARD_MODEL}.path:"
     check_classifier(directory, named)
@@ -172,7 +172,7 @@ def _check_reward_model(directory: Path) -> None:
 
 
 def _fetch_plain(settings: Settings, section: str) -> Path:
-    """Fetch the model of a section, and write the copy of a quantised one; return the directory to read."""
+    """Download the model of a section, and dequantise a quantised one; return the directory to read."""
     config, given = getattr(settings, section), settings.given_dir(section)
     if is_hub_name(config.path):
         fetch(Kind.MODEL, config.path, config.revision)
@@ -188,9 +188,9 @@ def _fetch_plain(settings: Settings, section: str) -> Path:
 
 
 def hub_names(settings: Settings) -> list[HubName | None]:
-    """Return the names of the hub in the settings: model, prompts, entries of the mixture, eval sets, roles.
+    """Return the hub repositories of model, prompts, mixture entries, eval sets and roles, in this order.
 
-    None stands for a local one.
+    Local paths are None.
     """
     model = settings.model
     sources = [
@@ -218,14 +218,14 @@ def _pinned(entry: Named, commit: str) -> Named:
 
 
 def read_record(path: Path, what: str) -> Mapping[str, str]:
-    """Return the record of the first start in a file of the run directory; empty if the file is missing.
+    """Return the record of the first start from a file in the run directory; empty if there is no file.
 
     Args:
-        path: the file, a JSON object of strings.
+        path: path of the file, a JSON object of strings.
         what: name of the record, for the error.
 
     Raises:
-        SettingsError: it cannot be read.
+        SettingsError: the file cannot be read.
     """
     try:
         commits = msgspec.json.decode(path.read_bytes(), type=dict[str, str])

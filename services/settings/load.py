@@ -22,11 +22,11 @@ from services.settings.sources import ABSENT, assign, from_environ, parse, read_
 from trainer.storage.checksums import MEMBER, sealed
 
 FILE = "settings.json"
-"""Settings that a run was last started with, in its directory."""
+"""File in the run directory with the settings of the run's last start."""
 SPOOL = "spool.sqlite"
-"""A file that every run has."""
+"""Name of a file that exists in every run directory."""
 PRIVATE = ("ledger", "bus", "monitor")
-"""Sections that `shown_settings` leaves out: addresses, and names of files with secrets."""
+"""Sections that `shown_settings` omits: addresses, and names of files with secrets."""
 
 
 def load_settings(
@@ -35,7 +35,7 @@ def load_settings(
     environ: Mapping[str, str] | None = None,
     machine: Machine | None = None,
 ) -> Settings:
-    """Compose and check the settings of a process; arguments and errors are as in `compose_settings`."""
+    """Compose and validate the settings of a process; arguments and errors as in `compose_settings`."""
     settings = compose_settings(path, overrides, environ, machine)
     check_settings(settings)
     return settings
@@ -47,17 +47,18 @@ def compose_settings(
     environ: Mapping[str, str] | None = None,
     machine: Machine | None = None,
 ) -> Settings:
-    """Compose the settings of a process; each is checked by itself, but not against the others.
+    """Compose the settings of a process; each setting is validated by itself, but not against others.
 
     Args:
-        path: a TOML or JSON file; by default the one that `TETHER_CONFIG` names, or none.
-        overrides: `section.key=value` strings; values are TOML, or plain strings where the text is not TOML
-            or the setting is a string.
-        environ: by default the process's environment.
-        machine: the one for which automatic settings are chosen; by default this one.
+        path: TOML or JSON file; by default the value of `TETHER_CONFIG`, if set.
+        overrides: `section.key=value` strings. Values are TOML, or plain strings if the text is not TOML or
+            the setting is a string.
+        environ: environment variables; by default those of the process.
+        machine: hardware for automatic settings; by default this machine.
 
     Raises:
-        SettingsError: names the setting, the cause, and the most similar known name.
+        SettingsError: a setting is invalid; the message has the setting, the cause and the most similar known
+            name.
     """
     environ = os.environ if environ is None else environ
     path = path or environ.get("TETHER_CONFIG") or None
@@ -87,7 +88,7 @@ def compose_settings(
 
 
 def _moved_run(path: Path, values: Mapping[str, Any]) -> str:
-    """Return why a file does not say which run to continue; empty unless it is of a run that was moved."""
+    """Return why it is ambiguous which run a moved run's file continues; empty if it is not."""
     table, here = values.get("run"), absolute(path.parent, Path.cwd()).resolve()
     recorded = table.get("dir") if isinstance(table, dict) else None
     if path.name != FILE or not isinstance(recorded, str) or not (here / SPOOL).exists():
@@ -95,7 +96,7 @@ def _moved_run(path: Path, values: Mapping[str, Any]) -> str:
     try:
         if Path(recorded).resolve() == here:
             return ""
-    except (OSError, ValueError):  # no path: refused where settings are checked
+    except (OSError, ValueError):  # not a path: the validation of settings reports it
         return ""
     return (
         f"{path} has run.dir = {recorded!r}, and this run was moved or copied to {here}: say which one is "
@@ -104,10 +105,10 @@ def _moved_run(path: Path, values: Mapping[str, Any]) -> str:
 
 
 def _with_fixed_choices(settings: Settings, automatic: list[str]) -> tuple[Settings, list[str]]:
-    """Keep an earlier start's choices that no resume changes by itself, on another machine too.
+    """Keep the choices of an earlier start that no resume may change, also on another machine.
 
     Returns:
-        The settings with these choices, and the names still to choose.
+        The settings with these choices, and the names that remain to be chosen.
     """
     fixed = [
         dotted for dotted in automatic if rule_of(dotted)[0] is ResumeRule.FIXED or dotted == "trainer.dtype"
@@ -123,7 +124,7 @@ def _with_fixed_choices(settings: Settings, automatic: list[str]) -> tuple[Setti
 
 
 def _typed(values: Mapping[str, Any]) -> Settings:
-    """Return tables as settings; checks names, types and ranges. `[ledger]` may hold a password."""
+    """Convert tables to settings; validates names, types and ranges. `[ledger]` may contain a password."""
     return validated(Settings, values, secret="ledger", absent=ABSENT)
 
 
@@ -138,9 +139,9 @@ def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> Non
 
 
 def run_settings(run_dir: Path, overrides: Sequence[str] = (), name: str = FILE) -> Settings:
-    """Return the settings that a run was last started with, or those in its file with another name.
+    """Return the settings of a run's last start, or of another settings file in its directory.
 
-    Of the environment only the ledger's URL is read.
+    Reads no environment variable except the ledger's URL.
 
     Raises:
         SettingsError: there is no run in the directory.
@@ -155,9 +156,9 @@ def run_settings(run_dir: Path, overrides: Sequence[str] = (), name: str = FILE)
 
 
 def recorded_settings(run_dir: Path) -> Settings | None:
-    """Return the settings that a run was last started with as they were written, or None for a new run.
+    """Return the settings of a run's last start as written; None for a new run.
 
-    They are not checked against each other: what was allowed then may be refused now.
+    The settings are not validated against each other, since rules may have changed since the last start.
 
     Raises:
         SettingsError: the file cannot be read.
@@ -174,7 +175,7 @@ def recorded_settings(run_dir: Path) -> Settings | None:
 def dump_settings(settings: Settings, path: Path) -> None:
     """Write the effective settings as JSON with a checksum, for the processes of the run.
 
-    The ledger's URL is left out, because it may hold a password.
+    The ledger's URL is omitted, because it may contain a password.
 
     Raises:
         OSError: the file cannot be written.
@@ -186,9 +187,9 @@ def dump_settings(settings: Settings, path: Path) -> None:
 
 
 def shown_settings(run_dir: Path) -> dict[str, Any]:
-    """Return the settings of a run that readers may see, as tables; none if they cannot be read.
+    """Return the public settings of a run as tables; empty if they cannot be read.
 
-    Addresses and names of files with secrets (`PRIVATE`) are left out, and the checksum.
+    The sections in `PRIVATE` (addresses, names of files with secrets) and the checksum are omitted.
     """
     try:
         values = json.loads((run_dir / FILE).read_bytes())

@@ -1,4 +1,4 @@
-"""Makes the paths among the settings absolute: those that are marked as `protocol.paths` says."""
+"""Makes path settings absolute, according to the marks of `protocol.paths`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -11,12 +11,11 @@ from services.settings.sections import Settings
 
 
 def resolve_paths(values: Mapping[str, Any], directory: Path) -> dict[str, Any]:
-    """Return the sections `values` with every path absolute.
+    """Return the sections `values` with absolute paths.
 
     Args:
-        values: nested tables as a file has them, not checked yet: what has another type than it should is
-            left as it is.
-        directory: that relative paths are relative to.
+        values: nested tables from a file, not validated yet; values of a wrong type are not changed.
+        directory: base directory of relative paths.
     """
     resolved = _resolve_table(values, Settings, directory)
     services = resolved.get("services")
@@ -43,8 +42,8 @@ def _resolve(value: Any, hint: Any, directory: Path) -> Any:
 
 
 def mark_of(hint: Any) -> PathMark | None:
-    """Return the mark of a field's type, if it is a path."""
-    hints = (hint, *get_args(hint))  # `FilePath | None`, too
+    """Return the path mark of a field's type; None if the field is not a path."""
+    hints = (hint, *get_args(hint))  # also for `FilePath | None`
     return next(
         (mark for item in hints for mark in getattr(item, "__metadata__", ()) if isinstance(mark, PathMark)),
         None,

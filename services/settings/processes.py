@@ -1,4 +1,4 @@
-"""Defines section `[services]`, and places processes on GPUs, and models on ranks of the trainer."""
+"""Defines section `[services]`, and assigns processes to GPUs and models to trainer ranks."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -19,41 +19,41 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 
 @dataclass(frozen=True, slots=True)
 class ServicesConfig:
-    """Section `[services]`: how many processes `tether up` starts, on which GPUs."""
+    """Section `[services]`: processes that `tether up` starts, and their GPUs."""
 
     rollouts: Annotated[int, Interval(ge=0, le=10_000)] = set_first(1)
-    """Rollout workers on `[engine]`. With a pool, its counts are used instead."""
+    """Number of rollout workers on `[engine]`. Ignored if `pool` is set."""
     pool: tuple[PoolEntry, ...] = ()
     """Rollout workers on different engines."""
     rewards: Annotated[int, Interval(ge=0, le=10_000)] = 1
-    """Reward workers."""
+    """Number of reward workers."""
     trainer_gpus: str = ""
-    """GPUs of the trainer, as in CUDA_VISIBLE_DEVICES ("0,1"). Empty: those that `tether up` itself sees.
-    auto: the first ones, if there are enough for engines too."""
+    """GPUs of the trainer, as in CUDA_VISIBLE_DEVICES ("0,1"). Empty: all GPUs visible to `tether up`. auto:
+    the first GPUs, if there are enough for engines, too."""
     rollout_gpus: str = ""
-    """GPUs of the rollout workers. Each gets the next `engine.tensor_parallel_size` of them; when they are
-    used up, the next worker gets the first ones again. Empty: all see what `tether up` itself sees. auto:
-    those that the trainer leaves."""
+    """GPUs of the rollout workers. Each worker gets the next `engine.tensor_parallel_size` GPUs, starting
+    again at the first when the list is used up. Empty: all GPUs visible to `tether up`. auto: the GPUs that
+    the trainer does not use."""
     eval_gpus: str = ""
-    """GPUs of the evaluation's engine (`eval.every`). Empty: all that `tether up` itself sees."""
+    """GPUs of the evaluation's engine (`eval.every`). Empty: all GPUs visible to `tether up`."""
     reward_gpus: str = ""
-    """GPUs of the reward workers, for reward models whose option `device` is a GPU. Empty: all that
-    `tether up` itself sees."""
+    """GPUs of the reward workers, for reward models whose option `device` is a GPU. Empty: all GPUs visible
+    to `tether up`."""
     restarts: Annotated[int, Interval(ge=0, le=10**6)] = 5
-    """Restarts of one service within a minute, or in a row after one error; one death more ends the run (of
-    evaluation, page and tracking: only them)."""
+    """Maximum number of restarts of a service within a minute, or in a row after the same error. One more
+    death ends the run; for evaluation, monitor and tracking it ends only the service."""
     spares: bool = True
-    """Whether processes that have imported everything wait to replace a trainer, ingest, rollout or reward
-    worker that dies; one for all workers with the same settings and GPUs."""
+    """Whether spare processes with all modules imported wait to replace a trainer, ingest, rollout or reward
+    worker that dies. All workers with the same settings and GPUs share one spare."""
 
     @property
     def rollout_workers(self) -> int:
-        """Rollout workers to start, of the pool or on `[engine]`."""
+        """Number of rollout workers to start, from the pool or `rollouts`."""
         return pool_size(self.pool) or self.rollouts
 
 
 def rollout_variables(config: ServicesConfig, tensor_parallel_size: int, index: int) -> dict[str, str]:
-    """Return the environment variables that limit rollout worker `index` to its own GPUs."""
+    """Return the environment variables that limit rollout worker `index` to its GPUs."""
     gpus = gpu_list(config.rollout_gpus)
     if not gpus:
         return {}
@@ -62,21 +62,21 @@ def rollout_variables(config: ServicesConfig, tensor_parallel_size: int, index: 
 
 
 def gpu_variables(gpus: str) -> dict[str, str]:
-    """Return the environment variables that limit a process to the GPUs of a list; none if it is empty."""
+    """Return the environment variables that limit a process to a list of GPUs; none for an empty list."""
     return {VISIBLE: ",".join(gpu_list(gpus))} if gpu_list(gpus) else {}
 
 
 def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int, reward_ranks: int = 1) -> None:
-    """Compare the lists of GPUs with how many GPUs one process of each kind needs.
+    """Check the lists of GPUs against the number of GPUs that one process of each kind needs.
 
     Args:
         config: section `[services]`.
-        ranks: of the trainer on a host.
-        tensor_parallel_size: GPUs of an engine.
-        reward_ranks: GPUs of a reward worker.
+        ranks: number of trainer ranks per host.
+        tensor_parallel_size: number of GPUs per engine.
+        reward_ranks: number of GPUs per reward worker.
 
     Raises:
-        SettingsError: a list is too short, or names a GPU twice.
+        SettingsError: a list is too short, or contains a GPU twice.
     """
     trainer, engine = (
         f"the trainer has {ranks} ranks",
@@ -95,10 +95,10 @@ def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int, re
 
 
 def reward_ranks(config: RewardConfig) -> int:
-    """Return the GPUs of a reward worker: as many as its largest reward model is divided between."""
+    """Return the number of GPUs per reward worker: the tensor-parallel size of its largest reward model."""
     options = [entry.options for entry in config.verifiers if entry.name == "reward_model"]
     sizes = [given.get("tensor_parallel_size", 1) for given in options]
-    return max((size for size in sizes if isinstance(size, int)), default=1)  # others are refused elsewhere
+    return max((size for size in sizes if isinstance(size, int)), default=1)  # other types fail elsewhere
 
 
 def check_roles_apart(
@@ -108,16 +108,16 @@ def check_roles_apart(
     *,
     colocated: bool,
 ) -> None:
-    """Check models that have ranks of their own.
+    """Check the placement of models on separate ranks.
 
     Args:
         placement: section `[placement]`.
         trainer: section `[trainer]`.
-        frozen: role of a model that is not trained -> its section.
+        frozen: role of a frozen model -> its section.
         colocated: whether trainer and engines take turns on their GPUs.
 
     Raises:
-        SettingsError: names the setting, its value and what it can be.
+        SettingsError: a placement is invalid; the message has the setting, its value and the allowed values.
     """
     for role, ranks in placement.ranks.items():
         named = f"setting placement.{role}: {ranks}"

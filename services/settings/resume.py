@@ -1,7 +1,7 @@
-"""Compares the settings of a run that is started again with the settings of its last start, and keeps those.
+"""Compares the settings of a resumed run with its last start, and keeps earlier settings.
 
-RUN_DIR/settings_until_N.json is the settings.json under which the events up to number N were made, for tools
-that compute earlier steps again.
+RUN_DIR/settings_until_N.json contains the settings under which the events up to number N were created, for
+tools that recompute earlier steps.
 """
 
 import dataclasses
@@ -20,12 +20,12 @@ from services.settings.sections import Settings
 from services.settings.sources import to_toml
 
 EARLIER = "settings_until_*.json"
-"""Names of files with the settings of earlier starts."""
+"""Pattern of the files with settings of earlier starts."""
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A setting that has another value than at the last start."""
+    """A setting whose value differs from the last start."""
 
     dotted: str
     old: Any
@@ -33,7 +33,7 @@ class Change:
 
     @property
     def rule(self) -> ResumeRule:
-        """What happens to it."""
+        """Rule that decides whether the setting may change."""
         return rule_of(self.dotted)[0]
 
     def __str__(self) -> str:
@@ -44,7 +44,7 @@ def changes_since_last_start(settings: Settings) -> Sequence[Change]:
     """Return the differences from the settings of the run's last start; none for a new run.
 
     Raises:
-        SettingsError: a setting changed that must not; names each setting, both values and the reason.
+        SettingsError: a fixed setting changed; the message has each setting, both values and the reason.
     """
     old = recorded_settings(settings.run_dir)
     if old is None:
@@ -55,7 +55,7 @@ def changes_since_last_start(settings: Settings) -> Sequence[Change]:
 
 
 def differences(old: Any, new: Any, prefix: str = "") -> Iterator[Change]:
-    """Yield what differs between two dataclasses of settings, tables in them field by field."""
+    """Yield the differences between two dataclasses of settings; nested sections are compared by field."""
     hints = get_type_hints(type(new), include_extras=True)
     for field in dataclasses.fields(new):
         before, now = getattr(old, field.name), getattr(new, field.name)
@@ -66,10 +66,10 @@ def differences(old: Any, new: Any, prefix: str = "") -> Iterator[Change]:
 
 
 def check_fixed(changes: Sequence[Change], settings: Settings) -> None:
-    """Refuse changes of what cannot change.
+    """Reject changes of settings that must not change.
 
     Raises:
-        SettingsError: names each of them, both values and the reason.
+        SettingsError: a fixed setting changed; the message has each setting, both values and the reason.
     """
     untrained = any(change.dotted == "engine.draft_lr" and not change.old for change in changes)
     refused = {ResumeRule.FIXED}
@@ -89,10 +89,10 @@ def check_fixed(changes: Sequence[Change], settings: Settings) -> None:
 
 
 def check_drained(changes: Sequence[Change], waiting: int) -> None:
-    """Refuse changes that do not fit `waiting` groups, which are sampled and not trained yet.
+    """Reject changes that do not fit `waiting` groups, which are sampled and not trained yet.
 
     Raises:
-        SettingsError: there are such groups; names the first such setting and both values.
+        SettingsError: groups wait; the message has the first such setting and both values.
     """
     for change in changes:
         if change.rule is ResumeRule.DRAINED and waiting:
@@ -104,12 +104,12 @@ def check_drained(changes: Sequence[Change], waiting: int) -> None:
 
 
 def keep_earlier(run_dir: Path, sequence: int, changes: Sequence[Change]) -> None:
-    """Keep the settings of the last start, if a change of them decides steps or records.
+    """Copy the settings of the last start if one of the changes affects steps or records.
 
     Args:
-        run_dir: of the run.
-        sequence: number of the newest event, which was made under them.
-        changes: of the settings at the present start.
+        run_dir: directory of the run.
+        sequence: number of the newest event, created under the old settings.
+        changes: changed settings of the current start.
 
     Raises:
         OSError: the file cannot be written.
@@ -120,13 +120,13 @@ def keep_earlier(run_dir: Path, sequence: int, changes: Sequence[Change]) -> Non
 
 
 def earlier_name(run_dir: Path, sequence: int) -> str:
-    """Return the name of the file with the settings under which an event was made."""
+    """Return the name of the settings file under which an event was created."""
     ends = {int(path.stem.rpartition("_")[2]): path.name for path in run_dir.glob(EARLIER)}
     return next((ends[end] for end in sorted(ends) if sequence <= end), FILE)
 
 
 def _is_same_place(before: Any, now: Any) -> bool:
-    """Return whether two paths lead to the same file."""
+    """Return whether two paths resolve to the same file."""
     both = isinstance(before, str) and isinstance(now, str) and before and now
     return bool(both) and os.path.realpath(before) == os.path.realpath(now)
 

@@ -1,6 +1,6 @@
-"""Defines for every setting whether it may change when a run is started again.
+"""Defines for every setting whether it may change on resume.
 
-docs/resume.md is generated from `RULES` by `python docs/settings_pages.py`.
+`python docs/settings_pages.py` generates docs/resume.md from `RULES`.
 """
 
 from collections.abc import Mapping
@@ -12,12 +12,12 @@ from rollout.prompts.base import NOT_IN_FINGERPRINT
 class ResumeRule(StrEnum):
     """Whether a changed setting is refused, applied or ignored on resume."""
 
-    BOUND = "bound"  # in force at the first moment rule F holds with it
+    BOUND = "bound"  # applied at the first moment at which rule F allows it
     FIXED = "fixed"  # refused
     DRAINED = "drained"  # refused while samples wait to be trained
-    REPEATED = "repeated"  # takes effect; steps that no checkpoint covers are made again with it
-    TRAINED = "trained"  # refused while it is trained
-    FREE = "free"  # takes effect
+    REPEATED = "repeated"  # applied; steps that no checkpoint covers are repeated with the new value
+    TRAINED = "trained"  # refused while the draft head is trained
+    FREE = "free"  # applied
 
 
 _STREAM = "group g is prompt g of the stream, which it changes"
@@ -100,9 +100,9 @@ RULES: Mapping[str, tuple[ResumeRule, str]] = {
     "reward_model": (ResumeRule.FIXED, _FROZEN),
     "reward_model.offload": (ResumeRule.FREE, "the model computes the same"),
 }
-"""Setting, or section for its settings that are not listed -> rule, and the reason."""
+"""Setting, or section for all of its other settings -> rule and reason."""
 DEFAULT = (ResumeRule.FREE, "")
-"""Rule of every other setting, and its reason."""
+"""Rule and reason of every other setting."""
 DECIDING = frozenset(
     {
         "algorithm", "critic", "engine.draft_lr", "engine.dtype", "environment", "lora.dropout", "optimizer",
@@ -112,18 +112,18 @@ DECIDING = frozenset(
         "trainer.num_mini_batches", "trainer.recompute_logprobs",
     }
 )  # fmt: skip
-"""Settings, and whole sections, that decide records or steps, beyond rounding."""
+"""Settings and sections that change records or steps by more than rounding."""
 NOT_COMPARED = frozenset({"run.dir", "ledger.url"})
-"""Settings that say where the run is, and are not kept in it."""
+"""Settings with the location of a run, which are not stored in the run."""
 
 
 def rule_of(dotted: str) -> tuple[ResumeRule, str]:
-    """Return the rule of a setting and its reason: its own, or its section's."""
+    """Return the rule and reason of a setting, from the setting itself or its section."""
     parts = dotted.split(".")
     keys = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
     return next((RULES[key] for key in keys if key in RULES), DEFAULT)
 
 
 def decides_records(dotted: str) -> bool:
-    """Return whether a record or a step comes out otherwise under another value, beyond rounding."""
+    """Return whether a setting changes records or steps by more than rounding."""
     return bool(DECIDING & {dotted, dotted.partition(".")[0]})

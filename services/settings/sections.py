@@ -1,9 +1,8 @@
 """Composes the sections of all components into the settings of a run.
 
-Most sections are a frozen dataclass next to their component; those of no single component are here. The
-range of a number stands on its field (`protocol.validation`), its meaning in the string below.
-`docs/settings.md` is generated from them by `python docs/settings_pages.py`, and names the file of each
-section.
+Most sections are frozen dataclasses next to their component; this module defines the other sections. A
+field's annotation has its range (`protocol.validation`), the docstring below the field its meaning. `python
+docs/settings_pages.py` generates `docs/settings.md` from them.
 """
 
 from dataclasses import dataclass, field, replace
@@ -54,78 +53,78 @@ from trainer.roles.config import (
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """Section `[run]`: name, place and length of the run."""
+    """Section `[run]`: name, directory and length of the run."""
 
     name: Annotated[str, AfterValidator(checked_run_id)] = set_first("run")
-    """Name of the run on the ledger: lower-case letters, digits, `-` and `_`."""
+    """Name of the run in the ledger: lower-case letters, digits, `-` and `_`."""
     dir: FilePath = set_first("")
-    """Directory that everything of the run is written to. Empty: runs/NAME in the working directory."""
+    """Directory for all files of the run. Empty: runs/NAME in the working directory."""
     steps: Annotated[int, Interval(ge=1, le=10**9)] = set_first(100)
-    """Optimizer steps after which the run is done."""
+    """Number of optimizer steps after which the run is done."""
     deterministic: bool = False
-    """Make a run that can be repeated bit for bit, with any number of workers, and if some die: the groups
-    of a step are generated with the version E steps before it, and samples draw their random numbers by
-    `trainer.seed`, group and place (docs/reproducible.md)."""
+    """Make the run reproducible bit for bit, with any number of workers and across crashes. The groups of a
+    step are generated with the version E steps before it, and samples are seeded by `trainer.seed`, group and
+    place (docs/reproducible.md)."""
     lockstep: bool = True
-    """deterministic: commit no version in the middle of a sample, and train the groups in their order. false:
-    the order of work depends on time as in any other run, and `tether rerun` makes it again from the log."""
+    """With `deterministic`: commit no version during a sample, and train groups in order. false: the order of
+    work depends on timing as in other runs, and `tether rerun` repeats it from the log."""
     remote: str = ""
-    """URL of a directory that checkpoints and exports are copied to, by fsspec: s3://BUCKET/RUN, gs://...,
-    file:///... What it needs to log in comes from the environment. With an empty run directory the run is
-    resumed from the newest complete copy (docs/resume.md). Empty: no copies."""
+    """URL of a directory for copies of checkpoints and exports, by fsspec: s3://BUCKET/RUN, gs://...,
+    file:///... Credentials come from the environment. With an empty run directory the run is resumed from the
+    newest complete copy (docs/resume.md). Empty: no copies."""
     hub: str = ""
     """Model on the Hugging Face hub, as OWNER/NAME, to which each export is uploaded as one commit, with the
-    account of HF_TOKEN or `hf auth login`; it is made, private, if there is none. Empty: none."""
+    account of HF_TOKEN or `hf auth login`. A missing model is created as private. Empty: no uploads."""
     modules: tuple[FilePath, ...] = ()
-    """Directories with Python modules of your own, such as ["."] for the settings file's directory. They are
-    searched last, so that none replaces a module of Python, of tether or of a library."""
+    """Directories with your own Python modules, such as ["."] for the settings file's directory. They are
+    searched last, so that they cannot replace modules of Python, tether or libraries."""
 
 
 @dataclass(frozen=True, slots=True)
 class BoundConfig:
-    """Section `[bound]`: the staleness bound, and how many failures end a group or halt the run."""
+    """Section `[bound]`: the staleness bound, and limits on failures that drop a group or halt the run."""
 
     max_staleness: MaxStaleness = set_first(1)
     """E: the largest lag, in versions, that a trained token may have. 0 is on-policy."""
     groups_per_step: GroupsPerStep = set_first(8)
-    """B: prompt groups of one step, its batch."""
+    """B: number of prompt groups per step, the batch."""
     staleness_policy: Policy = set_first(Policy.MASK)
-    """What happens when B groups are scored and a straggler would become too late. `wait`: the step waits for
-    it. `drop`: it is dropped. `mask`: the step does not wait, and of late groups only tokens within the bound
-    are trained."""
+    """Policy when B groups are scored and a straggler would become too late. `wait`: the step waits for the
+    straggler. `drop`: the straggler is dropped. `mask`: the step does not wait, and only tokens within the
+    bound are trained from late groups."""
     max_attempts: Annotated[int, Interval(ge=1, le=10**6)] = 5
-    """Leases of one group, after which it is dropped; one that was lost with its worker counts."""
+    """Number of leases after which a group is dropped; leases lost with their worker count."""
     drop_share: Annotated[float, Interval(gt=0, le=1)] = 0.9
-    """The run halts when more than this share of the last `drop_window` finished groups was dropped for one
+    """The run halts if more than this share of the last `drop_window` finished groups was dropped for one
     reason."""
     drop_window: Annotated[int, Interval(ge=1, le=10**6)] = 64
-    """Finished groups that `drop_share` looks back on."""
+    """Number of finished groups over which `drop_share` is computed."""
 
     @property
     def bound(self) -> Bound:
-        """The part that can be changed while the run is on."""
+        """Part of the section that can change during the run."""
         return Bound(self.max_staleness, self.groups_per_step, self.staleness_policy)
 
 
 @dataclass(frozen=True, slots=True)
 class LedgerConfig:
-    """Section `[ledger]`: the Redis or Valkey server that holds the state of the run."""
+    """Section `[ledger]`: the Redis or Valkey server with the state of the run."""
 
     url: str = ""
     """redis:// or rediss:// URL. Empty: an embedded server in the run directory. Set it by TETHER_REDIS_URL,
-    not on a command line, which other users can read."""
+    because other users can read command lines."""
     password_file: FilePath = ""
-    """File with the password, readable by its owner only, instead of a password in the URL."""
+    """File with the password, readable only by its owner, as an alternative to a password in the URL."""
     ca_file: FilePath = ""
-    """rediss: certificates (PEM) that the server's certificate is checked against. Empty: the system's."""
+    """rediss: CA certificates (PEM) that verify the server's certificate. Empty: the system's."""
     timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 10.0
-    """Limit for one call, seconds."""
+    """Timeout of one call, seconds."""
     retry_s: Annotated[float, Interval(ge=0, le=1e6)] = 60.0
-    """How long a lost connection is retried before the process gives up, seconds."""
+    """Seconds for which a lost connection is retried before the process ends."""
     ttl_s: Annotated[float, Interval(ge=0.1, le=1e6)] = 5.0
-    """Time-to-live of a process in the registry, seconds; renewed every third of it."""
+    """Time-to-live of a process in the registry, seconds; renewed every third of this time."""
     archive_limit: Annotated[int, Interval(ge=1, le=10**9)] = ARCHIVE_LIMIT
-    """Events that may wait for the archive before leasing stops."""
+    """Maximum number of events that wait for the archive before leasing stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,16 +133,16 @@ class ModelConfig:
 
     path: HubPath = set_first("")
     """Model directory with config.json, tokenizer and safetensors, or the name of a model on the Hugging Face
-    hub, such as "Qwen/Qwen2.5-0.5B-Instruct". Of one in fp8 or mxfp4 a copy in the dtype of its config.json
-    is written to RUN_DIR/model."""
+    hub, such as "Qwen/Qwen2.5-0.5B-Instruct". A model in fp8 or mxfp4 is copied to RUN_DIR/model in the dtype
+    of its config.json."""
     revision: str = ""
-    """Branch, tag or commit of a model on the hub. Empty: main. The commit of the first start is recorded and
-    kept."""
+    """Branch, tag or commit of a model on the hub. Empty: main. The commit is recorded at the first start and
+    does not change afterwards."""
     trust_remote_code: bool = False
-    """Whether model directories of the run may bring Python files (`auto_map` in config.json), which trainer,
-    engines and tokenizer then run, with all that you may do on the machine: docs/security.md."""
+    """Whether to run Python files from the run's model directories (`auto_map` in config.json) in trainer,
+    engines and tokenizer. They run with all of your permissions: docs/security.md."""
     scratch: ScratchConfig | None = None
-    """Instead of `path`: the random model to make in RUN_DIR/model."""
+    """Random model to create in RUN_DIR/model, as an alternative to `path`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,16 +150,17 @@ class RolloutConfig:
     """Section `[rollout]`: the rollout workers."""
 
     groups_in_flight: Annotated[int, Interval(ge=1, le=10**5)] = set_first(32)
-    """Groups that one worker generates or holds at a time. auto: 32, or as many more as the bound allows and
-    two batches of `engine.max_running` need; 32 for environments whose samples hold more than a request."""
+    """Number of groups that one worker generates or holds at a time. auto: 32, or as many more as the bound
+    allows and two batches of `engine.max_running` need; 32 for environments whose samples hold more than a
+    request."""
     lease_s: Annotated[float, Interval(ge=0.5, le=1e6)] = 30.0
-    """Seconds after which a lease that was not extended may go to another worker. Extended every third of
-    it."""
+    """Seconds after which a lease that was not extended may pass to another worker. Leases are extended every
+    third of this time."""
     drain_s: Annotated[float, Interval(ge=0, le=1e6)] = 10.0
-    """Seconds in which a stopping worker finishes the groups it holds before it hands them back."""
+    """Seconds in which a stopping worker finishes its groups; then it releases the remaining groups."""
     prompt_failures: Annotated[int, Interval(ge=0, le=10**6)] = 1
-    """Attempts of a prompt that cannot be rendered or generated before its group is dropped. What an engine
-    fails for another reason counts for `bound.max_attempts` alone."""
+    """Number of attempts at a prompt that cannot be rendered or generated, after which its group is dropped.
+    Other engine failures count only for `bound.max_attempts`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,68 +170,68 @@ class MonitorConfig:
     enabled: bool = True
     """Whether `tether up` starts the monitor."""
     host: str = "127.0.0.1"
-    """Address that the page is served on. Off loopback readers need a key."""
+    """Address on which the page is served. Off loopback readers need a key."""
     port: Annotated[int, Interval(ge=0, le=65535)] = 0
     """Port of the page. 0: any free port; `tether up` prints it."""
     key_file: FilePath = ""
-    """File with the key that readers of the page need, readable by its owner only. Empty: no key on loopback;
-    elsewhere RUN_DIR/monitor.key, which is made when it is missing."""
+    """File with the key that readers of the page need, readable only by its owner. Empty: no key on loopback;
+    elsewhere RUN_DIR/monitor.key, which is created if missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvalConfig:
-    """Section `[eval]`: scores on held-out prompts, while a run is on and after it."""
+    """Section `[eval]`: scores on held-out prompts, during and after the run."""
 
     at_end: bool = set_first(False)
-    """Whether `tether up` scores the first and the last model when the run is done."""
+    """Whether `tether up` scores the first and the last model at the end of the run."""
     prompts: Annotated[int, Interval(ge=1, le=10**9)] = 200
-    """Held-out prompts of each set to score on, at most."""
+    """Maximum number of held-out prompts per set to score."""
     samples: Annotated[int, Interval(ge=0, le=10**5)] = 1
-    """Sampled answers to each prompt for the sampled score. 0: no sampled score."""
+    """Number of sampled answers per prompt for the sampled score. 0: no sampled score."""
     temperature: Annotated[float, Interval(ge=0, le=100)] = 1.0
-    """Divides the logits before an answer of the sampled score is drawn. 0 is greedy."""
+    """Sampling temperature of the sampled score. 0 is greedy."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
-    """Draw answers from the most likely tokens that together have this probability. 1 is off."""
+    """Nucleus sampling: draw from the most likely tokens whose probabilities sum to this value. 1 is off."""
     top_k: Annotated[int, Interval(ge=0, le=10**7)] = 0
-    """Draw answers from the k most likely tokens. 0 is off."""
+    """Draw from the k most likely tokens. 0 is off."""
     success: Annotated[float, Interval(ge=-1e6, le=1e6)] = 1.0
-    """Reward from which an answer counts as right for pass@k."""
+    """Minimum reward of an answer that counts as correct for pass@k."""
     every: Annotated[int, Interval(ge=0, le=10**9)] = set_first(0)
-    """Steps between two versions that are scored while the run is on; version 0 and the last one are, too.
-    0: none."""
+    """Steps between two versions that are scored during the run; version 0 and the last version are scored,
+    too. 0: none."""
     engine: dict[str, Any] = field(default_factory=dict)
-    """Settings of `[engine]` that are different for the engine of the evaluation."""
+    """Overrides of `[engine]` for the engine of the evaluation."""
     best: str = ""
-    """Score by which the best version is kept in RUN_DIR/exports/best: `SET/greedy`, `SET/sampled` or
-    `SET/pass@K`. Empty: the first set's greedy score."""
+    """Score that selects the best version, which is kept in RUN_DIR/exports/best: `SET/greedy`, `SET/sampled`
+    or `SET/pass@K`. Empty: the greedy score of the first set."""
     finish_s: Annotated[float, Interval(ge=0, le=1e6)] = 600.0
-    """Seconds that `tether up` waits at the end of the run until the last version is scored."""
+    """Seconds that `tether up` waits at the end of the run for the score of the last version."""
     sets: tuple[HeldOutConfig, ...] = ()
-    """Held-out sets in addition to the prompts that `[prompts]` holds out."""
+    """Held-out sets in addition to the held-out prompts of `[prompts]`."""
 
 
 @dataclass(frozen=True, slots=True)
 class ColocatedConfig:
-    """Section `[colocated]`: trainer and engines use the same GPUs in turns."""
+    """Section `[colocated]`: trainer and engines take turns on the same GPUs."""
 
     enabled: bool = False
-    """Whether they do."""
+    """Whether trainer and engines take turns on the same GPUs."""
     wait_s: Annotated[float, Interval(ge=1, le=1e6)] = 300.0
-    """Seconds that the trainer waits for engines to sleep (after they have started or staged), and an engine
-    for others to leave the device in the engines' turn, before it gives up."""
+    """Timeout of a turn, seconds: for the trainer until started engines sleep, and for an engine until other
+    processes leave the device during the engines' turn."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditConfig:
-    """Section `[audit]`: a share of the run is computed again by another party, and compared."""
+    """Section `[audit]`: a second process recomputes a share of the run and compares the results."""
 
     share: Annotated[float, Interval(ge=0, le=1)] = 0.01
-    """Share of the groups that are audited, always the same ones, and most of one processor's time that it
-    takes. 0: none. docs/audit.md has the checks."""
+    """Share of the groups that are audited, always the same groups, and the largest share of one processor's
+    time that the audit takes. 0: no audit. docs/audit.md lists the checks."""
     action: Literal["warn", "stop", "quarantine"] = "warn"
-    """What an alarm does besides being shown and written to RUN_DIR/alarms.jsonl. `warn`: nothing more.
-    `stop`: the run halts. `quarantine`: the process of an engine that disagrees ends, and its unfinished
-    groups are leased again; other alarms warn."""
+    """Reaction to an alarm, which is always shown and written to RUN_DIR/alarms.jsonl. `warn`: no further
+    action. `stop`: the run halts. `quarantine`: the process of an engine that disagrees ends, and its
+    unfinished groups are leased again; other alarms warn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -276,16 +276,16 @@ class Settings:
 
     @property
     def trainer_ranks(self) -> int:
-        """Processes of the trainer on all of its hosts: the policy's ranks and ranks of `[placement]`."""
+        """Number of trainer processes on all hosts: ranks of the policy and of `[placement]`."""
         return self.parallel.world_size + self.placement.total
 
     @property
     def together(self) -> "Settings":
-        """The settings with all models on the policy's ranks."""
+        """These settings with all models on the policy's ranks."""
         return replace(self, placement=PlacementConfig())
 
     def served_bytes(self, parameters: int) -> int:
-        """Return the bytes of versions that a rank has on its GPU while it trains, by the mean of the ranks.
+        """Return the bytes of published versions on each rank's GPU during training, as a mean over ranks.
 
         Adapters are not counted.
 
@@ -302,33 +302,33 @@ class Settings:
 
     @property
     def shares_masters(self) -> bool:
-        """Whether the engine reads the trainer's masters; with adapters the base alone is shared."""
+        """Whether the engine reads the trainer's masters; with adapters only the base is shared."""
         return self.weights.transport == TRANSPORT and not self.lora.rank
 
     @property
     def ranks_per_host(self) -> int:
-        """Processes of the trainer on one of its hosts, each of which has a GPU."""
+        """Number of trainer processes per host, one per GPU."""
         return -(-self.trainer_ranks // max(1, self.cluster.nodes))
 
     @property
     def is_lockstep(self) -> bool:
-        """Whether the order of work is fixed, so that the run is the same whenever it is made."""
+        """Whether the order of work is fixed, so that a repeated run is identical."""
         return self.run.deterministic and self.run.lockstep
 
     @property
     def sampling_seed(self) -> int | None:
-        """Seed of the samples' random numbers; None: engines choose."""
+        """Seed of the samples' random numbers; None lets engines choose."""
         return self.trainer.seed if self.run.deterministic else None
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of prompt and completion together that every engine of the run takes."""
+        """Maximum number of prompt and completion tokens that every engine of the run accepts."""
         given = [entry.engine.get("max_model_len", self.engine.max_model_len) for entry in self.services.pool]
         return min(given, default=self.engine.max_model_len)
 
     @property
     def rendering(self) -> RenderConfig:
-        """Section `[render]` with the limit of prompts that is in force."""
+        """Section `[render]` with the effective limit of prompt tokens."""
         room = max(0, self.context_tokens - self.sampling.max_tokens)
         return replace(self.render, max_prompt_tokens=self.render.max_prompt_tokens or room)
 
@@ -336,25 +336,25 @@ class Settings:
     def model_dir(self) -> Path:
         """Absolute path of the initial model: `model.path`, or the random model in the run directory.
 
-        For a name on the hub it is the place in this host's cache, and `model.revision` has to be a commit.
-        Of a quantised one it is the copy in the run directory that `services.settings.hub` writes.
+        A hub model is in this host's cache; `model.revision` must be a commit. A quantised model has a
+        dequantised copy in the run directory, written by `services.settings.hub`.
         """
         made = self.run_dir / "model"
         return _plain(self.given_dir("model"), made) if self.model.path else made
 
     def role_dir(self, role: str) -> Path:
-        """Return the absolute path of the model that a section other than `[model]` names, as `model_dir`.
+        """Return the absolute model directory of a section other than `[model]`, as `model_dir`.
 
         Raises:
-            SettingsError: as `model_dir`.
+            SettingsError: the revision of a hub model is not a commit.
         """
         return _plain(self.given_dir(role), self.run_dir / f"model_{role}")
 
     def given_dir(self, section: str) -> Path:
-        """Return the absolute path of the model that a section names, quantised or not.
+        """Return the absolute path of a section's model, quantised or not.
 
         Raises:
-            SettingsError: as `model_dir`.
+            SettingsError: the revision of a hub model is not a commit.
         """
         config: ModelConfig | FrozenConfig | CriticConfig = getattr(self, section)
         return _model_dir(config.path, config.revision, f"{section}.path")
@@ -366,14 +366,14 @@ class Settings:
 
     @property
     def critic_beside(self) -> bool:
-        """Whether the critic is on the policy's ranks."""
+        """Whether the critic runs on the policy's ranks."""
         return self.needs_critic and not self.placement.critic
 
     @property
     def critic_dir(self) -> Path:
-        """Absolute path of the model that the critic starts from: `critic.path`, or the policy's.
+        """Absolute path of the critic's initial model: `critic.path`, or the policy's model.
 
-        For a name on the hub as `model_dir`.
+        A hub model is resolved as in `model_dir`.
         """
         return self.role_dir("critic") if self.critic.path else self.model_dir
 

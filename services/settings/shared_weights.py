@@ -1,4 +1,4 @@
-"""Checks that trainer and engine can compute with one copy of the weights."""
+"""Checks that trainer and engine can compute with a single copy of the weights."""
 
 from collections.abc import Iterator
 from dataclasses import replace
@@ -13,10 +13,10 @@ from services.settings.sections import Settings
 
 
 def check_shared(settings: Settings) -> None:
-    """Check the settings that the transport `shared` requires; other transports pass.
+    """Check the settings that the transport `shared` requires; return at once for other transports.
 
     Raises:
-        SettingsError: names the first setting that does not fit, and what it has to be.
+        SettingsError: a setting does not fit; the message has the first such setting and its required value.
     """
     if settings.weights.transport != TRANSPORT:
         return
@@ -26,12 +26,12 @@ def check_shared(settings: Settings) -> None:
 
 
 def can_share(engine: EngineConfig, lora: LoraConfig) -> bool:
-    """Return whether a trainer can compute with an engine's live weights, or its adapters' base."""
+    """Return whether a trainer can compute with an engine's live weights, or with its adapters' base."""
     return engine.name in ENGINES.having("shares_base" if lora.rank else "shares_with")
 
 
 def are_apart(settings: Settings, rollouts: int) -> bool:
-    """Return whether one of so many rollout workers that can share would not be on the trainer's GPUs."""
+    """Return whether some of `rollouts` workers that can share would not be on the trainer's GPUs."""
     engines = _engines(settings)
     return len(gpu_list(settings.services.rollout_gpus)) > _ranks(settings) and any(
         can_share(engines[index % len(engines)], settings.lora) for index in range(1, rollouts)
@@ -39,7 +39,7 @@ def are_apart(settings: Settings, rollouts: int) -> bool:
 
 
 def _engines(settings: Settings) -> list[EngineConfig]:
-    """Return the engine of each worker, or of each in a round of the pool."""
+    """Return the engine settings of each worker, for one round of the pool."""
     return [
         replace(settings.engine, **entry.engine)
         for entry in settings.services.pool
@@ -48,7 +48,7 @@ def _engines(settings: Settings) -> list[EngineConfig]:
 
 
 def _sharing(settings: Settings) -> list[EngineConfig]:
-    """Return the engines that can share, or one that has to and cannot."""
+    """Return the engines that can share; if there are none, the first engine, which is then reported."""
     engines = _engines(settings)
     return [engine for engine in engines if can_share(engine, settings.lora)] or engines[:1]
 
@@ -82,7 +82,7 @@ def _problems_of_shared(settings: Settings) -> Iterator[tuple[bool, str]]:
 
 
 def _engine_problems(settings: Settings, engine: EngineConfig) -> Iterator[tuple[bool, str]]:
-    """Yield what an engine that shares cannot be."""
+    """Yield checks of an engine that shares its weights: whether it fails, and the problem."""
     trainer, ranks = settings.trainer, _ranks(settings)
     sharing, having_base = ENGINES.having("shares_with"), ENGINES.having("shares_base")
     backends = ENGINES[engine.name].shares_with if engine.name in sharing else ()
@@ -105,7 +105,7 @@ def _engine_problems(settings: Settings, engine: EngineConfig) -> Iterator[tuple
 
 
 def _master_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
-    """Return what does not go with weights that change at every version in the engine's memory alone."""
+    """Return checks for masters that change with every version and exist only in the engine's memory."""
     trainer, services = settings.trainer, settings.services
     return (
         (
@@ -136,7 +136,7 @@ def _master_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
 
 
 def _ranks(settings: Settings) -> int:
-    """Return the ranks of the trainer, and of the engine that shares with it: one of each on a GPU."""
+    """Return the number of trainer ranks that share with the engine, one engine rank per GPU."""
     return _sharing(settings)[0].tensor_parallel_size if settings.trainer.backend == "megatron" else 1
 
 

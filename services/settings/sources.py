@@ -1,4 +1,4 @@
-"""Reads settings from a file, `TETHER_*` variables and `section.key=value` texts."""
+"""Reads settings from a file, `TETHER_*` variables and `section.key=value` strings."""
 
 import json
 import tomllib
@@ -24,14 +24,14 @@ SHORT_NAMES = {
     "TETHER_NODE_RANK": "cluster.node_rank",
     "TETHER_RENDEZVOUS": "cluster.rendezvous",
 }
-"""Variable -> setting, in addition to `TETHER_SECTION__KEY`, for the settings that are set most."""
+"""Variable -> setting, for frequent settings, in addition to `TETHER_SECTION__KEY`."""
 OTHER_VARIABLES = frozenset({"TETHER_CONFIG", "TETHER_LOG_LEVEL", "TETHER_INSTANCE"})
-"""Variables that are read elsewhere: the settings file, the log level, the name of the process in its run."""
+"""Variables that other modules read: settings file, log level, name of the process in its run."""
 
 LOG_LEVELS = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
 
 CLOUDS = ("AWS_", "GOOGLE_", "GCS_", "AZURE_")
-"""How the names of variables begin with which services reach object stores."""
+"""Prefixes of variables with which services access object stores."""
 
 ABSENT = {
     "overlap_param_gather": "the weights of a step are read as a whole right after it, to be digested and "
@@ -46,33 +46,33 @@ ABSENT = {
     "dropout": "set lora.dropout; the policy itself is trained without",
     "trust_remote_code": "set model.trust_remote_code",
 }
-"""Setting of another library that does not exist here, in any section -> why, or what to set instead."""
+"""Setting of another library that does not exist here, in any section -> reason or replacement."""
 
 
 def read_file(path: Path) -> dict[str, Any]:
-    """Return the tables of a TOML or JSON file. Raises SettingsError, which names the file."""
+    """Return the tables of a TOML or JSON file. Raises SettingsError; the message names the file."""
     try:
-        text = path.read_text(encoding="utf-8-sig")  # editors of Windows write a byte order mark
+        text = path.read_text(encoding="utf-8-sig")  # Windows editors write a byte order mark
         values = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
     except OSError as error:
-        inside = path / "config.toml"  # what `tether init` writes
+        inside = path / "config.toml"  # written by `tether init`
         example = inside if inside.is_file() else "deploy/configs/demo.toml"
         raise SettingsError(
             f"settings file {path}: {error.strerror}; give the path of a TOML file such as {example}"
         ) from None
-    except (ValueError, RecursionError) as error:  # also of no UTF-8, or with a number too long to read
+    except (ValueError, RecursionError) as error:  # also invalid UTF-8, or a number too long to parse
         raise SettingsError(f"settings file {path}: {error}") from None
     if not isinstance(values, dict):
         raise SettingsError(f"settings file {path}: expected tables at the top level")
-    values.pop(MEMBER, None)  # `tether verify --files` compares it; a person may edit the file
+    values.pop(MEMBER, None)  # only `tether verify --files` compares the checksum: users may edit the file
     return values
 
 
 def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
-    """Return (section.key, text, variable) for every `TETHER_*` variable that sets something.
+    """Return (section.key, text, variable) for every non-empty `TETHER_*` variable of a setting.
 
     Raises:
-        SettingsError: a variable is not known, or two of them set one setting to different values.
+        SettingsError: a variable is unknown, or two variables set one setting to different values.
     """
     log_level(environ)
     values: dict[str, tuple[str, str, str]] = {}
@@ -96,7 +96,7 @@ def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
 
 
 def log_level(environ: Mapping[str, str]) -> str:
-    """Return the level of logs that `TETHER_LOG_LEVEL` names, or INFO. Raises SettingsError for others."""
+    """Return the log level in `TETHER_LOG_LEVEL`, by default INFO. Raises SettingsError if unknown."""
     text = environ.get("TETHER_LOG_LEVEL") or "INFO"
     if text.upper() not in LOG_LEVELS:
         raise SettingsError(
@@ -106,23 +106,23 @@ def log_level(environ: Mapping[str, str]) -> str:
 
 
 def parse(text: str, dotted: str, kind: type) -> Any:
-    """Return the value that `text` gives the setting `dotted` of the dataclass `kind`.
+    """Parse `text` as the value of the setting `dotted` of the dataclass `kind`.
 
-    That is its TOML value, or the text itself where it is not TOML or the setting is a string.
+    Returns its TOML value, or `text` itself if it is not TOML or the setting is a string.
     """
     try:
         tables = tomllib.loads(f"x = {text}")
-    except (ValueError, RecursionError):  # not TOML, or a number or nesting too long to read
+    except (ValueError, RecursionError):  # not TOML, or a number or nesting too long to parse
         return text
-    if len(tables) > 1:  # a line break, and another name after it
+    if len(tables) > 1:  # the text has a line break followed by another name
         return text
     return text if _is_text(dotted, kind) and not isinstance(tables["x"], str) else tables["x"]
 
 
 def to_toml(value: Any) -> str:
-    """Return a setting's value as TOML. Strings and numbers are written as in JSON, paths as strings.
+    """Format a setting's value as TOML. Strings and numbers are written as in JSON, paths as strings.
 
-    JSON's escapes beyond 16 bits are none of TOML, which also wants DEL escaped.
+    TOML does not support JSON's surrogate escapes, and requires an escape for DEL.
     """
     if isinstance(value, Mapping):
         items = ", ".join(f"{to_toml(key)} = {to_toml(item)}" for key, item in value.items())
@@ -133,10 +133,10 @@ def to_toml(value: Any) -> str:
 
 
 def assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> None:
-    """Set the key `dotted` of nested tables, making the tables on the way.
+    """Set the key `dotted` of nested tables; create missing tables.
 
     Raises:
-        SettingsError: a table on the way is a value; names `source`.
+        SettingsError: a parent is not a table; the message has `source`.
     """
     *parents, last = dotted.split(".")
     for parent in parents:

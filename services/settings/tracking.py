@@ -1,4 +1,4 @@
-"""Defines section `[tracking]`, and says which of the libraries it names are missing."""
+"""Defines section `[tracking]`, and finds missing tracking libraries."""
 
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -11,11 +11,11 @@ from protocol.errors import SettingsError
 from protocol.paths import set_first
 
 Kind = Literal["tensorboard", "wandb", "mlflow", "trackio", "opentelemetry"]
-"""Library, by the name of the package's extra for it."""
+"""Tracking library, named after the package's extra."""
 SPANS: Kind = "opentelemetry"
-"""The kind that gets spans in place of numbers."""
+"""Kind that gets spans instead of numbers."""
 MODULES: dict[Kind, str] = {SPANS: "opentelemetry.exporter.otlp.proto.http"}
-"""Kind -> the module that it imports, where that has another name."""
+"""Kind -> imported module, if its name differs."""
 TABLES = ("wandb", "trackio")
 """Kinds that get tables of samples."""
 
@@ -26,25 +26,25 @@ def _as_list(value: Any) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class TrackingConfig:
-    """Section `[tracking]`: libraries that get the numbers of every step and evaluation."""
+    """Section `[tracking]`: libraries that get the metrics of every step and evaluation."""
 
     kind: Annotated[tuple[Kind, ...], BeforeValidator(_as_list)] = set_first(())
-    """Libraries, several at once: `wandb`, `tensorboard`, `trackio`, `mlflow`, and `opentelemetry`, which
-    gets spans in place of numbers; one may be given as a string. Empty: none."""
+    """Tracking libraries: `wandb`, `tensorboard`, `trackio`, `mlflow`, and `opentelemetry`, which gets spans
+    instead of numbers. A list, or one name as a string. Empty: none."""
     project: str = "tether"
-    """Project (wandb, trackio) or experiment (mlflow) that the run belongs to."""
+    """Project (wandb, trackio) or experiment (mlflow) of the run."""
     name: str = ""
-    """Name of the run there. Empty: run.name."""
+    """Name of the run in the tracking library. Empty: run.name."""
     tags: tuple[str, ...] = ()
-    """Tags of the run, where the library has them."""
+    """Tags of the run, in libraries with tags."""
     offline: bool = False
     """Whether all data stays in RUN_DIR/tracking: wandb and trackio do not send, mlflow ignores
-    MLFLOW_TRACKING_URI. tensorboard always writes there."""
+    MLFLOW_TRACKING_URI. tensorboard always writes to this directory."""
     samples_every: Annotated[int, Interval(ge=0, le=10**9)] = 0
-    """Steps from one table of samples to the next, in wandb and trackio: prompts, completions, rewards. 0: no
-    text is sent."""
+    """Steps between two tables of samples in wandb and trackio: prompts, completions, rewards. 0: no text is
+    sent."""
     flush_s: Annotated[float, Interval(ge=0, le=3600)] = 15.0
-    """Seconds in which remaining points are sent at the end of a run; the rest waits for the next start."""
+    """Seconds for sending remaining points at the end of a run; unsent points wait for the next start."""
 
 
 def check_kinds(config: TrackingConfig) -> None:
@@ -54,13 +54,13 @@ def check_kinds(config: TrackingConfig) -> None:
 
 
 def missing_libraries(config: TrackingConfig) -> list[str]:
-    """Return the kinds whose library is not installed here."""
+    """Return the kinds whose library is not installed."""
     return [kind for kind in config.kind if not is_installed(MODULES.get(kind, kind))]
 
 
 def is_installed(module: str) -> bool:
-    """Return whether a module is installed here; none is imported, but for its parents."""
+    """Return whether a module is installed, without importing it (parent packages are imported)."""
     try:
         return find_spec(module) is not None
-    except ModuleNotFoundError:  # a parent of it
+    except ModuleNotFoundError:  # a parent package is missing
         return False

@@ -1,1 +1,1 @@
-"""Holds what `tether` does on its own: init, check, size, replay, eval, samples, status."""
+"""Implements commands of `tether` that need no services: init, check, size, replay, eval, samples, status."""

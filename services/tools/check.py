@@ -1,4 +1,4 @@
-"""Runs `tether check`: finds what would keep a run from starting, without starting anything."""
+"""Runs `tether check`: finds problems that would prevent a run from starting, without starting anything."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,16 +17,16 @@ from services.settings.resume import changes_since_last_start
 
 @dataclass(frozen=True, slots=True)
 class CheckedRun:
-    """Answer of `tether check`."""
+    """Result of `tether check`."""
 
     problems: Sequence[str]
-    """Each a sentence with setting, value and remedy; empty if the run can start."""
+    """A sentence per problem with setting, value and remedy; empty if the run can start."""
     summary: Sequence[str]
-    """What would start; empty if there are problems."""
+    """Description of the run; empty if there are problems."""
 
 
 def check_configuration(config: str, overrides: Sequence[str]) -> CheckedRun:
-    """Check a settings file with overrides: first every setting by itself, then the run as a whole."""
+    """Check a settings file with overrides: first each setting, then the whole run."""
     try:
         settings = compose_settings(config, overrides)
     except WrongSettings as error:
@@ -37,7 +37,7 @@ def check_configuration(config: str, overrides: Sequence[str]) -> CheckedRun:
     if wrong:
         return CheckedRun(wrong, [])
     try:
-        check_directory(settings.run_dir)  # names of the hub are pinned in it
+        check_directory(settings.run_dir)  # `pin_names` reads commits from this directory
         settings = pin_names(settings)
     except SettingsError as error:
         return CheckedRun([str(error)], [])
@@ -50,7 +50,7 @@ def check_configuration(config: str, overrides: Sequence[str]) -> CheckedRun:
 
 
 def render_check(result: CheckedRun) -> str:
-    """Return the answer as text: OK and the summary, or the number of problems and each of them."""
+    """Format the result: OK and the summary, or the number of problems and each problem."""
     if not result.problems:
         return "\n".join(("OK", *result.summary))
     count = len(result.problems)

@@ -1,4 +1,4 @@
-"""Runs `tether check-algorithm`: tries an algorithm of the user on a batch, without a model."""
+"""Runs `tether check-algorithm`: runs a user's algorithm on a batch, without a model."""
 
 import dataclasses
 import sys
@@ -32,18 +32,18 @@ def check_algorithm(
 ) -> dict[str, Any]:
     """Return facts about an algorithm's advantages, weights, loss and gradient on one batch.
 
-    Modules are found in the working directory and in `run.modules`.
+    Modules are imported from the working directory and `run.modules`.
 
     Args:
         name: `MODULE:NAME`, or a built-in algorithm.
-        run_dir: a run with the batch to use; None: a small batch is made.
-        step: the run's step; None: its newest.
-        like: an algorithm to compare with; empty: none.
+        run_dir: run that provides the batch; None: a small synthetic batch.
+        step: step of the run; None: the newest.
+        like: algorithm for comparison; empty: none.
         overrides: `section.key=value`, such as `algorithm.options.tau=0.5`.
 
     Raises:
-        SettingsError: the algorithm cannot be loaded, raises, returns what does not fit, or its gradient is
-            not finite; or the run has no such step.
+        SettingsError: the algorithm cannot be loaded, raises, returns wrong shapes, or its gradient is not
+            finite; or the run lacks the step.
     """
     named = [f"algorithm.name={to_toml(name)}", *([] if is_own(name) else ["algorithm.options={}"])]
     overrides = [*named, *overrides]
@@ -70,7 +70,7 @@ def check_algorithm(
 
 
 def render_checked_algorithm(facts: dict[str, Any]) -> str:
-    """Return the facts as text."""
+    """Format the facts as text."""
     samples, advantages, weights = facts["samples"], facts["advantages"], facts["weights"]
     lines = [
         f"{facts['algorithm']} on {facts['batch']}: {samples} samples of {facts['groups']} groups, "

@@ -1,7 +1,7 @@
-"""Runs `tether check-model`: says whether a model works, by comparing it with Hugging Face's.
+"""Runs `tether check-model`: compares a model in the trainer with Hugging Face's implementation.
 
-Under torchrun (`python -m services.tools.check_model DIR LAYOUT SAMPLES THREADS`) every rank of the layout
-makes its part.
+Under torchrun (`python -m services.tools.check_model DIR LAYOUT SAMPLES THREADS`) each rank of the layout
+runs this module.
 """
 
 import dataclasses
@@ -51,11 +51,11 @@ from trainer.ranks.launch import result_of_ranks
 from trainer.storage.checksums import check_model_files
 
 BYTES_PER_PARAMETER = 8
-"""Host memory: first Hugging Face's weights (4), then the trainer's weights and gradient buffers."""
+"""Host memory per parameter: first Hugging Face's weights (4), then the trainer's weights and gradients."""
 BYTES_PER_RANK = 1 << 29
-"""Host memory of a process besides, where there are several."""
+"""Additional host memory per process if there are several."""
 RANKS_S = 3600
-"""How long the ranks may take."""
+"""Timeout of the ranks, seconds."""
 GIB = 1 << 30
 ONE_RANK = ParallelConfig()
 SIZES = {
@@ -67,36 +67,36 @@ SIZES = {
     "ep": ("expert", "expert_model_parallel_size"),
     "etp": ("expert tensor", "expert_tensor_parallel_size"),
 }
-"""Sizes of a layout that are reported: name -> what they divide, and the setting."""
+"""Reported sizes of a layout: name -> divided dimension, and setting."""
 STATED = {"layers": "num_hidden_layers", "hidden": "hidden_size", "vocabulary": "vocab_size"}
-"""What is reported of a model that only transformers knows: name -> field of config.json."""
+"""Reported fields of a transformers model: name -> field of config.json."""
 
 
 class ModelVerdict(StrEnum):
-    """Answer in a word."""
+    """Result of the check, in one word."""
 
     WORKS = "OK"
     UNSUPPORTED = "NOT SUPPORTED"
-    DAMAGED = "NOT A WHOLE CHECKPOINT"  # it is not what its config.json says
+    DAMAGED = "NOT A WHOLE CHECKPOINT"  # the files do not match config.json
     DIFFERENT = "DIFFERENT"
 
 
 @dataclass(frozen=True, slots=True)
 class CheckedModel:
-    """Answer of `tether check-model`."""
+    """Result of `tether check-model`."""
 
     verdict: ModelVerdict
     problem: str
-    """The first one, in a sentence; empty if the model works."""
+    """First problem, a sentence; empty if the model works."""
     facts: Mapping[str, Any] = field(default_factory=dict)
-    """What was read, and what was compared before the problem was found."""
+    """Facts that were read or compared before the problem was found."""
 
     @property
     def works(self) -> bool:
         return self.verdict is ModelVerdict.WORKS
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the result as JSON types."""
         verdict = {"works": self.works, "verdict": str(self.verdict), "problem": self.problem}
         return {**verdict, **self.facts}
 
@@ -104,15 +104,15 @@ class CheckedModel:
 def layout_of(
     *, tp: int = 1, pp: int = 1, vpp: int = 1, cp: int = 1, ep: int = 1, etp: int = 1
 ) -> ParallelConfig:
-    """Return the smallest layout of these sizes; experts may need more ranks than a replica has.
+    """Return the smallest layout of these sizes; experts may need more ranks than one replica has.
 
     Args:
-        tp: tensor ranks.
-        pp: pipeline stages.
-        vpp: chunks of a stage.
-        ep: ranks with different experts.
-        etp: ranks that share an expert.
-        cp: ranks that share the tokens of a micro-batch.
+        tp: tensor-parallel size.
+        pp: number of pipeline stages.
+        vpp: number of model chunks per stage.
+        cp: context-parallel size.
+        ep: expert-parallel size.
+        etp: expert-tensor-parallel size.
     """
     return ParallelConfig(
         tensor_model_parallel_size=tp,
@@ -128,16 +128,16 @@ def layout_of(
 def check_model(
     model_dir: Path, parallel: ParallelConfig = ONE_RANK, backend: str = "megatron"
 ) -> CheckedModel:
-    """Check a model directory: read it, load it in a layout on the CPU, compare logits and exported bits.
+    """Check a model directory: load it in a layout on the CPU, compare logits and exported bits.
 
     Args:
         model_dir: directory with config.json and safetensors.
-        parallel: the layout. With experts tensor ranks always divide sequences.
-        backend: megatron or fsdp; the latter is checked on one rank.
+        parallel: layout of the ranks. With experts, tensor parallelism implies sequence parallelism.
+        backend: megatron or fsdp; fsdp is checked on one rank.
 
     Raises:
-        SettingsError: there is no model, it cannot be split so, a library is missing, or the memory does
-            not suffice.
+        SettingsError: there is no model, the layout cannot divide it, a library is missing, or memory is
+            insufficient.
         TetherError: a rank failed.
     """
     if backend == "fsdp" and parallel != ONE_RANK:
@@ -178,7 +178,7 @@ def check_model(
 
 
 def _engines(model: ModelFacts) -> dict[str, Any]:
-    """Return which installed engines list a model and do not refuse it, and why others refuse it."""
+    """Return which installed engines support a model, and why others reject it."""
     listed = engines_with(model.config)
     refusals = {engine: found[0].cause for engine in listed if (found := [*model_refusals(engine, model)])}
     engines = {engine: has and engine not in refusals for engine, has in listed.items()}
@@ -188,7 +188,7 @@ def _engines(model: ModelFacts) -> dict[str, Any]:
 def _check_plain_copy(
     model_dir: Path, parallel: ParallelConfig, backend: str, facts: dict[str, Any]
 ) -> CheckedModel:
-    """Check the copy of a quantised model that a run would write."""
+    """Check the dequantised copy of a quantised model, as a run would write it."""
     with tempfile.TemporaryDirectory() as directory:
         plain = Path(directory, "model")
         try:
@@ -200,7 +200,7 @@ def _check_plain_copy(
 
 
 def _check_sharded(model_dir: Path, config: Mapping[str, Any], facts: dict[str, Any]) -> CheckedModel:
-    """Check a model of transformers with the backend `fsdp`."""
+    """Check a transformers model with the backend `fsdp`."""
     from trainer.model_check.rank import check_sharded  # imports transformers
 
     name, text = (config.get("architectures") or ["?"])[0], config.get("text_config") or config
@@ -227,7 +227,7 @@ def check_memory(model_dir: Path, parameters: int, ranks: int) -> float:
     """Return the host memory that the check needs, GiB.
 
     Raises:
-        SettingsError: less is available.
+        SettingsError: less memory is available.
     """
     needed = BYTES_PER_PARAMETER * parameters + (BYTES_PER_RANK * ranks if ranks > 1 else 0)
     available = psutil.virtual_memory().available
@@ -240,7 +240,7 @@ def check_memory(model_dir: Path, parameters: int, ranks: int) -> float:
 
 
 def render_checked_model(result: CheckedModel) -> str:
-    """Return the answer as text: the verdict, then what was read and compared."""
+    """Format the result: the verdict, then the facts."""
     facts = result.facts
     lines = [f"{result.verdict}: {result.problem}" if result.problem else str(result.verdict)]
     if "config" not in facts:
@@ -300,7 +300,7 @@ def _tensors_in_words(facts: Mapping[str, Any]) -> str:
 
 
 def _stated(configuration: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass that are not the default, by name."""
+    """Return the fields of a dataclass that differ from their defaults, by name."""
     return {
         item.name: _stated(value) if dataclasses.is_dataclass(value) else value
         for item in dataclasses.fields(configuration)
@@ -309,7 +309,7 @@ def _stated(configuration: Any) -> dict[str, Any]:
 
 
 def _in_words(values: Mapping[str, Any]) -> str:
-    """Return the fields of a configuration that say something."""
+    """Format the non-empty fields of a configuration."""
     parts = []
     for name, value in values.items():
         if isinstance(value, dict):
@@ -322,7 +322,7 @@ def _in_words(values: Mapping[str, Any]) -> str:
 
 
 def _sizes(parallel: ParallelConfig) -> dict[str, int]:
-    """Return the sizes of a layout as they are reported."""
+    """Return the reported sizes of a layout."""
     sizes = {size: getattr(parallel, field) for size, (_, field) in SIZES.items()}
     return sizes | {"ranks": parallel.world_size}
 
@@ -339,12 +339,12 @@ def _check_layout(architecture: Architecture, parallel: ParallelConfig) -> None:
 
 @contextmanager
 def _expected(model_dir: Path, vocabulary: int, positions: int) -> Iterator[tuple[Batch, torch.Tensor]]:
-    """Yield random samples and their log-probabilities by Hugging Face's model; GPUs are hidden meanwhile."""
+    """Yield random samples and Hugging Face's log-probabilities for them; GPUs are hidden in the block."""
     batch = random_samples(vocabulary, positions)
-    # megatron-core uses GPUs where there are any, in this process and in ranks
+    # megatron-core would use visible GPUs, in this process and in the ranks
     with with_variables({"CUDA_VISIBLE_DEVICES": ""}):
         expected = hf_logprobs(model_dir, batch)
-        gc.collect()  # Hugging Face's model, before ours is loaded
+        gc.collect()  # frees Hugging Face's model before the trainer's is loaded
         yield batch, expected
 
 
@@ -355,7 +355,7 @@ def _about(batch: Batch) -> dict[str, int]:
 def _on_this_rank(
     model_dir: Path, parallel: ParallelConfig, batch: Batch, expected: torch.Tensor, threads: int
 ) -> dict[str, Any]:
-    """Return what rank 0 found; empty on the others."""
+    """Run the check on this rank; return rank 0's findings, empty on other ranks."""
     from trainer.model_check.rank import check_on_rank  # imports megatron-core
 
     found = check_on_rank(model_dir, parallel, threads, batch, expected)
@@ -366,7 +366,7 @@ def _on_this_rank(
 def _under_torchrun(
     model_dir: Path, parallel: ParallelConfig, batch: Batch, expected: torch.Tensor, threads: int
 ) -> dict[str, Any]:
-    """Run the ranks as processes; returns what rank 0 printed."""
+    """Run the ranks as processes; return the output of rank 0."""
     with tempfile.TemporaryDirectory(prefix="tether-check-model-") as work:
         samples = Path(work) / "samples.safetensors"
         save_file({"tokens": batch.tokens, "lengths": batch.lengths, "expected": expected}, samples)
@@ -376,7 +376,7 @@ def _under_torchrun(
 
 
 def main() -> None:
-    """Be one rank under torchrun: rank 0 prints its findings as JSON."""
+    """Run one rank under torchrun; rank 0 prints its findings as JSON."""
     die_with_parent(signal.SIGKILL)
     configure_logging(f"check-model.{os.environ['RANK']}")
     model_dir, layout, samples, threads = sys.argv[1:]

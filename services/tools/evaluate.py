@@ -1,7 +1,7 @@
 """Runs `tether eval`: scores a run's initial model and its checkpoints on held-out prompts.
 
 All models are scored on one engine and the same prompts, together with the best constant answer, by the code
-that scores versions while a run is on. Weights reach the engine as in training: published, staged, committed.
+that also scores versions during a run. Weights reach the engine as in training: published, staged, committed.
 """
 
 import asyncio
@@ -34,10 +34,10 @@ from trainer.weights.files import disk_sender
 
 @contextlib.contextmanager
 def redirect_output(path: Path) -> Iterator[None]:
-    """Append the output to stdout and stderr within the block to a file.
+    """Append stdout and stderr of the block to a file, including output of processes started in it.
 
-    That includes the processes that the block starts. File descriptors are redirected, because engines print
-    from threads, from C and from processes of their own, which may outlive the block.
+    Redirects the file descriptors, because engines print from threads, from C and from child processes that
+    may outlive the block.
 
     Raises:
         SettingsError: the file cannot be written.
@@ -64,17 +64,17 @@ def redirect_output(path: Path) -> Iterator[None]:
 
 
 CONSTANTS = 50
-"""Most frequent held-out answers that are tried as a constant answer."""
+"""Number of most frequent held-out answers that are tried as a constant answer."""
 KINDS = ("greedy", "sampled")
 
 
 def score_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[str, Any]:
-    """Return the scores as `evaluate_run`; engines and libraries write to RUN_DIR/logs/eval.log meanwhile.
+    """Return the scores as `evaluate_run`; engines and libraries write to RUN_DIR/logs/eval.log.
 
     Raises:
-        SettingsError, EngineError: as `evaluate_run`; where the log is, is printed before an `EngineError`.
+        SettingsError, EngineError: as `evaluate_run`; for an `EngineError` the path of the log is printed.
     """
-    for checkpoint in checkpoints:  # before the log is opened, and an engine started
+    for checkpoint in checkpoints:  # fails before the log is opened and an engine started
         check_model_directory(checkpoint)
     log = settings.run_dir / "logs/eval.log"
     try:
@@ -86,13 +86,13 @@ def score_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[str, Any]
 
 
 async def evaluate_run(settings: Settings, checkpoints: Sequence[Path]) -> dict[str, Any]:
-    """Score the initial model and `checkpoints` (by default the newest exported one) on the held-out sets.
+    """Score the initial model and `checkpoints` (by default the newest export) on the held-out sets.
 
     Returns:
-        {"sets": [{"set", "prompts": n, "best_constant": score, "models": [{"model", ...}]}]}, and the entries
-        of the first set again. `best_constant` is None where the environment alone gives rewards. A model has
-        the fields of `Evaluation` that were measured. Each model after the first also has its mean gain over
-        the first, paired by prompt, and the standard error of that.
+        {"sets": [{"set", "prompts": n, "best_constant": score, "models": [{"model", ...}]}]}, merged with the
+        entries of the first set. `best_constant` is None if only the environment gives rewards. A model has
+        the measured fields of `Evaluation`. Each model after the first also has its mean gain over the first,
+        paired by prompt, with its standard error.
 
     Raises:
         SettingsError: there are no held-out prompts or no checkpoint.
@@ -142,7 +142,7 @@ async def _score_models(
 
 
 def _fields(evaluation: Evaluation) -> dict[str, Any]:
-    """Return what was measured of a model that has no version of a run."""
+    """Return the measured fields of an evaluation, without those that describe a version of a run."""
     known = msgspec.to_builtins(evaluation, str_keys=True)
     left_out = ("version", "step", "epoch", "set")
     return {
@@ -151,9 +151,9 @@ def _fields(evaluation: Evaluation) -> dict[str, Any]:
 
 
 def add_gains(entries: Sequence[dict[str, Any]], scores: Sequence[SetScores]) -> None:
-    """Add to each entry but the first the gain over the first: a mean over the prompts that both scored.
+    """Add to each entry after the first its gain over the first, a mean over prompts scored by both.
 
-    It is `KIND_gain`, with its standard error, `KIND_gain_stderr`, where there are two prompts or more.
+    The fields are `KIND_gain` and, with two prompts or more, its standard error `KIND_gain_stderr`.
     """
     for kind in KINDS:
         for entry, after in zip(entries[1:], scores[1:], strict=True):
@@ -170,10 +170,10 @@ def add_gains(entries: Sequence[dict[str, Any]], scores: Sequence[SetScores]) ->
 
 
 async def best_constant(pool: ScorePool | None, prompts: Sequence[Prompt]) -> float | None:
-    """Return the highest mean reward that one answer gets if it is given to every prompt.
+    """Return the highest mean reward of one constant answer to all prompts.
 
-    The `CONSTANTS` most frequent right answers are tried. 0 if the prompts have no answers, None without
-    verifiers, which score an answer.
+    Tries the `CONSTANTS` most frequent correct answers. Returns 0 if the prompts have no answers, None
+    without verifiers.
     """
     if pool is None:
         return None
@@ -189,7 +189,7 @@ async def best_constant(pool: ScorePool | None, prompts: Sequence[Prompt]) -> fl
 
 
 def render_scores(scores: dict[str, Any]) -> str:
-    """Return the scores as text: for each set a line, and one for each model."""
+    """Format the scores: a line per set and per model."""
     lines = []
     for score in scores["sets"]:
         named = "held-out prompts" if len(scores["sets"]) == 1 else f"held-out set {score['set']}"

@@ -1,4 +1,4 @@
-"""Makes keys and certificates for `tether keys`: `python -m services.tools.keys DIR [NAME ...]`."""
+"""Creates keys and certificates for `tether keys`: `python -m services.tools.keys DIR [NAME ...]`."""
 
 import sys
 from collections.abc import Sequence
@@ -8,14 +8,14 @@ from protocol.errors import SettingsError
 
 
 def make_keys(directory: Path, endpoint: Sequence[str]) -> str:
-    """Make the CURVE keys of the bus, or a certificate for the endpoint of harnesses; return what to do next.
+    """Create the CURVE keys of the bus, or a certificate for the harness endpoint; return the next steps.
 
     Args:
-        directory: of the keys; one that has such keys already is refused.
+        directory: directory of the keys; must not contain such keys.
         endpoint: names and addresses by which harnesses reach the endpoint; empty: keys of the bus.
 
     Raises:
-        SettingsError: there are such keys.
+        SettingsError: the directory contains such keys.
     """
     if endpoint:
         from protocol.network.certificates import create_certificate
@@ -32,7 +32,7 @@ def make_keys(directory: Path, endpoint: Sequence[str]) -> str:
 
 
 def main() -> None:
-    """Make the keys of the bus in DIR, or a certificate for names."""
+    """Create the bus keys in DIR, or a certificate for names."""
     if len(sys.argv) < 2:
         sys.exit("usage: python -m services.tools.keys DIR [NAME ...]")
     try:

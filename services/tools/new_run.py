@@ -1,4 +1,4 @@
-"""Writes the files to start a run from to a directory: settings, a reward function, prompts."""
+"""Writes the initial files of a run to a directory: settings, a reward function, prompts."""
 
 import json
 import random
@@ -9,15 +9,15 @@ from pathlib import Path
 from protocol.errors import SettingsError
 
 TEMPLATES = Path(__file__).parent / "templates"
-"""Files that are copied, without the suffix `.txt`."""
+"""Directory of the files to copy, without their suffix `.txt`."""
 PROMPTS = "prompts.jsonl"
 
 
 def write_run(directory: Path) -> Sequence[str]:
-    """Write a small run that learns on a CPU, and return the names of its files.
+    """Write the files of a small run that learns on a CPU; return their names.
 
     Raises:
-        SettingsError: the directory exists and is not empty, or it cannot be written.
+        SettingsError: the directory exists and is not empty, or cannot be written.
     """
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -35,7 +35,7 @@ def write_run(directory: Path) -> Sequence[str]:
 
 
 def prompts() -> str:
-    """Return a line for each of the 1,000 triples of digits, whose largest one is the answer, shuffled."""
+    """Return a line for each of the 1,000 triples of digits, shuffled; the answer is the largest digit."""
     triples = list(product("0123456789", repeat=3))
     random.Random(0).shuffle(triples)
     return "".join(

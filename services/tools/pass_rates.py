@@ -1,4 +1,4 @@
-"""Writes the pass rates that a run observed into a data file, for a curriculum: `tether pass-rates`."""
+"""Writes the pass rates observed by a run to a data file, for a curriculum: `tether pass-rates`."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -19,27 +19,27 @@ from services.settings.sections import Settings
 
 FIELD = "pass_rate"
 QUESTION_FIELDS = ("prompt", "question", "prompt_text", "rendered_prompt")
-"""Names for the question; the first one that no prompt has in its metadata is taken."""
+"""Candidate names of the question field; the first name that is not in any prompt's metadata is used."""
 Facts = dict[str, Any]
 
 
 def write_pass_rates(settings: Settings, path: Path) -> Facts:
     """Write the prompts of a run with their last observed pass rates, one JSON object per line.
 
-    Prompts without an observation have no rate; of mixtures and prompts without end only observed ones are
-    written. Prompts that the run holds out come last.
+    Prompts without an observation have no rate. From mixtures and infinite streams only observed prompts are
+    written. Held-out prompts of the run come last.
 
     Args:
-        settings: the run's settings.
-        path: file to write; there must be none.
+        settings: settings of the run.
+        path: file to write; must not exist.
 
     Returns:
         `path`, `prompts`, `observed`, `mean` (of the observed rates), and `settings`: lines of `[prompts]`
         that read the file.
 
     Raises:
-        SettingsError: no prompt was observed, the prompts are not the run's, there is such a file, or it
-            cannot be written.
+        SettingsError: no prompt was observed, the prompts are not the run's, the file exists, or it cannot be
+            written.
     """
     if path.exists():
         raise SettingsError(f"{path} exists; give another file, or delete it")
@@ -76,10 +76,10 @@ def write_pass_rates(settings: Settings, path: Path) -> Facts:
 
 
 def _source_of_run(settings: Settings) -> PromptSource:
-    """Return the stream whose prompt g is group g; in another stream prompt g would be unobserved.
+    """Return the run's prompt stream, in which prompt g is group g.
 
     Raises:
-        SettingsError: the prompts differ from the ones with which the run was created.
+        SettingsError: the prompts differ from those of the run's creation.
     """
     add_user_modules(settings)
     source = make_source(settings.prompts)
@@ -90,7 +90,7 @@ def _source_of_run(settings: Settings) -> PromptSource:
 
 
 def _one_pass(config: PromptConfig) -> Sequence[Prompt]:
-    """Return the prompts of one pass; none of a mixture, or of prompts that are generated without end."""
+    """Return the prompts of one pass; none for a mixture or an infinite stream."""
     if config.mixture:
         return ()
     source: PromptSource = make_source(replace(config, passes=1))
@@ -98,7 +98,7 @@ def _one_pass(config: PromptConfig) -> Sequence[Prompt]:
 
 
 def _rows(prompts: Sequence[tuple[Prompt, float | None]]) -> tuple[str, list[Facts]]:
-    """Return the name of the field with the question, and the rows."""
+    """Return the name of the question field, and the rows."""
     taken = {name for prompt, _ in prompts for name in prompt.metadata}
     free = [name for name in QUESTION_FIELDS if name not in taken]
     if not free:
@@ -115,7 +115,7 @@ def _row(prompt: Prompt, rate: float | None, question: str) -> Facts:
 
 
 def render_pass_rates(facts: Mapping[str, Any]) -> str:
-    """Return what was written, and the settings that read it, as text."""
+    """Format what was written, and the settings that read the file."""
     settings = [
         f"{name} = {msgspec.json.encode(value).decode()}" for name, value in facts["settings"].items()
     ]

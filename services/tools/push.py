@@ -8,7 +8,7 @@ import typer
 from protocol.errors import SettingsError
 
 EXPORTS = "exports"
-"""Folder of a run directory with a model for each kept checkpoint."""
+"""Directory in a run directory with a model for each kept checkpoint."""
 
 
 def push(
@@ -23,17 +23,17 @@ def push(
 
 
 def push_export(run_dir: Path, name: str, export: str, revision: str, private: bool) -> str:
-    """Upload an export as one commit; returns a line about it.
+    """Upload an export as one commit; return a line about it.
 
     Args:
-        run_dir: of a run that is on or over.
+        run_dir: directory of a current or ended run.
         name: OWNER/NAME on the hub.
-        export: name of the export, such as best or step_00000020. Empty: the newest one.
+        export: name of the export, such as best or step_00000020. Empty: the newest.
         revision: branch. Empty: main.
-        private: whether a repository that is made is private.
+        private: whether a newly created repository is private.
 
     Raises:
-        SettingsError: there is no such export, a file of it is damaged, or the hub refuses it.
+        SettingsError: there is no such export, one of its files is damaged, or the hub rejects the upload.
     """
     from protocol.host.hub import is_hub_name, upload_model
     from trainer.storage.checksums import check_model_files

@@ -1,7 +1,7 @@
-"""Rebuilds the batch of a past step from event log and archive (`tether replay`), without a running service.
+"""Rebuilds the batch of a past step from event log and archive (`tether replay`), without services.
 
 Under torchrun (`python -m services.tools.replay D K [SETTING ...]`) every rank of the trainer repeats the
-steps from the nearest checkpoint up to K, and makes K again under the settings that are given.
+steps from the nearest checkpoint to K, and repeats K under the given settings.
 """
 
 import json
@@ -40,21 +40,21 @@ from trainer.step.train_command import TrainCommand, plan_command
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
 
 OTHER = ("algorithm.", "trainer.recompute_logprobs", "trainer.epochs_per_batch", "trainer.num_mini_batches")
-"""Beginnings of the settings under which a step may be made again: its batch is what was sampled."""
+"""Prefixes of the settings that may change in a repeated step: they do not affect its sampled batch."""
 COMPARED = ("loss", "grad_norm", "entropy", "clip_fraction", "ratio_mean")
-"""Measurements that are shown of a step that is made again under other settings."""
+"""Measurements shown for a step that is repeated under other settings."""
 LOSS_TOLERANCE = 1e-4
-"""Allowed difference of a repeated loss, relative to the larger of the recorded one and 1.
+"""Allowed difference of a repeated loss, relative to the larger of the recorded loss and 1.
 
-Sums on a GPU are not always made in one order."""
+The order of sums on a GPU may vary.
+"""
 
 
 def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
-    """Build the batch of a step again and compare it with the trained one.
+    """Rebuild the batch of a step and compare it with the trained batch.
 
     Returns:
-        Facts as `tether replay --json` prints them; `equal` says whether digest and trained tokens match the
-        log.
+        Facts for `tether replay --json`; `equal` says whether digest and trained tokens match the log.
 
     Raises:
         SettingsError: there is no such step, or its records have been removed.
@@ -94,21 +94,20 @@ def replay(recorded: RecordedRun, step: int) -> dict[str, Any]:
 def retrain(
     recorded: RecordedRun, step: int, start: Checkpoint | None, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Repeat the recorded steps from a checkpoint up to `step`, on every rank; called on rank 0.
+    """Repeat the recorded steps from a checkpoint to `step`; called on rank 0, which leads all ranks.
 
     Args:
-        recorded: the run.
-        step: the last step to repeat.
-        start: where from; None is the initial model.
-        overrides: settings under which the last step is made once more, from the same weights.
+        recorded: the recorded run.
+        step: last step to repeat.
+        start: checkpoint to start from; None: the initial model.
+        overrides: settings under which the last step is repeated once more, from the same weights.
 
     Returns:
-        Facts as `tether replay --train --json` prints them; `equal` says whether the loss is the recorded one
+        Facts for `tether replay --train --json`; `equal` says whether the loss matches the recorded loss
         within `LOSS_TOLERANCE`.
 
     Raises:
-        SettingsError: a step's records are not there any more, or the checkpoint is damaged or of another
-            layout.
+        SettingsError: a step's records have been removed, or the checkpoint is damaged or of another layout.
     """
     settings, compared = recorded.settings_of(step), dict[str, Any]()
     with TemporaryDirectory(prefix="replay.") as state:
@@ -140,7 +139,7 @@ def retrain(
 
 
 def _repeat(executor: Executor, recorded: RecordedRun, step: int, start: Checkpoint | None) -> int:
-    """Repeat the steps before `step`, from a checkpoint or the initial model; returns its version."""
+    """Repeat the steps before `step` from a checkpoint or the initial model; return the start version."""
     first = start.version if start else 0
     if start is not None:
         start.verify()
@@ -151,7 +150,7 @@ def _repeat(executor: Executor, recorded: RecordedRun, step: int, start: Checkpo
 
 
 def _made_again(recorded: RecordedRun, step: int, state: str, overrides: Sequence[str]) -> dict[str, Any]:
-    """Make a step from the state in a directory, under other settings; returns its measurements."""
+    """Repeat a step from a saved state under other settings; return its measurements."""
     other = other_settings(recorded.settings_of(step), overrides, recorded.file_of(step))
     with leading(other) as executor:
         executor.lead(RestoreCommand(state))
@@ -159,10 +158,10 @@ def _made_again(recorded: RecordedRun, step: int, state: str, overrides: Sequenc
 
 
 def other_settings(settings: Settings, overrides: Sequence[str], name: str = FILE) -> Settings:
-    """Return the settings of a run, in a file with this name, with some to make a step again under.
+    """Return the settings in a run's file `name` with overrides for a repeated step.
 
     Raises:
-        SettingsError: a setting is another one, or does not fit the others.
+        SettingsError: an override is not allowed for a repeated step, or conflicts with other settings.
     """
     for override in overrides:
         if not override.startswith(OTHER):
@@ -177,7 +176,7 @@ def other_settings(settings: Settings, overrides: Sequence[str], name: str = FIL
 
 @contextmanager
 def leading(settings: Settings) -> Iterator[Executor]:
-    """Lead a run's models on every rank, the reference included; the ranks leave them with the block."""
+    """Lead a run's models on every rank, including the reference; the ranks exit with the block."""
     executor = Executor(build_models(settings.together))
     try:
         if settings.algorithm.kl_coef > 0:
@@ -189,7 +188,7 @@ def leading(settings: Settings) -> Iterator[Executor]:
 
 
 def save_state(executor: Executor, directory: str) -> None:
-    """Write the state of all ranks to a directory. Raises TetherError."""
+    """Write the state of all ranks to a directory; called on rank 0. Raises TetherError."""
     executor.lead(SaveCommand(directory))
     executor.await_part()
     if failure := executor.lead(FinishSaveCommand()):
@@ -197,7 +196,7 @@ def save_state(executor: Executor, directory: str) -> None:
 
 
 def _measured(executor: Executor, command: TrainCommand) -> dict[str, float | None]:
-    """Make a step; returns measurements, and the L2 norm of the change of the published weights."""
+    """Make a step; return its measurements and the L2 norm of the change of the published weights."""
     before = {name: tensor.clone() for name, tensor in executor.lead(CopyWeightsCommand("float32")).items()}
     stats = executor.train(command)[1]
     after = executor.lead(CopyWeightsCommand("float32"))
@@ -206,14 +205,14 @@ def _measured(executor: Executor, command: TrainCommand) -> dict[str, float | No
 
 
 def _is_same_loss(loss: float | None, recorded: float | None) -> bool:
-    """Compare two losses; a step without a trained token has None."""
+    """Compare two losses; the loss of a step without trained tokens is None."""
     if loss is None or recorded is None:
         return loss is recorded
     return abs(loss - recorded) <= LOSS_TOLERANCE * max(1.0, abs(recorded))
 
 
 def nearest_checkpoint(settings: Settings, step: int) -> Checkpoint | None:
-    """Return the newest checkpoint from which `step` can be repeated; None if that is the initial model."""
+    """Return the newest checkpoint from which `step` can be repeated; None: the initial model."""
     checkpoints = [
         point
         for point in Checkpoints(settings.run_dir / "checkpoints", keep=1).complete()
@@ -225,22 +224,22 @@ def nearest_checkpoint(settings: Settings, step: int) -> Checkpoint | None:
 def replay_step(
     settings: Settings, step: int, *, train: bool, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Return everything that `tether replay` reports of a step.
+    """Return the complete report of `tether replay` on a step.
 
     Args:
-        settings: of the run.
-        step: the step.
-        train: whether to add `retrain`'s results, on as many ranks as the trainer has.
-        overrides: settings under which it makes the step once more.
+        settings: settings of the run.
+        step: step to replay.
+        train: whether to add the results of `retrain`, on as many ranks as the trainer has.
+        overrides: settings under which `retrain` repeats the step once more.
 
     Raises:
-        SettingsError: the step cannot be built again, or not be repeated.
+        SettingsError: the step cannot be rebuilt or repeated.
         TetherError: a record is damaged, or a rank failed.
     """
     if overrides:
         if not train:
             raise SettingsError("--set says under which settings a step is made again: add --train")
-        other_settings(settings, overrides)  # refused before anything is loaded
+        other_settings(settings, overrides)  # fails before anything is loaded
     start = nearest_checkpoint(settings, step)
     first = (start.version if start else 0) if train else step
     recorded = RecordedRun(settings, range(first, step + 1))
@@ -254,7 +253,7 @@ def replay_step(
 
 
 def render_replay(facts: dict[str, Any]) -> str:
-    """Return what `replay_step` found, as lines for people."""
+    """Format the result of `replay_step`."""
     groups, digest, recorded = facts["groups"], facts["digest"], facts["recorded_digest"]
     lines = [
         f"step {facts['step']} of epoch {facts['epoch']}: {len(groups)} groups, {facts['samples']} samples",
@@ -277,7 +276,7 @@ def render_replay(facts: dict[str, Any]) -> str:
 
 
 def _compared(train: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the measurements of a step beside those under other settings, a line each."""
+    """Yield lines that compare the measurements of a step with those under other settings."""
     if "other" not in train:
         return
     yield f"made again with {', '.join(train['set'])}:"
@@ -293,7 +292,7 @@ def _yes(value: bool) -> str:
 
 
 def main() -> None:
-    """Be one rank of `retrain` under torchrun: rank 0 prints its result as JSON, the others follow it."""
+    """Run one rank of `retrain` under torchrun: rank 0 prints the result as JSON, other ranks follow."""
     die_with_parent(signal.SIGKILL)
     settings, step, overrides = run_settings(Path(sys.argv[1])), int(sys.argv[2]), sys.argv[3:]
     configure_logging(f"replay.{os.environ['RANK']}")

@@ -1,4 +1,4 @@
-"""Asks and changes a run for the `tether` command: through its ledger, or from its files once it is over."""
+"""Queries and changes a run for the `tether` command, through its ledger or, after its end, its files."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, Mapping
@@ -24,7 +24,7 @@ STEP_FIELDS = ("reward_mean", "lag_mean", "lag_max", "trained_tokens", "loss")
 
 
 def render_ended_run(facts: Mapping[str, Any]) -> str:
-    """Return the result of `describe_ended_run` as text."""
+    """Format the result of `describe_ended_run`."""
     lines = [
         f"run {facts['run']} {_verb(facts['run_state'])} at version {facts['version']} of {facts['steps']}"
         + (f", {_clock(facts['ended'])}" if facts["ended"] else ""),
@@ -44,7 +44,7 @@ def render_ended_run(facts: Mapping[str, Any]) -> str:
 
 
 def refusal(facts: Mapping[str, Any], command: str) -> str:
-    """Return one sentence: a command for a running run was given to one that is over."""
+    """Return a sentence that rejects a command for running runs, because the run has ended."""
     when = f" on {_clock(facts['ended'])}" if facts["ended"] else ""
     more = " with more --steps" if facts["run_state"] == "done" else ""
     return (
@@ -55,7 +55,7 @@ def refusal(facts: Mapping[str, Any], command: str) -> str:
 
 
 def describe_step(line: Mapping[str, Any]) -> str:
-    """Return the main numbers of a step on one line."""
+    """Format the main numbers of a step as one line."""
     numbers = [
         f"{name.removesuffix('_mean').replace('_', ' ')} {_short(line[name])}"
         for name in STEP_FIELDS
@@ -86,16 +86,16 @@ BOUND_KEYS = {
     "groups-per-step": "groups_per_step",
     "staleness-policy": "policy",
 }
-"""What `tether set` changes -> argument of `Ledger.set_bound`."""
+"""Key of `tether set` -> argument of `Ledger.set_bound`."""
 ELSEWHERE = "if its ledger is a server of its own, set TETHER_REDIS_URL to ask that"
-"""Said of a run in whose directory there is no ledger: settings.json does not name the server."""
+"""Hint for a run without a ledger in its directory: settings.json does not name the server."""
 
 
 def read_status(run_dir: Path) -> Facts:
-    """Return the state of a run, from its ledger, or from its files if it is over.
+    """Return the state of a run from its ledger or, after its end, from its files.
 
     Raises:
-        SettingsError: there is no such run, or it is on and its ledger does not answer yet.
+        SettingsError: there is no such run, or it runs and its ledger does not answer yet.
     """
     settings = _settings(run_dir)
     if _is_over(settings):
@@ -117,15 +117,15 @@ def read_status(run_dir: Path) -> Facts:
 
 
 def render_run_status(facts: Facts) -> str:
-    """Return the result of `read_status` as text."""
+    """Format the result of `read_status`."""
     return render_ended_run(facts) if "why" in facts else render_status(facts)
 
 
 def change_bound(run_dir: Path, name: str, value: str) -> str:
-    """Change E, B or the policy of a run that is on; returns a line about it.
+    """Change E, B or the policy of a running run; return a line about the change.
 
     Raises:
-        SettingsError: names the wrong value; or the run is over.
+        SettingsError: the value is invalid, or the run is over.
     """
     if name not in BOUND_KEYS:
         raise SettingsError(
@@ -146,7 +146,7 @@ def change_bound(run_dir: Path, name: str, value: str) -> str:
 
 
 def drain_run(run_dir: Path, off: bool) -> str:
-    """Stop granting leases of a run that is on, or grant them again; returns a line about it.
+    """Stop or resume leasing in a running run; return a line about it.
 
     Raises:
         SettingsError: the run is over.
@@ -158,10 +158,10 @@ def drain_run(run_dir: Path, off: bool) -> str:
 
 
 def refuse_if_over(run_dir: Path, command: str) -> None:
-    """Refuse a command that changes a running run.
+    """Reject a command for running runs if the run is over.
 
     Raises:
-        SettingsError: the run is over; says how and when it ended.
+        SettingsError: the run is over; the message says how and when it ended.
     """
     settings = _settings(run_dir)
     if _is_over(settings):
@@ -170,7 +170,7 @@ def refuse_if_over(run_dir: Path, command: str) -> None:
 
 
 def _change(run_dir: Path, command: str, call: Callable[[RedisLedger], Awaitable[T]]) -> T:
-    """Call with the ledger of a run, once it is known to hold all acknowledged writes."""
+    """Call a function with the ledger of a run, once the ledger is known to hold all acknowledged writes."""
     refuse_if_over(run_dir, command)
     settings = _settings(run_dir)
 
@@ -184,17 +184,17 @@ def _change(run_dir: Path, command: str, call: Callable[[RedisLedger], Awaitable
 
 
 def _settings(run_dir: Path) -> Settings:
-    """Return the settings of a run; a ledger that does not answer is not retried."""
+    """Return the settings of a run, with retries of the ledger disabled."""
     return run_settings(run_dir, ["ledger.retry_s=0", "ledger.timeout_s=3"])
 
 
 def _is_over(settings: Settings) -> bool:
-    """Return whether a run whose ledger `tether up` keeps is not running."""
+    """Return whether a run with an embedded ledger is not running."""
     return not settings.ledger.url and not is_up(settings.run_dir)
 
 
 def _has_ledger(settings: Settings) -> bool:
-    """Return whether it is known where the ledger of a run is, or was."""
+    """Return whether the location of a run's ledger is known."""
     return bool(settings.ledger.url) or read_endpoint(settings.run_dir / "ledger") is not None
 
 

@@ -1,4 +1,4 @@
-"""Prints the samples of a run as text, for `tether samples` and `tether trace`."""
+"""Formats the samples of a run as text, for `tether samples` and `tether trace`."""
 
 import dataclasses
 import json
@@ -16,11 +16,11 @@ from services.run_record.log_queries import group_moments
 from services.run_record.samples import samples_of_group
 
 MAX_FILTERED = 20
-"""Filtered groups printed."""
+"""Maximum number of filtered groups printed."""
 
 
 def trace_group(run_dir: Path, group: int) -> tuple[list[dict[str, Any]], Callable[[], str]]:
-    """Return a group's moments and calls, and a function that renders them as text, with its samples."""
+    """Return a group's events and calls, and a function that formats them with the group's samples."""
     moments = group_moments(run_dir, group)
     calls = calls_of_group(run_dir, group)
 
@@ -32,7 +32,7 @@ def trace_group(run_dir: Path, group: int) -> tuple[list[dict[str, Any]], Callab
 
 
 def render_group_samples(run_dir: Path, group: int, moments: Sequence[Moment]) -> str:
-    """Return the samples of a traced group as text, or a sentence that says why there are none."""
+    """Format the samples of a traced group, or a sentence that says why there are none."""
     try:
         return render_samples(samples_of_group(run_dir, group, moments))
     except SettingsError as error:
@@ -40,7 +40,7 @@ def render_group_samples(run_dir: Path, group: int, moments: Sequence[Moment]) -
 
 
 def render_samples(facts: Mapping[str, Any]) -> str:
-    """Return samples as text that cannot drive a terminal."""
+    """Format samples as text that cannot control the terminal."""
     place = "not trained yet" if facts["step"] is None else f"step {facts['step']}"
     lines: list[str] = []
     for group in facts["groups"]:
@@ -74,13 +74,13 @@ def _headline(sample: Mapping[str, Any]) -> str:
 
 
 def _scores(scored: Mapping[str, Any]) -> str:
-    """Return the reward of a sample or a turn, and the scores that it is made of."""
+    """Format the reward of a sample or a turn, and its components."""
     parts = [f"{name} {_number(score)}" for name, score in scored["components"].items()]
     return f"reward {_number(scored['reward'])}" + (f" ({', '.join(map(printable, parts))})" if parts else "")
 
 
 def _turn_lines(number: int, turn: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the lines of a turn of the model, behind what was inserted before it."""
+    """Yield the lines of a turn of the model, after the context inserted before it."""
     if turn["context"].strip():
         yield "    before it:"
         yield from _indented("", turn["context"])
@@ -91,7 +91,7 @@ def _turn_lines(number: int, turn: Mapping[str, Any]) -> Iterator[str]:
 
 
 def _texts(sample: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the text of a sample, branch by branch; where that is another one than its answer, both."""
+    """Yield the text of a sample by branch, and its answer if that differs."""
     branches, rows = sample["branches"], sample["rows"]
     for number, branch in enumerate(branches):
         follows = ""
@@ -103,7 +103,7 @@ def _texts(sample: Mapping[str, Any]) -> Iterator[str]:
     if rows and not branches:
         yield from _indented("", rows[0])
     if all(turn["text"] for turn in sample["turns"]) and len(sample["turns"]) > 1 and not rows:
-        return  # its turns say the same, and who said what
+        return  # the turns contain the same text, with speakers
     yield from _indented("answer" if rows else "", sample["text"])
 
 
@@ -133,9 +133,9 @@ def _versions(spans: Sequence[Sequence[int]]) -> str:
 
 
 def _indented(name: str, text: str) -> Iterator[str]:
-    """Yield the lines of a text behind a bar, so that it cannot be taken for a line of ours.
+    """Yield the lines of a text with a bar in front, which distinguishes them from tether's own lines.
 
-    One without a visible character is described instead.
+    A blank text is described instead.
     """
     if not text.strip():
         yield f"  {name:<6}   {'empty' if not text else f'blank: {json.dumps(text)}'}"

@@ -1,4 +1,4 @@
-"""Runs `tether size`: by arithmetic, the trainer's layouts that fit, and how many samples an engine holds."""
+"""Runs `tether size`: computes the trainer layouts that fit, and the number of samples an engine holds."""
 
 import dataclasses
 from collections.abc import Iterator, Sequence
@@ -22,71 +22,71 @@ from trainer.megatron.memory.layouts import TENSOR_RANKS, FittingLayout, fitting
 from trainer.memory.expected import GIB, ITEM_BYTES, TOKENS_STEP, USED_SHARE, largest_budget, refusal
 
 ENGINE_OVERHEAD = 2 * GIB
-"""Memory that an engine takes besides weights and cache: CUDA graphs, activations of a prompt."""
+"""Memory of an engine in addition to weights and cache: CUDA graphs, activations of a prompt."""
 SHOWN = 6
-"""Layouts that are printed."""
+"""Maximum number of layouts printed."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineRoom:
-    """Memory of one GPU of an engine, bytes."""
+    """Memory on one GPU of an engine, bytes."""
 
     tensor_ranks: int
     memory_fraction: float
-    """`engine.memory_fraction` that leaves room for the staging copy."""
+    """Value of `engine.memory_fraction` that leaves room for the staging copy."""
     weights: int
-    """Live parameters, and as much again for the staging copy."""
+    """Bytes of the live parameters and the staging copy."""
     cache: int
-    """Key-value cache; at most 0 if the engine does not fit."""
+    """Bytes of the KV cache; at most 0 if the engine does not fit."""
     token: int
-    """Cache of one token."""
+    """Bytes of the KV cache per token."""
 
     @property
     def tokens(self) -> int:
-        """Tokens that the cache holds."""
+        """Number of tokens in the cache."""
         return max(0, self.cache) // self.token
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """Answer of `tether size`."""
+    """Result of `tether size`."""
 
     model: str
     parameters: int
     gpus: int
     gpu_gb: float
     sample_tokens: int
-    """Longest sample, prompt included."""
+    """Tokens of the longest sample, including its prompt."""
     critic_apart: int
-    """Bytes that a rank of the critic is expected to take at the peak, with the smallest budget, where it has
-    GPUs of its own; else 0."""
+    """Expected peak memory in bytes of a critic rank on its own GPUs, with the smallest budget; 0 if the
+    critic has no GPUs of its own."""
     apart: dict[str, int]
-    """Bytes of weights on each GPU of a model that has ranks of its own, by its role."""
+    """Role of a model with separate ranks -> bytes of weights on each of its GPUs."""
     layouts: Sequence[FittingLayout]
     engines: Sequence[EngineRoom]
     remedy: str
-    """Why no layout fits, and what would; empty if one does."""
+    """Why no layout fits, and a remedy; empty if a layout fits."""
 
     def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON; memory in bytes."""
+        """Return the result as JSON types; memory in bytes."""
         engines = [dataclasses.asdict(room) | {"tokens": room.tokens} for room in self.engines]
         return dataclasses.asdict(self) | {"engines": engines}
 
 
 def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float) -> Sizes:
-    """Return what fits.
+    """Return the layouts and engines that fit.
 
     Args:
         config: settings file.
-        overrides: `A.B=C` each.
-        gpus: GPUs of the trainer, with the GPUs that `[placement]` gives to models.
+        overrides: overrides of the form `A.B=C`.
+        gpus: number of trainer GPUs, including those of `[placement]`.
         gpu_gb: memory of one GPU, GiB.
 
     Raises:
         SettingsError: a setting is wrong, the trainer does not support the model, a file cannot be read, or
-            the GPUs cannot be divided so.
+            the layout does not divide the GPUs.
     """
-    machine = Machine([str(number) for number in range(gpus)], bfloat16=True)  # not the one that asks
+    machine = Machine([str(number) for number in range(gpus)], bfloat16=True)  # not this machine
     settings = load_settings(config, overrides, machine=machine)
     ranks, room = _policy_ranks(settings, gpus), gpu_gb * GIB * USED_SHARE
     model = read_model(settings) if settings.trainer.backend == "fsdp" else _configuration(settings)
@@ -98,7 +98,7 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
         layouts = fitting_layouts(work, ranks, int(gpu_gb * GIB), settings.context_tokens)
         engines += _engine_rooms(settings, parameters, work.architecture, int(gpu_gb * GIB))
     elif isinstance(work, ShardedWorkload):
-        parameters = work.model.whole  # no arithmetic of its engine is known
+        parameters = work.model.whole  # the engine's sizes cannot be computed
         tensor_ranks = settings.parallel.tensor_model_parallel_size
         parallel = ParallelConfig(
             data_parallel_size=ranks // tensor_ranks, tensor_model_parallel_size=tensor_ranks
@@ -126,10 +126,10 @@ def size_run(config: str, overrides: Sequence[str], *, gpus: int, gpu_gb: float)
 
 
 def _policy_ranks(settings: Settings, gpus: int) -> int:
-    """Return how many of the trainer's GPUs the policy has.
+    """Return the number of trainer GPUs for the policy.
 
     Raises:
-        SettingsError: `[placement]` leaves it none, its tensor-parallel ranks do not divide them, or its
+        SettingsError: `[placement]` leaves no GPU, the tensor-parallel size does not divide them, or the
             backend has no layouts.
     """
     backend, placed = settings.trainer.backend, settings.placement.total
@@ -149,10 +149,10 @@ def _policy_ranks(settings: Settings, gpus: int) -> int:
 
 
 def _configuration(settings: Settings) -> ModelFacts:
-    """Return the model's facts without its weights, which need not be on this host.
+    """Return the model's facts without its weights, which may be absent from this host.
 
     Raises:
-        SettingsError: config.json cannot be read or fetched.
+        SettingsError: config.json cannot be read or downloaded.
     """
     name = settings.model.path
     if settings.model.scratch is None and is_hub_name(name):
@@ -161,9 +161,9 @@ def _configuration(settings: Settings) -> ModelFacts:
 
 
 def cache_bytes(architecture: Architecture, item: int, tensor_ranks: int) -> int:
-    """Return the key-value cache of one token on one rank, bytes; layers with a window count whole."""
+    """Return the KV cache of one token on one rank, bytes; sliding-window layers count in full."""
     layers = architecture.layers - len(architecture.delta.layers if architecture.delta else ())
-    if low := architecture.latent:  # every rank keeps the compressed vector
+    if low := architecture.latent:  # each rank stores the whole compressed vector
         return layers * (low.kv_rank + low.rope) * item
     heads = max(1, architecture.kv_heads // tensor_ranks)
     return layers * heads * (architecture.head_dim + architecture.value_dim) * item
@@ -184,7 +184,7 @@ def _engine_rooms(
 
 
 def render_sizes(sizes: Sizes) -> str:
-    """Return the answer as text."""
+    """Format the result as text."""
     lines = [
         f"model    {sizes.model}: {sizes.parameters:,} parameters; samples of at most "
         f"{sizes.sample_tokens:,} tokens",

@@ -10,16 +10,16 @@ from services.ledger.verify.verifier import verify
 from trainer.storage.stored_tokens import count_stored_tokens
 
 MAX_SHOWN = 50
-"""Violations, and damaged places, in the text."""
+"""Maximum number of violations, and of damaged places, in the text."""
 
 
 def verify_run(run_dir: Path, *, files: bool = False, numerics: bool = False) -> dict[str, Any]:
-    """Check the event log against lifecycle and bound, and stored records against it and journalled calls.
+    """Check the event log against lifecycle and bound, and stored records against log and journalled calls.
 
     Args:
-        run_dir: of the run.
-        files: also compare all files that have checksums with them; adds the fields of `CheckedFiles`.
-        numerics: also compute the records again; adds the fields of `Numerics`.
+        run_dir: directory of the run.
+        files: also verify all files with checksums; adds the fields of `CheckedFiles`.
+        numerics: also recompute the records; adds the fields of `Numerics`.
 
     Raises:
         SettingsError: there is no log.
@@ -57,7 +57,7 @@ def verify_run(run_dir: Path, *, files: bool = False, numerics: bool = False) ->
 
 
 def render_verification(facts: dict[str, Any]) -> str:
-    """Return counters, violations and damaged files as text."""
+    """Format counters, violations and damaged files."""
     counts = {name: len(value) if isinstance(value, list) else value for name, value in facts.items()}
     not_covered, note = counts.pop("not_covered", 0), counts.pop("note", "")
     return "\n".join(

@@ -1,1 +1,1 @@
-"""Sends the numbers of a run to tracking libraries, in processes that the run does not depend on."""
+"""Sends the metrics of a run to tracking libraries, in processes on which the run does not depend."""

@@ -7,18 +7,18 @@ from typing import Any, NamedTuple, Protocol
 
 
 class TrackedPoint(NamedTuple):
-    """The numbers of one line of metrics.jsonl or eval.jsonl."""
+    """Numbers in one line of metrics.jsonl or eval.jsonl."""
 
     ordinal: int
-    """Number of the point in the run's history, from 0: it rises also where steps are made again."""
+    """Number of the point in the run's history, from 0; increases also when steps are repeated."""
     version: int
-    """The x axis: committed steps."""
+    """Number of committed steps, the x axis."""
     time: float
     """Unix seconds."""
     numbers: Mapping[str, float]
     """Name such as train/reward_mean or eval/SET/greedy -> finite number."""
     samples: Sequence[Sequence[Any]] = ()
-    """Rows of `sample_table.COLUMNS`, for libraries that show tables; others leave them out."""
+    """Rows of `sample_table.COLUMNS`, for libraries with tables; others ignore them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,43 +31,43 @@ class TrackerOptions:
     settings: Mapping[str, Any]
     """Settings of the run by dotted name: strings, numbers, booleans."""
     directory: Path
-    """Where a library may write; it exists and belongs to this kind alone."""
+    """Output directory of this library; it exists."""
     offline: bool = False
     run_id: str = ""
-    """What `Tracker.run_id` was when the run was opened before; empty for a new one."""
+    """`Tracker.run_id` when the run was last opened; empty for a new run."""
     next_version: int | None = None
-    """Lowest version that may still come after the points that were sent; None for a new run."""
+    """Lowest version that may follow the sent points; None for a new run."""
 
 
 class LineReader(Protocol):
-    """Reader of a library's items in the run's files."""
+    """Reader that converts lines of the run's files to items of a library."""
 
     files: tuple[str, ...]
-    """Names in the run directory."""
+    """Names of files in the run directory."""
 
     def items(self, file: str, data: bytes, ordinal: int) -> list[Any]:
-        """Return the items of a line of a file; `ordinal` is the number of the first one."""
+        """Return the items in a line of a file; `ordinal` is the number of the first item."""
 
     def version_of(self, item: Any) -> int | None:
-        """Return the version of an item that is a step's; None of any other."""
+        """Return the version of a step's item; None for other items."""
 
     def finish(self) -> None:
-        """Wait for no other file from here on: the run is over."""
+        """Stop waiting for other files, because the run is over."""
 
 
 class Tracker(Protocol):
-    """One run in a tracking library. Methods block; any exception means that the tracker is opened again."""
+    """A run in a tracking library. Methods block; after any exception the tracker is opened again."""
 
     run_id: str
-    """Names the run in the library, so that it can be continued."""
+    """Id of the run in the library, with which it can be continued."""
     url: str
-    """Where a person finds it: a URL, a folder or a command."""
+    """Location of the run for users: a URL, a directory or a command."""
 
     def log(self, points: Sequence[Any]) -> None:
-        """Add items of the kind's `LineReader` in order: spans, or else points.
+        """Add items of the kind's `LineReader` in order: spans or points.
 
-        The version of a point that came before was made again and replaces what came after it.
+        A point with an earlier version means that the version was repeated; it replaces all later points.
         """
 
     def close(self) -> None:
-        """Send the remaining points and close the run; it can be opened again."""
+        """Send the remaining points and close the run, which can be opened again."""

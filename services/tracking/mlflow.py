@@ -10,14 +10,14 @@ from mlflow.tracking import MlflowClient
 from services.tracking.base import TrackedPoint, TrackerOptions
 
 BATCH = 1000
-"""Most metrics of one call."""
+"""Maximum number of metrics per call."""
 PARAM_BATCH = 100
 PARAM_LENGTH = 500
-"""Characters of a parameter that every store takes."""
+"""Maximum number of characters of a parameter that every store accepts."""
 
 
 class MlflowTracker:
-    """One run of MLflow."""
+    """A run in MLflow."""
 
     def __init__(self, options: TrackerOptions) -> None:
         """Create or continue the run, in the experiment `tracking.project`."""
@@ -40,13 +40,13 @@ class MlflowTracker:
             self._client.log_batch(self.run_id, params=batch)
 
     def log(self, points: Sequence[TrackedPoint]) -> None:
-        """Add points; a version that is made again has two values; MLflow shows the later one."""
+        """Add points. A repeated version has two values, of which MLflow shows the later."""
         metrics = _metrics(points)
         while batch := list(islice(metrics, BATCH)):
             self._client.log_batch(self.run_id, metrics=batch)
 
     def close(self) -> None:
-        """Mark the run as finished; continuing it makes it run again."""
+        """Mark the run as finished; continuing it resets the status."""
         self._client.set_terminated(self.run_id)
 
 

@@ -19,18 +19,18 @@ from services.tracking.base import TrackerOptions
 from services.tracking.spans import TraceSpan, span_id, trace_id
 
 BATCH = 1000
-"""Most spans of one request."""
+"""Maximum number of spans per request."""
 FILE = "traces.jsonl"
-"""Offline: a line for each request, which the collector's `otlpjsonfile` receiver reads."""
+"""Offline file with one line per request, for the collector's `otlpjsonfile` receiver."""
 IDS = ("traceId", "spanId")
-"""Fields that OTLP's JSON has in hex digits, and that of Protocol Buffers in base64."""
+"""Fields that are hexadecimal in OTLP's JSON and base64 in the JSON of Protocol Buffers."""
 
 
 class OpenTelemetryTracker:
-    """Spans of one run; a span that is sent again has the same ids."""
+    """Exporter of one run's spans; a span that is sent again has the same ids."""
 
     def __init__(self, options: TrackerOptions) -> None:
-        """Open the exporter, which sends to where OTEL_EXPORTER_OTLP_ENDPOINT says."""
+        """Open the exporter to OTEL_EXPORTER_OTLP_ENDPOINT."""
         self.run_id = options.run_id or options.name
         self._resource = Resource.create({"service.name": options.project, "tether.run": options.name})
         self._file = Path(options.directory) / FILE if options.offline else None
@@ -41,7 +41,7 @@ class OpenTelemetryTracker:
         """Send spans.
 
         Raises:
-            TetherError: the collector did not take them.
+            TetherError: the collector did not accept the spans.
         """
         for begin in range(0, len(points), BATCH):
             spans = [self._readable(span) for span in points[begin : begin + BATCH]]
@@ -71,7 +71,7 @@ class OpenTelemetryTracker:
 
 
 def _attribute(value: Any) -> str | bool | int | float:
-    """Return a fact as an attribute: a list or a table becomes JSON."""
+    """Convert a fact to an attribute: a list or a table becomes JSON."""
     return value if isinstance(value, (str, bool, int, float)) else json.dumps(value)
 
 

@@ -13,11 +13,11 @@ from services.tracking.base import TrackedPoint
 from services.tracking.sample_table import SampleTables
 
 MAX_NUMBERS = 500
-"""Numbers of a line that are kept; a foreign file cannot make endless names."""
+"""Maximum number of numbers per line, so that a foreign file cannot create endless names."""
 HIDDEN = frozenset({"step", "version", "time"})
-"""Fields that place a point."""
+"""Fields that determine a point's place."""
 _FOREIGN = re.compile(r"[^\w./ -]")
-"""Characters that not every library allows in a name."""
+"""Characters that some libraries do not allow in names."""
 
 
 class PointReader:
@@ -26,7 +26,7 @@ class PointReader:
     files: tuple[str, ...] = (METRICS, EVALUATIONS)
 
     def __init__(self, run_dir: Path, samples_every: int = 0) -> None:
-        """`samples_every` steps a point has samples; 0: none has."""
+        """Add samples to a point every `samples_every` steps; 0: never."""
         self._every = samples_every
         self._tables = SampleTables(run_dir)
 
@@ -44,16 +44,16 @@ class PointReader:
         return item.version if any(name.startswith("train/") for name in item.numbers) else None
 
     def finish(self) -> None:
-        """Take the event log as it is."""
+        """Stop waiting for the event log."""
         self._tables.waits = False
 
 
 def point_of(file: str, data: bytes, ordinal: int) -> TrackedPoint | None:
-    """Return the point of a line; None if it is not a line of a step or an evaluation.
+    """Parse a line of metrics.jsonl or eval.jsonl; return None for other lines.
 
     Args:
-        file: name of the file: lines of eval.jsonl are named eval/SET/..., others train/...
-        data: the line.
+        file: name of the file. Numbers in eval.jsonl get the prefix eval/SET/, others train/.
+        data: line to parse.
         ordinal: number of the point.
     """
     try:
@@ -72,7 +72,7 @@ def point_of(file: str, data: bytes, ordinal: int) -> TrackedPoint | None:
 
 
 def flat_settings(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested tables as one, by dotted name; lists become JSON."""
+    """Flatten nested tables by dotted name; lists become JSON."""
     flat: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):

@@ -1,4 +1,4 @@
-"""Finds trackers by the kinds that `tracking.kind` names."""
+"""Registers trackers by the kinds of `tracking.kind`."""
 
 import os
 
@@ -23,13 +23,13 @@ OFFLINE = {
     "HF_HUB_DISABLE_TELEMETRY": "1",
     "HF_HUB_OFFLINE": "1",
 }
-"""Variables that keep libraries from reporting on their own use."""
+"""Environment variables that disable the libraries' telemetry."""
 
 
 def open_tracker(kind: str, options: TrackerOptions) -> Tracker:
-    """Import a library and open the run in it. Raises the library's own errors.
+    """Import a library and open the run in it. Raises the library's errors.
 
-    Offline, this process's libraries do not report their own use, either.
+    Offline, the telemetry of this process's libraries is disabled, too.
     """
     if options.offline:
         os.environ.update(OFFLINE)

@@ -1,4 +1,4 @@
-"""Makes tables of samples for the libraries that show them."""
+"""Builds tables of samples for libraries with tables."""
 
 import json
 import logging
@@ -16,21 +16,21 @@ log = logging.getLogger("tether.tracking")
 
 COLUMNS = ("step", "group", "prompt", "completion", "reward", "scores", "tokens", "end")
 MAX_ROWS = 32
-"""Samples of one table."""
+"""Maximum number of samples per table."""
 LOGGED_S = 10.0
-"""Seconds in which the event log gets the commit of a step whose line is in metrics.jsonl."""
+"""Seconds to wait for the event log's commit of a step in metrics.jsonl."""
 POLL_S = 0.1
 
 
 class SampleTables:
-    """Tables of the samples of a run's steps, from its files."""
+    """Tables of a run's samples by step, from its files."""
 
     def __init__(self, run_dir: Path) -> None:
-        """Begin without having read anything."""
+        """Start without having read anything."""
         self._tail = EventTail(run_dir)
         self._browser = SampleBrowser(run_dir, self._tail)
         self._last_in_vain = -1
-        """Number of the log's newest event when a wait for more was in vain."""
+        """Number of the log's newest event at the last unsuccessful wait."""
         self.waits = True
         """Whether to wait for events."""
 
@@ -49,9 +49,9 @@ class SampleTables:
         return rows
 
     def _read_until(self, step: int) -> None:
-        """Read the event log until it has a step, without which the step's records are not found.
+        """Read the event log until it contains a step, whose records cannot be found before.
 
-        After a wait in vain the next one is for a log that has grown.
+        After an unsuccessful wait, the next wait requires that the log has grown.
         """
         end = time.monotonic() + LOGGED_S
         while max(self._tail.read_all().trained_steps(), default=-1) < step:

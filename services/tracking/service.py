@@ -1,7 +1,7 @@
-"""Runs `python -m services.tracking`: sends the numbers of a run to the libraries of `tracking.kind`.
+"""Runs `python -m services.tracking`: sends the metrics of a run to the libraries of `tracking.kind`.
 
-Consumes: metrics.jsonl and eval.jsonl. Needs no ledger and no other service, and none of them waits for it;
-`tether up` runs one process for each kind.
+Consumes: metrics.jsonl and eval.jsonl. Needs no ledger and no other service, and no service waits for it.
+`tether up` runs one process per kind.
 """
 
 import contextlib
@@ -24,21 +24,21 @@ from services.tracking.tracked_run import TrackedRun
 log = logging.getLogger("tether.tracking")
 
 END_S = 5.0
-"""Seconds beyond `tracking.flush_s` after which a process that tracks the run counts as another tracker."""
+"""Seconds beyond `tracking.flush_s` to wait for another process that tracks the run."""
 POLL_S = 0.5
 """Seconds between two reads of files without new lines."""
 
 
 class Stop:
-    """Set by SIGTERM and SIGINT; ends the process if a library then takes too long."""
+    """Stop event of SIGTERM and SIGINT; ends the process if a library exceeds its time."""
 
     def __init__(self, flush_s: float) -> None:
-        """Catch the signals; from the first one on the process has `flush_s` seconds."""
+        """Install the signal handlers; after the first signal the process has `flush_s` seconds."""
         self.requested = threading.Event()
         self._flush_s = flush_s
         arrived, arrives = os.pipe()
         os.set_blocking(arrives, False)
-        # a handler runs in the main thread, which a library may hold; the descriptor's reader does not wait
+        # a handler runs in the main thread, which a library may block; the descriptor's reader thread is free
         signal.set_wakeup_fd(arrives)
         for signum in STOP_SIGNALS:
             signal.signal(signum, lambda signum, frame: self.requested.set())
@@ -55,11 +55,11 @@ class Stop:
 
 @contextlib.contextmanager
 def open_runs(settings: Settings, wait_s: float = 0.0) -> Iterator[list[TrackedRun]]:
-    """Open a run in its libraries, and keep other processes from tracking it within the block.
+    """Open a run in its libraries, and lock out other tracking processes within the block.
 
     Args:
-        settings: of the run.
-        wait_s: how long a process that tracks it may take to end, seconds.
+        settings: settings of the run.
+        wait_s: seconds to wait for another process that tracks the run.
 
     Raises:
         SettingsError: no library is set, or another process tracks the run.
@@ -90,9 +90,9 @@ def track_rest(settings: Settings) -> dict[str, TrackingState]:
 
 
 def track_until_stopped(settings: Settings) -> None:
-    """Send new points until SIGTERM or SIGINT; then the remaining ones, within `tracking.flush_s`."""
+    """Send new points until SIGTERM or SIGINT; then the remaining points, within `tracking.flush_s`."""
     stop = Stop(settings.tracking.flush_s)
-    # the process of a `tether up` that was killed may still flush
+    # the process of a killed `tether up` may still be flushing
     with open_runs(settings, settings.tracking.flush_s + END_S) as runs:
         while not stop.requested.is_set():
             if not any([run.advance() for run in runs]):

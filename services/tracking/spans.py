@@ -1,4 +1,4 @@
-"""Reads spans from a run's event log, metrics.jsonl and eval.jsonl, from where the last process ended."""
+"""Reads spans from a run's event log, metrics.jsonl and eval.jsonl, after the last process's offsets."""
 
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -17,26 +17,26 @@ from services.tracking.trace_records import Record, TraceRecords
 
 
 class TraceSpan(NamedTuple):
-    """A slice or an instant of a run's trace."""
+    """A slice or an instant in a run's trace."""
 
     trace: str
-    """Life that it is part of, such as "group 7" or "step 3"."""
+    """Trace of the span, such as "group 7" or "step 3"."""
     name: str
     process: str
     begin_us: int
     """Unix time, microseconds."""
     end_us: int
-    """Unix time, microseconds: `begin_us` for an instant."""
+    """Unix time, microseconds; equals `begin_us` for an instant."""
     facts: Mapping[str, Any]
 
 
 class SpanReader:
-    """Reader of spans, which remembers the groups whose slices have begun."""
+    """Reader of spans, with the groups whose slices have begun."""
 
     files: tuple[str, ...] = (EVENTS, METRICS, EVALUATIONS)
 
     def __init__(self, run_dir: Path, offsets: Mapping[str, int]) -> None:
-        """Read the lines before `offsets` (file -> bytes) again: slices that end after them began there."""
+        """Read the lines before `offsets` (file -> bytes) again: later spans may have begun there."""
         self._records = TraceRecords()
         end, more = offsets.get(EVENTS, 0), offsets.get(EVENTS, 0) > 0
         log = LineFollower(run_dir / EVENTS)
@@ -48,7 +48,7 @@ class SpanReader:
             more = more and log.offset < end
 
     def items(self, file: str, data: bytes, ordinal: int) -> list[TraceSpan]:
-        """Return the spans that a line of a file ends."""
+        """Return the spans that end with a line of a file."""
         if file == EVENTS:
             return self._spans(self._records.event_records(decode_line(data)))
         if file == EVALUATIONS:
@@ -58,10 +58,10 @@ class SpanReader:
         return [] if step is None else self._spans(self._records.step_records(step))
 
     def version_of(self, item: TraceSpan) -> None:
-        """Return None: spans are not drawn over versions."""
+        """Return None: spans have no version axis."""
 
     def finish(self) -> None:
-        """Have no effect: a span needs no other file."""
+        """Do nothing: spans depend on no other file."""
 
     def _spans(self, records: Iterable[Record]) -> list[TraceSpan]:
         drawn = [record for record in records if record["ph"] in "Xi"]
@@ -76,11 +76,11 @@ def _span(record: Record, process: str) -> TraceSpan:
 
 
 def trace_id(run: str, span: TraceSpan) -> int:
-    """Return 128 bits that name a span's trace: the same whenever it is read."""
+    """Return a reproducible 128-bit id of a span's trace."""
     return xxhash.xxh3_128_intdigest(f"{run} {span.trace}".encode()) or 1
 
 
 def span_id(run: str, span: TraceSpan) -> int:
-    """Return 64 bits that name a span."""
+    """Return a reproducible 64-bit id of a span."""
     key = f"{run} {span.process} {span.name} {span.begin_us} {span.end_us}"
     return xxhash.xxh3_64_intdigest(key.encode()) or 1

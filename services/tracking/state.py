@@ -1,4 +1,4 @@
-"""Keeps on disk how far a tracker got, for its next start and for the terminal."""
+"""Stores the progress of a tracker on disk, for its next start and for the terminal."""
 
 from pathlib import Path
 
@@ -7,33 +7,33 @@ import msgspec
 from protocol.host.atomic_file import write_atomically
 
 FOLDER = "tracking"
-"""In the run directory; one file and one folder for each kind."""
+"""Directory in the run directory with a file and a directory per kind."""
 
 
 class TrackingState(msgspec.Struct, frozen=True, kw_only=True):
     """Progress of one kind: RUN_DIR/tracking/KIND.json."""
 
     run_id: str = ""
-    """Name of the run in the library."""
+    """Id of the run in the library."""
     url: str = ""
-    """Where a person finds it."""
+    """Location of the run for users."""
     offsets: dict[str, int] = {}
-    """File of the run directory -> bytes of it that were sent."""
+    """File in the run directory -> number of bytes sent."""
     sent: int = 0
-    """Points that were sent."""
+    """Number of sent points."""
     version: int = -1
-    """Version of the newest step that was sent; -1 before there is one."""
+    """Version of the newest sent step; -1 before the first."""
     problem: str = ""
-    """Why sending has stopped; empty if it has not."""
+    """Why sending failed; empty if it works."""
 
 
 def state_file(run_dir: Path, kind: str) -> Path:
-    """Return the file of a kind."""
+    """Return the state file of a kind."""
     return run_dir / FOLDER / f"{kind}.json"
 
 
 def read_state(run_dir: Path, kind: str) -> TrackingState:
-    """Return the state of a kind; a new run's state if there is none."""
+    """Return the state of a kind; a new state without a file."""
     try:
         return msgspec.json.decode(state_file(run_dir, kind).read_bytes(), type=TrackingState)
     except (OSError, msgspec.MsgspecError):

@@ -14,10 +14,10 @@ from services.tracking.base import TrackedPoint, TrackerOptions
 
 
 class TensorboardTracker:
-    """One directory of event files; each start of the run adds a file."""
+    """Directory of event files; each start of the run adds a file."""
 
     def __init__(self, options: TrackerOptions) -> None:
-        """Open a new file; points of versions that may come again are void."""
+        """Open a new file; points of versions that may be repeated become invalid."""
         self.run_id = options.run_id or options.name
         self.url = f"tensorboard --logdir {options.directory}"
         self._writer = EventFileWriter(str(options.directory))
@@ -45,7 +45,7 @@ class TensorboardTracker:
         self._writer.add_event(Event(step=step, wall_time=seconds, summary=Summary(value=values)))
 
     def _void_from(self, version: int) -> None:
-        """Have readers forget what was written of this version and later ones: they are made again."""
+        """Invalidate the written points from `version` on, because the versions are repeated."""
         start = SessionLog(status=SessionLog.START)
         self._writer.add_event(Event(step=version, wall_time=time.time(), session_log=start))
         self._last = version - 1

@@ -1,8 +1,8 @@
-"""Makes a trace of a run's files: every step, group, version, evaluation, halt on the track of its process.
+"""Converts a run's files to a trace: steps, groups, versions, evaluations and halts by process.
 
-Records are those of the Trace Event Format: `ph` X is a slice, i an instant, C a counter, M a name; `ts` and
-`dur` are microseconds. Times are the ledger server's for groups and the trainer's for the parts of a step.
-`write_perfetto` writes them to a file, `services.tracking.spans` makes spans of them.
+Records have the Trace Event Format: `ph` X is a slice, i an instant, C a counter, M a name; `ts` and `dur`
+are microseconds. Groups have times of the ledger server, parts of steps have times of the trainer.
+`write_perfetto` writes records to a file, `services.tracking.spans` converts them to spans.
 """
 
 from collections.abc import Iterable, Iterator, Mapping
@@ -41,23 +41,23 @@ from services.run_record.steps import numbers_of, read_steps
 
 Record = dict[str, Any]
 PARTS = ("wait", "train", "publish", "checkpoint", "other")
-"""Parts of a step in order; metrics.jsonl has PART_s of each, in seconds."""
+"""Parts of a step in order; metrics.jsonl has the field PART_s for each, in seconds."""
 COUNTERS = {
     "lag": ("lag_mean", "lag_max"),
     "longest pause, ms": ("pause_ms",),
     "busy share": ("engine_busy", "reward_busy"),
 }
-"""Counter -> the numbers of metrics.jsonl that it shows for each step."""
+"""Counter -> fields of metrics.jsonl that it shows."""
 CUT_US = 1000
-"""Microseconds by which a slice may begin before the one in front of it has ended, and is cut."""
+"""Microseconds by which a slice may overlap the previous one before it moves to another lane."""
 INSTANTS = (BoundEvent, ClaimEvent, DrainEvent, HaltEvent, RebuildEvent, ResumeEvent, UnhaltEvent)
-"""Events of the whole run, which are drawn as a line through all tracks."""
+"""Events of the whole run, drawn as lines through all tracks."""
 LEDGER, TRAINER, QUEUE, EVALUATION = "ledger", "trainer", "scored, in the queue", "evaluation"
 
 
 @dataclass(slots=True)
 class _Span:
-    """A slice that has begun."""
+    """A slice without an end so far."""
 
     process: str
     lane: int
@@ -68,22 +68,22 @@ class _Span:
 
 @dataclass(slots=True)
 class _Tracks:
-    """Numbers of the processes and of their lanes, and the slices that have not ended."""
+    """Ids of processes and lanes, and the open slices."""
 
     pids: dict[str, int] = field(default_factory=dict)
     lanes: dict[str, set[int]] = field(default_factory=dict)
-    """Process -> lanes that have a slice now: slices of a lane must not overlap."""
+    """Process -> lanes with an open slice: slices in a lane must not overlap."""
     open: dict[int, _Span] = field(default_factory=dict)
-    """Group -> its slice."""
+    """Group -> its open slice."""
 
     def pid(self, process: str) -> Iterator[Record]:
-        """Yield the name of a process that is new."""
+        """Yield the name record of a new process."""
         if process not in self.pids:
             self.pids[process] = len(self.pids) + 1
             yield {"ph": "M", "name": "process_name", "pid": self.pids[process], "args": {"name": process}}
 
     def begin(self, process: str, group: int, at_ms: int, args: Mapping[str, Any]) -> Iterator[Record]:
-        """Begin a group's slice on the first free lane; yields names of tracks that are new."""
+        """Begin a group's slice on the first free lane; yield the name records of new tracks."""
         yield from self.pid(process)
         taken = self.lanes.setdefault(process, set())
         lane = next(number for number in range(1, len(taken) + 2) if number not in taken)
@@ -91,7 +91,7 @@ class _Tracks:
         self.open[group] = _Span(process, lane, f"group {group}", at_ms, args)
 
     def end(self, group: int, at_ms: int, outcome: str) -> Iterator[Record]:
-        """Yield the group's slice, if it has one."""
+        """Yield the group's slice, if one is open."""
         if (span := self.open.pop(group, None)) is None:
             return
         self.lanes[span.process].discard(span.lane)
@@ -107,13 +107,13 @@ class _Tracks:
 
 
 def write_perfetto(run_dir: Path, out: Path) -> int:
-    """Write the trace of a run, and return how many records it has.
+    """Write the trace of a run; return the number of records.
 
     Raises:
-        SettingsError: there is no event log, or a line of it is not an event; or `out` cannot be written.
-        OSError: another file of the run cannot be read; names it.
+        SettingsError: there is no event log, or one of its lines is not an event; or `out` cannot be written.
+        OSError: another file of the run cannot be read; the error names it.
     """
-    if out.exists() and not out.is_file():  # a device or a pipe would be replaced by a file
+    if out.exists() and not out.is_file():  # a file would replace a device or a pipe
         raise SettingsError(f"{out} cannot be written: it is no file")
     steps, evaluations = read_steps(run_dir / METRICS), list(read_evaluations(run_dir))
     records = trace_records(read_events(run_dir / FILE), steps, evaluations)
@@ -135,16 +135,16 @@ def _write(records: Iterable[Record], out: Path) -> int:
 
 
 class TraceRecords:
-    """Records of a run's trace, made from one line of its files after the other."""
+    """Trace records of a run, converted from its files line by line."""
 
     def __init__(self) -> None:
-        """Begin without any group."""
+        """Start without groups."""
         self._tracks = _Tracks()
         self._last_ms = 0
 
     @property
     def processes(self) -> Mapping[int, str]:
-        """Number of each track that has a name -> the name."""
+        """Id of each named process -> its name."""
         return {pid: name for name, pid in self._tracks.pids.items()}
 
     def step_records(self, line: Mapping[str, Any]) -> Iterator[Record]:
@@ -153,21 +153,21 @@ class TraceRecords:
         yield from _step_records(self._tracks.pids[TRAINER], line)
 
     def evaluation_records(self, row: Evaluation) -> Iterator[Record]:
-        """Yield the slice of a line of eval.jsonl."""
+        """Yield the slice of a line in eval.jsonl."""
         yield from self._tracks.pid(EVALUATION)
         facts = {"set": row.set, "scores": ", ".join(describe_scores(row))}
         length_us, name = row.seconds * 1e6, f"version {row.version} on {row.set}"
         yield _slice(self._tracks.pids[EVALUATION], name, row.time * 1e6 - length_us, length_us, facts)
 
     def event_records(self, event: LedgerEvent) -> Iterator[Record]:
-        """Yield the records of an event of the log; events come oldest first."""
+        """Yield the records of a logged event; events must be in order."""
         self._last_ms = event.time_ms
         yield from self._tracks.pid(TRAINER)
         yield from self._tracks.pid(LEDGER)
         yield from _event_records(self._tracks, event)
 
     def rest(self) -> Iterator[Record]:
-        """Yield the slices that have not ended."""
+        """Yield the open slices."""
         for group in [*self._tracks.open]:
             yield from self._tracks.end(group, self._last_ms, "not ended")
 
@@ -180,8 +180,8 @@ def trace_records(
     """Yield the records of a whole trace.
 
     Args:
-        events: of the log, oldest first.
-        steps: lines of metrics.jsonl, one for each step.
+        events: logged events, oldest first.
+        steps: lines of metrics.jsonl, one per step.
         evaluations: lines of eval.jsonl.
     """
     records = TraceRecords()
@@ -195,10 +195,10 @@ def trace_records(
 
 
 def without_overlaps(records: Iterable[Record]) -> Iterator[Record]:
-    """Yield records whose slices of a lane do not overlap: readers leave out one that begins too early.
+    """Yield the records with slices moved or cut so that those in a lane do not overlap.
 
-    The clocks of two steps differ by microseconds, by which a slice is cut; one that overlaps by more, such
-    as of two evaluations at the same time, gets a further lane.
+    Viewers drop overlapping slices. The clocks of two steps differ by microseconds, so small overlaps are
+    cut; slices with larger overlaps, such as simultaneous evaluations, get another lane.
     """
     ends: dict[int, list[int]] = {}
     for record in records:
@@ -213,7 +213,7 @@ def without_overlaps(records: Iterable[Record]) -> Iterator[Record]:
 
 
 def _step_records(pid: int, line: Mapping[str, Any]) -> Iterator[Record]:
-    """Yield the parts of a step, and what `COUNTERS` says of it."""
+    """Yield the parts of a step and its counters."""
     numbers = dict(numbers_of(line))
     seconds = [float(numbers.get(f"{part}_s", 0.0)) for part in PARTS]
     end_us = float(numbers.get("time", 0.0)) * 1e6
@@ -234,7 +234,7 @@ def _slice(pid: int, name: str, begin_us: float, length_us: float, args: Mapping
 
 
 def _event_records(tracks: _Tracks, event: LedgerEvent) -> Iterator[Record]:
-    """Yield what an event ends, and what it begins."""
+    """Yield the slices that an event ends, and the records that it begins."""
     at_ms, ledger = event.time_ms, tracks.pids[LEDGER]
     match event:
         case LeaseEvent():
@@ -274,7 +274,7 @@ def _event_records(tracks: _Tracks, event: LedgerEvent) -> Iterator[Record]:
 
 
 def _undo(tracks: _Tracks, event: LedgerEvent) -> Iterator[Record]:
-    """Yield the slices that an event of the whole run ends; groups of a step that began wait again."""
+    """Yield the slices that an event of the whole run ends; untaken groups return to the queue."""
     groups: Iterable[int] = ()
     match event:
         case ClaimEvent():
@@ -290,5 +290,5 @@ def _undo(tracks: _Tracks, event: LedgerEvent) -> Iterator[Record]:
 
 
 def _instant(pid: int, name: str, at_ms: int, scope: str, args: Mapping[str, Any]) -> Record:
-    """Return an instant; `scope` is p for the process's tracks, g for all."""
+    """Return an instant; `scope` is p for the process's tracks, g for all tracks."""
     return {"ph": "i", "name": name, "pid": pid, "tid": 0, "ts": at_ms * 1000, "s": scope, "args": args}

@@ -1,7 +1,7 @@
 """Follows the files of a run and sends their new points to one tracking library.
 
-The files are the queue: a library that is slow, away or broken is behind, memory holds one piece of a file at
-a time, and no point is lost or sent twice except for ones that a kill interrupts.
+The files are the queue. A slow, unreachable or broken library only falls behind, memory holds one chunk of a
+file at a time, and no point is lost or sent twice, except for points that a kill interrupts.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ from services.tracking.state import FOLDER, read_state, write_state
 log = logging.getLogger("tether.tracking")
 
 CHUNK_BYTES = 1 << 18
-"""Bytes of a file that are sent at once."""
+"""Maximum number of bytes of a file per chunk."""
 RETRY_S = (5.0, 300.0)
-"""Seconds until a library that failed is tried again: the first time, and at most."""
+"""Seconds before a failed library is retried: first and longest delay."""
 MAX_PROBLEM = 300
-"""Characters of a library's error that are shown."""
+"""Maximum number of characters of a library's error that are shown."""
 
 
 class TrackedRun:
-    """One run in one library. Methods block as long as the library does, and never raise for its sake."""
+    """A run in one library. Methods block with the library, and never raise its errors."""
 
     def __init__(
         self,
@@ -42,7 +42,7 @@ class TrackedRun:
         open_library: Callable[[str, TrackerOptions], Tracker] = open_tracker,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Store the arguments; continue where the last process ended by the state on disk."""
+        """Store the arguments; resume from the state on disk."""
         self.kind = kind
         self._settings = settings
         self._open_library = open_library
@@ -54,7 +54,7 @@ class TrackedRun:
         self._followers = self._follow()
 
     def advance(self) -> bool:
-        """Send the next piece of each file; returns whether there is more to send at once."""
+        """Send the next chunk of each file; return whether more can be sent at once."""
         if self._clock() < self._retry_at:
             return False
         try:
@@ -65,7 +65,7 @@ class TrackedRun:
         return more
 
     def finish(self) -> None:
-        """Send the remaining points, once more also after a failure, and close the library."""
+        """Send the remaining points, with one more attempt after a failure, and close the library."""
         self._reader.finish()
         self._retry_at = float("-inf")
         while self.advance():
@@ -125,7 +125,7 @@ class TrackedRun:
         write_state(self._settings.run_dir, self.kind, self.state)
 
     def _fail(self, error: BaseException) -> None:
-        """Note what failed, and try again later from where the state says."""
+        """Record an error; later retry from the stored offsets."""
         text = f"{type(error).__name__}: {error}".strip().replace("\n", " ")[:MAX_PROBLEM]
         log.warning("tracking.failed kind=%s retry_s=%.0f error=%s", self.kind, self._delay_s, text)
         tracker, self._tracker = self._tracker, None
@@ -139,7 +139,7 @@ class TrackedRun:
             self._save(problem=text)
 
     def _follow(self) -> dict[str, LineFollower]:
-        """Follow the reader's files from where the state says."""
+        """Follow the reader's files from the stored offsets."""
         offsets, run_dir = self.state.offsets, self._settings.run_dir
         every = self._settings.tracking.samples_every if self.kind in TABLES else 0
         is_spans = self.kind == SPANS

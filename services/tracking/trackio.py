@@ -1,4 +1,4 @@
-"""Writes points to a local trackio database, or sends them to the Space that TRACKIO_SPACE_ID names."""
+"""Writes points to a local trackio database, or sends them to the Space in TRACKIO_SPACE_ID."""
 
 import os
 import secrets
@@ -8,15 +8,15 @@ from services.tracking.base import TrackedPoint, TrackerOptions
 from services.tracking.sample_table import COLUMNS
 
 DIRECTORY = "TRACKIO_DIR"
-"""Variable that says where trackio keeps its databases; it is read when trackio is imported."""
+"""Environment variable with the directory of trackio's databases; read when trackio is imported."""
 SPACE = "TRACKIO_SPACE_ID"
 
 
 class TrackioTracker:
-    """One run of trackio."""
+    """A run in trackio."""
 
     def __init__(self, options: TrackerOptions) -> None:
-        """Open or continue the run; without prints or questions."""
+        """Open or continue the run, without output or questions."""
         if options.offline:
             os.environ[DIRECTORY] = str(options.directory)
             os.environ.pop(SPACE, None)

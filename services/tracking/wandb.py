@@ -12,10 +12,10 @@ X_AXIS = "version"
 
 
 class WandbTracker:
-    """One run of wandb. Offline each start adds a folder with the same run id, for `wandb sync --append`."""
+    """A run in wandb. Offline each start adds a directory with the same run id, for `wandb sync --append`."""
 
     def __init__(self, options: TrackerOptions) -> None:
-        """Open or continue the run. Without a key and a terminal wandb raises, it does not ask."""
+        """Open or continue the run. Without a key and a terminal wandb raises instead of asking."""
         self.run_id = options.run_id or secrets.token_hex(4)
         self._run = wandb.init(
             project=options.project,
@@ -34,7 +34,7 @@ class WandbTracker:
         self.url = folder if options.offline else self._run.url or folder
 
     def log(self, points: Sequence[TrackedPoint]) -> None:
-        """Add points; wandb ignores those whose ordinal it has already."""
+        """Add points; wandb ignores points with a known ordinal."""
         for point in points:
             rows = [list(row) for row in point.samples]
             table = {"samples": wandb.Table(list(COLUMNS), rows)} if rows else {}

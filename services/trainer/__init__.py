@@ -1,4 +1,4 @@
-"""Trains: takes scored groups, makes optimizer steps, publishes their weights and commits them."""
+"""Trains the model: takes scored groups, makes optimizer steps, publishes and commits their versions."""
 
 from services.trainer.service import serve
 

@@ -1,8 +1,8 @@
-"""Makes checkpoints and exports during the steps; spool and ledger then forget the records they cover.
+"""Writes checkpoints and exports during training, and prunes the records that they cover.
 
-A step waits until the state of every rank, and the model that is exported, are copied to host memory. Threads
-write the copies, the manifest last. One checkpoint is written at a time: if the next is due before, its step
-waits. Records are forgotten only once a checkpoint that covers them is complete.
+A step waits until the state of every rank and the exported model are copied to host memory. Threads write the
+copies and finish with the manifest. One checkpoint is written at a time; a step whose checkpoint is due waits
+for the previous one. Spool and ledger forget records only once a complete checkpoint covers them.
 """
 
 import asyncio
@@ -37,9 +37,9 @@ log = logging.getLogger("tether.trainer")
 
 
 class Checkpointer:
-    """Makes the checkpoints of a run. At the end of its block the last one is complete.
+    """Context manager that writes the checkpoints of a run; on exit the last checkpoint is complete.
 
-    If the block raises, a checkpoint in progress is left torn, which readers skip.
+    If the block raises, an unfinished checkpoint stays incomplete and readers skip it.
     """
 
     def __init__(self, run: OpenRun, runner: ModelRunner) -> None:
@@ -50,7 +50,7 @@ class Checkpointer:
         self._writing: asyncio.Task[None] | None = None
         self._failure: TetherError | None = None
         self._no_room: TetherError | None = None
-        """Why the last checkpoint or export could not be written, if that was for want of room."""
+        """Why there was no room for the last checkpoint or export; None if there was room."""
         settings = run.process.settings
         destinations: list[tuple[Destination, set[int]]] = []
         if settings.run.remote:
@@ -85,25 +85,25 @@ class Checkpointer:
             await self._tasks.__aexit__(kind, error, trace)
 
     async def checkpoint(self, status: LedgerStatus, digest: int) -> None:
-        """Begin a checkpoint and an export; once they are written, spool and ledger forget what they cover.
+        """Start a checkpoint and an export; once written, spool and ledger forget the records they cover.
 
-        Returns when the model may change. If it cannot be written, no record is forgotten, and `check` says
-        so, or `is_owed` for want of room. One that is owed is complete when this returns, or the process is
-        to stop.
+        Returns when the model may change. After a failed write no record is forgotten: `check` raises the
+        error, or `is_owed` is true if there was no room. An owed checkpoint is complete on return, unless the
+        process is to stop.
 
         Args:
-            status: the ledger's, at the version that the model has.
-            digest: the version's weight manifest's.
+            status: ledger status at the model's version.
+            digest: digest in the version's weight manifest.
 
         Raises:
-            TetherError: this one cannot be begun, or the last one could not be written.
+            TetherError: this checkpoint cannot be started, or the last one could not be written.
         """
 
         async def begin() -> None:
             complete = await self._begin(status.version, digest, status.sequence)
             shards = shards_of(self._export_of(status.version))
             await self._in_thread(_remove_shards, shards.parent)
-            if complete is not None:  # other weights had this version, if there is an export of it
+            if complete is not None:  # an existing export of this version has other weights
                 await self._in_thread(_remove_export, self._export_of(status.version))
             adapter = await self._runner.lead(ExportCommand(str(shards)))
             self._write_beside(self._write_all, status.version, complete, adapter)
@@ -115,15 +115,15 @@ class Checkpointer:
             await self._until_written(begin)
 
     async def save(self, version: int, digest: int, sequence: int) -> None:
-        """Write a checkpoint alone; returns when it is complete.
+        """Write a checkpoint without an export; return when the checkpoint is complete.
 
         Args:
-            version: committed batches that the weights have seen.
-            digest: the version's weight manifest's.
-            sequence: the ledger's.
+            version: number of committed steps in the weights.
+            digest: digest in the version's weight manifest.
+            sequence: sequence number of the ledger.
 
         Raises:
-            TetherError: it cannot be written.
+            TetherError: the checkpoint cannot be written.
         """
 
         async def begin() -> None:
@@ -135,7 +135,7 @@ class Checkpointer:
         await self._until_written(begin)
 
     async def copy_again(self, version: int) -> None:
-        """Have a complete checkpoint copied, unless an earlier trainer has done so."""
+        """Copy a complete checkpoint to all destinations that have no copy by an earlier trainer."""
         for uploader in self._uploaders:
             await self._in_thread(uploader.resume, version, self._run.spool, self._export_of(version))
 
@@ -147,7 +147,7 @@ class Checkpointer:
                 await self._in_thread(_remove_export, export)
 
     async def finish(self) -> None:
-        """Wait until no write is in progress.
+        """Wait until no checkpoint is being written.
 
         Raises:
             TetherError: the last checkpoint or export could not be written.
@@ -157,7 +157,7 @@ class Checkpointer:
         self.check()
 
     def warnings(self) -> tuple[str, ...]:
-        """Return a sentence for each checkpoint that could not be copied since the last call."""
+        """Return a sentence for each checkpoint whose copy failed since the last call."""
         return tuple(warning for uploader in self._uploaders for warning in uploader.warnings())
 
     def check(self) -> None:
@@ -166,18 +166,18 @@ class Checkpointer:
             raise self._failure
 
     async def is_saved(self, version: int, digest: int) -> bool:
-        """Return whether a checkpoint of exactly these weights is complete, after writes in progress."""
+        """Wait for writes in progress; return whether a complete checkpoint has this version and digest."""
         await self.finish()
         complete = await asyncio.to_thread(self._run.checkpoints.complete)
         return any((c.version, c.manifest.digest) == (version, digest) for c in complete)
 
     @property
     def is_owed(self) -> bool:
-        """Whether the last checkpoint or export could not be written for want of room, so that one is due."""
+        """Whether the last checkpoint or export failed for lack of room, so that another one is due."""
         return self._no_room is not None
 
     def _note(self, error: TetherError) -> None:
-        """Keep why a checkpoint could not be written."""
+        """Store why a checkpoint could not be written."""
         if is_for_want_of_room(error):
             log.error("checkpoint.no_room error=%s", error)
             self._no_room = error
@@ -192,7 +192,7 @@ class Checkpointer:
             self.check()
 
     async def _until_written(self, begin: Callable[[], Awaitable[None]]) -> None:
-        """Make an owed checkpoint, repeatedly while there is no room or until the process is to stop."""
+        """Write an owed checkpoint; retry while there is no room, until the process is to stop."""
         if self._no_room is None:
             return
         async with waiting_for_room(self._run.process, self._no_room):
@@ -203,9 +203,9 @@ class Checkpointer:
                 await self.finish()
 
     async def _begin(self, version: int, digest: int, sequence: int) -> Callable[[], None] | None:
-        """Have every rank copy its state and begin to write it; returns what makes that a checkpoint.
+        """Copy every rank's state and start to write it; return a function that completes the checkpoint.
 
-        A complete checkpoint stays as it is, since to begin it again is to remove it: None.
+        Returns None for a version that has a complete checkpoint, since beginning again would remove it.
         """
         if await self.is_saved(version, digest):
             return None
@@ -223,7 +223,7 @@ class Checkpointer:
         )
 
     def _write_beside(self, write: Callable[..., Any], version: int, *args: Any) -> None:
-        """Run `write` in a task, and keep its failure for `check`."""
+        """Run `write` in a task; store its failure for `check`."""
 
         async def run() -> None:
             try:
@@ -235,10 +235,10 @@ class Checkpointer:
         self._writing = self._tasks.create_task(run(), name="checkpoint")
 
     async def _write_parts(self, version: int, complete: Callable[[], None] | None) -> str:
-        """Make a checkpoint complete when all ranks have written their parts; None: it is complete.
+        """Wait until all ranks have written their parts, then complete the checkpoint unless it is complete.
 
         Returns:
-            Why the export's parts are incomplete; empty if there is none, or they are complete.
+            Why the export's parts are incomplete; empty if there is no export or its parts are complete.
         """
         try:
             export_failure = await self._runner.finish_save()
@@ -253,10 +253,10 @@ class Checkpointer:
     async def _write_all(
         self, version: int, complete: Callable[[], None] | None, adapter: Mapping[str, torch.Tensor]
     ) -> None:
-        """Write a checkpoint, then the export, then forget the records that it covers.
+        """Write a checkpoint and its export, then forget the records that the checkpoint covers.
 
         Raises:
-            TetherError: one is incomplete. An export that is does not keep the checkpoint from being used.
+            TetherError: checkpoint or export is incomplete. The checkpoint is usable without the export.
         """
         began = time.monotonic()
         failure = await self._write_parts(version, complete)
@@ -272,12 +272,12 @@ class Checkpointer:
             raise TetherError(failure)
 
     async def _forget(self) -> bool:
-        """Let archive, spool and ledger forget what all kept checkpoints cover; false if it did not work.
+        """Archive and forget the records that all kept checkpoints cover; return False on failure.
 
-        The ledger forgets last: what it still lists, the next checkpoint tries again.
+        The ledger forgets last, so the next checkpoint retries the records that the ledger still lists.
         """
         ledger = self._run.process.ledger
-        oldest = self._run.checkpoints.complete()[0].manifest  # a trainer may restart from any that is kept
+        oldest = self._run.checkpoints.complete()[0].manifest  # a trainer may restart from any of them
         covered = [record for record in await ledger.step_records(0) if record.step < oldest.version]
         try:
             await self._in_thread(self._archive, covered)
@@ -291,13 +291,13 @@ class Checkpointer:
         return True
 
     def _archive(self, covered: Sequence[StepRecord]) -> None:
-        """Copy the records of steps to the archive and sync their reports, before both may be forgotten."""
+        """Copy step records to the archive and sync the step reports, before spool and ledger forget them."""
         self._run.steps.sync()
         for record in covered:
             keys = [(group.group, group.token) for group in record.groups]
             try:
                 records = self._run.spool.stored(keys)
-            except MissingRecords as missing:  # damaged, or an earlier trainer forgot it and ended
+            except MissingRecords as missing:  # damaged, or forgotten by an earlier trainer
                 log.warning("archive.missing step=%d error=%s", record.step, missing)
                 continue
             calls = CallStore(self._run.spool).of_groups([group.group for group in record.groups])
@@ -305,21 +305,21 @@ class Checkpointer:
         self._run.archive.make_room()
 
     def _export_of(self, version: int) -> Path:
-        """Return the directory of a version's model for people and `tether eval`."""
+        """Return the directory of a version's exported model, which users and `tether eval` read."""
         return self._run.process.settings.run_dir / "exports" / f"step_{version:08}"
 
     def _finish_export(self, version: int, adapter: Mapping[str, torch.Tensor]) -> str:
-        """Complete the export that the ranks have written, and remove as old ones as checkpoints.
+        """Complete the export that the ranks have written; keep as many exports as checkpoints.
 
         Returns:
-            Why it could not be completed, or "".
+            Why the export could not be completed; empty on success.
         """
         settings, target = self._run.process.settings, self._export_of(version)
         try:
             finish_hf(target, settings.model_dir)
             if adapter:
                 save_adapter(adapter.items(), _adapter(target), settings.lora, settings.model_dir)
-        except Exception as error:  # of safetensors, too, which has its own
+        except Exception as error:  # safetensors raises exceptions of its own
             return f"export {target}: {error}"
         for old in sorted(target.parent.glob("step_*"))[: -settings.trainer.keep_checkpoints]:
             _remove_export(old)
@@ -330,7 +330,7 @@ class Checkpointer:
 
 
 def _remove_shards(exports: Path) -> None:
-    """Remove what exports that failed have left."""
+    """Remove the shards of failed exports."""
     for left in exports.glob(shards_of(Path("step_*")).name):
         shutil.rmtree(left, ignore_errors=True)
 
@@ -341,5 +341,5 @@ def _remove_export(export: Path) -> None:
 
 
 def _adapter(export: Path) -> Path:
-    """Return the directory of the adapter of an export."""
+    """Return the directory of an export's adapter."""
     return export.with_name(f"adapter_{export.name}")

@@ -1,4 +1,4 @@
-"""Takes and leaves the shared GPU on the trainer's side."""
+"""Acquires and releases the shared GPU on the trainer's side."""
 
 import asyncio
 import logging
@@ -26,28 +26,28 @@ from trainer.memory.expected import GIB
 log = logging.getLogger("tether.turns")
 
 LOOK_S = 1.0
-"""Seconds after which a wait for the device shows again who holds it."""
+"""Seconds between updates of the holders' names while the trainer waits for the device."""
 POLL_S = 0.01
 """Seconds between two attempts to lock the device."""
 
 
 class TrainerGpuTurn:
-    """The trainer's turn with the GPU; rank 0 takes and leaves it for all ranks."""
+    """The trainer's turn on the GPU. Rank 0 acquires and releases the device for all ranks."""
 
     def __init__(self, process: Process, device: DeviceLock) -> None:
         self.mine = False
-        """Whether the trainer has the GPU: acquired and not released."""
+        """Whether the trainer has acquired the GPU and not released it."""
         self._process = process
         self._device = device
         self.broadcaster: Broadcaster | None = None
-        """Tells engines at once that the turn has changed, if set; else they see it in the registry."""
+        """Announces a new turn to the engines; without a broadcaster they poll the registry."""
 
     async def acquire(self) -> None:
-        """Take the device when all engines have left it.
+        """Acquire the device once all engines have released it.
 
         Raises:
-            TetherError: an engine has not within `colocated.wait_s`; starting anyway would run the device
-                out of memory.
+            TetherError: an engine holds the device for longer than `colocated.wait_s`. To start anyway would
+                exceed the device's memory.
         """
         await self._write(Turn.TRAINER)
         wait_s = self._process.settings.colocated.wait_s
@@ -70,7 +70,7 @@ class TrainerGpuTurn:
         log.info("turn.trainer")
 
     async def release(self) -> None:
-        """Leave the device to the engines. The trainer must have no memory on it any more."""
+        """Release the device to the engines. The trainer must have freed all of its memory on the device."""
         log.info("turn.engines")
         self.mine = False
         self._device.release()
@@ -85,13 +85,13 @@ class TrainerGpuTurn:
 
 @asynccontextmanager
 async def first_turn(process: Process) -> AsyncIterator[TrainerGpuTurn | None]:
-    """In a colocated run, hold the GPU's lock within the block, which begins in the trainer's turn.
+    """Hold the GPU lock of a colocated run within the block, which begins in the trainer's turn.
 
-    Yields None in any other run.
+    Yields None if the run is not colocated.
 
     Raises:
         SettingsError: trainer and engines do not fit on the GPU together.
-        TetherError: the engines have not left it within `colocated.wait_s`.
+        TetherError: the engines have not released the GPU within `colocated.wait_s`.
     """
     settings = process.settings
     if not settings.colocated.enabled:
@@ -105,12 +105,12 @@ async def first_turn(process: Process) -> AsyncIterator[TrainerGpuTurn | None]:
 
 
 def await_device(settings: Settings) -> None:
-    """On a rank other than 0, wait until the ranks have the GPU, as rank 0 does. Blocks.
+    """On a rank other than 0, wait until the trainer has the GPU. Blocks.
 
-    It must come before any allocation. Returns at once unless the run is colocated.
+    Must run before any allocation on the device. Returns at once if the run is not colocated.
 
     Raises:
-        TetherError: engines have not left it within `colocated.wait_s`.
+        TetherError: engines have not released the GPU within `colocated.wait_s`.
     """
     device = given_device(settings.run_dir) if settings.colocated.enabled else None
     end = time.monotonic() + settings.colocated.wait_s
@@ -124,10 +124,10 @@ def await_device(settings: Settings) -> None:
 
 
 def check_memory(settings: Settings) -> None:
-    """Check that trainer and engines fit on the GPU that they share. Without a GPU there is no check.
+    """Check that trainer and engines fit on their shared GPU; return at once without a GPU.
 
     Raises:
-        SettingsError: they do not fit, or the transport cannot connect them.
+        SettingsError: trainer and engines do not fit, or the transport cannot connect processes on one GPU.
     """
     if not torch.cuda.is_available():
         return

@@ -1,10 +1,10 @@
-"""Keeps a run with `run.deterministic` and `run.lockstep` to the one order of work that can be repeated.
+"""Enforces the one reproducible order of work in runs with `run.deterministic` and `run.lockstep`.
 
-Step k trains the groups from kB to (k + 1)B - 1, all of them generated with version max(0, k - E). The ledger
-leases groups in order, and rule F leaves room for the next E steps alone. So two waits suffice: the first
-step waits for the groups of the first E + 1 steps, and version k is committed once the groups of step k + E -
-1 are scored, the last ones that an engine generates with version k - 1. No engine changes its weights while
-it generates, and a group that is leased again gets the version that it had.
+Step k trains groups kB to (k + 1)B - 1, all generated with version max(0, k - E). The ledger leases groups in
+order, and rule F leaves room for only the next E steps. Two waits therefore suffice. The first step waits for
+the groups of the first E + 1 steps. Version k is committed once the groups of step k + E - 1 are scored,
+which are the last groups that engines generate with version k - 1. No engine changes its weights while it
+generates, and a group that is leased again gets the same version again.
 """
 
 import logging
@@ -25,10 +25,10 @@ POLL_S = 0.02
 
 
 async def generated_before(process: Process, version: int) -> bool:
-    """Wait until every group is scored that engines generate before they get `version`.
+    """Wait until every group that engines generate before `version` is scored.
 
     Returns:
-        False if they will not be scored now: the process is to stop, or the run drains.
+        False if the groups will not be scored: the process is to stop, or the run drains.
     """
     settings = process.settings
     bound, steps = settings.bound, settings.run.steps
@@ -50,7 +50,7 @@ async def generated_before(process: Process, version: int) -> bool:
 
 
 def misplaced(batch: Taken, bound: BoundConfig) -> str:
-    """Return which group of a batch has not its place in the order, and why; empty if all have."""
+    """Return which group of a batch is out of order, and why; empty if all groups are in order."""
     first, version = batch.step * bound.groups_per_step, max(0, batch.step - bound.max_staleness)
     for number, taken in enumerate(batch.groups, first):
         if taken.group != number or taken.version != version:

@@ -1,4 +1,4 @@
-"""Runs the model's blocking work in one thread, on a device or weights that it may share with engines."""
+"""Runs the model's blocking work in one thread, on a GPU or weights that engines may share."""
 
 import asyncio
 from collections.abc import Callable
@@ -39,11 +39,11 @@ from trainer.weights.registry import make_sender
 T = TypeVar("T")
 
 IDLE_S = 60.0
-"""The other ranks hear from rank 0 at least this often, so that their wait is bounded."""
+"""Longest silence of rank 0 towards the other ranks, seconds; it bounds their wait."""
 
 
 class ModelRunner:
-    """Rank 0 as the event loop uses it: the thread of its work, publication, and turns on the GPU."""
+    """Asynchronous interface to rank 0: its compute thread, publication, and turns on the GPU."""
 
     def __init__(
         self,
@@ -58,12 +58,12 @@ class ModelRunner:
         """Take over a loaded model.
 
         Args:
-            models: rank 0's parts; used in `thread` only.
+            models: models of rank 0; used only in `thread`.
             sender: publishes the weights.
-            thread: of one worker, so torch work never blocks the loop, and never runs twice at once.
-            engine_dtype: dtype in which weights are published.
-            turn: of a colocated run: takes and leaves the GPU.
-            shared_engine: with transport `shared`: the engine whose weights the model computes with.
+            thread: executor with one worker, so that torch never blocks the event loop or runs concurrently.
+            engine_dtype: dtype of published weights.
+            turn: acquires and releases the GPU; None unless the run is colocated.
+            shared_engine: engine whose weights the model computes with (transport `shared`).
         """
         self.executor = Executor(models, sender)
         self.sender = sender
@@ -73,19 +73,19 @@ class ModelRunner:
         self._turn = turn
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
         self._ahead: Future[WeightManifest] | None = None
-        """The version that the last step began to publish."""
+        """Manifest of the version whose publication began during the last step."""
 
     @property
     def device_name(self) -> str:
-        """Name of rank 0's GPU; empty where the model is on a CPU."""
+        """Name of rank 0's GPU; empty for a model on the CPU."""
         return self.executor.models.policy.device_name
 
     def flops(self, plan: StepPlan, epochs: int) -> float | None:
-        """Return the FLOPs that the model needs for a step, if the backend counts them.
+        """Return the model's FLOPs for a step; None if the backend does not count them.
 
         Args:
-            plan: the step's plan.
-            epochs: times that it trains each sample.
+            plan: plan of the step.
+            epochs: number of times that the step trains each sample.
         """
         policy = self.executor.models.policy
         shared = plan.shared_tokens(plan.families(shared=policy.shares_prefixes))
@@ -93,42 +93,42 @@ class ModelRunner:
         return None if once is None else once * epochs
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
-        """Run blocking work in the model's thread."""
+        """Run blocking work in the compute thread."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, function, *args)
 
     async def lead(self, command: RankCommand[T]) -> T:
-        """Carry out a command on all ranks, in the model's thread."""
+        """Execute a command on all ranks, from the compute thread."""
         return await self.run(self.executor.lead, command)
 
     async def idle_loop(self) -> None:
-        """Let the other ranks know that rank 0 lives, in all its waits, until cancelled."""
+        """Send a heartbeat from rank 0 to the other ranks every `IDLE_S`, until cancelled."""
         while True:
             await asyncio.sleep(IDLE_S)
             await self.lead(IdleCommand())
 
     async def take_device(self) -> None:
-        """In a colocated run, have the engines sleep and move the trainer's state back to the GPU.
+        """In a colocated run, acquire the GPU once the engines sleep and move the trainer's state to the GPU.
 
-        Returns at once if it is there.
+        Returns at once if the trainer has the GPU.
 
         Raises:
-            TetherError: the engines do not sleep, or there is no room.
+            TetherError: the engines do not sleep, or the GPU lacks room.
         """
         if self._turn is not None and not self._turn.mine:
             await self._turn.acquire()
             await self.lead(OnloadCommand())
 
     async def leave_device(self) -> None:
-        """In a colocated run, move the trainer's state to the host, and only then let the engines wake."""
+        """In a colocated run, move the trainer's state to the host, then release the GPU to the engines."""
         if self._turn is not None and self._turn.mine:
             await self.lead(OffloadCommand())
             await self._turn.release()
 
     async def engine_ready(self, manifest: WeightManifest) -> bool:
-        """With transport `shared`, wait until the engine serves a version; false if the process is to stop.
+        """With transport `shared`, wait until the engine serves a version; False if the process is to stop.
 
         Args:
-            manifest: the last published version's.
+            manifest: manifest of the last published version.
 
         Raises:
             TetherError: the engine has ended, or does not serve the version in time.
@@ -147,13 +147,13 @@ class ModelRunner:
         """Make one optimizer step; return its plan and its measurements.
 
         Args:
-            command: the step's command.
-            epoch: of the trainer, with `announce`.
-            announce: begin to publish the new version while the optimizer makes it, where the backend can;
-                called if engines can receive it then. None: `publish` does all of it.
+            command: command of the step.
+            epoch: the trainer's epoch; used with `announce`.
+            announce: called when engines can receive the new version during the optimizer step. The backend
+                then publishes while the optimizer runs, if it can. None leaves publication to `publish`.
 
         Raises:
-            TetherError: the engine whose weights the step was computed with has ended meanwhile.
+            TetherError: the engine whose weights the step computes with has ended during the step.
         """
         self._ahead = None
         if announce is None:
@@ -169,23 +169,23 @@ class ModelRunner:
         return await self.run(self._train, command, begin)
 
     async def provisional(self, epoch: str, version: int) -> WeightDraft | None:
-        """Let engines receive a version while `publish` makes it; None if the transport cannot do that.
+        """Return the draft of a version that engines may receive while `publish` exports the version.
 
-        None, too, if the version was begun to be published in its step.
+        Returns None if the transport does not allow that, or if the version's publication began in its step.
         """
         if self._ahead is not None:
             return None
         return await self.lead(DraftCommand(epoch, version))
 
     async def publish(self, epoch: str, version: int) -> WeightManifest:
-        """Export the weights and make the version available; complete when it returns."""
+        """Export the weights and return their manifest; the version is complete on return."""
         ahead, self._ahead = self._ahead, None
         if ahead is not None:
             return await asyncio.wrap_future(ahead)
         return await self.lead(PublishCommand(epoch, version, self._engine_dtype))
 
     async def digest(self) -> int:
-        """Return the digest that the weights would be published under."""
+        """Return the digest that the weights would have if published."""
         return await self.lead(DigestWeightsCommand(self._engine_dtype))
 
     async def restore(self, directory: Path) -> None:
@@ -195,16 +195,16 @@ class ModelRunner:
         await self.lead(RestoreCommand(str(directory)))
 
     async def finish_save(self) -> str:
-        """Wait until every rank's part of a checkpoint is on disk, during the steps if the backend can.
+        """Wait until all ranks have written their parts of a checkpoint, concurrently with steps if possible.
 
         Returns:
-            Why an export that was begun is incomplete; empty if it is complete.
+            Why an export is incomplete; empty if it is complete.
 
         Raises:
             TetherError: a rank could not write its part of the checkpoint.
         """
         await asyncio.to_thread(self.executor.await_part)
-        if self.executor.has_followers:  # a command to the other ranks comes between two others
+        if self.executor.has_followers:  # ranks execute commands one at a time
             failure = await self.lead(FinishSaveCommand())
         else:
             failure = await asyncio.to_thread(self.executor.lead, FinishSaveCommand())
@@ -214,7 +214,7 @@ class ModelRunner:
 
     async def close(self) -> None:
         """Close sender, model and threads."""
-        await asyncio.to_thread(self._publisher.shutdown)  # an export that was begun ends with its step
+        await asyncio.to_thread(self._publisher.shutdown)  # a running export ends with its step
         self.sender.close()
         await self.run(self.executor.close)
         self._thread.shutdown()
@@ -253,11 +253,11 @@ def _open_sender(process: Process, backend: Backend) -> WeightSender:
 
 
 async def load_model(process: Process, turn: TrainerGpuTurn | None) -> ModelRunner:
-    """Load rank 0's part of the model and open its sender, in the thread that will do all of its work.
+    """Load rank 0's models and open its sender, in the compute thread.
 
     Raises:
-        SettingsError: the model cannot be loaded, or the transport cannot be used, with these settings.
-        WeightError: the sender cannot set itself up.
+        SettingsError: the settings do not allow the model to be loaded or the transport to be used.
+        WeightError: the sender cannot be set up.
     """
     settings, loop = process.settings, asyncio.get_running_loop()
     thread = ThreadPoolExecutor(1, thread_name_prefix="compute")

@@ -1,4 +1,4 @@
-"""Holds trainer rank 0's open parts of a run, except the model."""
+"""Holds the open files, connections and epoch of trainer rank 0, without the model."""
 
 import asyncio
 import logging
@@ -30,11 +30,11 @@ SPOOL_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class ModelVersion:
-    """The version that the trainer's model is at, which is committed, and the one that engines get."""
+    """The committed version of the trainer's model, and the version that engines load."""
 
     version: int
     digest: int
-    """The digest of the manifest under which it was published, or would be."""
+    """Digest of the version's manifest, or the digest it would be published under."""
     published: WeightManifest
     """Manifest of the newest published version."""
 
@@ -45,29 +45,29 @@ class OpenRun:
 
     process: Process
     epoch: str
-    """Under which this trainer holds the run; `reclaim` draws another one."""
+    """Epoch under which this trainer holds the run; `reclaim` draws another one."""
     spool: Spool
     archive: Archive
     checkpoints: Checkpoints
     steps: StepLog
-    """metrics.jsonl, a line for each committed step."""
+    """metrics.jsonl, one line per committed step."""
     broadcaster: Broadcaster
-    """Reaches the engines."""
+    """Broadcasts to the engines."""
 
     async def check_held(self) -> None:
-        """Check that this trainer still holds the run, for waits without another call that would show it.
+        """Check that this trainer still holds the run. Use in waits without other calls to the ledger.
 
         Raises:
-            Refused: STALE_EPOCH, it does not.
+            Refused: STALE_EPOCH, another trainer holds the run.
         """
         if (epoch := (await self.process.ledger.head()).epoch) != self.epoch:
             raise Refused(Reason.STALE_EPOCH, epoch)
 
     def read_command(self, batch: Taken, *, mask_late: bool = True) -> TrainCommand:
-        """Return the command that trains on a batch; reads its records from the spool. Blocks.
+        """Return the command that trains on a batch, with records read from the spool. Blocks.
 
         Raises:
-            MissingRecords: (a LookupError) the spool does not hold a group as it was received.
+            MissingRecords: (a LookupError) the spool lacks a group, or its record is damaged.
         """
         records = self.spool.get_many([(group.group, group.token) for group in batch.groups])
         return train_command(self.process.settings, batch, records, mask_late=mask_late)
@@ -77,7 +77,7 @@ class OpenRun:
 
         Raises:
             ProtocolError: `error` itself, if every record can be read.
-            MissingRecords: meanwhile the spool does not hold a group as it was received.
+            MissingRecords: the spool lacks a group by now, or its record is damaged.
         """
         causes = {}
         for record in self.spool.stored([(group.group, group.token) for group in batch.groups]):
@@ -91,9 +91,9 @@ class OpenRun:
         return MissingRecords(causes)
 
     def response_lengths(self, groups: Sequence[int]) -> list[list[int]]:
-        """Return the tokens of each sample of those groups whose record the spool holds. Blocks.
+        """Return the number of tokens of each sample, for each group whose record the spool holds. Blocks.
 
-        Returns none if a record cannot be read: a measurement does not end a run.
+        Returns an empty list if a record cannot be read: a measurement does not end a run.
         """
         try:
             records = [decode_scored(payload) for payload in self.spool.find(groups)]
@@ -103,11 +103,11 @@ class OpenRun:
         return [sample_lengths(record.rollout) for record in records]
 
     async def forget(self, groups: Sequence[int], journal_from: int = 0) -> bool:
-        """Delete groups from the spool; returns whether that succeeded, as a later call may try again.
+        """Delete groups from the spool; return whether that succeeded. A later call may retry.
 
         Args:
-            groups: those that were dropped or are covered by a checkpoint.
-            journal_from: position before which the journal may be deleted, too; 0 leaves all of it.
+            groups: groups that were dropped or that a checkpoint covers.
+            journal_from: position before which the journal may be deleted, too; 0 keeps the whole journal.
         """
 
         def forget() -> None:
@@ -123,7 +123,7 @@ class OpenRun:
 
 
 async def open_spool(process: Process) -> Spool:
-    """Open the ingest's spool; the trainer never makes one, which the ingest would not write to."""
+    """Wait for the ingest to create the spool, then open it. The trainer itself never creates a spool."""
     path = process.settings.run_dir / "spool.sqlite"
     with process.waiting("the ingest to make the spool"):
         while not await asyncio.to_thread(is_made, path) and not await process.stopped_within(SPOOL_S):
@@ -132,10 +132,10 @@ async def open_spool(process: Process) -> Spool:
 
 
 async def watch_spool_loop(process: Process, spool: Spool) -> None:
-    """Check each second that the spool is the one at its path and the ingest's, until cancelled.
+    """Check every second that the spool at its path is unchanged and the ingest's, until cancelled.
 
     Raises:
-        SettingsError: it is not.
+        SettingsError: the file was replaced, or the ingest writes to another spool.
     """
     while True:
         await asyncio.to_thread(spool.check_place)

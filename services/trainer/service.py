@@ -1,6 +1,6 @@
-"""Starts the trainer, `python -m services.trainer`: under torchrun one process for each rank.
+"""Runs the trainer, `python -m services.trainer`: one process per rank, under torchrun.
 
-Started alone it starts torchrun itself where more than one rank is configured, on each host of `[cluster]`.
+If more than one rank is configured, the process starts torchrun itself, on each host of `[cluster]`.
 
 Consumes: scored groups, by `take`, from the spool. Produces: versions, their weights and reports. Waits for:
 B scored groups.
@@ -45,11 +45,11 @@ log = logging.getLogger("tether.trainer")
 
 
 async def serve(process: Process) -> None:
-    """Be rank 0: take the run over, then make steps until it is done or the process is to stop.
+    """Run rank 0: take the run over, then make steps until the run is done or the process is to stop.
 
     Raises:
-        SettingsError: there is no run directory, or the run cannot be made with these settings.
-        TetherError: another trainer takes the run over; what this one did since its last commit is void.
+        SettingsError: there is no run directory, or the settings do not allow the run.
+        TetherError: another trainer has taken the run over. Work since this trainer's last commit is void.
     """
     run_dir = process.settings.run_dir
     if not run_dir.is_dir():
@@ -59,7 +59,7 @@ async def serve(process: Process) -> None:
 
 
 async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
-    """Load the model, open the run and train. `turn` is a colocated run's."""
+    """Load the model, open the run and train. `turn` is set in a colocated run."""
     settings, run_dir = process.settings, process.settings.run_dir
     runner = await load_model(process, turn)
     async with process.binding_socket(Broadcaster, WEIGHTS) as broadcaster:
@@ -86,7 +86,7 @@ async def _lead(process: Process, turn: TrainerGpuTurn | None) -> None:
 
 
 async def _train(run: OpenRun, runner: ModelRunner) -> None:
-    """Take the run over and make steps; raise one clear error if something else takes it over."""
+    """Take the run over and make steps; raise a single error if another trainer takes the run over."""
     try:
         await _take_over_and_step(run, runner)
     except* Refused as refusals:
@@ -101,11 +101,11 @@ def _is_fenced(error: BaseException) -> bool:
 
 
 async def _take_over_and_step(run: OpenRun, runner: ModelRunner) -> None:
-    """Make steps within the block of the checkpoints; a stop while there is no room ends it as any other."""
+    """Make steps with a checkpointer; a stop during a wait for disk space is a normal stop."""
     async with Checkpointer(run, runner) as checkpointer:
         try:
             await _make_steps(run, runner, checkpointer)
-        except* StoppedWaiting as stopped:  # the ledger has what was committed; the rest is made again
+        except* StoppedWaiting as stopped:  # uncommitted work is repeated after the next start
             log.warning("run.stopped_without_room error=%s", innermost(stopped))
 
 
@@ -121,7 +121,7 @@ async def _make_steps(run: OpenRun, runner: ModelRunner, checkpointer: Checkpoin
 
 
 async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
-    """Make steps, while engines answer and the shared engine is watched."""
+    """Make steps, receive engines' answers, and watch the shared engine."""
     process = run.process
     reports = await process.ledger.reports(0)
     await until_written(process, lambda: run.steps.backfill(reports), run.check_held)
@@ -133,14 +133,14 @@ async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
 
 
 def preload(settings: Settings) -> None:
-    """Import what training with these settings needs, for a spare."""
+    """Import the modules of the trainer's backend for a spare."""
     import_backend(settings.trainer.backend, with_critic=settings.needs_critic)
 
 
 def main() -> None:
-    """Start this host's ranks if more than one is configured; else be the rank that the environment names."""
+    """Start this host's ranks if several are configured, or run the rank that the environment names."""
     rank = int(os.environ.get("RANK", "-1"))
-    if rank >= 0:  # torchrun gives each rank a session of its own, which no other process ends
+    if rank >= 0:  # torchrun starts each rank in a new session, which no other process would end
         die_with_parent(signal.SIGKILL)
     if rank > 0:
         follow_rank_0(rank)

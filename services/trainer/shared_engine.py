@@ -1,10 +1,10 @@
 """Coordinates the trainer with the engine whose live weights it computes with (transport `shared`).
 
-The engine fills its weights from the trainer's masters, so the two take turns with them. From the moment a
-version is published until the engine serves it, the trainer neither computes nor writes to its masters, nor
-does it end. From the beginning of a step until the next version is published, no engine can mistake the
-masters for a version; meanwhile decoding and training only read the live weights. Trainer and engine are one
-failure unit: the trainer ends with its engine, and its successor waits for the next one.
+The engine copies its weights from the trainer's masters, so access to the masters alternates. From the
+publication of a version until the engine serves it, the trainer does not compute, write to its masters or
+end. From the beginning of a step until the next publication, the masters are marked invalid and no engine
+reads them as a version. Meanwhile decoding and training only read the live weights. Trainer and engine are
+one failure unit: the trainer ends with its engine, and its successor waits for the next engine.
 """
 
 import asyncio
@@ -25,54 +25,54 @@ from trainer.weights.shared_parts import SharedPartSender
 log = logging.getLogger("tether.sharing")
 
 POLL_S = (0.003, 0.05)
-"""Seconds between two reads of the registry while the engine is not ready: the first, and the longest."""
+"""First and longest wait between two reads of the registry while the engine is not ready, seconds."""
 CHECK_S = 0.2
-"""Seconds between two checks that the engine lives."""
+"""Seconds between two checks that the engine is alive."""
 
 AnySharedSender = SharedSender | SharedPartSender
 Attach = Callable[[Path], Awaitable[object]]
-"""Makes the backend compute with the tensors that a file describes."""
+"""Attaches the backend to the tensors that a file describes."""
 
 
 class SharedEngine:
-    """The engine that the trainer computes with."""
+    """The engine whose weights the trainer computes with."""
 
     def __init__(self, process: Process, sender: AnySharedSender | None, timeout_s: float) -> None:
         """Start without an engine.
 
         Args:
-            process: gives registry and ledger.
-            sender: publishes the masters; None: adapters are trained, and the weights of their base are
-                never written to.
-            timeout_s: seconds that an engine may take to serve a version.
+            process: provides registry and ledger.
+            sender: publishes the masters; None if only adapters are trained, so the base weights never
+                change.
+            timeout_s: seconds for an engine to serve a version.
         """
         self._process = process
         self._sender = sender
         self._timeout_s = timeout_s
         self._engine = ""
-        """Incarnation of the engine that the backend is attached to; empty before."""
+        """Incarnation of the attached engine; empty before the first."""
         self._owner: ProcessIdentity | None = None
-        """The process that owns the memory of its weights."""
+        """Process that owns the memory of the engine's weights."""
 
     def invalidate(self) -> None:
-        """Withdraw the published version: the masters are about to be written to."""
+        """Withdraw the published version, before the masters are written to."""
         if self._sender is not None:
             self._sender.invalidate()
 
     async def ready(self, manifest: WeightManifest, attach: Attach) -> bool:
         """Wait until the engine serves a version and the backend is attached to it.
 
-        There is no limit on the wait for an engine to start.
+        The wait for an engine to start is unlimited.
 
         Args:
-            manifest: the last published version's.
-            attach: called once, with the first engine that serves it.
+            manifest: manifest of the last published version.
+            attach: called once, with the first engine that serves the version.
 
         Returns:
             False if the process is to stop instead.
 
         Raises:
-            TetherError: the engine has ended, or has not served the version in time; the trainer must not
+            TetherError: the engine has ended, or has not served the version in time. The trainer must not
                 continue.
         """
         delay, since = POLL_S[0], time.monotonic()
@@ -104,12 +104,12 @@ class SharedEngine:
         return False
 
     async def until_copied(self, manifest: WeightManifest) -> None:
-        """Wait until the attached engine has copied a version, before the masters go.
+        """Wait until the attached engine has copied a version, before the masters are freed.
 
-        Returns, too, when the engine has left, after the limit, or when the process is to stop.
+        Also returns when the engine has left, after the timeout, or when the process is to stop.
 
         Args:
-            manifest: the last published version's.
+            manifest: manifest of the last published version.
         """
         until = time.monotonic() + self._timeout_s
         with self._process.waiting("the engine to copy the last weights"):
@@ -121,10 +121,10 @@ class SharedEngine:
                     return
 
     def check(self) -> None:
-        """Check that the attached engine lives.
+        """Check that the attached engine is alive.
 
         Raises:
-            TetherError: it has ended, so results computed with its memory since are invalid.
+            TetherError: the engine has ended, so results computed with its memory since are invalid.
         """
         if self._owner is not None and not self._owner.is_alive():
             raise TetherError(
@@ -133,17 +133,17 @@ class SharedEngine:
             )
 
     async def watch_loop(self) -> None:
-        """Check the engine until cancelled; else only the next step would show that it has ended.
+        """Check every `CHECK_S` that the engine is alive, until cancelled.
 
         Raises:
-            TetherError: it has ended.
+            TetherError: the engine has ended.
         """
         while True:
             self.check()
             await asyncio.sleep(CHECK_S)
 
     async def _described(self) -> dict[str, str]:
-        """Return the live engines that have described their tensors -> the description's file."""
+        """Return the live engines that describe their tensors -> file with the description."""
         peers = await self._process.ledger.peers(Role.ROLLOUT)
         return {
             peer.incarnation: str(peer.info[DESCRIBED])
@@ -152,7 +152,7 @@ class SharedEngine:
         }
 
     async def _serving(self, manifest: WeightManifest, described: dict[str, str]) -> str:
-        """Return the attached engine, or one to attach to, if it serves the version; else an empty string."""
+        """Return the attached engine, or a candidate, if it serves the version; else an empty string."""
         served = (await self._process.ledger.status()).engines
         for engine in described:
             if self._engine in ("", engine) and served.get(engine) == (manifest.epoch, manifest.version):
@@ -161,7 +161,7 @@ class SharedEngine:
 
 
 def _owner_is_alive(description: str) -> bool:
-    """Return whether the owner of a description lives; its registration outlives it for a while."""
+    """Return whether the owner of a description is alive; its registration expires only later."""
     try:
         return bool(description) and owner_of(Path(description)).is_alive()
     except WeightError:

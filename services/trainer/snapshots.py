@@ -1,6 +1,7 @@
-"""Writes the versions that are to be evaluated to RUN_DIR/evaluation, off the path of the steps.
+"""Writes snapshots of the versions to be evaluated to RUN_DIR/evaluation, off the step path.
 
-A step waits for one copy of the weights in host memory. A thread writes it, as the transport `disk` does.
+A step waits only for a copy of the weights to host memory. A thread writes the copy in the format of
+transport `disk`.
 """
 
 import asyncio
@@ -22,14 +23,14 @@ from trainer.weights.version_directories import VERSION_NAME, remove
 log = logging.getLogger("tether.trainer")
 
 KEEP = 2
-"""Newest snapshots that are kept in addition to version 0's, scored or not."""
+"""Number of newest snapshots kept in addition to version 0, scored or not."""
 
 
 class Snapshots:
-    """The snapshots of a run, written by trainer rank 0. At the end of its block the last one is there."""
+    """Context manager for the snapshots of a run on rank 0; on exit the last snapshot is on disk."""
 
     def __init__(self, run: OpenRun, runner: ModelRunner) -> None:
-        """Store the arguments; with `eval.every` = 0 no snapshot is written."""
+        """Store the arguments. With `eval.every` = 0 no snapshot is written."""
         self._run, self._process = run, run.process
         self._runner = runner
         self._every = run.process.settings.eval.every
@@ -38,7 +39,7 @@ class Snapshots:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._writing: asyncio.Future[None] | None = None
         self._taken = -1
-        """The version that was taken last."""
+        """Version of the last snapshot; -1 before the first."""
 
     async def __aenter__(self) -> "Snapshots":
         return self
@@ -47,11 +48,11 @@ class Snapshots:
         await asyncio.to_thread(self._thread.shutdown)
 
     async def take_over(self, version: int, digest: int, *, is_last: bool) -> None:
-        """Remove snapshots of abandoned versions, and take the present version unless it was scored.
+        """Remove snapshots of abandoned versions, and write the current version unless it is scored.
 
         Args:
-            version: the one which the run continues from.
-            digest: its manifest's.
+            version: version from which the run continues.
+            digest: digest in the version's manifest.
             is_last: whether the run is done.
         """
         if not self._every:
@@ -66,16 +67,15 @@ class Snapshots:
             await self.take(version, digest, is_last=is_last)
 
     async def take(self, version: int, digest: int, *, is_last: bool) -> None:
-        """Copy the weights if they are due; a thread writes them.
+        """Copy the weights if a snapshot is due; a thread writes the copy.
 
-        A snapshot that cannot be written is skipped.
-
-        If the snapshot before is still being written, this one is skipped, unless it is the last.
+        A snapshot that cannot be written is skipped. So is a snapshot that is due while the previous one is
+        being written, unless it is the last of the run.
 
         Args:
-            version: the model's.
-            digest: its manifest's, as it was committed.
-            is_last: whether the run makes no other version.
+            version: version of the model.
+            digest: digest in the committed version's manifest.
+            is_last: whether the run makes no further version.
         """
         due = self._every and (version % self._every == 0 or is_last)
         if not due or version == self._taken:
@@ -94,13 +94,13 @@ class Snapshots:
         )
 
     def _write(self, epoch: str, version: int, digest: int, tensors: dict[str, torch.Tensor]) -> None:
-        """Write a snapshot and remove older ones; `tensors` is emptied on the way."""
+        """Write a snapshot and remove older snapshots. Empties `tensors`."""
         config = WeightConfig(transport="disk", directory=str(self._directory), keep=KEEP)
         try:
             sender = disk_sender(config, self._run_dir)
             base_model = self._runner.executor.models.policy.architecture
             copy = sender.publish(epoch, version, _consumed(tensors), base_model=base_model)
-            if copy.digest != digest:  # the weights were changed between commit and copy
+            if copy.digest != digest:  # the weights changed between commit and copy
                 remove(self._directory / f"v{version:08d}-{epoch}")
                 raise WeightError(f"version {version}: the copy differs from what was committed")
             sender.retire(frozenset({0}))
@@ -110,6 +110,6 @@ class Snapshots:
 
 
 def _consumed(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield the tensors in order, and keep no reference to them."""
+    """Yield the tensors in order and remove each from the dictionary."""
     for name in list(tensors):
         yield name, tensors.pop(name)

@@ -1,7 +1,8 @@
-"""Runs this host's ranks of a trainer that has several hosts.
+"""Runs this host's ranks of a trainer on several hosts.
 
-The hosts meet (`trainer/hosts/meeting.py`), torchrun starts the ranks of each, and all end together. Other
-hosts than host 0 need the settings, the model and the run directory; only rank 0 speaks with ledger and bus.
+The hosts connect (`trainer/hosts/meeting.py`), torchrun starts the ranks on each host, and all hosts end
+together. Hosts other than host 0 need the settings, the model and the run directory. Only rank 0 connects to
+ledger and bus.
 """
 
 import dataclasses
@@ -46,27 +47,27 @@ COMPARED = (
     "reward_model",
     "weights",
 )
-"""Sections that have to be the same on all hosts."""
+"""Sections that must be the same on all hosts."""
 MAY_DIFFER = frozenset(
     {
         *("model.path", "critic.path", "reference.path", "teacher.path", "reward_model.path"),
         *("trainer.threads", "weights.directory", "weights.host"),
     }
 )
-"""Settings in them that a host may have of its own."""
+"""Settings in these sections that may differ between hosts."""
 EXIT_CODES = {Consequence.RESTART: EXIT_FAILED, Consequence.REFUSED: EXIT_SETTINGS, Consequence.STOPPED: 0}
-"""What ended a generation -> exit code of its hosts."""
+"""Consequence of an ending -> exit code of all hosts."""
 
 
 def run_on_hosts(settings: Settings, place: HostPlace) -> int:
-    """Run this host's ranks, until all hosts' ranks have ended.
+    """Run this host's ranks until the ranks of all hosts have ended.
 
     Returns:
         The exit code.
 
     Raises:
-        SettingsError: this host, or another one, does not go with host 0.
-        TetherError: not all hosts came in time, or one ended before all had come.
+        SettingsError: a host's settings, models or directories do not match host 0.
+        TetherError: not all hosts connected in time, or a host ended before all had connected.
     """
     log.info("hosts.place %s", place.describe())
     with _marker(settings, place) as marker:
@@ -93,10 +94,10 @@ def run_on_hosts(settings: Settings, place: HostPlace) -> int:
 
 
 def host_settings(settings: Settings) -> dict[str, Any]:
-    """Return what has to be the same on all hosts, by name: settings, and a digest of each model's files.
+    """Return settings and model fingerprints that must be the same on all hosts, by name.
 
     Raises:
-        SettingsError: the model is not there.
+        SettingsError: a model is missing.
     """
     tables = {name: dataclasses.asdict(getattr(settings, name)) for name in COMPARED}
     compared = {
@@ -105,7 +106,7 @@ def host_settings(settings: Settings) -> dict[str, Any]:
         for name, value in table.items()
         if f"{section}.{name}" not in MAY_DIFFER
     }
-    compared["setting engine.dtype"] = settings.engine.dtype  # each rank publishes its part in it
+    compared["setting engine.dtype"] = settings.engine.dtype  # each rank publishes its part in this dtype
     models = {"the model's files": fetch_model(settings)}
     models |= {f"the files of [{role}]": path for role, path in fetch_frozen(settings).items()}
     if settings.critic.path:
@@ -114,16 +115,16 @@ def host_settings(settings: Settings) -> dict[str, Any]:
 
 
 def check_host(settings: Settings, place: HostPlace, mine: HostFacts, first: HostFacts) -> None:
-    """Check that this host can work with host 0.
+    """Check that this host matches host 0.
 
     Args:
-        settings: this host's.
-        place: which host this is.
-        mine: what this host says.
-        first: what host 0 says.
+        settings: settings of this host.
+        place: number of this host.
+        mine: facts of this host.
+        first: facts of host 0.
 
     Raises:
-        SettingsError: names what differs and both values.
+        SettingsError: a setting, model or directory differs; the message has both values.
     """
     names = f"host {place.number} ({mine.name})", f"host 0 ({first.name})"
     for name in sorted({*mine.settings, *first.settings}):
@@ -147,26 +148,27 @@ def check_host(settings: Settings, place: HostPlace, mine: HostFacts, first: Hos
 
 
 def _shared(settings: Settings) -> Iterator[tuple[str, Path, str]]:
-    """Yield the directories that all hosts write to: a setting, this host's path, and what for."""
+    """Yield each directory that all hosts write to: its setting, the path on this host, and its purpose."""
     yield "run.dir", settings.run_dir, "a checkpoint"
     if settings.weights.transport in ("disk", "http"):
         yield "weights.directory", versions_in(settings.weights, settings.run_dir), "a version"
 
 
 def _fingerprint(model_dir: Path) -> str:
-    """Return a digest of a model's configuration and of the names and sizes of its weights."""
+    """Return a digest of a model's configuration and the names and sizes of its weight files."""
     weights = sorted((path.name, path.stat().st_size) for path in model_dir.glob("*.safetensors"))
     return hashlib.sha256((model_dir / "config.json").read_bytes() + repr(weights).encode()).hexdigest()[:16]
 
 
 @contextmanager
 def _marker(settings: Settings, place: HostPlace) -> Iterator[str]:
-    """On host 0, have a file in each shared directory within the block, by which other hosts recognize it.
+    """On host 0, create a marker file in each shared directory within the block; yield its name.
 
-    Its name is new each time: a network file system remembers which names did not exist.
+    Other hosts recognize the directory by the marker. Its name is random, because network file systems cache
+    the absence of names.
 
     Raises:
-        SettingsError: there is no run directory, or one cannot be written.
+        SettingsError: there is no run directory, or a directory cannot be written.
     """
     if not settings.run_dir.is_dir():
         raise SettingsError(f"no run directory {settings.run_dir}: start the ingest first, or `tether up`")
@@ -179,7 +181,7 @@ def _marker(settings: Settings, place: HostPlace) -> Iterator[str]:
             paths.append(directory / name)
             try:
                 directory.mkdir(parents=True, exist_ok=True)
-                for old in directory.glob("hosts-*"):  # of a host 0 that was killed
+                for old in directory.glob("hosts-*"):  # left by a killed host 0
                     old.unlink(missing_ok=True)
                 paths[-1].touch()
             except OSError as error:
@@ -194,9 +196,9 @@ def _marker(settings: Settings, place: HostPlace) -> Iterator[str]:
 
 
 def _end_at_once(ending: Ending) -> None:
-    """End this host's ranks and this process: without the other hosts they would wait forever.
+    """Kill this host's ranks and exit: without the other hosts the ranks would wait forever.
 
-    torchrun would wait for ranks that wait for other hosts, so it is not asked.
+    torchrun is not asked to stop, because it would wait for the blocked ranks.
     """
     code = EXIT_CODES[ending.consequence]
     log.error("hosts.ended code=%d reason=%s", code, ending.reason)

@@ -1,4 +1,4 @@
-"""Runs the trainer on several ranks: the process that starts torchrun, and the ranks that follow rank 0."""
+"""Runs the trainer on several ranks: starts torchrun, and runs the ranks that follow rank 0."""
 
 import os
 import signal
@@ -24,10 +24,9 @@ from trainer.weights.registry import make_sender
 
 
 def run_ranks(settings: Settings) -> int:
-    """Run the trainer once for each rank, on this machine, until all have ended.
+    """Run one trainer process per rank on this machine until all have ended.
 
-    In a colocated run all ranks hold the device together, so it is not free before the last of them has
-    ended.
+    In a colocated run all ranks hold the device, so it is free only once the last rank has ended.
 
     Returns:
         The exit code.
@@ -41,11 +40,11 @@ def launch(command: Sequence[str]) -> tuple[int, bool]:
     """Run torchrun in this process.
 
     Args:
-        command: its command line, of `trainer.ranks.launch`.
+        command: torchrun's command line from `trainer.ranks.launch`.
 
     Returns:
-        The exit code, which torchrun alone would not pass on, and whether a signal asked it to stop; then
-        rank 0 has drained.
+        The exit code, which torchrun itself does not pass on, and whether a signal requested the stop. After
+        a signal rank 0 has drained.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -69,9 +68,9 @@ def exit_code(codes: Collection[int]) -> int:
 
 
 def follow_rank_0(rank: int) -> None:
-    """Be a process other than rank 0: load its part of a model, then carry out what rank 0 commands.
+    """Run a rank other than 0: load its part of the models, then execute rank 0's commands.
 
-    Signals to stop are ignored: rank 0 decides when the ranks end, as none may leave in the middle of a step.
+    Stop signals are ignored. Rank 0 decides when the ranks end, because no rank may leave during a step.
     """
     for signum in (signal.SIGTERM, signal.SIGINT):
         signal.signal(signum, signal.SIG_IGN)
@@ -81,7 +80,7 @@ def follow_rank_0(rank: int) -> None:
         if follower := build_follower(settings, rank):
             follower.follow()
             return
-    except TetherError as error:  # rank 0 does not meet it, as it does with its own model
+    except TetherError as error:  # rank 0 loads other models and may not raise this error
         exit_with(error, "tether trainer")
     await_device(settings)
     models = build_models(settings)

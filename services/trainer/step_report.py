@@ -1,4 +1,4 @@
-"""Measures and reports each step, and names the cause for which skipped steps halt the run."""
+"""Measures and reports each step, and says why skipped steps halt the run."""
 
 import logging
 import time
@@ -29,22 +29,22 @@ LIKELY: Mapping[str, str] = {
 }
 """Keyword in the cause -> settings to check."""
 PARTS = ("wait", "train", "publish", "checkpoint")
-"""Parts that a step is made of, with others."""
+"""Parts of a step that are timed; other time is `other_s`."""
 Part = Literal["wait", "train", "publish", "checkpoint", "drafts"]
 
 
 class StepClock:
-    """Clock of the step path's parts, one after the other; time outside all parts is the rest."""
+    """Timer for the consecutive parts of a step; time outside all parts counts as other time."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Start now; `now` returns seconds."""
+        """Start the timer; `now` returns seconds."""
         self._now = now
         self._last = now()
         self._seconds: dict[str, float] = {}
 
     @contextmanager
     def part(self, name: Part) -> Iterator[None]:
-        """Count the block as a part; blocks must not overlap, but for "drafts" within "wait"."""
+        """Time the block as a part. Blocks must not overlap, except "drafts" within "wait"."""
         began = self._now()
         try:
             yield
@@ -52,9 +52,10 @@ class StepClock:
             self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - began
 
     def lap(self) -> dict[str, float]:
-        """Return the times since the last lap, or since the start, and begin the next one.
+        """Return the seconds since the last lap or the start, and begin the next lap.
 
-        They are `step_s`, its parts and `drafts_s`, if there was such a part, as in `StepReport`.
+        The keys are fields of `StepReport`: `step_s`, one for each part, and `drafts_s` if that part
+        occurred.
         """
         now = self._now()
         step_s, self._last = now - self._last, now
@@ -66,7 +67,7 @@ class StepClock:
 
 @dataclass(frozen=True, slots=True)
 class TrainedStep:
-    """One optimizer step that was made and is not committed yet."""
+    """An optimizer step that is not committed yet."""
 
     taken: Taken
     plan: StepPlan
@@ -74,31 +75,31 @@ class TrainedStep:
     flops: float | None = None
     """FLOPs that the model needs for all epochs of the batch, if the backend counts them."""
     dropped_lengths: Sequence[Sequence[int]] = ()
-    """Tokens of each sample, for each group that the take dropped and whose record was there."""
+    """Tokens of each sample, for each dropped group whose record the spool held."""
     command: TrainCommand | None = None
-    """Command that it carried out; None: it is not audited."""
+    """Command of the step; None excludes the step from the audit."""
 
 
 class StepReporter:
-    """Reports steps; holds what some of their numbers are differences to."""
+    """Reports steps; keeps the previous counters, from which reports compute differences."""
 
     def __init__(self, process: Process, device: str = "") -> None:
-        """Store the arguments; `device` is the name of each rank's GPU, empty for a CPU."""
+        """Store the arguments; `device` is the GPU name of each rank, empty on a CPU."""
         self._process = process
         self._pause_ms: float | None = None
         self._busy = {role: BusyShare() for role in (Role.ROLLOUT, Role.REWARD)}
         self._before: LedgerStatus | None = None
-        """The ledger's status at the last report."""
+        """Ledger status at the last report."""
         self._devices = [device] * process.settings.parallel.world_size
 
     def start(self, status: LedgerStatus) -> None:
-        """Count drops from this status of the ledger on."""
+        """Use this ledger status as the baseline of drop counts."""
         self._before = status
 
     def note_answer(self, message: AnyMessage, registered: Collection[str]) -> None:
-        """Note what an engine says of a version; the next report has the longest pause.
+        """Record an engine's answer about a version; the next report contains the longest pause.
 
-        What names an engine that is not registered is counted, and has no other effect.
+        An answer of an unregistered engine is only counted.
         """
         if getattr(message, "engine", "") not in registered:
             self._process.metrics.count("weights.unknown_engine")
@@ -123,11 +124,11 @@ class StepReporter:
         peers: Sequence[Peer],
         warnings: tuple[str, ...] = (),
     ) -> StepReport:
-        """Return the report of a step. Counts and shares in it are of the time since the last one.
+        """Return the report of a step. Counts and shares cover the time since the last report.
 
-        `epoch` is the trainer's, `times` cover the time since the last report, `status` is the ledger's
-        before the commit, and `peers` are the registered processes; `warnings` are added to the step's
-        own.
+        `epoch` is the trainer's epoch. `times` covers the time since the last report. `status` is the ledger
+        status before the commit, `peers` are the registered processes. `warnings` are added to the warnings
+        of the step.
         """
         pause_ms, self._pause_ms = self._pause_ms, None
         before, self._before = self._before or status, status
@@ -163,7 +164,7 @@ class StepReporter:
         )
 
     def _filtered(self, status: LedgerStatus, before: LedgerStatus, groups_taken: int) -> dict[str, Any]:
-        """Return the groups that `algorithm.filter_groups` dropped since the last report."""
+        """Return count, tokens and share of the groups filtered since the last report."""
         if not self._process.settings.algorithm.filter_groups:
             return {}
         groups = _increase(before.dropped_by_reason, status.dropped_by_reason).get(NO_SIGNAL, 0)
@@ -172,7 +173,7 @@ class StepReporter:
         return {"filtered_groups": groups, "filtered_tokens": tokens, "filtered_share": share}
 
     def record(self, report: StepReport) -> None:
-        """Show a committed step in metrics, registry and log."""
+        """Write a committed step to metrics, registry and log."""
         process = self._process
         for name, value in (
             ("train", report.train_s),
@@ -204,9 +205,9 @@ class StepReporter:
 
 
 def excess_mismatch(step: int, stats: StepStats, config: TrainerConfig) -> str:
-    """Return a sentence about a step's excessive mismatch at lag 0; empty if it is within limits.
+    """Return a sentence about a step's mismatch at lag 0 if it exceeds the limit; else an empty string.
 
-    Steps whose tokens all have a larger lag are not judged: there the policy may have moved.
+    Steps without tokens at lag 0 are not judged, because the policy may have moved.
     """
     error, limit = stats.token_mult_prob_error, config.mismatch_limit
     if error is None or not limit or error <= limit:
@@ -219,17 +220,17 @@ def excess_mismatch(step: int, stats: StepStats, config: TrainerConfig) -> str:
 
 
 def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, int]:
-    """Return by how much each count has grown."""
+    """Return the increase of each count."""
     return {name: count - before.get(name, 0) for name, count in now.items()}
 
 
 def _shown(value: float | None, digits: int) -> str:
-    """Return a number for the log, or a dash where it was not measured."""
+    """Format a number for the log; a dash if it was not measured."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
 def halt_cause(in_row: int, cause: str) -> str:
-    """Return why a run is halted after `in_row` skipped steps, the last one for `cause`; one sentence."""
+    """Return a sentence that says why the run halts after `in_row` skipped steps, the last for `cause`."""
     settings = next((names for word, names in LIKELY.items() if word in cause), ", ".join(LIKELY.values()))
     return (
         f"{in_row} steps in a row were skipped and changed no weight (trainer.max_skipped_steps), the last "
@@ -238,18 +239,18 @@ def halt_cause(in_row: int, cause: str) -> str:
 
 
 class SkipLimit:
-    """Counts skipped steps in a row; a step that is not skipped, and a halt, begin a new count."""
+    """Counter of consecutive skipped steps; a trained step or a halt resets the counter."""
 
     def __init__(self, limit: int) -> None:
-        """Count from 0; `limit` is `trainer.max_skipped_steps`."""
+        """Start at 0; `limit` is `trainer.max_skipped_steps`."""
         self._limit = limit
         self._in_row = 0
 
     def cause_after(self, skipped: str) -> str:
-        """Count a committed step, which was skipped for a cause or, if that is empty, was not.
+        """Count a committed step. `skipped` is the cause of a skipped step, or empty.
 
         Returns:
-            The cause to halt the run for; empty while there is none.
+            The cause for which the run must halt; empty if it continues.
         """
         self._in_row = self._in_row + 1 if skipped else 0
         if self._in_row < self._limit:

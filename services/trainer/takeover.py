@@ -1,9 +1,9 @@
-"""Takes a run over: fences the trainer before, loads the newest checkpoint, replays the steps since.
+"""Takes a run over: fences the previous trainer, loads the newest checkpoint, replays later steps.
 
 Steps r..V-1 are replayed from the spool with their recorded groups. If the weights then have the digest that
-the ledger recorded for V, the branch continues and no step is lost. Else the ledger is rewound to r, and
-groups and steps of abandoned versions are made again. The version that the run continues from is published,
-whatever `trainer.publish_every` says; with 0 it is version 0, as before.
+the ledger recorded for V, the branch continues and no step is lost. Otherwise the ledger is rewound to r, and
+groups and steps of abandoned versions are repeated. The version from which the run continues is published
+regardless of `trainer.publish_every`; with 0, version 0 is published again.
 """
 
 import asyncio
@@ -29,18 +29,17 @@ log = logging.getLogger("tether.recovery")
 
 
 async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointer) -> ModelVersion:
-    """Claim the run for this trainer's epoch and bring the model to the version that the run continues from.
+    """Claim the run for this trainer's epoch and restore the version from which the run continues.
 
     Returns:
-        That version, and the one that is published and announced.
+        The restored version, and the manifest that is published and announced.
 
     Raises:
         SettingsError: all checkpoints are ahead of the ledger (another Redis, or one that lost writes).
     """
     ledger = run.process.ledger
     status = await ledger.claim(run.epoch)
-    # A trainer that was still saving when it was fenced may have left a checkpoint of an abandoned branch,
-    # newer or of the same version.
+    # A fenced trainer may have left a checkpoint of an abandoned branch, newer or of the same version.
     digests = {record.step + 1: record.digest for record in await ledger.step_records(0)}
     checkpoint = run.checkpoints.latest(at_most=status.version, digests=digests)
     start = checkpoint.version if checkpoint else 0
@@ -61,7 +60,7 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
     if model is None or not await ledger.resume(run.epoch, status.version, model.digest):
         model = await _rewind(run, runner, status, checkpoint, initial)
     await checkpointer.remove_exports_after(model.version)
-    if checkpoint is None and model.version == 0:  # so that there is always one to go back to
+    if checkpoint is None and model.version == 0:  # there must always be a checkpoint to rewind to
         await checkpointer.save(0, model.digest, status.sequence)
     elif checkpoint is not None and checkpoint.version:
         await checkpointer.copy_again(checkpoint.version)
@@ -72,29 +71,29 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
 async def reclaim(
     run: OpenRun, runner: ModelRunner, model: ModelVersion, error: MissingRecords
 ) -> ModelVersion:
-    """Give back a batch with untrainable groups, and hold the run under a new epoch.
+    """Return a batch with untrainable groups to the ledger, and hold the run under a new epoch.
 
-    Those groups are `lost` and generated again. The model stays as it is: it has the committed version, which
-    is published.
+    The untrainable groups are `lost` and generated again. The model keeps the committed version, which is
+    published again.
 
     Args:
         run: gets the new epoch.
-        runner: publishes the version, perhaps again.
-        model: the version.
-        error: the groups.
+        runner: publishes the version.
+        model: the committed version.
+        error: names the untrainable groups.
 
     Returns:
         The version, with its manifest under the new epoch, which is announced.
 
     Raises:
         Refused: STALE_EPOCH, another trainer holds the run.
-        TetherError: the export differs from the committed one, or engines are to keep the initial weights,
-            which the model does not have any more.
+        TetherError: the export differs from the committed version, or the engines need the initial weights,
+            which the model no longer has.
     """
     ledger = run.process.ledger
     for cause in error.causes.values():
         log.error("group.lost %s", cause)
-    await ledger.take(run.epoch)  # refuses if another trainer has taken the run over meanwhile
+    await ledger.take(run.epoch)  # refuses if another trainer has taken the run over
     run.epoch = new_epoch()
     status = await ledger.claim(run.epoch)
     for group, token in error.causes:
@@ -113,13 +112,13 @@ async def reclaim(
 
 
 async def publish(run: OpenRun, runner: ModelRunner, version: int) -> WeightManifest:
-    """Publish the model's version, repeatedly while the disk of its files is full; returns its manifest.
+    """Publish the model's version and return its manifest; retry while the disk is full.
 
-    Shared memory without room for a version ends the trainer instead: a person can only enlarge it.
+    If shared memory has no room for the version, the trainer ends, since only a user can enlarge it.
 
     Raises:
-        WeightError: it is not published.
-        StoppedWaiting: the process is to stop, and the disk is full.
+        WeightError: publication failed.
+        StoppedWaiting: the process is to stop while the disk is full.
         Refused: STALE_EPOCH, another trainer took the run over while the disk was full.
     """
     settings, work = run.process.settings, partial(runner.publish, run.epoch, version)
@@ -135,9 +134,9 @@ async def publish(run: OpenRun, runner: ModelRunner, version: int) -> WeightMani
 
 
 async def announce(run: OpenRun, manifest: WeightManifest) -> None:
-    """Let the engines of this epoch know a version that was not published with its commit.
+    """Announce to the engines a version that was published without a commit.
 
-    From then on the registry shows the epoch: a trainer runs that publishes under it.
+    The registry then names this epoch: a running trainer publishes under it.
     """
     run.process.info["epoch"] = run.epoch
     await run.process.ledger.publish(run.epoch, encode_payload(manifest), manifest.version)
@@ -147,10 +146,10 @@ async def announce(run: OpenRun, manifest: WeightManifest) -> None:
 async def _replay(
     run: OpenRun, runner: ModelRunner, status: LedgerStatus, start: int, initial: WeightManifest | None
 ) -> ModelVersion | None:
-    """Repeat the committed steps since `start` and publish; None if the ledger's weights cannot be reached.
+    """Replay the committed steps since `start` and publish; None if the ledger's weights are not reproduced.
 
-    That is so if the spool does not hold the groups as they were received, or the weights come out
-    different. With the manifest of `initial` weights engines keep these.
+    The replay fails if the spool lacks a group as received, or if the digests differ. If `initial` is given,
+    engines keep the initial weights.
     """
     reached, recorded = start, None
     for record in await run.process.ledger.step_records(start):
@@ -175,7 +174,7 @@ async def _replay(
 async def _published(
     run: OpenRun, runner: ModelRunner, version: int, initial: WeightManifest | None
 ) -> ModelVersion:
-    """Publish the version that the model is at, unless engines are to keep the initial weights."""
+    """Publish the model's version, or only compute its digest if engines keep the `initial` weights."""
     if initial is not None:
         return ModelVersion(version, await runner.digest(), initial)
     manifest = await publish(run, runner, version)
@@ -189,7 +188,7 @@ async def _rewind(
     checkpoint: Checkpoint | None,
     initial: WeightManifest | None,
 ) -> ModelVersion:
-    """Rewind model and ledger to a checkpoint, and publish its version or keep the initial weights."""
+    """Rewind model and ledger to a checkpoint; publish its version, or keep the initial weights."""
     if checkpoint is None:
         raise SettingsError(
             f"the ledger is at version {status.version}, but this run directory has no checkpoint and the "

@@ -1,11 +1,11 @@
-"""Runs the trainer's loop: take B groups, make one optimizer step, publish the weights, commit, announce.
+"""Runs the training loop: take B groups, make one optimizer step, publish the weights, commit, announce.
 
-Order matters. The weights of the new version are complete at their transport before the commit names them;
-the commit makes the version and stores its manifest in one script; only then is it announced to the engines.
+The order matters. The weights of a new version are complete at their transport before the commit. The commit
+creates the version and stores its manifest in one script. Only then is the version announced to the engines.
 With `trainer.publish_every` above 1 a version may be committed without being published.
 
-A crash before the commit leaves a version that no other process knows; a crash after it leaves a manifest
-that engines find in the ledger.
+A crash before the commit leaves a version that no other process knows. A crash after the commit leaves a
+manifest that engines find in the ledger.
 """
 
 import asyncio
@@ -45,7 +45,7 @@ from trainer.storage.stored import MissingRecords
 log = logging.getLogger("tether.trainer")
 
 TAKE_POLL_S = (0.003, 0.05)
-"""Seconds between two attempts to take a batch: the first, and the longest."""
+"""First and longest wait between two attempts to take a batch, seconds."""
 HALT_POLL_S = 1.0
 """Seconds between two reads of the ledger during a halt."""
 
@@ -74,7 +74,7 @@ class TrainLoop:
         self.audit = LiveAudit(run.process.settings)
 
     async def answers_loop(self) -> None:
-        """Note what engines answer, until cancelled."""
+        """Record the engines' answers, until cancelled."""
         while True:
             _, message = await self._run.broadcaster.answers()
             registered = {peer.incarnation for peer in await self._process.ledger.peers(Role.ROLLOUT)}
@@ -93,9 +93,9 @@ class TrainLoop:
             if batch is None and self._process.stop.is_set():
                 break
             await self._runner.take_device()
-            if batch is None:  # the prompts have run out: this is the last model
+            if batch is None:  # the prompts are exhausted: this is the last model
                 await self._snapshots.take(self._model.version, self._model.digest, is_last=True)
-                # a checkpoint that is complete is not written again: that would only put it at risk
+                # a complete checkpoint is not rewritten, since that would only risk its loss
                 if not await self._checkpointer.is_saved(status.version, self._model.digest):
                     await self._checkpointer.checkpoint(status, self._model.digest)
                 break
@@ -107,7 +107,7 @@ class TrainLoop:
                 with self._process.working(f"gives the batch of step {batch.step} back"):
                     self._model = await reclaim(self._run, self._runner, self._model, missing)
                 continue
-            if made is None:  # the model has the weights of a step that is not committed
+            if made is None:  # the model has the weights of an uncommitted step
                 await self._checkpointer.finish()
                 return
             status = made
@@ -120,7 +120,7 @@ class TrainLoop:
             log.info("run.done version=%d", status.version)
 
     async def _take(self) -> Taken | None:
-        """Wait for the next batch; None if the process is to stop or no more groups can come."""
+        """Wait for the next batch; return None if the process is to stop or no more groups can arrive."""
         delay, is_ordered = TAKE_POLL_S[0], self._process.settings.is_lockstep
         if is_ordered and self._model.version == 0 and not await generated_before(self._process, 1):
             return None
@@ -128,7 +128,7 @@ class TrainLoop:
             while not self._process.stop.is_set():
                 self._checkpointer.check()
                 if is_ordered and (await self._process.ledger.status()).draining:
-                    return None  # the groups that are there may be fewer than a step's
+                    return None  # fewer groups than a step needs may remain
                 try:
                     return await self._process.ledger.take(self._run.epoch)
                 except Refused as refusal:
@@ -136,13 +136,13 @@ class TrainLoop:
                         log.info("run.exhausted %s", refusal.detail)
                         await (
                             self._process.ledger.drain()
-                        )  # the run is over, with fewer steps than it was to have
+                        )  # the run is over, with fewer steps than configured
                         return None
                     if refusal.reason not in (Reason.NOT_ENOUGH, Reason.STRAGGLER):
                         raise
                     set_detail(str(refusal))
                 await self._publish_if_due()
-                await self._runner.leave_device()  # engines that share it have to generate first
+                await self._runner.leave_device()  # colocated engines must generate first
                 if await self._train_drafts():
                     continue
                 await self._process.stopped_within(delay)
@@ -150,7 +150,7 @@ class TrainLoop:
         return None
 
     async def _train_drafts(self) -> bool:
-        """Make one update of the draft head; returns whether there was one to make."""
+        """Make one update of the draft head; return whether there was data for an update."""
         drafts = self._runner.executor.models.drafts
         if drafts is None or not drafts.left:
             return False
@@ -159,9 +159,9 @@ class TrainLoop:
         return True
 
     async def _step(self, batch: Taken) -> LedgerStatus | None:
-        """Make a step of a batch; returns the ledger's status after its commit, None if it is given up.
+        """Make a step on a batch; return the ledger status after its commit, None if discarded.
 
-        A run in lockstep gives it up if groups of its version will not be generated now.
+        A lockstep run discards the step if groups of its version will not be generated.
 
         Raises:
             MissingRecords: a group cannot be trained; the weights are unchanged.
@@ -210,7 +210,7 @@ class TrainLoop:
         return status
 
     async def _audit_step(self, step: TrainedStep, digest: int, manifest: WeightManifest | None) -> None:
-        """Have a committed step audited, and the version that it made held."""
+        """Submit a committed step to the audit, which then holds the new version."""
         exported = 0
         if manifest is not None and self.audit.wants_digest(step.plan):
             began = time.monotonic()
@@ -225,21 +225,21 @@ class TrainLoop:
             self.audit.hold(manifest)
 
     async def _act_on(self, alarms: Sequence[Alarm]) -> None:
-        """Do what `audit.action` says about alarms; they are shown already."""
+        """Execute `audit.action` for alarms, which are reported already."""
         action = self._process.settings.audit.action
         for alarm in alarms:
             engine = alarm.where.get("engine", "")
             if action == "stop":
                 await self._halt(alarm.sentence())
             elif action == "quarantine" and engine and alarm.is_of_engine:
-                # the ledger releases its groups and leases it none, whether or not it hears the broadcast
+                # the ledger releases its groups and grants it no leases, even if it misses the broadcast
                 await self._process.ledger.unregister(engine, refuted=True)
                 self._run.broadcaster.publish(
                     Control(action=Action.QUARANTINE, engine=engine), epoch=self._run.epoch
                 )
 
     async def _halt(self, cause: str) -> None:
-        """Halt the run; returns when leases are granted again, or the process is to stop."""
+        """Halt the run; return when leases are granted again or the process is to stop."""
         log.error("run.halted cause=%s", cause)
         ledger, stop = self._process.ledger, self._process.stop
         await ledger.halt(self._run.epoch, cause)
@@ -248,7 +248,7 @@ class TrainLoop:
                 await self._process.stopped_within(HALT_POLL_S)
 
     async def _train(self, batch: Taken, bound: Bound, *, publishes: bool) -> TrainedStep:
-        """Make one optimizer step on a batch; have engines abort groups that the take has dropped."""
+        """Make one optimizer step on a batch; make engines abort the groups that the take dropped."""
         dropped_lengths: list[list[int]] = []
         if batch.dropped:
             dropped_lengths = await asyncio.to_thread(self._run.response_lengths, batch.dropped)
@@ -268,7 +268,7 @@ class TrainLoop:
                 plan, stats = await self._runner.train(
                     command, epoch=self._run.epoch, announce=self._announce_draft if publishes else None
                 )
-            except ProtocolError as error:  # the batch was refused before any rank began
+            except ProtocolError as error:  # raised before any rank began the step
                 raise await asyncio.to_thread(self._run.unreadable, batch, error) from error
         flops = await asyncio.to_thread(self._runner.flops, plan, command.epochs)
         return TrainedStep(batch, plan, stats, flops, dropped_lengths, command)
@@ -276,15 +276,15 @@ class TrainLoop:
     def _is_published(self, version: int, bound: Bound) -> bool:
         settings = self._process.settings
         every, is_last = settings.trainer.publish_every, version >= settings.run.steps
-        if is_last and not every:  # no step follows that would need it
+        if is_last and not every:  # no later step needs the weights
             return False
         return is_published(version, self._model.published.version, every, bound.max_staleness)
 
     async def _publish_if_due(self) -> None:
-        """Publish the model's version if the bound was lowered so far that engines get no lease without it.
+        """Publish the model's version if the bound was lowered and engines get no leases without it.
 
         Raises:
-            TetherError: the export differs from the committed one.
+            TetherError: the export differs from the committed version.
         """
         model = self._model
         if model.version == model.published.version:
@@ -299,20 +299,20 @@ class TrainLoop:
         await announce(self._run, manifest)
 
     async def _publish(self, version: int) -> WeightManifest:
-        """Publish the weights of a version; returns its manifest."""
+        """Publish the weights of a version; return its manifest."""
         provisional = await self._runner.provisional(self._run.epoch, version)
         if provisional is not None:
             self._announce_draft(provisional)
         return await publish(self._run, self._runner, version)
 
     def _announce_draft(self, draft: WeightDraft) -> None:
-        """Let engines receive a version that is being published; they commit it under its manifest alone."""
+        """Let engines receive a version during its publication; they commit it only with its manifest."""
         self._run.broadcaster.publish(draft, epoch=self._run.epoch)
 
     async def _commit(
         self, step: TrainedStep, digest: int, manifest: WeightManifest | None, report: StepReport
     ) -> LedgerStatus:
-        """Commit a step to the ledger, then note it in the journal; returns the ledger's status.
+        """Commit a step to the ledger, then append it to the journal; return the ledger status.
 
         Without a manifest the version is not published.
 
@@ -329,7 +329,7 @@ class TrainLoop:
             manifest=encode_payload(manifest) if manifest else b"",
         )
         status = await ledger.status()
-        if status.version < version:  # the weights would be a step ahead of it, and the step be made twice
+        if status.version < version:  # the model would be a step ahead, and the step would be trained twice
             raise TetherError(
                 f"the ledger lost the commit of step {step.taken.step}: its server was replaced; "
                 "the trainer starts again"
@@ -342,7 +342,7 @@ class TrainLoop:
             digest=digest,
             report=payload,
         )
-        # before any engine serves the version: a ledger that loses the commit is rebuilt from the journal
+        # before any engine serves the version: the journal restores a commit that the ledger loses
         await until_written(self._process, partial(run.spool.append, [entry]), run.check_held)
         return status
 
@@ -353,7 +353,7 @@ class TrainLoop:
         status: LedgerStatus,
         peers: Sequence[Peer],
     ) -> None:
-        """Tell engines of a published version, log its step, and retire versions that no engine serves."""
+        """Announce a published version, log its step, and retire versions that no engine serves."""
         if manifest:
             self._run.broadcaster.publish(manifest, epoch=self._run.epoch)
         await until_written(self._process, partial(self._run.steps.append, report), self._run.check_held)

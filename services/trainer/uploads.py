@@ -1,8 +1,7 @@
-"""Copies checkpoints and exports to `run.remote`, and exports to `run.hub`, during the steps.
+"""Copies checkpoints and exports to `run.remote` and exports to `run.hub`, concurrently with training.
 
-Of each destination one copy is made at a time and one waits; if another version is complete before, the one
-that waits gives way to it. A copy that fails is tried again a few times and then left out: the run continues,
-and the next report warns.
+Each destination runs one copy at a time and queues one. A newer version replaces the queued one. A copy that
+fails is retried a few times and then skipped: the run continues, and the next report contains a warning.
 """
 
 import logging
@@ -40,47 +39,47 @@ from trainer.storage.spool import Spool
 log = logging.getLogger("tether.trainer")
 
 TRIES = 4
-"""Attempts of one copy."""
+"""Maximum number of attempts per copy."""
 PAUSE_S = 1.0
-"""Seconds before the second attempt; twice as many before each one after it."""
+"""Seconds before the second attempt; doubles before each further attempt."""
 QUEUED = "not copied yet"
-"""Problem of a copy that waits or is being made, as a start reads it after a trainer that was killed."""
+"""Recorded problem of a queued or running copy; the next start reads it if the trainer is killed."""
 LATE_S = 3600.0
-"""Seconds after which a copy that is still being made is reported as failed: its client may wait forever."""
+"""Seconds after which a running copy is reported as failed, since its client may hang."""
 FINISH_S = 600.0
-"""Seconds for which the end of a run waits for copies."""
+"""Seconds for which a run waits for copies at its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Job:
-    """One version to copy."""
+    """A version to copy."""
 
     version: int
     files: Mapping[str, Path]
     """Path in the copy -> local file."""
     staged: Path
-    """Directory with temporary copies among the files, removed afterwards."""
+    """Directory with temporary copies of some files, removed after the copy."""
     export: Path
 
 
 class Destination(Protocol):
-    """A place that versions are copied to."""
+    """A place to which versions are copied."""
 
     name: ClassVar[str]
-    """First word of its events, and of its directory in `COPIES`."""
+    """Prefix of the destination's log events, and name of its directory in `COPIES`."""
     needs_export: ClassVar[bool]
-    """Whether a version without an export is left out."""
+    """Whether versions without an export are skipped."""
 
     @property
     def place(self) -> str:
-        """URL or name, as the user gave it."""
+        """URL or name, as given in the settings."""
         ...
 
     def stage(self, stage: Path, version: int, spool: Spool, export: Path) -> Mapping[str, Path]:
-        """Return path in the copy -> local file, with what changes or may be removed kept in `stage`.
+        """Return path in the copy -> local file. Files that may change or vanish are copied to `stage`.
 
         Raises:
-            TetherError, OSError: it cannot be kept.
+            TetherError, OSError: a file cannot be copied.
         """
         ...
 
@@ -88,29 +87,29 @@ class Destination(Protocol):
         """Copy a version.
 
         Raises:
-            TetherError: it is not there; another attempt may help.
+            TetherError: the copy failed; another attempt may succeed.
         """
         ...
 
 
 @dataclass(frozen=True, slots=True)
 class RemoteRun:
-    """The directory elsewhere that the run can be resumed from."""
+    """Remote directory from which the run can be resumed."""
 
     name: ClassVar[str] = "remote"
     needs_export: ClassVar[bool] = False
     directory: RemoteDirectory
-    """The one of `run.remote`."""
+    """Directory at `run.remote`."""
     run_dir: Path
     keep: int
-    """Complete copies that are kept."""
+    """Number of complete copies to keep."""
 
     @property
     def place(self) -> str:
         return self.directory.url
 
     def stage(self, stage: Path, version: int, spool: Spool, export: Path) -> Mapping[str, Path]:
-        """Copy the event log first, then the spool, whose journal has the later steps."""
+        """Copy the event log before the spool, so that the spool's journal covers the later steps."""
         checkpoint = self.run_dir / "checkpoints" / stage.name
         earlier = sorted(path.name for path in self.run_dir.glob(EARLIER))
         for name in (*earlier, *RUN_FILES):
@@ -138,17 +137,17 @@ class RemoteRun:
         self.directory.prune(self.keep, job.version)
 
     def _make_room(self, job: Job) -> None:
-        """Remove the parts of a copy that failed, and the oldest copy, which goes once the new one is whole.
+        """Remove the parts of a failed copy, and the oldest copies if enough complete ones remain.
 
-        The next attempt has their room. The newest whole copy stays; newer ones are damaged, and go. A copy
-        of the same version, which is about to be replaced, is not counted.
+        The next attempt uses the freed room. The newest complete copy stays; damaged copies newer than it are
+        removed. A copy of the same version is not counted, since it is about to be replaced.
         """
         self.directory.remove(f"{EXPORTS}/{job.export.name}")
         versions, keep = self.directory.versions(), max(1, self.keep - 1)
         if job.version not in versions:
             self.directory.remove(job.staged.name)
         older = [version for version in versions if version < job.version]
-        if len(older) > keep:  # only then does one go, for which the others are read
+        if len(older) > keep:  # reading the copies is expensive, so only if one will be removed
             damaged = list(takewhile(self._is_damaged, reversed(older)))
             if len(damaged) == len(older):
                 return
@@ -167,26 +166,26 @@ class RemoteRun:
 
 @dataclass(frozen=True, slots=True)
 class HubModel:
-    """A model on the Hugging Face hub; each export is a commit of it."""
+    """A model repository on the Hugging Face hub; each export is one commit."""
 
     name: ClassVar[str] = "hub"
     needs_export: ClassVar[bool] = True
     model: str
     """OWNER/NAME: `run.hub`."""
     run: str
-    """Name of the run, for messages of commits."""
+    """Name of the run, for commit messages."""
 
     @property
     def place(self) -> str:
         return self.model
 
     def stage(self, stage: Path, version: int, spool: Spool, export: Path) -> Mapping[str, Path]:
-        """Link the export's files, since the export is removed once there are newer ones."""
+        """Link the export's files into `stage`, since newer exports replace the export."""
         files = {path.name: path for path in export.iterdir() if path.is_file()}
         for name, path in files.items():
             try:
                 os.link(path, stage / name)
-            except OSError:  # a file system without links
+            except OSError:  # the file system does not support links
                 shutil.copyfile(path, stage / name)
         return files
 
@@ -196,19 +195,19 @@ class HubModel:
 
 
 class Uploader:
-    """Copies in a thread of its own. `close` ends it."""
+    """Copies versions to a destination in a thread. `close` ends the thread."""
 
     def __init__(self, destination: Destination, run_dir: Path, held: set[int], metrics: Metrics) -> None:
-        """Begin without a copy to make.
+        """Start with an empty queue.
 
         Args:
-            destination: where copies go.
-            run_dir: the run's directory.
-            held: versions whose checkpoints are not pruned; it gets those that wait or are being copied.
+            destination: where copies are written.
+            run_dir: directory of the run.
+            held: versions whose checkpoints are not pruned; contains queued and running copies.
             metrics: counts copies and failures.
         """
         self._run_dir, self._staged = run_dir, run_dir / COPIES / destination.name
-        shutil.rmtree(self._staged, ignore_errors=True)  # of a trainer that was killed
+        shutil.rmtree(self._staged, ignore_errors=True)  # left by a killed trainer
         self._to, self._held, self._metrics = destination, held, metrics
         self._newest = 0
         self._stages = count()
@@ -216,24 +215,24 @@ class Uploader:
         self._waiting: Job | None = None
         self._copying: Job | None = None
         self._late_at = math.inf
-        """When the copy that is being made is to be reported, by `time.monotonic`."""
+        """When the running copy counts as late, in the time of `time.monotonic`."""
         self._ended = False
         self._told: list[str] = []
         self._noting = threading.Lock()
-        # a daemon: a file system that hangs must not keep the process
+        # daemon: a hanging file system must not block the process's exit
         self._thread = threading.Thread(target=self._run, name=f"uploads.{destination.name}", daemon=True)
         self._thread.start()
 
     def resume(self, version: int, spool: Spool, export: Path) -> None:
-        """Have the checkpoint that the run continues from copied, unless an earlier trainer has done so."""
+        """Queue a copy of the checkpoint that the run continues from, unless it was copied before."""
         if noted_copy(self._run_dir, self._to.name) != CopyState(version, place=self._to.place):
             self.put(version, spool, export)
 
     def put(self, version: int, spool: Spool, export: Path) -> None:
-        """Have a complete checkpoint copied, and the export of its version.
+        """Queue a copy of a complete checkpoint and its export.
 
-        Called before records that the checkpoint covers are forgotten. A destination of exports alone leaves
-        out a version without one.
+        Must be called before the records that the checkpoint covers are forgotten. A destination for exports
+        only skips versions without an export.
         """
         if self._to.needs_export and not export.is_dir():
             return
@@ -260,7 +259,7 @@ class Uploader:
             self._changed.notify_all()
 
     def warnings(self) -> tuple[str, ...]:
-        """Return a sentence for each copy that failed, or is late, since the last call."""
+        """Return a sentence for each copy that failed or became late since the last call."""
         with self._changed:
             late = self._copying if time.monotonic() > self._late_at else None
             self._late_at = math.inf if late else self._late_at
@@ -271,7 +270,7 @@ class Uploader:
         return told
 
     def finish(self, wait_s: float = FINISH_S) -> None:
-        """Wait until all copies are made, at most `wait_s`: what others leave of `FINISH_S`."""
+        """Wait until all copies are complete, at most `wait_s`: the unused part of `FINISH_S`."""
         with self._changed:
             idle = self._changed.wait_for(lambda: not (self._copying or self._waiting), wait_s)
         if not idle:
@@ -279,7 +278,7 @@ class Uploader:
             self._note(self._newest, f"not copied in {FINISH_S:g} s")
 
     def close(self) -> None:
-        """End the thread; a half made copy stays, which readers ignore."""
+        """End the thread. An incomplete copy stays; readers ignore it."""
         with self._changed:
             self._ended = True
             self._changed.notify_all()
@@ -302,7 +301,7 @@ class Uploader:
                     self._changed.notify_all()
 
     def _copy(self, job: Job) -> None:
-        """Copy one version, trying again as often as `TRIES` says."""
+        """Copy one version, with up to `TRIES` attempts."""
         began, pause = time.monotonic(), PAUSE_S
         for attempt in range(1, TRIES + 1):
             try:
@@ -334,9 +333,9 @@ class Uploader:
             self._told.append(f"the checkpoint of version {version} was not copied: {text}")
 
     def _note(self, version: int, problem: str = "") -> None:
-        """Write it for the end of the run and the next start, if it is of the version that was put last.
+        """Record the state of the last queued version for the end of the run and the next start.
 
-        A disk that is full has worse to say.
+        Errors are ignored, because a full disk has worse consequences.
         """
         with self._noting, suppress(OSError):
             if version == self._newest:

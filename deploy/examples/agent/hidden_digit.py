@@ -1,11 +1,11 @@
 """Plays a game with the model: find a hidden digit in two guesses.
 
-The model is asked "?" and answers with a digit. If that is wrong it is told how far to count on from there,
-round from 9 to 0, such as "+3=", and answers again: if it had said 5, then 8 was hidden. The reward is 1
-if it has found the digit, else 0. Who does not use what the first guess revealed finds two digits of ten.
+The model gets "?" and answers with a digit. After a wrong guess the model gets the distance to count on,
+modulo 10, such as "+3=", and answers again: after a guess of 5 the hidden digit is 8. The reward is 1 if the
+model finds the digit, else 0. A model that ignores the first answer finds two digits of ten.
 
-Reads a task from each line of standard input and answers it by a line, so that `openai` is imported once for
-many samples: that takes a second of a processor, a game some milliseconds.
+Reads a task from each line of standard input and answers with a line. So `openai`, whose import takes a
+second of processor time, is imported once for many samples.
 """
 
 import json

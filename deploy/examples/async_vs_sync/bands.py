@@ -1,7 +1,7 @@
-"""Computes what the curves of several seeds have in common: means with 95 % confidence bands, and crossings.
+"""Summarizes the curves of several seeds: means with 95 % confidence bands, and crossings.
 
-Pure functions of numbers. S seeds; a band is the mean -+ t * s / sqrt(S), with Student's t of S - 1 degrees
-of freedom, since five seeds are few.
+Pure functions of numbers. For S seeds a band is the mean -+ t * s / sqrt(S), with Student's t of S - 1
+degrees of freedom, because S is small.
 """
 
 import math
@@ -16,20 +16,20 @@ T_975 = (
     2.201, 2.179, 2.160, 2.145, 2.131, 2.120, 2.110, 2.101, 2.093, 2.086,
     2.080, 2.074, 2.069, 2.064, 2.060, 2.056, 2.052, 2.048, 2.045, 2.042,
 )  # fmt: skip
-"""The 97.5 % quantile of Student's t for 1, 2, ... degrees of freedom; beyond them 1.96 is used."""
+"""97.5 % quantiles of Student's t for 1, 2, ... degrees of freedom; 1.96 is used beyond them."""
 SMOOTHED = 5
-"""Points that a training reward is averaged over before it is compared with a threshold."""
+"""Number of points over which a training reward is averaged before it is compared with a threshold."""
 Point = tuple[float, float, float]
 """(samples, seconds, score)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Mean:
-    """A mean over seeds."""
+    """Mean over seeds."""
 
     value: float
     half: float | None
-    """Half the width of its 95 % confidence interval; None with one seed."""
+    """Half the width of the 95 % confidence interval; None for one seed."""
     seeds: int
 
     def __str__(self) -> str:
@@ -38,7 +38,7 @@ class Mean:
 
 
 def mean_of(values: Sequence[float]) -> Mean:
-    """Return the mean of one number for each seed."""
+    """Return the mean of `values`, one per seed."""
     count = len(values)
     centre = math.fsum(values) / count
     if count == 1:
@@ -51,9 +51,9 @@ def mean_of(values: Sequence[float]) -> Mean:
 def band(
     curves: Sequence[Sequence[Point]], axis: int, points: int = 41
 ) -> tuple[NDArray[np.float64], list[Mean]]:
-    """Return a grid over an axis of the curves, 0 (samples) or 1 (seconds), and the mean score at each place.
+    """Return a grid over an axis of the curves, 0 (samples) or 1 (seconds), and the mean score at each point.
 
-    The grid covers what all curves have; scores between two points are interpolated.
+    The grid covers the common range of all curves; scores are interpolated.
     """
     first = max(curve[0][axis] for curve in curves)
     last = min(curve[-1][axis] for curve in curves)
@@ -63,7 +63,7 @@ def band(
 
 
 def smooth(scores: Sequence[float], window: int) -> list[float]:
-    """Return the mean of each score and the `window` - 1 before it, as far as there are any."""
+    """Return the moving average of the scores over the last `window` values, fewer at the start."""
     return [
         math.fsum(scores[max(0, place - window + 1) : place + 1]) / min(place + 1, window)
         for place in range(len(scores))
@@ -71,7 +71,7 @@ def smooth(scores: Sequence[float], window: int) -> list[float]:
 
 
 def crossing(curve: Sequence[Point], axis: int, threshold: float) -> float | None:
-    """Return where on an axis the score first reaches the threshold, interpolated; None if it never does."""
+    """Return the interpolated position at which the score first reaches the threshold; None if never."""
     before = curve[0]
     for point in curve:
         if point[2] >= threshold:
@@ -83,7 +83,7 @@ def crossing(curve: Sequence[Point], axis: int, threshold: float) -> float | Non
 
 
 def final(curve: Sequence[Point]) -> float:
-    """Return the mean score of the last eighth of the points, one at least."""
+    """Return the mean score of the last eighth of the points, at least one."""
     count = max(1, len(curve) // 8)
     return math.fsum(point[2] for point in curve[-count:]) / count
 

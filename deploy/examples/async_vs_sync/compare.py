@@ -1,13 +1,13 @@
 """Compares asynchronous with synchronous training on the same number of samples.
 
-Makes one run for each bound and seed, then a table and a picture with 95 % confidence bands over the seeds:
+Makes one run per bound and seed, then a table and a picture with 95 % confidence bands over the seeds:
 
     python deploy/examples/async_vs_sync/compare.py deploy/configs/demo.toml --out runs/async_vs_sync
         [--bounds 0,1,2,4] [--seeds 0,1,2,3,4] [--steps N] [--set a.b=c]
 
-E = 0 is synchronous and exactly on-policy: nothing is generated while a step is made. Every run has the same
-steps, groups and samples; only `bound.max_staleness` and the seeds differ. Runs are made one after the other,
-so that each has the machine to itself. A run that is complete in OUT is not made again.
+E = 0 is synchronous and exactly on-policy: engines generate nothing during a step. All runs have the same
+steps, groups and samples; only `bound.max_staleness` and the seeds differ. Runs are sequential, so that each
+has the machine to itself. Completed runs in OUT are not repeated.
 """
 
 import argparse
@@ -26,15 +26,15 @@ SEED_SETTINGS = ("trainer.seed", "prompts.seed")
 
 @dataclass(frozen=True)
 class Curve:
-    """One run."""
+    """Training curve of one run."""
 
     points: Sequence[Point]
-    """By step: samples trained, seconds since the first batch was complete (the start of the engine does not
-    count), and the mean reward of the last five steps."""
+    """Points by step: trained samples, seconds since the first batch was complete (without the engine's
+    start), and the mean reward of the last five steps."""
     tokens_per_s: float
     engine_busy: float | None
     lags: Mapping[int, int]
-    """Lag -> trained tokens."""
+    """Lag -> number of trained tokens."""
 
 
 def read_curve(run_dir: Path) -> Curve:
@@ -58,7 +58,7 @@ def read_curve(run_dir: Path) -> Curve:
 def make_run(
     config: Path, run_dir: Path, bound: int, seed: int, steps: int | None, settings: Sequence[str]
 ) -> None:
-    """`tether up` for one bound and seed; ends this program if it fails."""
+    """Run `tether up` for one bound and seed; exit if it fails."""
     overrides = [
         f"bound.max_staleness={bound}",
         "eval.at_end=false",
@@ -82,15 +82,15 @@ COLUMNS: dict[str, Callable[[Curve, float], float | None]] = {
     "engine busy": lambda curve, _: curve.engine_busy,
     "mean lag": lambda curve, _: mean_lag(dict(curve.lags)),
 }
-"""Heading -> the number of one run, given the reward to reach; None: it never got there, or has none."""
+"""Heading -> value for one run, given the target reward; None if it was not reached or measured."""
 
 
 def table(curves: Mapping[int, Sequence[Curve]], reach: float) -> str:
-    """Render a row for each bound: means over its runs with 95 % confidence intervals.
+    """Render a row per bound: means over its runs with 95 % confidence intervals.
 
     Args:
-        curves: bound -> a curve for each seed.
-        reach: reward whose samples and seconds are told.
+        curves: bound -> one curve per seed.
+        reach: target reward, for the columns of samples and seconds.
     """
     head = ["E", "seeds", *(title.format(reach) for title in COLUMNS)]
     rows = [f"| {' | '.join(head)} |", "|" + "---|" * len(head)]
@@ -134,7 +134,7 @@ def draw(curves: Mapping[int, Sequence[Curve]], path: Path) -> None:
 
 
 def main() -> None:
-    """Make the runs that are missing, then the table and the picture."""
+    """Make the missing runs, then the table and the picture."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("config", type=Path)
     parser.add_argument("--out", type=Path, required=True)

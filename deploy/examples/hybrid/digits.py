@@ -1,6 +1,6 @@
-"""Scores a response by its digits: every group of a random model has responses that differ in it."""
+"""Scores a response by its share of digits, which differs between responses of a random model."""
 
 
 def score(*, response: str) -> float:
-    """Return the share of characters that are digits; 0 of none."""
+    """Return the share of digits among the characters; 0 for an empty response."""
     return sum(character.isdigit() for character in response) / len(response) if response else 0.0

@@ -1,11 +1,11 @@
-"""Makes a hybrid model with random weights and a tokenizer of characters.
+"""Creates a hybrid model with random weights and a character tokenizer.
 
     python deploy/examples/hybrid/make_model.py qwen3_next DIR
     python deploy/examples/hybrid/make_model.py qwen3_5_text DIR
     python deploy/examples/hybrid/make_model.py qwen3_5_text DIR --size 1.5b
 
-Of a tiny one the first layer is a gated delta net, the second one attention; of a large one every fourth
-layer is attention. qwen3_next has experts in each.
+In a tiny model the first layer is a gated delta net and the second one attention. In a large model every
+fourth layer is attention. qwen3_next has experts in each layer.
 """
 
 import argparse
@@ -72,11 +72,11 @@ MODELS: dict[str, dict[str, dict[str, Any]]] = {
     "tiny": {"qwen3_next": SIZES | EXPERTS, "qwen3_5_text": SIZES},
     "1.5b": {"qwen3_next": LARGE | LARGE_EXPERTS, "qwen3_5_text": LARGE},
 }
-"""Fields of config.json by size and type."""
+"""Size -> model type -> fields of config.json."""
 
 
 def make_model(model_type: str, directory: Path, size: str = "tiny") -> None:
-    """Write a model of a size and type of `MODELS`; a tiny one in float32, with the same bytes each time."""
+    """Write a model of `MODELS`. A tiny model is float32 and reproducible byte for byte."""
     fields, is_tiny = MODELS[size][model_type], size == "tiny"
     config = type(AutoConfig.for_model(model_type))(**fields)
     torch.manual_seed(0)

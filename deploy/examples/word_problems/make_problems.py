@@ -1,9 +1,9 @@
-"""Writes word problems in the form of GSM8K, with worked solutions, the same files every time.
+"""Writes word problems in GSM8K's format with worked solutions, reproducibly.
 
-A problem tells what becomes of a number of things: two or three of the events of EVENTS, one after the other.
-A fifth of these sequences of events occurs in no training problem: `new_stories.jsonl` consists of them.
-`new_numbers.jsonl` has other numbers in the sequences of training. Every row has `question`, `solution` (a
-line for each event, then `#### ` and the answer) and `answer`.
+A problem describes changes to a number of things: two or three events of EVENTS in sequence. A fifth of these
+sequences occurs in no training problem; `new_stories.jsonl` consists of them. `new_numbers.jsonl` has other
+numbers in the sequences of training. Every row has `question`, `solution` (a line per event, then `#### ` and
+the answer) and `answer`.
 
 usage: python deploy/examples/word_problems/make_problems.py DIRECTORY
 """
@@ -18,9 +18,9 @@ from typing import NamedTuple
 
 SEED = 0
 TRAINING, HELD_OUT = 8_000, 300
-"""Problems of the training file, and of each held-out file."""
+"""Number of problems in the training file, and in each held-out file."""
 LARGEST = 200
-"""No number of a problem is larger."""
+"""Largest number in a problem."""
 NAMES = ("Ava", "Ben", "Chloe", "Dan", "Ella", "Finn", "Grace", "Hugo", "Ivy", "Jack", "Lena", "Max")
 THINGS = ("apples", "books", "cards", "coins", "eggs", "marbles", "pencils", "shells", "stamps", "stickers")
 OPENINGS = ("{name} has {count} {things}.", "At first {name} owns {count} {things}.")
@@ -31,17 +31,17 @@ QUESTIONS = (
 
 
 class Event(NamedTuple):
-    """What one event of a story says and does."""
+    """Text and effect of one event in a story."""
 
     text: str
     work: str
-    """The line of the solution, before its result."""
+    """Line of the solution, without its result."""
     count: int
-    """The number of things after it."""
+    """Number of things after the event."""
 
 
 Happening = Callable[[int, random.Random], Event | None]
-"""(things before it, source of numbers) -> an event; None where it cannot happen to that many."""
+"""(things before the event, random generator) -> event; None if it is impossible with that number."""
 
 
 def _buys(count: int, draw: random.Random) -> Event:
@@ -94,14 +94,14 @@ Story = tuple[Happening, ...]
 
 
 def stories() -> tuple[list[Story], list[Story]]:
-    """Return the sequences of two and three events: four fifths for training, and the held-out fifth."""
+    """Return the sequences of two and three events: four fifths for training, one fifth held out."""
     every = [story for length in (2, 3) for story in itertools.product(EVENTS, repeat=length)]
     random.Random(SEED).shuffle(every)
     return every[len(every) // 5 :], every[: len(every) // 5]
 
 
 def problem(story: Story, draw: random.Random) -> dict[str, str] | None:
-    """Tell a story with new numbers; None if an event cannot happen with them."""
+    """Tell a story with new numbers; return None if an event is impossible with them."""
     names = {"name": draw.choice(NAMES), "things": draw.choice(THINGS)}
     count = draw.randint(5, 60)
     sentences = [draw.choice(OPENINGS).replace("{count}", str(count))]
@@ -118,7 +118,7 @@ def problem(story: Story, draw: random.Random) -> dict[str, str] | None:
 
 
 def problems(told: list[Story], draw: random.Random, seen: set[str]) -> Iterator[dict[str, str]]:
-    """Yield problems of these stories without end, none with a question that `seen` has; adds them to it."""
+    """Yield problems of these stories endlessly; skip questions in `seen`, and add new ones to it."""
     while True:
         row = problem(draw.choice(told), draw)
         if row and row["question"] not in seen:

@@ -1,1 +1,1 @@
-"""Defines, archives and reads the event log of a run, which the ledger writes."""
+"""Defines, archives and reads the event log that the ledger writes for a run."""

@@ -1,8 +1,7 @@
-"""Archives the event log of a run: copies events from the ledger to a file, one line of JSON each.
+"""Archives the event log of a run: copies events from the ledger to a file, one JSON line per event.
 
-`events.py` lists the events. Each line has one more field at its end, `chain` (see
-`hash_chain.py`). Lines keep all fields of the ledger's JSON in their order, also those that
-this version does not know.
+`events.py` defines the events. Each line ends with one additional field, `chain` (see `hash_chain.py`). Lines
+keep all fields of the ledger's JSON in order, including fields that this version does not know.
 `services/ledger/verify` proves the bound from the archive alone.
 """
 
@@ -20,20 +19,20 @@ from services.ledger.event_log.hash_chain import append, last_line
 from services.ledger.interface import Ledger
 
 FILE = "audit.jsonl"
-"""Name of the archive in a run's directory."""
+"""Name of the archive in the run directory."""
 HELD_S = 5.0
-"""Seconds to wait while another archiver of the run holds the file."""
+"""Seconds to wait while another archiver of the run holds the file's lock."""
 
 
 class LostWrites(TetherError):
-    """The ledger does not hold all that it has acknowledged; see `services/ledger_recovery/reconcile.py`."""
+    """The ledger has lost acknowledged writes; see `services/ledger_recovery/reconcile.py`."""
 
 
 class Archiver:
-    """Copies a ledger's events to a file, and lets the ledger forget them once they are on disk."""
+    """Copies a ledger's events to a file, then lets the ledger forget the events on disk."""
 
     def __init__(self, ledger: Ledger, directory: Path, batch: int = 2000) -> None:
-        """Make an archiver of the run in `directory`, which copies at most `batch` events in one call."""
+        """Archive the run in `directory`; each call copies at most `batch` events."""
         self.path = Path(directory) / FILE
         self._ledger = ledger
         self._batch = batch
@@ -41,24 +40,22 @@ class Archiver:
     async def archive(self) -> int:
         """Copy new events, at most one batch.
 
-        Cancelled, it may leave complete lines that the ledger still holds, too; the next call does not copy
-        them again.
+        If cancelled, the ledger may still hold events that are on disk; the next call skips them.
 
         Returns:
             The number of events copied, by this or another archiver of the run.
 
         Raises:
-            LostWrites: if the ledger's log ends before the file does.
-            SettingsError: if the file was deleted, cut or replaced; ledger and file are unchanged.
-            OSError: if the file cannot be written, or another archiver holds it for `HELD_S`; the ledger
-                keeps
+            LostWrites: the ledger's log ends before the file does.
+            SettingsError: the file was deleted, cut or replaced; ledger and file are unchanged.
+            OSError: the file cannot be written, or another archiver holds it for `HELD_S`; the ledger keeps
                 the events.
         """
         last = await asyncio.to_thread(last_sequence, self.path)
         events = await self._ledger.events(last, self._batch)
         if events:
             first = events[0]["seq"]
-            follows = first == last + 1 or events[0].get("after") == last  # the latter is a `rebuild`
+            follows = first == last + 1 or events[0].get("after") == last  # the latter after a `rebuild`
             if not follows and await asyncio.to_thread(last_sequence, self.path) == last:
                 raise _damaged(self.path, f"ends at event {last}, and the ledger begins at event {first}")
             if not follows or not await asyncio.to_thread(_add, self.path, events, last):
@@ -75,17 +72,17 @@ class Archiver:
         return len(events)
 
     async def archive_all(self) -> None:
-        """Copy until the ledger holds no more events; for the end of a run."""
+        """Copy all events of the ledger, at the end of a run."""
         while await self.archive():
             pass
 
 
 def last_sequence(path: Path) -> int:
-    """Return the number of the last complete line, 0 if there is none; cut off a torn last line.
+    """Return the number of the last complete line, 0 without one; truncate a torn last line.
 
     Raises:
-        SettingsError: if the last complete line is not an event.
-        OSError: if another archiver holds the file for `HELD_S`.
+        SettingsError: the last complete line is not an event.
+        OSError: another archiver holds the file for `HELD_S`.
     """
     if not path.is_file():
         return 0
@@ -94,10 +91,10 @@ def last_sequence(path: Path) -> int:
 
 
 def _add(path: Path, events: Sequence[Mapping[str, Any]], last: int) -> bool:
-    """Write events after event `last`, durably.
+    """Append events after event `last`, durably.
 
     Returns:
-        False, without a write, if the file ends elsewhere: another archiver of the run was faster.
+        False, without a write, if another archiver of the run has already appended events.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     with locked(path.parent, timeout_s=HELD_S):  # two ingests of a run may overlap for a while
@@ -126,7 +123,7 @@ def _last_sequence(path: Path) -> int:
 
 
 def _damaged(path: Path, problem: str) -> SettingsError:
-    """Return the refusal to continue an archive that does not meet the ledger's log."""
+    """Return the error for an archive that does not match the ledger's log."""
     return SettingsError(
         f"{path} {problem}: the file was deleted, cut or replaced. Put the whole file back and start the run "
         "again, which then resumes. Without it the run cannot continue: with run.remote start it in an empty "

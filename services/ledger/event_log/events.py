@@ -1,11 +1,11 @@
 """Defines the events of a run: one struct per kind, as every ledger appends them to its log.
 
-Each state change appends one event. `seq` counts up without gaps from 1 over the life of the run; only a
-`rebuild` may skip numbers. The JSON of an event has its kind in the field `event`, and leaves empty lists
-out; digests are decimal strings, because JSON numbers end at 53 bits; counts have string keys. The archive
-adds one field, `chain`, at the end of each line (see `hash_chain.py`).
+Each state change appends one event. `seq` counts from 1 without gaps over the life of the run; only a
+`rebuild` may skip numbers. The JSON of an event has its kind in the field `event` and omits empty lists.
+Digests are decimal strings, because JSON numbers are exact only up to 53 bits. Counts have string keys. The
+archive adds the field `chain` at the end of each line (see `hash_chain.py`).
 
-Decoding ignores fields that are not declared here, so that an older version reads the log of a newer one.
+Decoding ignores undeclared fields, so that an older version can read the log of a newer one.
 """
 
 import json
@@ -23,9 +23,9 @@ class LedgerEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True,
     """One state change of a run."""
 
     seq: int = 0
-    """Number of the event; the ledger that appends it sets it."""
+    """Number of the event, set by the ledger."""
     time_ms: int = 0
-    """Unix time in ms on the clock of the ledger's server; the ledger that appends the event sets it."""
+    """Unix time of the ledger server's clock in ms, set by the ledger."""
 
     @property
     def kind(self) -> str:
@@ -44,19 +44,19 @@ class LeasedGroupEvent(GroupEvent, frozen=True, kw_only=True):
     """A state change of one group, under a lease."""
 
     token: str
-    """Token of the lease; empty if the group was dropped while it waited."""
+    """Token of the lease; empty if a waiting group is dropped."""
 
 
 # -- the run
 
 
 class CreateEvent(LedgerEvent, frozen=True, kw_only=True, tag="create"):
-    """The run exists."""
+    """The run was created."""
 
     fingerprint: str
     """Fingerprint of the prompt stream."""
     prompts: int
-    """Prompts in the stream, all passes counted; -1 if it has no end."""
+    """Number of prompts in the stream over all passes; -1 for an infinite stream."""
     steps: int
     """Steps after which the run is done."""
     max_staleness: int
@@ -68,25 +68,25 @@ class CreateEvent(LedgerEvent, frozen=True, kw_only=True, tag="create"):
 
 
 class StepsEvent(LedgerEvent, frozen=True, kw_only=True, tag="steps"):
-    """The run has another length."""
+    """The number of steps of the run changed."""
 
     steps: int
     """Steps after which the run is done."""
 
 
 class BoundPendingEvent(LedgerEvent, frozen=True, kw_only=True, tag="bound_pending"):
-    """A bound was asked for that rule F does not allow yet. No lease is granted until it is in force."""
+    """A bound was requested that rule F does not allow yet. No lease is granted until it is in force."""
 
     max_staleness: int
-    """E asked for, in versions."""
+    """Requested E, in versions."""
     groups_per_step: int
-    """B asked for."""
+    """Requested B."""
     policy: Policy
-    """Policy asked for."""
+    """Requested policy."""
 
 
 class BoundEvent(LedgerEvent, frozen=True, kw_only=True, tag="bound"):
-    """Another bound is in force, or a pending one was taken back."""
+    """Another bound is in force, or a pending bound was withdrawn."""
 
     max_staleness: int
     """E in force, in versions."""
@@ -97,24 +97,24 @@ class BoundEvent(LedgerEvent, frozen=True, kw_only=True, tag="bound"):
 
 
 class DrainEvent(LedgerEvent, frozen=True, kw_only=True, tag="drain"):
-    """Granting of leases was stopped, or allowed again."""
+    """Leasing was stopped or resumed."""
 
     on: bool
-    """Whether leases are stopped."""
+    """Whether leasing is stopped."""
 
 
 class HaltEvent(LedgerEvent, frozen=True, kw_only=True, tag="halt"):
-    """Leasing has stopped: one reason has too large a share of the recent drops, or the trainer asked."""
+    """Leasing stopped: one drop reason exceeds its share of recent drops, or the trainer requested it."""
 
     reason: str
-    """That reason, or the cause that the trainer named."""
+    """Drop reason, or the trainer's cause."""
 
 
 class UnhaltEvent(LedgerEvent, frozen=True, kw_only=True, tag="unhalt"):
-    """Leases are granted again; drops, and attempts of WAITING and LEASED groups, are counted from 0."""
+    """Leasing resumed; counts of drops, and of attempts of WAITING and LEASED groups, restart at 0."""
 
     reason: str
-    """Reason of the halt that ends."""
+    """Reason of the halt that ended."""
 
 
 # -- engines and groups
@@ -145,28 +145,28 @@ class LeaseEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="lease"):
     deadline: int
     """`version` + `bound`."""
     bound: int
-    """E in force, in versions; it holds for this lease until it ends."""
+    """E in force, in versions; fixed for the duration of the lease."""
     groups_per_step: int
     """B in force."""
     policy: Policy
     """Policy in force."""
     attempt: int
-    """Leases of the group so far, this one counted."""
+    """Number of leases of the group, including this one."""
 
 
 class ExpireEvent(GroupEvent, frozen=True, kw_only=True, tag="expire"):
-    """A lease ran out and gave up its place in rule F; it stays valid until the group is leased again."""
+    """A lease expired and lost its place in rule F; it stays valid until the group is leased again."""
 
 
 class ExtendEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="extend"):
-    """An expired lease has its place in rule F again. Extending a live lease is no event."""
+    """An expired lease regained its place in rule F. Extending a live lease appends no event."""
 
 
 class ReleaseEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="release"):
-    """LEASED -> WAITING, by the holder."""
+    """LEASED -> WAITING, released by the holder."""
 
     reason: str
-    """Why, as the holder says."""
+    """Reason given by the holder."""
 
 
 class AcceptEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="accept"):
@@ -175,33 +175,33 @@ class AcceptEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="accept"):
     counts: dict[int, int]
     """Sampled tokens by version."""
     reward: float | None = None
-    """Mean over the samples; left out if the ingest did not say it."""
+    """Mean over the samples; omitted if the ingest did not report it."""
 
 
 class LostEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="lost"):
-    """SCORED -> WAITING: the spool does not hold the record."""
+    """SCORED -> WAITING: the spool lacks the record."""
 
 
 class DropEvent(LeasedGroupEvent, frozen=True, kw_only=True, tag="drop"):
     """WAITING, LEASED or SCORED -> DROPPED."""
 
     reason: str
-    """Drop reason that is counted."""
+    """Drop reason for the counters."""
     detail: str
-    """What led to it, such as the error of a group that failed; empty where the reason says all."""
+    """Explanation, such as the error of a failed group; empty if the reason suffices."""
     wasted_tokens: int
-    """Sampled tokens of the group, as far as they were reported."""
+    """Number of reported sampled tokens of the group."""
     from_state: GroupState = msgspec.field(name="from")
     """State before the drop."""
     reward: float | None = None
-    """Mean over the samples of a group without signal; left out for other reasons."""
+    """Mean over the samples of a group without signal; omitted for other reasons."""
 
 
 # -- the trainer
 
 
 class ClaimEvent(LedgerEvent, frozen=True, kw_only=True, tag="claim"):
-    """A new trainer took the run over; the groups of a running step went TAKEN -> SCORED."""
+    """A new trainer took the run over; the groups of a running step moved TAKEN -> SCORED."""
 
     epoch: str
     """Epoch of the new trainer."""
@@ -210,29 +210,29 @@ class ClaimEvent(LedgerEvent, frozen=True, kw_only=True, tag="claim"):
 
 
 class ResumeEvent(LedgerEvent, frozen=True, kw_only=True, tag="resume"):
-    """The trainer continues the branch, or rewinds the run: groups of the abandoned branch -> WAITING."""
+    """The trainer continued the branch or rewound the run: groups of the abandoned branch -> WAITING."""
 
     epoch: str
     """Epoch of the trainer."""
     version: int
-    """Version that it stands at."""
+    """Version of the trainer's model."""
     digest: str
-    """Digest of its weights."""
+    """Digest of the trainer's weights."""
     continued: bool
-    """Whether the branch continues; false: a rewind to `version`."""
+    """Whether the branch continues; false for a rewind to `version`."""
     waiting: list[int] = msgspec.field(default_factory=list)
     """Groups undone by the rewind."""
 
 
 class TakeEvent(LedgerEvent, frozen=True, kw_only=True, tag="take"):
-    """SCORED -> TAKEN, for the batch of a step."""
+    """SCORED -> TAKEN, for all groups in the batch of a step."""
 
     epoch: str
     """Epoch of the trainer."""
     step: int
-    """The step, which is the version that it starts from."""
+    """Number of the step: the version from which it starts."""
     groups: list[int]
-    """The batch, in order of (deadline, group)."""
+    """Groups of the batch, in order of (deadline, group)."""
 
 
 class CommitEvent(LedgerEvent, frozen=True, kw_only=True, tag="commit"):
@@ -241,13 +241,13 @@ class CommitEvent(LedgerEvent, frozen=True, kw_only=True, tag="commit"):
     epoch: str
     """Epoch of the trainer."""
     step: int
-    """The step."""
+    """Number of the step."""
     version: int
     """The new version, `step` + 1."""
     digest: str
-    """Digest of its weights."""
+    """Digest of the new version's weights."""
     groups: dict[int, dict[int, int]]
-    """Group -> tokens that carried gradient by version."""
+    """Group -> number of tokens with a gradient, by version."""
     issued: int
     """Groups ever leased."""
     trained: int
@@ -275,13 +275,13 @@ class CheckpointEvent(LedgerEvent, frozen=True, kw_only=True, tag="checkpoint"):
 
 
 class RebuildEvent(LedgerEvent, frozen=True, kw_only=True, tag="rebuild"):
-    """The ledger lost writes and was rebuilt: leased and taken groups went back.
+    """The ledger lost writes and was rebuilt; leased and taken groups were returned.
 
     The events after `after` are lost, except for the accepts and commits in `journal_events`.
     """
 
     epoch: str
-    """A new epoch, which fences the trainer that held the run."""
+    """New epoch, which fences the trainer that held the run."""
     after: int
     """Number of the last event that was not lost."""
     version: int
@@ -297,17 +297,17 @@ class RebuildEvent(LedgerEvent, frozen=True, kw_only=True, tag="rebuild"):
     waiting: list[int] = msgspec.field(default_factory=list)
     """Groups that are WAITING."""
     journal_events: list[JournalEvent] = msgspec.field(name="told", default_factory=list)
-    """Accepts and commits that only the journal knew, oldest first."""
+    """Accepts and commits found only in the journal, oldest first."""
 
 
 # -- any other entry
 
 
 class UnknownEvent(LedgerEvent, frozen=True, kw_only=True):
-    """An event of a kind that this version does not know; never written."""
+    """An event of a kind that this version does not know. Only results from decoding."""
 
     name: str
-    """Its kind."""
+    """Kind of the event."""
 
     @property
     def kind(self) -> str:
@@ -315,14 +315,14 @@ class UnknownEvent(LedgerEvent, frozen=True, kw_only=True):
 
 
 class MalformedEvent(LedgerEvent, frozen=True, kw_only=True):
-    """A line that is not an event; never written."""
+    """A line that is not an event. Only results from decoding."""
 
     name: str
-    """The kind that it says it has, if it says one."""
+    """Kind given in the line; empty without a kind."""
     problem: str
-    """Reason why it is malformed."""
+    """Why the line is malformed."""
     is_object: bool = True
-    """Whether it is a JSON object at all."""
+    """Whether the line is a JSON object."""
 
     @property
     def kind(self) -> str:
@@ -341,7 +341,7 @@ _DECODER = msgspec.json.Decoder(KnownEvent)
 
 
 def decode_line(line: bytes) -> LedgerEvent:
-    """Return the event in a line of JSON; an `UnknownEvent` or a `MalformedEvent` if it is none of ours."""
+    """Return the event in a JSON line; an `UnknownEvent` or `MalformedEvent` if it cannot be decoded."""
     try:
         return _DECODER.decode(line)
     except (ValueError, RecursionError):  # a MsgspecError is a ValueError
@@ -356,7 +356,7 @@ def decode_line(line: bytes) -> LedgerEvent:
 
 
 def decode_fields(fields: Mapping[str, Any]) -> LedgerEvent:
-    """Return the event with these JSON values, as `Ledger.events` lists it; see `decode_line`."""
+    """Return the event with these JSON values, as listed by `Ledger.events`; else as `decode_line`."""
     kind = fields.get("event")
     seq, time_ms = (
         value if type(value) is int else 0 for value in (fields.get("seq"), fields.get("time_ms"))
@@ -370,5 +370,5 @@ def decode_fields(fields: Mapping[str, Any]) -> LedgerEvent:
 
 
 def bound_of(event: CreateEvent | BoundPendingEvent | BoundEvent) -> Bound:
-    """Return the bound that an event states."""
+    """Return the bound stated by an event."""
     return Bound(event.max_staleness, event.groups_per_step, event.policy)

@@ -1,9 +1,9 @@
-"""Links the lines of a log of JSON objects: each ends with a digest of itself and of the link before it.
+"""Links the lines of a JSON log: each line ends with a digest of its content and the previous link.
 
-The newest link also stands in a separate file, the log's head. So a line that was edited in any field, moved,
-doubled or removed is detected, and so is a missing end.
+A separate file, the log's head, stores the newest link. The chain reveals a line that was edited, moved,
+duplicated or removed, and a truncated log.
 
-Links are no signatures: a rewrite of the whole log and its head is detected only by the lines' contents.
+Links are not signatures: a rewrite of the whole log with its head is revealed only by the lines' contents.
 """
 
 import contextlib
@@ -20,38 +20,38 @@ from protocol.host.atomic_file import write_atomically
 from protocol.host.file_lock import locked
 
 LINK = "chain"
-"""Last member of a line."""
+"""Name of the last member of each line."""
 HELD_S = 5.0
 """Seconds to wait while another process appends to the log."""
 _FIRST = b"0" * 16
 _LINK = re.compile(rb',"chain":"([0-9a-f]{16})"}\n\Z')
-_LENGTH = 29  # bytes that the pattern matches
+_LENGTH = 29  # bytes matched by the pattern
 _TAIL = 1 << 16
 
 
 def head_of(log: Path) -> Path:
-    """Return the path of a log's head: audit.head of audit.jsonl."""
+    """Return the path of a log's head: audit.head for audit.jsonl."""
     return log.with_suffix(".head")
 
 
 class _Head(msgspec.Struct):
-    """Content of a log's head."""
+    """Content of a head file."""
 
     chain: str
     """Link of the newest line."""
 
 
 class Chain:
-    """Checks the links of a log, line by line in order."""
+    """Verifier of a log's links, line by line in order."""
 
     def __init__(self, path: Path) -> None:
-        """Read the log's head. Do so before reading the log, which may grow meanwhile."""
+        """Read the log's head. Must precede reading the log, which may grow."""
         self._previous = _FIRST
         self._head = head_of(path).name
         self._newest = _newest(path)
 
     def follows(self, line: bytes) -> bool:
-        """Return whether `line`, with its newline, is as it was written and follows the one before it."""
+        """Return whether `line`, including its newline, is unchanged and follows the previous line."""
         match = _LINK.search(line[-_LENGTH:])
         if match is None:
             return False
@@ -62,17 +62,18 @@ class Chain:
         return intact
 
     def missing(self) -> str | None:
-        """Return the error at the end of the log, None if it is complete."""
+        """Return the error at the end of the log; None if the log is complete."""
         return f"the newest line that {self._head} names is missing" if self._newest else None
 
 
 def damaged_lines(path: Path, remedy: str = "") -> Iterator[tuple[Path, str]]:
-    """Read a log; yield path and place of each line that is not as it was written, and of a missing end.
+    """Read a log; yield path and problem for each damaged line and for a missing end.
 
-    A torn last line, which a crash leaves and the next line replaces, is left out, unless the end is missing.
+    A torn last line is not reported unless the end is missing: a crash leaves it and the next append replaces
+    it.
 
     Args:
-        path: of the log.
+        path: path of the log.
         remedy: text added to the message if the end is missing.
     """
     head = head_of(path)
@@ -94,15 +95,15 @@ def damaged_lines(path: Path, remedy: str = "") -> Iterator[tuple[Path, str]]:
 
 
 def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None:
-    """Write lines at the end of a log: readers see all or none of them; a torn last line is replaced.
+    """Append lines to a log. Readers see all lines or none; a torn last line is replaced.
 
     Args:
-        path: of the log, which is made if it is not there.
-        bodies: JSON objects, each with a member.
-        durable: also sync log and head to the disk.
+        path: path of the log, created if missing.
+        bodies: non-empty JSON objects.
+        durable: whether to sync log and head to disk.
 
     Raises:
-        OSError: it cannot be written, because the disk is full for example; no line was, so that it can
+        OSError: the log cannot be written, for example on a full disk. No line was written, so the call may
             be repeated.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -129,13 +130,13 @@ def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None
 
 
 def _write(handle: int, data: bytes, offset: int) -> None:
-    while data:  # a full disk takes a part, and refuses the rest
+    while data:  # on a full disk pwrite first writes a part, then fails
         written = os.pwrite(handle, data, offset)
         data, offset = data[written:], offset + written
 
 
 def last_line(handle: int) -> tuple[int, bytes]:
-    """Return where the last complete line of a file ends, and that line; 0 and none if there is none."""
+    """Return the end offset of the last complete line, and the line; 0 and empty without one."""
     size = start = os.fstat(handle).st_size
     tail = b""
     while start > 0 and tail.count(b"\n") < 2:
@@ -150,7 +151,7 @@ def _link(previous: bytes, body: bytes) -> bytes:
 
 
 def _newest(path: Path) -> bytes:
-    """Return the link in a log's head; empty if there is no head, one that matches none if it is damaged."""
+    """Return the link in a log's head; empty without a head, an unmatchable link if it is damaged."""
     try:
         content = head_of(path).read_bytes()
     except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""Reads the steps of a run from its event log: what each took, under which leases, and what was trained."""
+"""Reads the steps of a run from its event log: the groups of each step, their leases and trained tokens."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -22,21 +22,21 @@ from services.ledger.interface import JournalAccept, JournalCommit, JournalEvent
 
 @dataclass(frozen=True, slots=True)
 class LoggedStep:
-    """A committed step, as the log describes it."""
+    """A committed step as recorded in the log."""
 
     record: StepRecord
     """The ledger's record of the step."""
     trained: Mapping[int, Mapping[int, int]]
-    """Group -> version -> tokens that carried gradient."""
+    """Group -> version -> number of tokens with a gradient."""
     sequence: int = field(default=0, compare=False)
-    """Number of the event that has the commit."""
+    """Number of the event that contains the commit."""
 
 
 def read_events(path: Path) -> Iterator[LedgerEvent]:
-    """Yield every complete line of a log, oldest first; a torn last line is left out.
+    """Yield every complete line of a log, oldest first; a torn last line is skipped.
 
     Raises:
-        SettingsError: there is no log, or a line is not an event; names it.
+        SettingsError: there is no log, or a line is not an event; the message names the line.
     """
     try:
         with path.open("rb") as file:
@@ -56,11 +56,11 @@ def read_events(path: Path) -> Iterator[LedgerEvent]:
 def with_journal_events(
     events: Iterable[LedgerEvent],
 ) -> Iterator[tuple[LedgerEvent, LedgerEvent | JournalEvent]]:
-    """Yield the events, and before each `rebuild` those that it has from the journal.
+    """Yield the events; before each `rebuild`, also yield its events from the journal.
 
     Yields:
-        Pairs of the event in the log, which gives number and time, and what happened: the same event, or one
-        from the journal.
+        Pairs of the logged event, which has number and time, and the effective event: the same event or one
+            from the journal.
     """
     for event in events:
         if isinstance(event, RebuildEvent):
@@ -72,12 +72,10 @@ def with_journal_events(
 
 
 def committed_steps(events: Iterable[LedgerEvent], steps: range) -> dict[int, LoggedStep]:
-    """Return the steps in `steps` on the path to the committed version, by number.
-
-    Steps that a rewind abandoned are left out.
+    """Return the committed steps in `steps` by number, without the steps that a rewind abandoned.
 
     Raises:
-        SettingsError: if an event contradicts the ones before it.
+        SettingsError: an event contradicts earlier events.
     """
     builder = _StepsBuilder(steps)
     for place, event in with_journal_events(events):
@@ -97,16 +95,16 @@ class _StepsBuilder:
         self.steps: dict[int, LoggedStep] = {}
         self._wanted = steps
         self._leases: dict[int, LeaseEvent | JournalAccept] = {}
-        """Group -> its last lease, of groups that are not trained."""
+        """Group -> its last lease, for groups that are not trained."""
         self._counts: dict[int, Mapping[int, int]] = {}
-        """Group -> accepted tokens by version."""
+        """Group -> number of accepted tokens by version."""
         self._taken: list[int] = []
         """Groups of the running step, in order."""
 
     def apply(self, event: LedgerEvent | JournalEvent, sequence: int) -> None:
-        """Take in one event, which the log has as number `sequence`.
+        """Apply one event, numbered `sequence` in the log.
 
-        Raises KeyError or ValueError if it contradicts the ones before it.
+        Raises KeyError or ValueError if the event contradicts earlier events.
         """
         match event:
             case LeaseEvent():
@@ -116,7 +114,7 @@ class _StepsBuilder:
             case JournalAccept():
                 self._counts[event.group] = event.counts
                 self._leases[event.group] = event
-            case DropEvent():  # also after a rewind, when a trained group is leased again
+            case DropEvent():  # also removes a trained group that was leased again after a rewind
                 self._leases.pop(event.group, None)
                 self._counts.pop(event.group, None)
             case TakeEvent():
@@ -128,7 +126,7 @@ class _StepsBuilder:
 
     def _commit(self, event: CommitEvent | JournalCommit, sequence: int) -> None:
         taken = self._taken
-        if sorted(event.groups) != sorted(taken):  # the take is lost; this is the order of a take
+        if sorted(event.groups) != sorted(taken):  # the take event is lost: restore the order of a take
             taken = sorted(event.groups, key=lambda group: (self._leases[group].deadline, group))
         groups = tuple(_taken_group(self._leases.pop(group), self._counts.pop(group)) for group in taken)
         if event.step in self._wanted:

@@ -1,4 +1,4 @@
-"""Traces one group through the event log: who held it and when, what happened to its tokens, how it ended."""
+"""Traces one group through the event log: its holders, times, tokens and final state."""
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -23,27 +23,27 @@ from services.ledger.interface import JournalAccept, JournalCommit, JournalEvent
 
 _TRANSITIONS = frozenset(str(event) for event in Event)
 _COMMON_FIELDS = ("seq", "time_ms", "event", "group")
-"""Fields that every moment has in its own place."""
+"""Fields of every event that `Moment` stores separately or omits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Moment:
-    """One event of a group's life."""
+    """One event in the history of a group."""
 
     time_ms: int
-    """Unix time on the ledger's clock, in ms."""
+    """Unix time of the ledger's clock, in ms."""
     since_ms: int
-    """Time since the event before it, in ms; 0 for the first."""
+    """Time since the previous event, in ms; 0 for the first."""
     event: str
-    """A row of the lifecycle table, `expire` or `rebuild`."""
+    """Name of a transition of the lifecycle table, `expire` or `rebuild`."""
     state: GroupState
-    """State of the group after it."""
+    """State of the group after the event."""
     facts: Mapping[str, Any]
-    """What else the log says: holder, version, deadline, counts, reward, reason ..."""
+    """Other logged values: holder, version, deadline, counts, reward, reason ..."""
 
 
 def trace(events: Iterable[LedgerEvent], group: int) -> list[Moment]:
-    """Return the moments of a group's life, oldest first; empty if the log never names it."""
+    """Return the events of a group, oldest first; empty if the log does not contain the group."""
     moments: list[Moment] = []
     state, last_ms = GroupState.WAITING, 0
     for place, event in with_journal_events(events):
@@ -59,7 +59,7 @@ def trace(events: Iterable[LedgerEvent], group: int) -> list[Moment]:
 
 
 def _moments_of(event: LedgerEvent | JournalEvent, group: int) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield an event's transition of the group with its facts, if it has one."""
+    """Yield the transitions of the group in an event, with their facts."""
     match event:
         case GroupEvent() if event.group == group:
             yield event.kind, _facts(event)
@@ -89,9 +89,9 @@ def _facts(event: GroupEvent | JournalAccept) -> dict[str, Any]:
 
 
 def render_trace(group: int, moments: list[Moment]) -> str:
-    """Return a group's life as text: a summary, then one line per event.
+    """Format the history of a group: a summary, then one line per event.
 
-    Each line has the time (UTC) and the seconds since the event before it.
+    Each line contains the time (UTC) and the seconds since the previous event.
     """
     leases = sum(moment.event == "lease" for moment in moments)
     seconds = (moments[-1].time_ms - moments[0].time_ms) / 1e3
@@ -109,7 +109,7 @@ def render_trace(group: int, moments: list[Moment]) -> str:
 
 
 def _value(value: Any) -> str:
-    """Return counts as `tokens of version`, anything else as it is."""
+    """Format counts as `N of version V`, and other values with `str`."""
     if isinstance(value, dict):
         return ", ".join(f"{n} of version {version}" for version, n in value.items())
     return str(value)

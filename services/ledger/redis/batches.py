@@ -1,8 +1,8 @@
-"""Sends the calls that wait at the same moment as one batch: one packet, one wake-up, one sync of the server.
+"""Sends concurrent commands to the server as one batch: one packet, one wake-up, one sync of the server.
 
-There is no task and no timer: a call that finds a free lane sends everything that waits, itself included, and
-hands the lane on to the next call that has come meanwhile. A lone call is sent at once; load makes batches
-larger instead of more.
+There is no task and no timer. A call that finds a free lane sends all waiting commands including its own,
+then passes the lane on to the next waiting call. A single call is sent at once. Load makes batches larger,
+not more frequent.
 """
 
 import asyncio
@@ -13,11 +13,11 @@ from typing import Any
 
 Word = str | int | float | bytes
 MOST_CALLS = 64
-"""Most calls of one batch."""
+"""Maximum number of commands in a batch."""
 
 
 class _Call:
-    """A command that has no answer yet."""
+    """A command without an answer so far."""
 
     __slots__ = ("answer", "sends", "turn", "words")
 
@@ -25,35 +25,36 @@ class _Call:
         self.words = words
         self.answer: Any = None
         self.sends = False
-        """Whether it holds a lane, to send the next batch."""
+        """Whether the call holds a lane, to send the next batch."""
         self.turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        """Ends with True if the call is to send a batch, with False once it has its answer."""
+        """Resolves to True when the call must send a batch, to False once it has its answer."""
 
 
 class Batches:
-    """Has commands answered that were called at the same time; `batches(*words)` is one of them.
+    """Batching of concurrent commands; `batches(*words)` sends one command.
 
-    What waits is bounded by the number of callers. A command may be sent twice: each must be safe to repeat.
+    The number of callers bounds the queue. A command may be sent twice, so each must be idempotent.
     """
 
     def __init__(
         self, send: Callable[[Sequence[tuple[Word, ...]]], Awaitable[Sequence[Any]]], *, lanes: int
     ) -> None:
-        """Start without a batch under way.
+        """Start without batches in flight.
 
         Args:
-            send: has a batch answered; an answer that is an Exception is raised to its caller.
-            lanes: batches that are under way at a time.
+            send: sends a batch and returns its answers; an answer that is an Exception is raised in its
+                caller.
+            lanes: maximum number of batches in flight.
         """
         self._send = send
         self._free = lanes
         self._waiting: deque[_Call] = deque()
 
     async def __call__(self, *words: Word) -> Any:
-        """Return the answer to a command. Cancelled, it may or may not have taken effect.
+        """Return the answer to a command. If cancelled, the command may have taken effect.
 
         Raises:
-            Exception: the server's error for this command, or the reason why the batch has no answers.
+            Exception: the server's error for this command, or the error of the whole batch.
         """
         call = _Call(words)
         self._waiting.append(call)
@@ -65,7 +66,7 @@ class Batches:
             while await call.turn:
                 await self._send_batch(call)
         except asyncio.CancelledError:
-            with contextlib.suppress(ValueError):  # it is in a batch already
+            with contextlib.suppress(ValueError):  # the call is already in a batch
                 self._waiting.remove(call)
             raise
         finally:
@@ -76,8 +77,8 @@ class Batches:
         return call.answer
 
     async def _send_batch(self, sender: _Call) -> None:
-        """Have what waits answered. Cancelled, it leaves the other calls waiting, to be sent again."""
-        await asyncio.sleep(0)  # calls of this iteration of the loop join
+        """Send the waiting commands and distribute their answers. If cancelled, they are queued again."""
+        await asyncio.sleep(0)  # collects the other calls of this event loop iteration
         batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_CALLS))]
         if batch:
             try:
@@ -91,12 +92,12 @@ class Batches:
                 answers = [error] * len(batch)
             for call, answer in zip(batch, answers, strict=True):
                 call.answer = answer
-                if not call.turn.done():  # else it was cancelled
+                if not call.turn.done():  # done if cancelled
                     call.turn.set_result(False)
         self._pass_on(sender)
 
     def _pass_on(self, sender: _Call) -> None:
-        """Hand the sender's lane to the call that has waited longest, or free it."""
+        """Pass the sender's lane on to the oldest waiting call, or free the lane."""
         sender.sends = False
         heir = next((call for call in self._waiting if not (call.sends or call.turn.done())), None)
         if heir is None:

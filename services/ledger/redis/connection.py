@@ -1,4 +1,4 @@
-"""Calls a Redis or Valkey server: bounded in time, repeated across restarts, with its durability checked."""
+"""Calls a Redis or Valkey server with timeouts and retries, and checks the server's durability."""
 
 import asyncio
 import re
@@ -35,28 +35,28 @@ from services.ledger.redis.scripts import Script
 from services.ledger.redis.url import has_database, redacted, refused_url
 
 SERVER_FIELD = "server"
-"""Field of the hash `run`: the `run_id` of the server process on which the run was reconciled last."""
+"""Field of the hash `run`: `run_id` of the server process on which the run was last reconciled."""
 _RUN_ID = re.compile(rb"run_id:(\w+)")
 
 
 def run_id(info: bytes) -> str:
-    """Return the id of the server process from an answer of `INFO server`; empty if it has none."""
+    """Return the id of the server process in an answer to `INFO server`; empty without one."""
     found = _RUN_ID.search(info)
     return found.group(1).decode() if found else ""
 
 
 class ServerFence:
-    """Check that every new connection of a pool passes before it is used."""
+    """Check that each new connection of a pool must pass before use."""
 
     def __init__(self) -> None:
         self.run_key = ""
         """Key of the hash `run`; empty while connections are not guarded."""
 
     async def on_connect(self, connection: AbstractConnection) -> None:
-        """Log in, and reject a server process on which the run is not reconciled yet.
+        """Log in; reject a server process on which the run is not reconciled yet.
 
         Raises:
-            RedisConnectionError: if it is not.
+            RedisConnectionError: the run is not reconciled on this server process.
         """
         try:
             await connection.on_connect()
@@ -89,9 +89,9 @@ _AWAY = (
     TryAgainError,
     OSError,
 )
-"""Errors of a server that restarts, fails over or is full, for a while."""
+"""Temporary errors of a server that restarts, fails over or is full."""
 _AWAY_PREFIXES = ("MISCONF", "BUSY")
-"""How its other error replies begin then; redis-py takes the codes that it knows from the text."""
+"""Prefixes of other temporary error replies, for codes that redis-py does not parse."""
 _FAULTS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], ...] = (
     (
         (AuthenticationError, AuthorizationError, NoPermissionError),
@@ -108,30 +108,30 @@ _FAULTS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], .
     (ResponseError, "DB index is out of range", "it has no database of that number"),
     (ResponseError, "unknown command", "it is no Redis or Valkey with scripts"),
 )
-"""Kind of error, part of its text -> the fault of the settings that it tells; waiting would not help."""
+"""Error type and substring of its text -> the wrong setting; retries would not help."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0
 _LANES = 2
-"""Batches under way at a time: one is executed while the answers to the other are read."""
+"""Maximum number of batches in flight: one is executed while the answers to the other are read."""
 _POOL = _LANES + 2
-"""Connections at most; the ones in addition to the batches' are for questions about the server itself."""
+"""Maximum number of connections: one per lane, the others for queries about the server."""
 
 
 def _fault_of_settings(error: Exception) -> str:
-    """Return the fault of the settings that an error tells; empty if it tells none."""
+    """Return the settings problem behind an error; empty if there is none."""
     return next(
         (fault for kind, part, fault in _FAULTS if isinstance(error, kind) and part in str(error)), ""
     )
 
 
 def _is_away(error: Exception) -> bool:
-    """Return whether an error may be over a moment later."""
+    """Return whether an error may be temporary."""
     return isinstance(error, _AWAY) or (
         isinstance(error, ResponseError) and str(error).startswith(_AWAY_PREFIXES)
     )
 
 
 class _Packed(aioredis.Connection):
-    """Connection that packs batches in C, which is 8 times faster for 24 keys than redis-py's Python."""
+    """Connection that packs batches in C: 8 times faster for 24 keys than redis-py in Python."""
 
     def pack_commands(self, commands: Iterable[Iterable[Any]]) -> list[bytes]:
         return [b"".join(hiredis.pack_command(tuple(words)) for words in commands)]
@@ -140,11 +140,11 @@ class _Packed(aioredis.Connection):
 class Connection:
     """Connection pool to one server.
 
-    Every call ends within `timeout_s`, or is repeated for `retry_s` while the server is away.
+    Every call ends within `timeout_s`, or is retried for `retry_s` while the server is away.
     """
 
     def __init__(self, url: str, *, timeout_s: float, retry_s: float) -> None:
-        """Make a pool without connections. Raises SettingsError if redis-py cannot use `url`."""
+        """Create an empty pool. Raises SettingsError if redis-py cannot use `url`."""
         self.name = redacted(url)
         self.timeout_s = timeout_s
         self.retry_s = retry_s
@@ -155,7 +155,7 @@ class Connection:
         try:
             pool = aioredis.BlockingConnectionPool.from_url(
                 url,
-                connection_class=_Packed,  # rediss:// and unix:// bring their own
+                connection_class=_Packed,  # rediss:// and unix:// use their own classes
                 max_connections=_POOL,
                 timeout=timeout_s,
                 socket_timeout=timeout_s,
@@ -172,11 +172,11 @@ class Connection:
     async def run(
         self, script: Script, keys: Sequence[str], arguments: Sequence[str | int | float | bytes]
     ) -> list[Any]:
-        """Run a script and return what follows its "ok". Cancelled, it may or may not have taken effect.
+        """Run a script and return its values after "ok". If cancelled, the script may have taken effect.
 
         Raises:
-            Refused: if the script refuses.
-            Unavailable: if the server was away for longer than `retry_s`.
+            Refused: the script refuses.
+            Unavailable: the server was away for longer than `retry_s`.
         """
 
         async def call() -> Any:
@@ -202,18 +202,18 @@ class Connection:
         return list(answer[1:])
 
     async def command(self, *words: str | int | bytes) -> Any:
-        """Run one plain command, with the same limits as a script."""
+        """Run one plain command, with the same timeout and retries as a script."""
         return await self._retrying(lambda: self._batches(*words), self.retry_s)
 
     async def _send(self, commands: Sequence[tuple[Word, ...]]) -> Sequence[Any]:
-        """Return the answers to a batch; an error of one command is its answer."""
+        """Return the answers to a batch; the error of a command is its answer."""
         pipeline = self._redis.pipeline(transaction=False)
         for words in commands:
             pipeline.execute_command(*words)  # type: ignore[no-untyped-call]
         return await pipeline.execute(raise_on_error=False)
 
     async def guard(self, run_key: str) -> None:
-        """Use from now on only a server process on which the run was reconciled, and wait for a lost run.
+        """Use only server processes on which the run is reconciled from now on, and wait for a lost run.
 
         `run_key` is the key of the run's hash `run`.
         """
@@ -221,12 +221,12 @@ class Connection:
         await self._redis.connection_pool.disconnect(inuse_connections=False)
 
     async def server(self) -> str:
-        """Return the id of the server process; a restart or failover changes it."""
+        """Return the id of the server process; it changes with a restart or failover."""
         info = await self._retrying(lambda: self._redis.info("server"), self.retry_s)
         return str(info.get("run_id", ""))
 
     async def _retrying(self, call: Callable[[], Awaitable[T]], retry_s: float) -> T:
-        """Await `call()`, and repeat it with growing pauses for `retry_s` while the server is away."""
+        """Await `call()`; retry with increasing pauses for `retry_s` while the server is away."""
         began = time.monotonic()
         pause = _FIRST_PAUSE_S
         task = asyncio.current_task()
@@ -236,7 +236,7 @@ class Connection:
             try:
                 async with asyncio.timeout(self.timeout_s):
                     answer = await call()
-                if task.cancelling() > cancels:  # redis-py uses wait_for, which may lose one in Python 3.11
+                if task.cancelling() > cancels:  # redis-py's wait_for may lose a cancellation in Python 3.11
                     raise asyncio.CancelledError
                 return answer
             except (RedisError, OSError) as error:  # TimeoutError is an OSError
@@ -264,11 +264,11 @@ class Connection:
         """Check the server's settings.
 
         Returns:
-            What it does not promise; empty if no acknowledged write can be lost.
+            A sentence about missing durability; empty if no acknowledged write can be lost.
 
         Raises:
-            Unavailable: if it does not answer within `timeout_s`.
-            SettingsError: if it may evict keys.
+            Unavailable: the server does not answer within `timeout_s`.
+            SettingsError: the server may evict keys.
         """
         info = await self._retrying(lambda: self._redis.info(), self.timeout_s)
         policy = info.get("maxmemory_policy", "noeviction")

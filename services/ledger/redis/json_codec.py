@@ -1,6 +1,6 @@
 """Converts between the JSON of the Lua scripts and the values of the interface.
 
-JSON that does not fit raises ProtocolError.
+Invalid JSON raises ProtocolError.
 """
 
 import dataclasses
@@ -29,18 +29,18 @@ _SNAPSHOT_FIELDS = (
     "halted",
     "wasted_by_reason",
 )
-"""Fields of a `Snapshot` whose JSON has the same name and value."""
+"""Fields of a `Snapshot` that have the same name and value in JSON."""
 
 
 def encode_counts(counts: Mapping[int, int]) -> dict[str, int]:
-    """Return tokens per version with string keys, as JSON has them."""
+    """Return token counts by version with string keys, for JSON."""
     return {str(version): n for version, n in counts.items()}
 
 
 def decode(data: bytes, kind: type[T]) -> T:
     """Decode `data` as `kind`.
 
-    Lua may write a whole number as 1e+15, or as text if it came from a hash; both are accepted as numbers.
+    Numbers may have the form 1e+15, or be text if they come from a hash, because Lua writes them so.
     """
     try:
         return msgspec.json.decode(data, type=kind, strict=False)
@@ -49,18 +49,18 @@ def decode(data: bytes, kind: type[T]) -> T:
 
 
 def decode_peer(incarnation: bytes, data: bytes) -> Peer:
-    """Decode one pair of the answer of `peers`."""
+    """Decode one pair in the answer of `peers`."""
     fields = decode(data, dict[str, Any])
     return _convert(fields | {"incarnation": incarnation.decode(errors="replace")}, Peer)
 
 
 def encode_peer(peer: Peer) -> bytes:
-    """Encode a process as `register` stores it."""
+    """Encode a process for `register`."""
     return msgspec.json.encode({"role": peer.role, "info": dict(peer.info)})
 
 
 def encode_endpoints(peer: Peer) -> bytes:
-    """Encode which topics a process serves where, as `register` stores it; empty if it serves none."""
+    """Encode the endpoints of a process by topic, for `register`; empty without endpoints."""
     endpoints = peer.info.get("endpoints")
     return msgspec.json.encode(endpoints, order="sorted") if endpoints else b""
 
@@ -68,7 +68,7 @@ def encode_endpoints(peer: Peer) -> bytes:
 def decode_endpoints(data: Mapping[bytes, bytes]) -> dict[str, dict[str, str]]:
     """Decode the hash `endpoints` to topic -> incarnation -> endpoint.
 
-    Its field with the empty name counts changes and is left out.
+    The field with the empty name counts changes and is skipped.
     """
     topics: dict[str, dict[str, str]] = {}
     for incarnation, served in data.items():
@@ -79,7 +79,7 @@ def decode_endpoints(data: Mapping[bytes, bytes]) -> dict[str, dict[str, str]]:
 
 
 def decode_status(data: bytes) -> LedgerStatus:
-    """Decode the answer of `status` and `claim`."""
+    """Decode the answer of `status` or `claim`."""
     fields = {"pending": None} | decode(data, dict[str, Any])
     engines = _convert(fields.get("engines"), dict[str, str])
     fields["engines"] = {engine: _served(text) for engine, text in engines.items()}
@@ -87,7 +87,7 @@ def decode_status(data: bytes) -> LedgerStatus:
 
 
 def encode_snapshot(snapshot: Snapshot) -> list[bytes | int]:
-    """Encode the arguments of `rebuild`: JSON, then alternately a step and its report."""
+    """Encode the arguments of `rebuild`: JSON, then each step followed by its report."""
     values = {
         **{name: getattr(snapshot, name) for name in _SNAPSHOT_FIELDS},
         "told": snapshot.journal_events,

@@ -1,4 +1,4 @@
-"""Implements the ledger on Redis or Valkey: each transition is one Lua script, atomic and safe to repeat."""
+"""Implements the ledger on Redis or Valkey: each transition is one atomic, idempotent Lua script."""
 
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
@@ -34,20 +34,18 @@ from services.ledger.redis.json_codec import (
 from services.ledger.redis.keys import Keys
 from services.ledger.redis.scripts import script
 
-_READ = 512  # steps or groups that one command reads
+_READ = 512  # steps or groups per command
 REREAD_S = 10.0
-"""Seconds after which endpoints are read again although their number of changes is the same.
+"""Seconds after which endpoints are read again although the registry's change count is the same.
 
-A server that has lost the registry counts its changes from 0 again, and may come to the same number with
-other endpoints.
+A server that lost the registry restarts its count at 0 and may reach the same count with other endpoints.
 """
 
 
 class RedisLedger:
     """Ledger of one run on one server; `services/ledger/interface.py` documents the methods.
 
-    Safe for concurrent use by the tasks of one event loop. A cancelled call may or may not have taken effect;
-    call it again.
+    Safe for concurrent use by the tasks of one event loop. A cancelled call may have taken effect; repeat it.
     """
 
     def __init__(
@@ -59,20 +57,19 @@ class RedisLedger:
         archive_limit: int = ARCHIVE_LIMIT,
         tokens: Callable[[], str] = new_token,
     ) -> None:
-        """Make a ledger on a connection that was checked; use `connect` instead."""
+        """Store a checked connection; use `connect` instead."""
         self.run = run
         """Name of the run."""
         self.durability = durability
-        """Guarantees that the server lacks, to be printed as a warning; empty if no acknowledged write can be
-        lost."""
+        """Warning about guarantees that the server lacks; empty if no acknowledged write can be lost."""
         self.keys = Keys(run)
         self._connection = connection
         self._archive_limit = archive_limit
         self._tokens = tokens
         self._endpoints: tuple[bytes | None, dict[str, dict[str, str]]] = (None, {})
-        """Number of changes in the registry, and topic -> incarnation -> endpoint as of that number."""
+        """Change count of the registry, and topic -> incarnation -> endpoint at that count."""
         self._reread_s = 0.0
-        """When the endpoints are read again in any case, on the monotonic clock."""
+        """Time at which the endpoints are read again in any case, on the monotonic clock."""
 
     @classmethod
     async def connect(
@@ -88,17 +85,17 @@ class RedisLedger:
         """Connect to the server at `url` and check that it can hold a ledger.
 
         Args:
-            url: redis://, rediss:// (TLS) or unix://, with user and password where the server wants them.
-            run: name of the run; it need not exist yet.
-            timeout_s: limit of one call, and of the connection attempt.
-            retry_s: how long a call is repeated while the server is away.
-            archive_limit: events that may wait for the archive before leasing stops.
-            tokens: draws lease tokens.
+            url: redis://, rediss:// (TLS) or unix://, with user and password if the server requires them.
+            run: name of the run; the run may not exist yet.
+            timeout_s: timeout of one call, and of the connection attempt.
+            retry_s: seconds for which a call is retried while the server is away.
+            archive_limit: maximum number of events that wait for the archive before leasing stops.
+            tokens: generates lease tokens.
 
         Raises:
-            Unavailable: if the server does not answer within `timeout_s`.
-            SettingsError: if the URL or the run name is not valid, the user is denied, or the server may
-                evict keys.
+            Unavailable: the server does not answer within `timeout_s`.
+            SettingsError: the URL or the run name is invalid, the user is denied, or the server may evict
+                keys.
         """
         connection = Connection(url, timeout_s=timeout_s, retry_s=retry_s)
         try:
@@ -130,7 +127,7 @@ class RedisLedger:
         names = ("epoch", "version", "sequence", "published")
         fields = await self._connection.command("HMGET", self.keys.of("run"), *names)
         if fields[1] is None:
-            await self.status()  # refuses, or waits for a lost run
+            await self.status()  # raises Refused, or waits for a lost run
             return await self.head()
         return Head(fields[0].decode(), *map(int, fields[1:]))
 
@@ -232,7 +229,7 @@ class RedisLedger:
         return await self._steps("reports", first)
 
     async def _steps(self, name: str, first: int) -> list[bytes]:
-        """Return the values of a hash by step, from `first` up to the committed version."""
+        """Return the values of a hash keyed by step, from `first` up to the committed version."""
         version = int(await self._connection.command("HGET", self.keys.of("run"), "version") or 0)
         values: list[bytes] = []
         for start in range(max(first, 0), version, _READ):
@@ -281,31 +278,31 @@ class RedisLedger:
     # -- the server
 
     async def wall_ms(self) -> int:
-        """Return the server's wall clock, in milliseconds; events are dated by it, and it may jump."""
+        """Return the server's wall clock in ms. Events carry this time, which may jump."""
         seconds, micros = await self._connection.command("TIME")
         return int(seconds) * 1000 + int(micros) // 1000
 
     async def guard(self) -> None:
-        """Use from now on only a server process on which the run was reconciled.
+        """Use only server processes on which the run is reconciled from now on.
 
-        Calls wait for that as they wait for a server that is away.
+        Until then calls are retried as if the server were away.
         """
         await self._connection.guard(self.keys.of("run"))
 
     async def reconciled_server(self) -> tuple[str, str]:
-        """Return the id of the server process, and of the one on which the run was last reconciled.
+        """Return the ids of the current server process and of the last one on which the run was reconciled.
 
-        The second is empty if the run never was.
+        The second id is empty if the run was never reconciled.
         """
         reconciled = await self._connection.command("HGET", self.keys.of("run"), SERVER_FIELD)
         return await self._connection.server(), reconciled.decode() if reconciled else ""
 
     async def set_reconciled_server(self, server: str) -> None:
-        """Record that the run is complete on this server process, which guarded connections then use."""
+        """Record that the run is complete on this server process, which guarded connections may then use."""
         await self._connection.command("HSET", self.keys.of("run"), SERVER_FIELD, server)
 
     async def check_durability(self) -> str:
-        """Return the guarantees that the server lacks now; see `durability`."""
+        """Check the server again; return the guarantees that it lacks, as in `durability`."""
         return await self._connection.check()
 
     async def close(self) -> None:
@@ -328,6 +325,6 @@ def _spec_arguments(spec: RunSpec) -> tuple[str | int | float, ...]:
 
 
 def _event(fields: Any) -> bytes:
-    """Return the value of the only field of a stream entry, in either shape in which redis-py has fields."""
+    """Return the value of a stream entry's only field, in both formats of redis-py."""
     value: bytes = next(iter(fields.values())) if isinstance(fields, dict) else fields[1]
     return value

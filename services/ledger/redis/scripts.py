@@ -1,4 +1,4 @@
-"""Loads the Lua scripts as they are sent to the server."""
+"""Loads the Lua scripts that are sent to the server."""
 
 import hashlib
 from dataclasses import dataclass
@@ -13,14 +13,14 @@ _SHARED = "_shared"
 
 @dataclass(frozen=True, slots=True)
 class Script:
-    """One transition: the key names, `lua/_shared.lua`, and `lua/NAME.lua`."""
+    """Source of a transition: key names, `lua/_shared.lua` and `lua/NAME.lua`."""
 
     name: str
-    """NAME."""
+    """NAME of the script."""
     body: bytes
     """Lua source."""
     sha: str
-    """SHA-1 of the source in hexadecimal, by which EVALSHA names it."""
+    """SHA-1 of the source in hexadecimal, the argument of EVALSHA."""
 
 
 @cache
@@ -28,7 +28,7 @@ def script(name: str) -> Script:
     """Return the script called `name`.
 
     Raises:
-        FileNotFoundError: if there is none.
+        FileNotFoundError: there is no such script.
     """
     keys = ", ".join(f"'{key}'" for key in NAMES)
     parts = [(_DIRECTORY / f"{part}.lua").read_bytes() for part in (_SHARED, name)]

@@ -1,4 +1,4 @@
-"""Completes URLs of ledger servers with secrets, and redacts them for messages."""
+"""Completes URLs of ledger servers with secrets, and redacts URLs for messages."""
 
 import re
 from pathlib import Path
@@ -12,15 +12,15 @@ DATABASE = re.compile(r"/?|/\d{1,5}")
 
 
 def complete_url(url: str, password_file: str = "", ca_file: str = "") -> str:
-    """Return `url` with a password and the certificates that the server's one is checked against.
+    """Return `url` with a password and the CA certificates for the server's certificate.
 
     Args:
         url: URL of the server.
-        password_file: file that holds the password; empty for none.
-        ca_file: certificates in PEM format; empty for none.
+        password_file: file that contains the password; empty for none.
+        ca_file: CA certificates in PEM format; empty for none.
 
     Raises:
-        SettingsError: if a file cannot be read, or does not fit the URL. No message holds a password.
+        SettingsError: a file cannot be read or does not fit the URL. No message contains a password.
     """
     try:
         parts = urlsplit(url)
@@ -47,7 +47,7 @@ def complete_url(url: str, password_file: str = "", ca_file: str = "") -> str:
 def redacted(url: str) -> str:
     """Return scheme, host, port and database of `url`, for messages.
 
-    The rest is left out: it may hold a password in a place where none belongs.
+    Everything else is omitted, since it may contain a misplaced password.
     """
     try:
         parts = urlsplit(url)
@@ -65,9 +65,9 @@ def redacted(url: str) -> str:
 
 
 def has_database(url: str) -> bool:
-    """Return whether the path of `url` is the number of a database, or nothing.
+    """Return whether the path of `url` is empty or the number of a database.
 
-    redis-py takes database 0 for `/name`, and 12 for `/1/2`.
+    redis-py would read `/name` as database 0, and `/1/2` as database 12.
     """
     try:
         parts = urlsplit(url)
@@ -77,7 +77,7 @@ def has_database(url: str) -> bool:
 
 
 def refused_url(url: str) -> SettingsError:
-    """Return the error for a URL that cannot be used."""
+    """Return the error for an unusable URL."""
     return SettingsError(
         f"ledger URL {redacted(url)} cannot be used; write redis://USER:PASSWORD@HOST:PORT/0 "
         "(user and password may be left out), rediss:// for TLS; "
@@ -86,7 +86,7 @@ def refused_url(url: str) -> SettingsError:
 
 
 def _secret(path: str) -> str:
-    """Return the password in a file that only its owner can read, without white space around it."""
+    """Return the stripped password in a file. Only its owner may have access to the file."""
     try:
         mode = Path(path).stat().st_mode
         text = Path(path).read_text().strip()

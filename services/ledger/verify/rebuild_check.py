@@ -1,4 +1,4 @@
-"""Checks a `rebuild` event: the ledger's contents match log and journal, and trained groups are kept."""
+"""Checks a `rebuild` event: the rebuilt state must match log and journal, and keep trained groups."""
 
 from protocol.lifecycle import GroupState
 from services.ledger.event_log.events import RebuildEvent
@@ -9,7 +9,7 @@ _S = GroupState
 
 
 def check_rebuild(state: ReplayState, event: RebuildEvent) -> None:
-    """Replay a rebuild: first the journal's entries, then leased groups and the running step go back."""
+    """Replay a rebuild: apply the journal's entries, then return leased groups and the running step."""
     for journal_event in event.journal_events:
         if isinstance(journal_event, JournalAccept):
             _accept(state, journal_event)
@@ -23,7 +23,7 @@ def check_rebuild(state: ReplayState, event: RebuildEvent) -> None:
         elif group.state is _S.LEASED:
             state.place(number, _S.WAITING)
     for number in event.waiting:
-        if state.group(number).state is _S.SCORED:  # over the version, or without a place in rule F
+        if state.group(number).state is _S.SCORED:  # newer than the version, or without a place in rule F
             state.place(number, _S.WAITING)
     state.running, state.epoch, state.engines = None, event.epoch, {}
     for name, stated in (("scored", event.scored), ("waiting", event.waiting)):
@@ -56,7 +56,7 @@ def _commit(state: ReplayState, committed: JournalCommit) -> None:
     step = committed.step
     if step > state.version or step < state.checkpoint:
         state.report(f"the journal says that step {step} was committed, at version {state.version}")
-    if step < state.version:  # after a rewind that the log does not have
+    if step < state.version:  # after a rewind that the log lost
         for number, group in state.in_state(_S.TRAINED, _S.SCORED):
             if group.state is _S.TRAINED and group.step >= step:
                 state.place(number, _S.WAITING)

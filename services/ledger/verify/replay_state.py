@@ -1,7 +1,7 @@
 """Holds the state of a run while `verify` replays its event log.
 
-Verify shares no code with `memory/` or `ledger_recovery/`, on purpose: it proves what they did, so it reads
-the log on its own, from `protocol.lifecycle` and `protocol.staleness` alone.
+This package shares no code with `memory/` or `ledger_recovery/`, because it proves their results. It depends
+only on `protocol.lifecycle` and `protocol.staleness`.
 """
 
 from collections.abc import Callable, Mapping
@@ -13,12 +13,12 @@ from protocol.staleness import Bound, holds, lag
 _S = GroupState
 _ONCE_EACH = {"accept": 1, "take": 1, "commit": 1}
 _INTENDED = {Event.ACCEPT: _S.SCORED, Event.TAKE: _S.TAKEN, Event.COMMIT: _S.TRAINED}
-"""Where a transition that the table forbids leads all the same, so that one fault is reported once."""
+"""Target state of a forbidden transition, so that one fault is reported only once."""
 
 
 @dataclass(slots=True)
 class ReplayedGroup:
-    """A group as the log describes it."""
+    """A group as described by the log."""
 
     state: GroupState = GroupState.WAITING
     token: str = ""
@@ -27,31 +27,31 @@ class ReplayedGroup:
     bound: int = 0
     """Bound of the last lease, in versions."""
     expired: bool = False
-    """Whether its lease ran out, so that it holds no place in rule F."""
+    """Whether the lease has expired, so that the group holds no place in rule F."""
     counts: dict[int, int] = field(default_factory=dict)
-    """Accepted tokens by version; empty once they are trained."""
+    """Number of accepted tokens by version; empty once trained."""
     transitions: dict[str, int] = field(default_factory=dict)
-    """Accepts, takes and commits since the group last left WAITING."""
+    """Number of accepts, takes and commits since the group last left WAITING."""
     step: int = -1
-    """Step that trained it; -1 before."""
+    """Step that trained the group; -1 before."""
     trained_lag: int = 0
-    """Largest lag of its trained tokens, in versions."""
+    """Largest lag of the group's trained tokens, in versions."""
 
     def count_transition(self, name: str, by: int) -> None:
-        """Count an accept, a take or a commit, or take one back."""
+        """Add `by` to the count of an accept, a take or a commit."""
         self.transitions[name] = self.transitions.get(name, 0) + by
 
 
 class ReplayState:
-    """State of the run after the events so far. What contradicts it is passed to `report`."""
+    """State of the run after the replayed events. Contradictions are passed to `report`."""
 
     def __init__(self, report: Callable[[str], None]) -> None:
         self.report = report
-        """Called with each violation, without the label of the event."""
+        """Called with each violation, without the label of its event."""
         self.groups: dict[int, ReplayedGroup] = {}
-        """Every group ever leased."""
+        """Every group that was ever leased."""
         self.holding: dict[int, int] = {}
-        """Group -> deadline, of groups that hold a place in rule F."""
+        """Group -> deadline, for groups that hold a place in rule F."""
         self.trained = 0
         self.dropped = 0
         self.version = 0
@@ -64,21 +64,21 @@ class ReplayState:
         """Groups of the running step."""
         self.bound = Bound()
         self.engines: dict[str, tuple[str, int]] = {}
-        """Engine -> epoch and version that it acknowledged last."""
+        """Engine -> last acknowledged epoch and version."""
 
     def group(self, number: int) -> ReplayedGroup:
-        """Return a group, and report it if the log never leased it."""
+        """Return a group; report the group if it was never leased."""
         if number not in self.groups:
             self.report(f"group {number} was never leased")
         return self.groups.setdefault(number, ReplayedGroup())
 
     def issue(self, issued: int) -> None:
-        """Add groups up to number `issued` whose leases were lost."""
+        """Add the groups below `issued` whose lease events were lost."""
         for number in range(len(self.groups), issued):
             self.groups.setdefault(number, ReplayedGroup())
 
     def transition(self, number: int, event: Event, token: str | None = None) -> ReplayedGroup:
-        """Move a group as the lifecycle table says; report a row that is not there, or another token."""
+        """Move a group by the lifecycle table; report a forbidden transition or a wrong token."""
         group = self.group(number)
         if token is not None and token != group.token:
             self.report(f"group {number}: token {token} is not the current one, {group.token}")
@@ -92,7 +92,7 @@ class ReplayState:
         return group
 
     def place(self, number: int, state: GroupState) -> None:
-        """Bring a group into `state`, with or without a place in rule F."""
+        """Set a group's state, and add or remove its place in rule F."""
         group = self.groups[number]
         group.state = state
         if state is _S.WAITING:
@@ -103,7 +103,7 @@ class ReplayState:
             self.holding.pop(number, None)
 
     def train(self, number: int, step: int, counts: Mapping[int, int]) -> None:
-        """Train one group of a commit; report tokens over the bound or never accepted."""
+        """Train one group of a commit; report tokens that are over the bound or were never accepted."""
         group = self.transition(number, Event.COMMIT)
         group.count_transition("commit", 1)
         self.trained += 1
@@ -119,25 +119,25 @@ class ReplayState:
             self.report(f"group {number}: more tokens of versions {excess} trained than accepted")
 
     def next_step(self) -> int:
-        """Return N of rule F."""
+        """Return the next step, N in rule F."""
         return self.version + (self.running is not None)
 
     def check_rule_f(self, subject: str) -> None:
-        """Report that rule F does not hold after what happened to `subject`."""
+        """Report a violation of rule F after an event about `subject`."""
         if not holds(self.holding.values(), self.next_step(), self.bound):
             self.report(f"{subject}: rule F does not hold at step {self.next_step()}")
 
     def check_epoch(self, epoch: str) -> None:
-        """Report a trainer that acts under an epoch that does not hold the run."""
+        """Report an event under an epoch that does not hold the run."""
         if epoch != self.epoch:
             self.report(f"epoch {epoch} acts, but {self.epoch} holds the run")
 
     def counters(self) -> tuple[int, int, int, int]:
-        """Return version, and groups issued, trained and dropped."""
+        """Return the version and the numbers of groups issued, trained and dropped."""
         return self.version, len(self.groups), self.trained, self.dropped
 
     def in_state(self, *states: GroupState) -> list[tuple[int, ReplayedGroup]]:
-        """Return the groups in any of these states, by number."""
+        """Return the groups in any of `states`, with their numbers."""
         return [(number, group) for number, group in self.groups.items() if group.state in states]
 
     def active(self) -> int:
@@ -146,5 +146,5 @@ class ReplayState:
 
 
 def sampled_versions(counts: Mapping[int, int]) -> list[int]:
-    """Return the versions that have tokens."""
+    """Return the versions that have at least one token."""
     return [version for version, n in counts.items() if n]

@@ -1,7 +1,6 @@
 """Checks the rules beyond the lifecycle: leases, accepted tokens, batches, rewinds and rule F.
 
-Which group may be leased, which tokens may be accepted, which groups are taken, the effect of a rewind; and
-that rule F holds wherever a group gets a place and wherever the bound or the next step changes.
+Rule F is checked whenever a group gets a place, and whenever the bound or the next step changes.
 """
 
 from protocol.lifecycle import NO_SIGNAL, GroupState
@@ -37,38 +36,37 @@ _S = GroupState
 
 
 class Rules:
-    """Checks each event twice: `before` and `after` it is replayed on the state.
+    """Checks each event twice: `before` and `after` the event is replayed on the state.
 
-    Holds the part of the run's state that only these checks need.
+    Also stores the part of the run's state that only these checks need.
     """
 
     def __init__(self, state: ReplayState) -> None:
         self._state = state
         self._steps: int | None = None
-        """Steps of the run; None if a rebuild may have lost a change."""
+        """Number of steps of the run; None if a rebuild may have lost a change."""
         self._prompts = -1
         self._epochs: set[str] = set()
         """Every epoch that claimed the run."""
         self._lineage: set[str] = set()
-        """Epochs whose branch is the current one."""
+        """Epochs of the current branch."""
         self._resumed = ""
         """Epoch of the last resume."""
         self._digests: dict[int, str] = {}
-        """Version -> digest of its weights, of those that no checkpoint covers."""
+        """Version -> digest of its weights, for versions that no checkpoint covers."""
         self._stopped: set[str] = set()
-        """Why no lease may be granted: `pending`, `draining`, `halted`."""
+        """Why leasing is stopped: `pending`, `draining`, `halted`."""
         self._waiting: set[int] = set()
         self._expired: set[int] = set()
         self._attempts: dict[int, int] = {}
-        """Leases of groups that are not finished; a group that a rebuild restored is not here until its next
-        lease."""
+        """Unfinished group -> number of its leases; a rebuild removes every group until its next lease."""
         self._served: dict[int, int] = {}
         """Group -> version that its holder's engine had acknowledged."""
         self._was_expired = False
-        """Whether the present event is about a group whose lease had run out."""
+        """Whether the current event concerns a group whose lease had expired."""
 
     def before(self, event: LedgerEvent) -> None:
-        """Check an event that is about to be replayed."""
+        """Check an event before it is replayed."""
         self._was_expired = isinstance(event, GroupEvent) and event.group in self._expired
         match event:
             case CreateEvent():
@@ -110,7 +108,7 @@ class Rules:
                 self._before_checkpoint(event)
 
     def after(self, event: LedgerEvent) -> None:
-        """Check an event that was replayed."""
+        """Check an event after it is replayed."""
         self._index_groups(event)
         match event:
             case LeaseEvent():
@@ -130,7 +128,7 @@ class Rules:
                 self._after_rebuild(event)
 
     def _index_groups(self, event: LedgerEvent) -> None:
-        """Keep track of which groups are waiting and which leases have run out."""
+        """Update the sets of waiting groups and expired leases."""
         match event:
             case GroupEvent():
                 touched = [event.group]
@@ -279,10 +277,10 @@ class Rules:
         }
 
     def _check_rewind(self, event: ResumeEvent, newest: int) -> None:
-        """Report a rewind that does not undo exactly the leases and the abandoned branch's groups.
+        """Report a rewind that does not undo exactly the leases and the groups of the abandoned branch.
 
-        That is every group trained in step `event.version` or later, and every scored group with a token of a
-        version over `newest`.
+        These are the groups trained in step `event.version` or later, and the scored groups with a token of a
+        version above `newest`.
         """
         undone = [
             number
@@ -321,10 +319,10 @@ class Rules:
                 state.report(f"group {number}: taken in step {event.step} without a token within the bound")
 
     def _may_be_short(self) -> bool:
-        """Return whether no more groups can come.
+        """Return whether no more groups can arrive.
 
-        Either leases are stopped and none is live, or the prompts have run out and no group is waiting or
-        leased.
+        Either leasing is stopped and no lease is live, or the prompts are exhausted and no group is WAITING
+        or LEASED.
         """
         state = self._state
         live = any(state.groups[number].state is _S.LEASED for number in state.holding)
@@ -335,7 +333,7 @@ class Rules:
         self._digests[event.step + 1] = event.digest
         for number, counts in event.groups.items():
             self._forget(number)
-            self._state.groups[number].counts = {}  # not needed any more, and logs are long
+            self._state.groups[number].counts = {}  # saves memory in long logs
             for version, n in counts.items():
                 if n < 0 or (n and lag(event.step, version) < 0):
                     self._state.report(
@@ -357,7 +355,7 @@ class Rules:
         self._digests = {v: digest for v, digest in self._digests.items() if v >= version}
 
     def _after_rebuild(self, event: RebuildEvent) -> None:
-        """Forget facts that the event does not state, so that they are not checked."""
+        """Discard facts that the event does not state, so that they are no longer checked."""
         for committed in event.journal_events:
             if isinstance(committed, JournalCommit):
                 kept = {v: digest for v, digest in self._digests.items() if v <= committed.step}

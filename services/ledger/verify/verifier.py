@@ -1,7 +1,7 @@
 """Proves a run from its event log alone: no group trained twice, none lost, no token over the bound.
 
 The log is replayed through `protocol.lifecycle`'s table and `protocol.staleness`'s rules. A mismatch is a
-violation that names the event and the group. `services/ledger/event_log/events.py` lists the events.
+violation that names the event and the group. `services/ledger/event_log/events.py` defines the events.
 """
 
 from dataclasses import dataclass, field
@@ -38,44 +38,44 @@ from services.ledger.verify.replay_state import ReplayedGroup, ReplayState
 from services.ledger.verify.rules import Rules
 
 MAX_VIOLATIONS = 1000
-"""Violations that are kept; more are not listed."""
+"""Maximum number of violations to record."""
 
 
 @dataclass(frozen=True, slots=True)
 class AuditResult:
-    """Counters and violations that `verify` found.
+    """Counters and violations found by `verify`.
 
-    Trained groups are those on the path to the committed version.
+    Trained groups are the groups on the path to the committed version.
     """
 
     issued: int
-    """Groups ever leased."""
+    """Number of groups ever leased."""
     trained: int
-    """Groups that are TRAINED at the end of the log."""
+    """Number of groups that are TRAINED at the end of the log."""
     dropped: int
-    """Groups that are DROPPED."""
+    """Number of groups that are DROPPED."""
     active: int
-    """Groups in any other state."""
+    """Number of groups in any other state."""
     max_lag: int
     """Largest lag of a trained token, in versions."""
     bound: int
     """Largest bound recorded with the lease of a trained group, in versions."""
     steps: int
-    """Committed steps on the path to the committed version."""
+    """Number of committed steps on the path to the committed version."""
     violations: list[str] = field(default_factory=list)
-    """What contradicts the lifecycle or the bound; each names its event."""
+    """Contradictions to the lifecycle or the bound; each message names its event."""
 
     @property
     def ok(self) -> bool:
-        """Whether there is no violation."""
+        """Whether there are no violations."""
         return not self.violations
 
 
 def verify(path: Path) -> AuditResult:
-    """Check the log at `path`; a torn last line is left out.
+    """Check the log at `path`; a torn last line is skipped.
 
     Raises:
-        OSError: if it cannot be read.
+        OSError: the log cannot be read.
     """
     chain, verifier = Chain(path), Verifier()
     with open(path, "rb") as file:
@@ -90,19 +90,19 @@ def verify(path: Path) -> AuditResult:
 
 
 class Verifier:
-    """Replays a log: pass every event to `apply`, oldest first, then ask for the `result`."""
+    """Replays a log: pass every event to `apply`, oldest first, then call `result`."""
 
     def __init__(self) -> None:
         self._violations: list[str] = []
         self._sequence = 0
         """Number of the last event."""
         self._label = ""
-        """Names the present event in violations."""
+        """Label of the current event in violations."""
         self._state = ReplayState(self.violation)
         self._rules = Rules(self._state)
 
     def violation(self, message: str) -> None:
-        """Record that the present event contradicts the ones before it."""
+        """Record that the current event contradicts earlier events."""
         if len(self._violations) < MAX_VIOLATIONS:
             self._violations.append(f"{self._label}: {message}")
 
@@ -127,7 +127,7 @@ class Verifier:
             self._rules.before(event)
             self._replay(event)
             self._rules.after(event)
-        except ValueError as error:  # a number with too many digits to be printed
+        except ValueError as error:  # a number has too many digits to be printed
             self.violation(f"malformed: {error}")
         return None
 
@@ -261,7 +261,7 @@ class Verifier:
             )
 
     def result(self, gap: str | None = None) -> AuditResult:
-        """Return the counters at the end of the log; `gap` says which events the log has lost there."""
+        """Return the counters at the end of the log; `gap` describes events missing at the end."""
         state = self._state
         trained = [group for _, group in state.in_state(GroupState.TRAINED)]
         active = state.active()

@@ -1,4 +1,4 @@
-"""Makes recorded steps again, and compares two runs: `tether replay`, `rerun`, `bisect`.
+"""Repeats recorded steps, and compares two runs: `tether replay`, `rerun`, `bisect`.
 
-`services/run_record/` reads a run for people.
+`services/run_record/` reads the directory of a run for display.
 """

@@ -1,6 +1,6 @@
-"""Defines `tether replay` and `tether rerun`, which make recorded steps again, and `tether bisect`.
+"""Defines `tether replay` and `tether rerun`, which repeat recorded steps, and `tether bisect`.
 
-What they use is imported when they run, so that `tether --help` answers at once.
+The commands import their modules when they run, so that `tether --help` is fast.
 """
 
 import json
@@ -23,7 +23,7 @@ def replay(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Rebuild the batch of a past step from log and archive; exit code 1 if it is not what was trained."""
+    """Rebuild the batch of a past step from log and archive; exit code 1 unless it equals the trained one."""
     from services.observability.printable import printable
     from services.settings.load import run_settings
     from services.tools.replay import render_replay, replay_step
@@ -46,7 +46,7 @@ def rerun(
     ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Generate and train a recorded run again, token by token; exit code 1 if other weights come out."""
+    """Generate and train a recorded run again, token by token; exit code 1 if the weights differ."""
     from services.observability.printable import printable
     from services.runtime.errors import configure_logging
     from services.settings.load import run_settings

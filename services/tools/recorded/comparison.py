@@ -1,4 +1,4 @@
-"""Finds the first step of two runs that ended with different weights, and what differs first in it."""
+"""Finds the first step of two runs that ended with different weights, and its first difference."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
@@ -17,34 +17,34 @@ from services.tools.recorded.run import RecordedRun
 from trainer.step.train_command import decode_scored
 
 SHOWN = 8
-"""Settings that are shown at most."""
+"""Maximum number of settings shown."""
 FIELDS = (("tokens", "token"), ("loss_mask", "mask"), ("logprobs", "log-probability"))
-"""Values of each token that are compared, and their names."""
+"""Compared values of each token, and their names."""
 Found = tuple[str, str, str]
-"""Name and place of a value, and the value in both runs."""
+"""Name and place of a value, and its values in both runs."""
 
 
 @dataclass(frozen=True, slots=True)
 class RunDifference:
-    """The first difference of two runs."""
+    """First difference between two runs."""
 
     step: int
-    """The first step that ended with different weights; the version that it started from is equal."""
+    """First step that ended with different weights; both runs started it from equal weights."""
     what: str
-    """Name and place of the first value that differs in it."""
+    """Name and place of the first differing value in the step."""
     values: tuple[str, str]
-    """In the first run, and in the second."""
+    """Values in the first and in the second run."""
 
 
 def compare_runs(first: Path, second: Path) -> dict[str, Any]:
-    """Compare two runs, live or over, step by step.
+    """Compare two current or ended runs step by step.
 
     Returns:
-        `versions`: how many versions after the initial one are equal; `made`: steps of each run; `settings`:
-        the differing ones; `difference`: the fields of `RunDifference`, or None.
+        `versions`: number of equal versions after the initial one; `made`: number of steps of each run;
+            `settings`: differing settings; `difference`: fields of `RunDifference`, or None.
 
     Raises:
-        SettingsError: a run has no event log, or the records of the step in question were removed.
+        SettingsError: a run has no event log, or the records of the differing step were removed.
     """
     settings = (run_settings(first), run_settings(second))
     changes = [change for change in differences(*settings) if change.dotted not in NOT_COMPARED]
@@ -61,7 +61,7 @@ def compare_runs(first: Path, second: Path) -> dict[str, Any]:
 
 
 def render_comparison(facts: dict[str, Any], runs: tuple[Path, Path]) -> str:
-    """Return the result of `compare_runs` as text."""
+    """Format the result of `compare_runs`."""
     made, found = facts["made"], facts["difference"]
     shown, more = facts["settings"][:SHOWN], len(facts["settings"]) - SHOWN
     lines = [
@@ -81,7 +81,7 @@ def _digests(runs: Sequence[RecordedRun], step: int) -> tuple[str, str]:
 
 
 def _first_difference(runs: Sequence[RecordedRun], step: int) -> RunDifference:
-    """Return the first difference of a step, whose weights differ."""
+    """Return the first difference in a step whose weights differ."""
     for found in (_batch_differences, _record_differences, _tensor_differences):
         for what, ours, theirs in found(runs, step):
             return RunDifference(step, what, (ours, theirs))
@@ -90,7 +90,7 @@ def _first_difference(runs: Sequence[RecordedRun], step: int) -> RunDifference:
 
 
 def _batch_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
-    """Yield the places of a batch that have other groups, or groups of other versions."""
+    """Yield the places of a batch at which the groups or their versions differ."""
     ours, theirs = (
         [f"group {group.group} of version {group.version}" for group in run.step(step).record.groups]
         for run in runs
@@ -103,7 +103,7 @@ def _batch_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found
 
 
 def _record_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
-    """Yield the differences of a step's groups, each in the order in which its values were made."""
+    """Yield the differences in a step's groups, each in the order of generation."""
     for records in zip(*(run.command(step).records for run in runs), strict=True):
         ours, theirs = map(decode_scored, records)
         for what, one, other in _rollout_differences(ours.rollout, theirs.rollout):
@@ -136,12 +136,12 @@ def _rollout_differences(ours: Rollout, theirs: Rollout) -> Iterator[Found]:
 
 
 def _rows(rollout: Rollout, field: str) -> list[NDArray[Any]]:
-    """Return a field of all tokens, row by row."""
+    """Split a field of all tokens into rows."""
     return np.split(getattr(rollout, field).numpy(), np.cumsum(rollout.lengths.numpy())[:-1])
 
 
 def _tensor_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
-    """Yield the differing tensors of the version after a step, if both runs have exported it."""
+    """Yield the differing tensors of the version after a step, if both runs exported it."""
     folders = [run.settings.run_dir / "exports" / f"step_{step + 1:08}" for run in runs]
     for path in sorted(folders[0].glob("*.safetensors")):
         if not (folders[1] / path.name).is_file():

@@ -1,4 +1,4 @@
-"""Generates the groups of a record again, and raises where a token is another one than was recorded."""
+"""Generates the groups of a record again, and raises if a token differs from the record."""
 
 from collections.abc import Callable, Iterator
 
@@ -17,20 +17,20 @@ from services.settings.sections import Settings
 
 
 class RolloutReplayer:
-    """Generator of a recorded run's rollouts. What environments and tools said is taken from the record."""
+    """Generator of a recorded run's rollouts. Text from environments and tools is copied from the record."""
 
     def __init__(self, settings: Settings, tensors: Callable[[int], Tensors]) -> None:
-        """Load the initial model; `tensors` gives a version's, as `RecordedEngine` says."""
+        """Load the initial model; `tensors` returns the tensors of a version, as for `RecordedEngine`."""
         self._settings = settings
         self._engine = RecordedEngine(settings.engine, settings.model_dir, tensors)
         self._stop = tuple(Renderer(settings.model_dir, settings.rendering).stop_token_ids)
 
     def replay(self, recorded: Rollout) -> Rollout:
-        """Return a group with log-probabilities of its tokens, generated again as they were recorded.
+        """Return a group with regenerated log-probabilities of its recorded tokens.
 
         Raises:
-            ProtocolError: the record contradicts itself.
-            TetherError: another token comes out; names group, sample and place.
+            ProtocolError: the record is inconsistent.
+            TetherError: another token is generated; the message has group, sample and place.
         """
         view, logprobs = decode_rollout(recorded), recorded.logprobs.numpy().copy()
         starts = np.cumsum([0, *(len(row.tokens) for row in view.rows)])
@@ -59,7 +59,7 @@ class RolloutReplayer:
 
 
 def _turns(rollout: Rollout, rows: tuple[RowView, ...]) -> Iterator[tuple[int, RowView, int, int, int]]:
-    """Yield row number, row, number of the call in its sample, first and end of each turn of the model."""
+    """Yield row number, row, call number in the sample, start and end of each model turn."""
     if rollout.turns is None:
         for number, row in enumerate(rows):
             yield number, row, 0, row.own_prompt, len(row.tokens)

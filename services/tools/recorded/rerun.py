@@ -1,8 +1,8 @@
-"""Makes a recorded run again (`tether rerun`): its event log is the schedule.
+"""Repeats a recorded run (`tether rerun`), with its event log as the schedule.
 
-The log and the records say which groups a step trained, and under which version each token was sampled. So
-tokens are sampled again under the same versions, with commits between the same tokens. A fork trains the
-recorded groups from a version on, under other settings.
+Log and records contain the groups of each step and the version of each token. So tokens are sampled again
+under the same versions, with commits between the same tokens. A fork trains the recorded groups from a
+version on, under other settings.
 """
 
 import asyncio
@@ -45,27 +45,27 @@ from trainer.storage.stored import StoredMessage
 
 MOST_STEPS = 10**9
 ARCHIVE_MB = 1 << 30
-"""All steps are kept."""
+"""Limit of the archive's size, large enough for all steps."""
 
 
 def rerun(
     settings: Settings, to: int | None, directory: Path, overrides: Sequence[str] = ()
 ) -> dict[str, Any]:
-    """Make a run again, up to a version; with overrides, continue as a fork on the recorded groups.
+    """Repeat a run up to a version; with overrides, continue as a fork on the recorded groups.
 
     Args:
-        settings: of the run.
-        to: the version; None: the last one.
-        directory: of the new run, which must not exist.
-        overrides: settings of the fork, as `tether replay` allows them.
+        settings: settings of the run.
+        to: last version to repeat; None: the last version of the run.
+        directory: directory of the new run, which must not exist.
+        overrides: settings of the fork, as allowed by `tether replay`.
 
     Returns:
-        `steps` that were generated and trained again, `forked` steps, `equal`: how many of the former ended
-        with the recorded weights, and `run_dir`.
+        `steps` (repeated), `forked` (steps), `equal` (number of repeated steps that ended with the recorded
+        weights), and `run_dir`.
 
     Raises:
-        SettingsError: the run cannot be made again, names why.
-        TetherError: another token came out; nothing is written.
+        SettingsError: the run cannot be repeated; the message says why.
+        TetherError: another token was generated; nothing is written.
     """
     without_seeds = () if settings.run.deterministic else ("its samples have no seeds (run.deterministic)",)
     for reason in (*without_seeds, *rerun_obstacles(settings)):
@@ -83,7 +83,7 @@ def rerun(
     target = dataclasses.replace(other, run=dataclasses.replace(other.run, dir=str(directory.absolute())))
     with directory_written_aside(directory) as aside:
         dump_settings(target, aside / SETTINGS)
-        if overrides and to:  # of the steps that are not forked
+        if overrides and to:  # settings of the steps before the fork
             until = EARLIER.replace("*", str(recorded.step(to - 1).sequence))
             dump_settings(dataclasses.replace(settings, run=target.run), aside / until)
         parent = Parent(str(settings.run_dir), to, tuple(overrides))
@@ -101,10 +101,10 @@ def rerun(
 
 
 def _settings_up_to(recorded: RecordedRun, end: int) -> Settings:
-    """Return the settings under which all steps up to version `end` were made.
+    """Return the common settings of all steps up to version `end`.
 
     Raises:
-        SettingsError: they changed before; names which and where.
+        SettingsError: the settings changed earlier; the message says which and where.
     """
     change = recorded.first_change()
     if change is not None and end > change[0]:
@@ -116,10 +116,10 @@ def _settings_up_to(recorded: RecordedRun, end: int) -> Settings:
 
 
 class Rerun:
-    """A run that is being made again, in a directory."""
+    """Repetition of a run in a directory."""
 
     def __init__(self, recorded: RecordedRun, directory: Path) -> None:
-        """Begin without a step."""
+        """Start without a step."""
         self._recorded, self._directory = recorded, directory
         self._settings = recorded.settings
         self._archive = Archive(directory / "archive", ARCHIVE_MB)
@@ -128,7 +128,7 @@ class Rerun:
         """Digest of the weights after each step."""
 
     async def make(self, to: int, end: int, other: Settings) -> None:
-        """Make the steps up to version `to` again, and those up to `end` from the record, under `other`."""
+        """Repeat the steps up to version `to`, and train the recorded steps up to `end` under `other`."""
         settings = self._settings
         replayer = RolloutReplayer(settings, self._versions.__getitem__)
         with leading(settings) as executor:
@@ -148,7 +148,7 @@ class Rerun:
         return [decode_scored(record) for record in self._recorded.command(step).records]
 
     def _hold(self, executor: Executor, version: int) -> None:
-        """Hold the newest version, and drop those under which no token remains to be sampled."""
+        """Store the newest version, and drop versions under which no token remains to be sampled."""
         tensors = executor.lead(CopyWeightsCommand(self._settings.engine.dtype))
         self._versions[version] = {name: tensor.clone() for name, tensor in tensors.items()}
         later = [step for step in self._recorded.steps if step >= version]
@@ -168,7 +168,7 @@ class Rerun:
         return scored
 
     def _train(self, executor: Executor, settings: Settings, command: TrainCommand) -> None:
-        """Make a step, and write its records and its line of metrics.jsonl."""
+        """Make a step; write its records and its line of metrics.jsonl."""
         torch.set_num_threads(settings.trainer.threads)
         plan, stats = executor.train(command)
         self.digests.append(executor.lead(DigestWeightsCommand(settings.engine.dtype)))
@@ -205,7 +205,7 @@ class Rerun:
         write_hf(iter(tensors.items()), target, self._settings.model_dir)
 
     def _write_log(self, end: int) -> None:
-        """Write the event log up to a version: the run's, with the digests that came out."""
+        """Write the run's event log up to a version, with the new digests."""
         made = {
             (step, self._recorded.step(step).record.epoch): str(self.digests[step]) for step in range(end)
         }
@@ -223,7 +223,7 @@ class Rerun:
 
 
 def render_rerun(facts: Mapping[str, Any]) -> str:
-    """Return the result of `rerun` as text."""
+    """Format the result of `rerun`."""
     lines = [f"{facts['steps']} steps generated and trained again; {facts['equal']} ended with equal weights"]
     if facts["forked"]:
         lines.append(f"{facts['forked']} steps trained on the recorded samples under other settings")

@@ -1,4 +1,4 @@
-"""Reads the steps of a run, live or finished, from its directory: event log, spool and archive."""
+"""Reads the steps of a current or ended run from its directory: event log, spool and archive."""
 
 from collections.abc import Sequence
 from contextlib import closing
@@ -23,17 +23,17 @@ from trainer.storage.stored import MissingRecords
 
 
 class RecordedRun:
-    """The steps of a run, live or finished, as its directory records them."""
+    """Steps of a current or ended run, as recorded in its directory."""
 
     def __init__(self, settings: Settings, steps: range) -> None:
         """Read the event log.
 
         Args:
-            settings: of the run.
-            steps: the steps that will be asked for.
+            settings: settings of the run.
+            steps: steps that may be requested.
 
         Raises:
-            SettingsError: there is no log, or events are missing in it.
+            SettingsError: there is no log, or events are missing.
         """
         self.settings = settings
         self._by_name = {SETTINGS: settings}
@@ -43,7 +43,7 @@ class RecordedRun:
         self._spool = settings.run_dir / "spool.sqlite"
 
     def settings_of(self, step: int) -> Settings:
-        """Return the settings under which a step was made, also an earlier start's if they decide it.
+        """Return the settings that determined a step, which may be those of an earlier start.
 
         Raises:
             SettingsError: the step was never made, or its settings cannot be read.
@@ -54,13 +54,13 @@ class RecordedRun:
         return self._by_name[name]
 
     def file_of(self, step: int) -> str:
-        """Return the name of the file with these settings."""
+        """Return the name of the file with the settings of a step."""
         return earlier_name(self.settings.run_dir, self.step(step).sequence)
 
     def first_change(self) -> tuple[int, str] | None:
-        """Return the first step under other settings than those before it, and which; None: there is none.
+        """Return the first step whose settings differ from earlier steps, and the changes; None without one.
 
-        What cannot change a record or a step, beyond rounding, does not count.
+        Settings that change records or steps only by rounding are ignored.
         """
         first, same = None, None
         for step in sorted(self._steps):
@@ -73,7 +73,7 @@ class RecordedRun:
 
     @property
     def steps(self) -> Sequence[int]:
-        """The steps of the log, oldest first."""
+        """Numbers of the steps in the log, oldest first."""
         return tuple(self._steps)
 
     def step(self, step: int) -> LoggedStep:
@@ -90,14 +90,15 @@ class RecordedRun:
         return self._steps[step]
 
     def command(self, step: int, settings: Settings | None = None) -> TrainCommand:
-        """Return the command that the trainer ran for a step, with its records.
+        """Return the trainer's command for a step, with its records.
 
         Args:
-            step: the step.
-            settings: under which the step is made; None: those under which it was made.
+            step: number of the step.
+            settings: settings for the command; None: the settings of the step.
 
         Raises:
-            SettingsError: a record is neither in the spool nor in the archive; names the likely cause.
+            SettingsError: a record is neither in the spool nor in the archive; the message has the likely
+                cause.
         """
         groups = self.step(step).record.groups
         keys = [(group.group, group.token) for group in groups]
@@ -105,7 +106,7 @@ class RecordedRun:
             records = self._records(step, keys)
         except MissingRecords as missing:
             held, cause = self._archive.steps(), str(missing)
-            if not self._spool.is_file():  # where each group lacks its record for the one reason
+            if not self._spool.is_file():  # then all groups lack their records for the same reason
                 count = f"{len(missing.causes)} of its {len(keys)} groups"
                 cause = f"there is no file {self._spool}, and records of {count} are missing"
             raise SettingsError(
@@ -118,7 +119,7 @@ class RecordedRun:
     def _records(self, step: int, keys: list[tuple[int, str]]) -> list[bytes]:
         """Read records from the spool, else from the archive.
 
-        In this order no step is missed that a live trainer moves from one to the other meanwhile.
+        This order also finds a step that a live trainer archives during the read.
         """
         causes = {}
         if self._spool.is_file():
@@ -133,12 +134,12 @@ class RecordedRun:
             raise MissingRecords(causes or error.causes) from None
 
     def report(self, step: int) -> dict[str, Any]:
-        """Return the step's line in metrics.jsonl; empty if there is none of its epoch."""
+        """Return the step's line in metrics.jsonl; empty if its epoch has no line."""
         epoch = self.step(step).record.epoch
         lines = read_steps(self.settings.run_dir / "metrics.jsonl")
         return next((line for line in lines if (line["step"], line["epoch"]) == (step, epoch)), {})
 
 
 def _deciding(old: Settings, new: Settings) -> str:
-    """Return the changes that decide records or steps."""
+    """Return the changes that affect records or steps beyond rounding."""
     return ", ".join(str(one) for one in differences(old, new) if decides_records(one.dotted))

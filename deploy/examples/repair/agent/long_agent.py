@@ -1,8 +1,8 @@
-"""Repairs a file as `plain_agent` does, with a helper and a history that stays short; runs in a sandbox.
+"""Repairs a file as `plain_agent`, with a helper and a short history; runs in a sandbox.
 
-A helper looks at the file first, in a dialogue of its own; the agent gets its last turn. When the messages
-have more characters than `HISTORY`, the model is asked to summarise them, and the dialogue goes on with the
-task and the summary. Each dialogue, before and after a summary, is a branch of the episode.
+First a helper inspects the file in a separate dialogue; the agent gets the helper's last turn. When the
+messages exceed `HISTORY` characters, the model summarizes them, and the dialogue continues with the task and
+the summary. Each dialogue, before and after a summary, is a branch of the episode.
 """
 
 import os
@@ -16,7 +16,7 @@ SUMMARISE = "Summarise what was found out and done so far. You go on with your s
 
 
 def shortened(messages: Messages) -> Messages:
-    """Return the messages, or if they are too long the task with a summary of them."""
+    """Return the messages; if they are too long, the task with a summary of them."""
     if len(messages) == 1 or sum(len(message["content"]) for message in messages) <= HISTORY:
         return messages
     summary = ask([*messages, {"role": "user", "content": SUMMARISE}])
@@ -25,7 +25,7 @@ def shortened(messages: Messages) -> Messages:
 
 
 def work(text: str) -> str:
-    """Let a helper look at a task, and the model work on it; return its last turn."""
+    """Let a helper inspect a task, then let the model solve it; return the model's last turn."""
     report = converse(f"{text}\n{LOOK}", HELPER_TURNS, shortened)
     return converse(f"{text}\nA helper says: {report}", TURNS, shortened)
 

@@ -1,7 +1,8 @@
-"""Has mini-swe-agent, as it is and by its own configuration, repair a file; runs in a sandbox.
+"""Repairs a file with an unmodified mini-swe-agent; runs in a sandbox.
 
-It runs without a terminal; the second configuration, beside this file, has limits and the endpoint's model.
-The verifiers get the repaired file, or for a task without one the output with which the agent submitted.
+The agent runs without a terminal, with its own configuration and mini.yaml, which adds limits and the
+endpoint's model. The verifiers get the repaired file or, for a task without a file, the agent's submitted
+output.
 """
 
 import json
@@ -24,7 +25,7 @@ TRAJECTORY = Path("/tmp/trajectory.json")
 
 
 def main() -> None:
-    """Work on the task of `TETHER_TASK`, and write the answer to `TETHER_OUTCOME`."""
+    """Run the agent on the task in `TETHER_TASK`, and write the answer to `TETHER_OUTCOME`."""
     task: dict[str, Any] = json.loads(Path(os.environ["TETHER_TASK"]).read_text())
     for name, text in task["metadata"]["files"].items():
         Path(name).write_text(text)

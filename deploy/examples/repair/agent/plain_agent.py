@@ -1,8 +1,8 @@
-"""Repairs a file by commands of the model, with the standard library alone; runs in a sandbox.
+"""Repairs a file with commands of the model, using only the standard library; runs in a sandbox.
 
-The model is asked in turns. A turn may have a block that begins with ```bash, which is run; its output is
-the next message. A turn with ```submit, or the last one, ends the episode. The verifiers get the repaired
-file, or for a task without one the model's last turn.
+A turn of the model may contain a block that begins with ```bash, which is executed; its output is the next
+message. A turn with ```submit, or the last turn, ends the episode. The verifiers get the repaired file or,
+for a task without a file, the model's last turn.
 """
 
 import json
@@ -20,13 +20,13 @@ Messages = list[dict[str, str]]
 TURNS = int(os.environ.get("REPAIR_TURNS", "100"))
 COMMAND_S = int(os.environ.get("REPAIR_COMMAND_S", "60"))
 MOST = 1000
-"""Characters of an output that the model gets."""
+"""Maximum number of characters of an output that the model gets."""
 BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 RULES = "Write a command in a block that begins with ```bash, or ```submit if you are done."
 
 
 def ask(messages: Messages) -> str | None:
-    """Return the model's next turn; None if the episode has no room for one."""
+    """Return the model's next turn; None if the episode allows no more turns."""
     request = urllib.request.Request(
         os.environ["OPENAI_BASE_URL"] + "/chat/completions",
         json.dumps({"model": "policy", "messages": messages}).encode(),
@@ -42,7 +42,7 @@ def ask(messages: Messages) -> str | None:
 
 
 def run(command: str) -> str:
-    """Return the output of a command and its status."""
+    """Run a command; return its output and exit status."""
     try:
         ended = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, errors="replace", timeout=COMMAND_S
@@ -54,7 +54,7 @@ def run(command: str) -> str:
 
 
 def converse(text: str, turns: int = TURNS, shortened: Callable[[Messages], Messages] = list) -> str:
-    """Let the model work on a task, its history `shortened` before each turn; return its last turn."""
+    """Let the model solve a task, with its history `shortened` before each turn; return its last turn."""
     messages = [{"role": "user", "content": f"{text}\n{RULES}"}]
     said = ""
     for _ in range(turns):
@@ -72,7 +72,7 @@ def converse(text: str, turns: int = TURNS, shortened: Callable[[Messages], Mess
 
 
 def main(work: Callable[[str], str]) -> None:
-    """Work on the task of `TETHER_TASK`, and write the answer to `TETHER_OUTCOME`."""
+    """Run `work` on the task in `TETHER_TASK`, and write the answer to `TETHER_OUTCOME`."""
     task: dict[str, Any] = json.loads(Path(os.environ["TETHER_TASK"]).read_text())
     outcome = Path(os.environ["TETHER_OUTCOME"]).absolute()
     for name, text in task["metadata"]["files"].items():

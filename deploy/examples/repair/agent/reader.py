@@ -1,27 +1,27 @@
-"""Has the model say a line of a file in two turns; runs in a sandbox, as `plain_agent` does.
+"""Lets the model print a line of a file in two turns; runs in a sandbox, as `plain_agent`.
 
-In its first turn the model writes the command that prints the line, as in the dialogues that it is shown; the
-command is run, and its output is the next message. The second turn is the answer.
+In its first turn the model writes a command that prints the line, following the example dialogues. The
+command is executed, and its output is the next message. The second turn is the answer.
 """
 
 from plain_agent import Messages, ask, main, run
 
 SHOWN = {2: "total = 0", 9: "count += left[i]", 4: "for key in names[1:]:"}
-"""Number of a line -> the line, in the dialogues before the task."""
+"""Line number -> line, in the example dialogues before the task."""
 
 
 def said(role: str, text: str) -> dict[str, str]:
-    """Return a message."""
+    """Return a chat message."""
     return {"role": role, "content": text}
 
 
 def dialogue(question: str, command: str, line: str) -> Messages:
-    """Return the messages until the command's output."""
+    """Return the messages up to the command's output."""
     return [said("user", question), said("assistant", command), said("user", line)]
 
 
 def work(text: str) -> str:
-    """Let the model read the line that a task names; return its last turn."""
+    """Let the model read the line named in a task; return its last turn."""
     before: Messages = []
     for number, line in SHOWN.items():
         command = f"sed -n {number}p solution.py"
