@@ -61,6 +61,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
         """Cancelled calls that the process still has: each may be what it stands still for, or ends by."""
         self._is_blamed = False
         """Whether the process said which call it ends for."""
+        self._is_killed = False
         self.healthy = True
         self.traits: Sequence[VerifierTraits | None] = ()
         """For each verifier; None if this process does not run it."""
@@ -162,8 +163,11 @@ class WorkerClient(asyncio.SubprocessProtocol):
         self._close_group(group.number)
 
     def kill(self) -> None:
-        """Kill the process and everything that it started."""
-        self.healthy = False
+        """Kill the process and everything that it started; it gives no answer any more.
+
+        What it started dies first: a call that waits for that would take its death for its result.
+        """
+        self.healthy, self._is_killed = False, True
         if self._transport is not None and not self._exited.done():
             kill_process_tree(self._transport.get_pid())
 
@@ -225,6 +229,8 @@ class WorkerClient(asyncio.SubprocessProtocol):
         return began_s + self._config.timeout_s
 
     def _take(self, kind: str, *rest: Any) -> None:
+        if self._is_killed:
+            return
         if kind == "answer":
             number, outcome = rest
             self._abandoned.discard(number)

@@ -34,9 +34,13 @@ from pathlib import Path
 class Options:
     marks: str = ""
 
-def hang(options):
+def begin(options):
     child = subprocess.Popen(["sleep", "3600"])
     (Path(options.marks) / "hanging").write_text(str(child.pid))  # a pipe: waits for the test to read
+    return child
+
+def hang(options):
+    begin(options)
     while True:
         pass
 
@@ -51,6 +55,7 @@ ACTS = {
     "print": lambda options: print("noise" * 100_000) or 1.0,
     "noise": lambda options: os.write(1, b"\\xff" * 100) and 1.0,
     "hang": hang,
+    "wait": lambda options: begin(options).wait() == 0,
 }
 
 def score(prompt_text, response, metadata, options):
@@ -132,7 +137,10 @@ async def test_a_failing_verifier_is_named_and_the_next_group_is_scored(
     assert len(workers()) == 1
 
 
-async def test_a_hanging_verifier_is_ended_with_what_it_started(config: RewardConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("response", ["hang", "wait"])
+async def test_a_hanging_verifier_is_ended_with_what_it_started(
+    config: RewardConfig, tmp_path: Path, response: str
+) -> None:
     async with ScorePool(replace(config, timeout_s=2.0)) as pool:
         before = workers()
         async with asyncio.TaskGroup() as tasks:
@@ -140,7 +148,7 @@ async def test_a_hanging_verifier_is_ended_with_what_it_started(config: RewardCo
             with pytest.raises(
                 VerifierError, match=r"unruly\.verifier: no score for sample 1 within reward\.timeout_s 2\.0"
             ):
-                await pool.score("q", ["7", "hang"], METADATA)
+                await pool.score("q", ["7", response], METADATA)
         assert not psutil.pid_exists(before[0])
         async with asyncio.timeout(60):
             while not is_gone(started.result()):  # noqa: ASYNC110 (the kernel tells nobody)
