@@ -59,8 +59,9 @@ def main() -> None:
     """Serve until standard input ends or the parent dies."""
     die_with_parent(signal.SIGKILL)
     keep_private()  # its variables may have a judge's key
-    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # output of verifiers goes to the log, not between the frames
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # verifiers, and what they start, read no frames
+    os.dup2(2, 1)  # their output goes to the log, not between the frames
     is_concurrent, memory_mb, timeout_s, modules, configured = _read_frame(source)
     sys.path.extend(modules)  # last, so that none replaces a module of ours
     try:
@@ -75,7 +76,7 @@ def main() -> None:
     _write_frame(sink, ["ready", [_traits(verifier) for verifier in verifiers]])
     server = _Server(verifiers, timeout_s, sink)
     if is_concurrent:
-        asyncio.run(server.serve_concurrently())
+        asyncio.run(server.serve_concurrently(source))
     else:
         server.serve(source)
 
@@ -134,11 +135,11 @@ class _Server:
             else:
                 self._keep(kind, number, *rest)
 
-    async def serve_concurrently(self) -> None:
-        """Answer calls, each when it is done, until standard input ends; the process ends with it."""
+    async def serve_concurrently(self, source: BinaryIO) -> None:
+        """Answer calls, each when it is done, until the stream ends; the process ends with it."""
         stream = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), sys.stdin
+            lambda: asyncio.StreamReaderProtocol(stream), source
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._alive_loop(), name="alive")

@@ -54,6 +54,7 @@ ACTS = {
     "memory": lambda options: len(bytearray(1 << 40)),
     "print": lambda options: print("noise" * 100_000) or 1.0,
     "noise": lambda options: os.write(1, b"\\xff" * 100) and 1.0,
+    "read": lambda options: len(sys.stdin.read()) + len(subprocess.run(["cat"], stdout=-1).stdout),
     "hang": hang,
     "wait": lambda options: begin(options).wait() == 0,
 }
@@ -237,6 +238,11 @@ async def test_only_the_late_samples_of_an_asynchronous_function_are_scored_for_
 
 async def test_output_of_a_verifier_does_not_get_between_the_frames(pool: ScorePool) -> None:
     assert (await pool.score("q", ["print", "noise"], METADATA)).components["unruly.verifier"] == [1.0, 1.0]
+
+
+async def test_neither_a_verifier_nor_what_it_starts_reads_frames(config: RewardConfig) -> None:
+    async with ScorePool(replace(config, timeout_s=10.0)) as pool:
+        assert (await pool.score("q", ["read"], METADATA)).components["unruly.verifier"] == [0.0]
 
 
 async def test_cancelling_a_score_ends_its_worker(pool: ScorePool, tmp_path: Path) -> None:
