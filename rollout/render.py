@@ -248,10 +248,10 @@ class Renderer:
         )
         return text
 
-    def stopped_length(self, tokens: tuple[int, ...], more: tuple[str, ...] = ()) -> int:
+    def stopped_length(self, tokens: tuple[int, ...], more: tuple[str, ...] = ()) -> int | None:
         """Return how many of some sampled tokens there are up to the one that completes a string of `stop`.
 
-        That is all of them if none is in their text. `more` are further such strings.
+        None if no such string is in their text. `more` are further such strings.
         """
         strings = (*self._config.stop, *more)
 
@@ -262,7 +262,7 @@ class Renderer:
             return any(stop in text for stop in strings)
 
         if not stops(len(tokens)):
-            return len(tokens)
+            return None
         return bisect.bisect_left(range(len(tokens)), True, key=stops)
 
     def marked(self, tokens: tuple[int, ...]) -> str:

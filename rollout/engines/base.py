@@ -191,19 +191,18 @@ class Completion:
     """Tokens of the prompt whose KV was in the engine's prefix cache, so that it was not computed again; 0
     where there is no such cache."""
 
-    def stopped_at(self, count: int) -> "Completion":
-        """Return the first `count` tokens, which ended with a stop; T or more: the completion as it is."""
-        less = len(self.tokens) - count
-        if less <= 0:
+    def stopped_at(self, count: int | None) -> "Completion":
+        """Return the first `count` tokens, at least 1, which ended with a stop; None: no stop is in them."""
+        if count is None:
             return self
-        ends = [end for end, _ in self.spans]
+        less, ends = len(self.tokens) - count, [end for end, _ in self.spans]
         last = next(row for row, end in enumerate(ends) if end >= count)
         return Completion(
             tokens=self.tokens[:count],
             logprobs=self.logprobs[:count],
             spans=(*self.spans[:last], (count, self.spans[last][1])),
             finish_reason="stop",
-            experts=None if self.experts is None else self.experts[:-less],
+            experts=None if self.experts is None else self.experts[: len(self.experts) - less],
             cached_tokens=self.cached_tokens,
         )
 
