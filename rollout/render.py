@@ -4,6 +4,7 @@ import bisect
 import inspect
 import logging
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,8 +28,8 @@ NO_TOOLS = (
 _TOOL = {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}}
 _NO_LETTER = "\U0010ffff"
 """A character that no text has: its tokens are those of an unknown one, if the tokenizer has such."""
-_MARK = "\x02assistant\x03"
-"""Placeholder for an assistant's message, at which a rendered template is cut."""
+_MARK = f"tether{secrets.token_hex(16)}"
+"""Placeholder for an assistant's message, at which a rendered template is cut; no text contains it."""
 
 
 class ChatTemplate(StrEnum):

@@ -68,6 +68,7 @@ def test_a_further_turn_closes_the_assistants_and_opens_the_next(plain: Path, ch
     )
     assert (end, *renderer.turn_tokens("lower", after=(9, end))) == turn
     assert renderer.turn_tokens("lower", after=(end, 9)) == turn
+    assert renderer.turn_tokens("\x02assistant\x03lower")[:4] == turn[:4]  # it is cut before the text
     assert Renderer(plain, RenderConfig()).turn_tokens(" x ") == tuple(renderer._tokenizer.encode(" x "))
 
 
