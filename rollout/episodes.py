@@ -231,12 +231,21 @@ class Episodes:
             raise EpisodeError("episode_s", calls.ended + on)
         if failure is not None:
             raise failure
-        if isinstance(sample, Sample) and not sample.is_trained() and calls.record and calls.record.replayed:
-            text = "all of its calls are of versions before its lease, so none may be trained: it begins anew"
-            raise EpisodeError("replay", text)
-        if not isinstance(sample, Sample) or not sample.is_trained():
-            raise EpisodeError("error", "the environment returned no sample with tokens of the model")
-        return sample
+        return _checked(sample, calls)
+
+
+def _checked(sample: Sample | None, calls: ModelCalls) -> Sample:
+    """Return the sample of an attempt. Raises EpisodeError if there is none, or none that can be sent."""
+    if isinstance(sample, Sample) and not sample.is_trained() and calls.record and calls.record.replayed:
+        text = "all of its calls are of versions before its lease, so none may be trained: it begins anew"
+        raise EpisodeError("replay", text)
+    if not isinstance(sample, Sample) or not sample.is_trained():
+        raise EpisodeError("error", "the environment returned no sample with tokens of the model")
+    try:
+        (sample.response or "").encode()
+    except UnicodeEncodeError as error:
+        raise EpisodeError("error", f"the response is no text: {error}") from None
+    return sample
 
 
 @contextlib.asynccontextmanager

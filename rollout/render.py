@@ -4,6 +4,7 @@ import bisect
 import inspect
 import logging
 import re
+import secrets
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -27,8 +28,8 @@ NO_TOOLS = (
 _TOOL = {"name": "f", "description": "f", "parameters": {"type": "object", "properties": {}}}
 _NO_LETTER = "\U0010ffff"
 """Character that occurs in no text. Its token is the tokenizer's unknown token, if there is one."""
-_MARK = "\x02assistant\x03"
-"""Placeholder for an assistant message; rendered templates are split at it."""
+_MARK = f"tether{secrets.token_hex(16)}"
+"""Placeholder for an assistant message; rendered templates are split at it. No text contains it."""
 
 
 class ChatTemplate(StrEnum):
@@ -249,8 +250,8 @@ class Renderer:
         )
         return text
 
-    def stopped_length(self, tokens: tuple[int, ...], more: tuple[str, ...] = ()) -> int:
-        """Return the number of tokens up to the end of the first stop string; all if there is none.
+    def stopped_length(self, tokens: tuple[int, ...], more: tuple[str, ...] = ()) -> int | None:
+        """Return the number of tokens up to the end of the first stop string; None if there is none.
 
         Args:
             more: stop strings in addition to `RenderConfig.stop`.
@@ -264,7 +265,7 @@ class Renderer:
             return any(stop in text for stop in strings)
 
         if not stops(len(tokens)):
-            return len(tokens)
+            return None
         return bisect.bisect_left(range(len(tokens)), True, key=stops)
 
     def marked(self, tokens: tuple[int, ...]) -> str:

@@ -1,6 +1,5 @@
 """Scores 1 if the response is JSON that a schema validates, else 0."""
 
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,11 +10,11 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import Draft202012Validator, validator_for
 
 from protocol.errors import RewardError
+from reward.verifiers.fenced import last_block
 from reward.verifiers.registry import required
 
 DEEP = 64
 """Nesting depth beyond which a recursion error is attributed to the response instead of the schema."""
-FENCE = re.compile(r"```(?:json)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,9 +44,9 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
         kind.check_schema(schema)
     except (msgspec.DecodeError, SchemaError, TypeError, RecursionError) as error:
         raise RewardError(f"the schema is wrong: {str(error)[:300]}") from error
-    blocks = FENCE.findall(response) if options.fenced else []
+    block = last_block(response, ("json",)) if options.fenced else None
     try:
-        value = msgspec.json.decode(blocks[-1] if blocks else response)
+        value = msgspec.json.decode(response if block is None else block)
     except (msgspec.DecodeError, UnicodeError, RecursionError):
         return 0.0
     try:

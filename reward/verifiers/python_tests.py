@@ -1,7 +1,6 @@
 """Scores the response's code by running the prompt's tests on it in a sandbox."""
 
 import functools
-import re
 import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -11,9 +10,11 @@ from annotated_types import Interval
 
 from reward.sandbox.cases import judge, read_cases
 from reward.sandbox.runner import NEEDED, Limits
+from reward.verifiers.fenced import last_block
 from reward.verifiers.registry import required
 
-FENCE = re.compile(r"```(?:python|py)?[ \t]*\n(.*?)```", re.DOTALL | re.IGNORECASE)
+PYTHON = ("python", "py", "python3", "py3")
+"""Names of the language of a block."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +41,7 @@ class Options:
 
 
 def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options: Options) -> float:
-    """Run the last ``` block of the response, or the whole response without a block, with the tests.
+    """Run the last Python ``` block of the response, or the whole response without a block, with the tests.
 
     Tests that do not run because the code failed, hung or exceeded a limit count as failed.
 
@@ -51,8 +52,8 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
         RewardError: there are no tests, or the sandbox cannot be set up.
     """
     cases = read_cases(required(metadata, options.key), options.key)
-    blocks = FENCE.findall(response)
-    code = blocks[-1] if blocks else response
+    block = last_block(response, PYTHON)
+    code = response if block is None else block
     if options.prelude:
         code = f"{required(metadata, options.prelude)}\n{code}"
     passed, verdict = judge(code, cases, options.limits, options.tolerance)

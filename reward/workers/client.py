@@ -61,6 +61,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
         """Cancelled calls that the process still runs. Each may be why the process hangs or ends."""
         self._is_blamed = False
         """Whether the process reported the call that ends it."""
+        self._is_killed = False
         self.healthy = True
         self.traits: Sequence[VerifierTraits | None] = ()
         """Traits of each verifier; None if this process does not run the verifier."""
@@ -163,8 +164,11 @@ class WorkerClient(asyncio.SubprocessProtocol):
         self._close_group(group.number)
 
     def kill(self) -> None:
-        """Kill the process and all of its descendants."""
-        self.healthy = False
+        """Kill the process and all of its descendants. Later answers of the process are ignored.
+
+        Descendants die first. A call that waits for a descendant would answer as if that had failed.
+        """
+        self.healthy, self._is_killed = False, True
         if self._transport is not None and not self._exited.done():
             kill_process_tree(self._transport.get_pid())
 
@@ -230,6 +234,8 @@ class WorkerClient(asyncio.SubprocessProtocol):
         return began_s + self._config.timeout_s
 
     def _take(self, kind: str, *rest: Any) -> None:
+        if self._is_killed:
+            return
         if kind == "answer":
             number, outcome = rest
             self._abandoned.discard(number)

@@ -59,7 +59,8 @@ def main() -> None:
     """Serve until standard input ends or the parent dies."""
     die_with_parent(signal.SIGKILL)
     keep_private()  # environment variables may contain a judge's key
-    source, sink = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
+    source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
+    os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # verifiers and their subprocesses must not read frames
     os.dup2(2, 1)  # redirect output of verifiers to the log, away from the frames
     is_concurrent, memory_mb, timeout_s, modules, configured = _read_frame(source)
     sys.path.extend(modules)  # last, so user modules shadow none of tether's
@@ -75,7 +76,7 @@ def main() -> None:
     _write_frame(sink, ["ready", [_traits(verifier) for verifier in verifiers]])
     server = _Server(verifiers, timeout_s, sink)
     if is_concurrent:
-        asyncio.run(server.serve_concurrently())
+        asyncio.run(server.serve_concurrently(source))
     else:
         server.serve(source)
 
@@ -134,11 +135,11 @@ class _Server:
             else:
                 self._keep(kind, number, *rest)
 
-    async def serve_concurrently(self) -> None:
-        """Run calls concurrently until standard input ends, then exit the process."""
+    async def serve_concurrently(self, source: BinaryIO) -> None:
+        """Run calls concurrently until the stream ends, then exit the process."""
         stream = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
-            lambda: asyncio.StreamReaderProtocol(stream), sys.stdin
+            lambda: asyncio.StreamReaderProtocol(stream), source
         )
         async with asyncio.TaskGroup() as tasks:
             tasks.create_task(self._alive_loop(), name="alive")

@@ -182,19 +182,18 @@ class Completion:
     cached_tokens: int = 0
     """Number of prompt tokens found in the prefix cache; 0 without such a cache."""
 
-    def stopped_at(self, count: int) -> "Completion":
-        """Return the first `count` tokens with finish reason "stop"; unchanged if `count` >= T."""
-        less = len(self.tokens) - count
-        if less <= 0:
+    def stopped_at(self, count: int | None) -> "Completion":
+        """Return the first `count` tokens, at least 1, with finish reason "stop"; unchanged if None."""
+        if count is None:
             return self
-        ends = [end for end, _ in self.spans]
+        less, ends = len(self.tokens) - count, [end for end, _ in self.spans]
         last = next(row for row, end in enumerate(ends) if end >= count)
         return Completion(
             tokens=self.tokens[:count],
             logprobs=self.logprobs[:count],
             spans=(*self.spans[:last], (count, self.spans[last][1])),
             finish_reason="stop",
-            experts=None if self.experts is None else self.experts[:-less],
+            experts=None if self.experts is None else self.experts[: len(self.experts) - less],
             cached_tokens=self.cached_tokens,
         )
 

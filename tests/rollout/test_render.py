@@ -68,6 +68,7 @@ def test_a_further_turn_closes_the_assistants_and_opens_the_next(plain: Path, ch
     )
     assert (end, *renderer.turn_tokens("lower", after=(9, end))) == turn
     assert renderer.turn_tokens("lower", after=(end, 9)) == turn
+    assert renderer.turn_tokens("\x02assistant\x03lower")[:4] == turn[:4]  # it is cut before the text
     assert Renderer(plain, RenderConfig()).turn_tokens(" x ") == tuple(renderer._tokenizer.encode(" x "))
 
 
@@ -266,7 +267,7 @@ def test_stopped_length_is_that_of_the_shortest_text_with_a_stop(
     kept = "".join(char for char in text if char in CHARACTERS)
     ends = [n for n in range(len(text) + 1) if any(item in text[:n] for item in stop)]
     if kept == text:
-        assert renderer.stopped_length(tokens) == (ends[0] if ends else len(tokens))
+        assert renderer.stopped_length(tokens) == (ends[0] if ends else None)
 
 
 @pytest.mark.parametrize("writes", [False, True])

@@ -195,7 +195,7 @@ def _said(ended: Executed) -> str:
 def _reward(name: str, data: bytes) -> float:
     """Return the reward in a file: a number, or an object with `reward` or with a single number."""
     try:
-        found = json.loads(data)
+        found = json.loads(data) if name.endswith(".json") else data
         if isinstance(found, dict):
             found = found["reward"] if "reward" in found or len(found) != 1 else next(iter(found.values()))
         reward = float(found)

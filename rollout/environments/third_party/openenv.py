@@ -51,6 +51,13 @@ class OpenEnvSession:
 
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, options: Options) -> None:
         self._socket, self._options = socket, options
+        self._answers: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(1)
+        """What was read and is not asked for yet; `asked` frees the place."""
+
+    async def read_loop(self) -> None:
+        """Read until the end of the connection: a socket answers the server's pings only while it is read."""
+        while not self._socket.closed:
+            await self._answers.put(await self._socket.receive())
 
     async def asked(self, kind: str, data: dict[str, Any]) -> tuple[str, float | None, bool]:
         """Send a message; return (observation text, reward, whether the episode is over).
@@ -64,7 +71,7 @@ class OpenEnvSession:
         try:
             async with asyncio.timeout(self._options.step_s):
                 await self._socket.send_json({"type": kind, "data": data})
-                answer = await self._socket.receive_json()
+                answer = json.loads((await self._answers.get()).data)
         except TimeoutError:
             raise RuntimeError(f"the OpenEnv server {url}: no answer to {kind} in time") from None
         except (TypeError, ValueError, RecursionError, OSError, aiohttp.ClientError):
@@ -134,7 +141,14 @@ async def connected(options: Options) -> AsyncIterator[OpenEnvSession]:
         except (TimeoutError, OSError, aiohttp.ClientError) as error:
             raise RuntimeError(f"the OpenEnv server {options.url}: {str(error)[:300]}") from None
         async with socket:
-            yield OpenEnvSession(socket, options)
+            session = OpenEnvSession(socket, options)
+            # in no group, which would put the errors of the episode into a group, too
+            reading = asyncio.get_running_loop().create_task(session.read_loop(), name="openenv.read")
+            try:
+                yield session
+            finally:
+                reading.cancel()
+                await asyncio.wait([reading])
 
 
 def _shown(observation: dict[str, Any], field: str) -> str:

@@ -34,9 +34,13 @@ from pathlib import Path
 class Options:
     marks: str = ""
 
-def hang(options):
+def begin(options):
     child = subprocess.Popen(["sleep", "3600"])
     (Path(options.marks) / "hanging").write_text(str(child.pid))  # a pipe: waits for the test to read
+    return child
+
+def hang(options):
+    begin(options)
     while True:
         pass
 
@@ -50,7 +54,9 @@ ACTS = {
     "memory": lambda options: len(bytearray(1 << 40)),
     "print": lambda options: print("noise" * 100_000) or 1.0,
     "noise": lambda options: os.write(1, b"\\xff" * 100) and 1.0,
+    "read": lambda options: len(sys.stdin.read()) + len(subprocess.run(["cat"], stdout=-1).stdout),
     "hang": hang,
+    "wait": lambda options: begin(options).wait() == 0,
 }
 
 def score(prompt_text, response, metadata, options):
@@ -132,7 +138,10 @@ async def test_a_failing_verifier_is_named_and_the_next_group_is_scored(
     assert len(workers()) == 1
 
 
-async def test_a_hanging_verifier_is_ended_with_what_it_started(config: RewardConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize("response", ["hang", "wait"])
+async def test_a_hanging_verifier_is_ended_with_what_it_started(
+    config: RewardConfig, tmp_path: Path, response: str
+) -> None:
     async with ScorePool(replace(config, timeout_s=2.0)) as pool:
         before = workers()
         async with asyncio.TaskGroup() as tasks:
@@ -140,7 +149,7 @@ async def test_a_hanging_verifier_is_ended_with_what_it_started(config: RewardCo
             with pytest.raises(
                 VerifierError, match=r"unruly\.verifier: no score for sample 1 within reward\.timeout_s 2\.0"
             ):
-                await pool.score("q", ["7", "hang"], METADATA)
+                await pool.score("q", ["7", response], METADATA)
         assert not psutil.pid_exists(before[0])
         async with asyncio.timeout(60):
             while not is_gone(started.result()):  # noqa: ASYNC110 (the kernel tells nobody)
@@ -229,6 +238,11 @@ async def test_only_the_late_samples_of_an_asynchronous_function_are_scored_for_
 
 async def test_output_of_a_verifier_does_not_get_between_the_frames(pool: ScorePool) -> None:
     assert (await pool.score("q", ["print", "noise"], METADATA)).components["unruly.verifier"] == [1.0, 1.0]
+
+
+async def test_neither_a_verifier_nor_what_it_starts_reads_frames(config: RewardConfig) -> None:
+    async with ScorePool(replace(config, timeout_s=10.0)) as pool:
+        assert (await pool.score("q", ["read"], METADATA)).components["unruly.verifier"] == [0.0]
 
 
 async def test_cancelling_a_score_ends_its_worker(pool: ScorePool, tmp_path: Path) -> None:

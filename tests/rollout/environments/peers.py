@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import zmq
 import zmq.asyncio
-from aiohttp import web
+from aiohttp import WSMsgType, web
 from openai import OpenAIError
 
 from rollout.config import EnvironmentConfig
@@ -85,19 +85,29 @@ async def verifiers_peer() -> AsyncIterator[EnvironmentConfig]:
 
 
 @contextlib.asynccontextmanager
-async def openenv_peer(*answers: Any) -> AsyncIterator[EnvironmentConfig]:
-    """Serve as an OpenEnv server does, with `answers` in turn; without answers, with what was said."""
+async def openenv_peer(
+    *answers: Any, heard_pong: asyncio.Event | None = None
+) -> AsyncIterator[EnvironmentConfig]:
+    """Serve as an OpenEnv server does, with `answers` in turn; without answers, with what was said.
+
+    `heard_pong` is set once a client has answered the ping that follows the first answer.
+    """
 
     async def serve(request: web.Request) -> web.WebSocketResponse:
-        socket, told = web.WebSocketResponse(), iter(answers)
+        socket, told = web.WebSocketResponse(autoping=False), iter(answers)
         await socket.prepare(request)
         async for message in socket:
+            if message.type is WSMsgType.PONG and heard_pong is not None:
+                heard_pong.set()
+                continue
             said = message.json()["data"]
             heard = {"observation": {"heard": str(said), "n": 1}, "reward": None, "done": False}
             answer = next(told, None) if answers else {"type": "observation", "data": heard}
             if answer is None:
                 break
             await socket.send_json(answer)
+            if heard_pong is not None and not heard_pong.is_set():
+                await socket.ping()
         return socket
 
     app = web.Application()

@@ -1,6 +1,7 @@
 """Commands: a program finds the URL in its environment, and its calls are the sample."""
 
 import asyncio
+import json
 import os
 import sys
 from contextlib import closing
@@ -210,7 +211,9 @@ async def test_verifiers_get_the_answer_of_a_program_and_hidden_metadata(tmp_pat
     assert rollout.responses == ("x = 1",)
 
 
-async def test_an_answer_that_is_no_text_is_no_outcome(tmp_path: Path) -> None:
-    wrong = ASKS + "\nopen(os.environ['TETHER_OUTCOME'], 'w').write('{\"reward\": null, \"answer\": 3}')"
-    with pytest.raises(EpisodeError, match="the outcome's answer is no text"):
+@pytest.mark.parametrize("answer", [3, "\ud800"])
+async def test_an_answer_that_is_no_text_is_no_outcome(tmp_path: Path, answer: object) -> None:
+    wrote = json.dumps({"reward": None, "answer": answer})
+    wrong = f"{ASKS}\nopen(os.environ['TETHER_OUTCOME'], 'w').write({wrote!r})"
+    with pytest.raises(EpisodeError, match=r"the (outcome's answer|response) is no text"):
         await generated(tmp_path, config(wrong), n=1)

@@ -98,6 +98,29 @@ async def test_no_test_runs_where_files_of_the_program_stay(tmp_path: Path) -> N
         await reward_of(cast(Sandbox, FullSandbox()), read_task(tmp_path / "task", offline=False))
 
 
+class WrittenReward:
+    """A sandbox in which tests have written a text as their reward."""
+
+    def __init__(self, text: bytes) -> None:
+        self._text = text
+
+    async def exec(self, order: SandboxCommand) -> Executed:
+        return Executed(b"", "", 0)
+
+    async def write(self, path: str, data: bytes) -> None:
+        pass
+
+    async def read(self, path: str, most: int) -> bytes | None:
+        return self._text if path.endswith("reward.txt") else None
+
+
+@pytest.mark.parametrize(("text", "reward"), [(b"1\n", 1.0), (b".25\n", 0.25), (b" +2.\n", 2.0)])
+async def test_a_reward_is_any_number_that_python_reads(tmp_path: Path, text: bytes, reward: float) -> None:
+    write_task(tmp_path / "task")
+    sandbox = cast(Sandbox, WrittenReward(text))
+    assert await reward_of(sandbox, read_task(tmp_path / "task", offline=False)) == reward
+
+
 @slow_unless_changed("rollout/sandboxes/", "rollout/environments/third_party/harbor.py")
 @pytest.mark.parametrize(
     ("test", "environment", "seconds", "why"),

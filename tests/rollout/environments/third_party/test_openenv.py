@@ -13,6 +13,7 @@ import pytest
 
 from protocol.errors import SettingsError
 from rollout.config import EnvironmentConfig
+from rollout.engines.base import Completion
 from rollout.environments.registry import make_environment
 from rollout.environments.third_party.openenv import main
 from rollout.prompts.base import Prompt
@@ -96,6 +97,21 @@ async def test_a_server_that_is_not_there_or_has_no_address_is_named(renderer: R
         await played(EnvironmentConfig("openenv", {"url": "http://127.0.0.1:1"}), renderer, "5")
     with pytest.raises(SettingsError, match=r"options\.url: 'here' is no address"):
         make_environment(EnvironmentConfig("openenv", {"url": "here"}))
+
+
+async def test_pings_of_the_server_are_answered_while_the_model_generates(renderer: Renderer) -> None:
+    heard, player = asyncio.Event(), Player(renderer, "5")
+
+    async def generate(tokens: tuple[int, ...], max_tokens: int | None) -> Completion:
+        async with asyncio.timeout(30):
+            await heard.wait()
+        return await player(tokens, max_tokens)
+
+    async with openenv_peer(seen(""), seen("", 1.0, done=True), heard_pong=heard) as config:
+        sample = await make_environment(config).run(
+            PROMPT, renderer.prompt_tokens(PROMPT), generate, renderer
+        )
+    assert sample.reward == 1.0
 
 
 @pytest.mark.slow
