@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 
 from protocol.errors import RewardError
 
-MOST = 1e30
+MAX_ABS_SCORE = 1e30
 """Largest absolute score of a sample or a turn, weighted or not; scores are sent as float32."""
 
 
@@ -21,7 +21,7 @@ class VerifierError(RewardError):
 def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, float]) -> list[float]:
     """Return the rewards: reward_i = sum over verifiers v of weight_v * score_v,i.
 
-    The absolute value of each score and weighted score must be at most `MOST`.
+    The absolute value of each score and weighted score must be at most `MAX_ABS_SCORE`.
 
     Args:
         components: verifier -> [n] scores.
@@ -40,10 +40,10 @@ def combine(components: Mapping[str, Sequence[float]], weights: Mapping[str, flo
         if len(scores) != count:
             raise VerifierError(name, f"{len(scores)} scores for {count} samples")
         for i, score in enumerate(scores):
-            if not max(abs(score), abs(weights[name] * score)) <= MOST:
+            if not max(abs(score), abs(weights[name] * score)) <= MAX_ABS_SCORE:
                 raise VerifierError(
                     name,
                     f"scored sample {i} as {score}; a score, and its product with the weight "
-                    f"{weights[name]:g}, has to be a number within {MOST:g} of 0",
+                    f"{weights[name]:g}, must be between -{MAX_ABS_SCORE:g} and {MAX_ABS_SCORE:g}",
                 )
     return [math.fsum(weights[name] * scores[i] for name, scores in components.items()) for i in range(count)]

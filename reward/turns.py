@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from protocol.messages import Rollout
 from protocol.turns import by_sample, turns_of
-from reward.combine import MOST, VerifierError
+from reward.combine import MAX_ABS_SCORE, VerifierError
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,11 +81,11 @@ class TurnScores:
                 by, f"{len(scores)} scores for {self._counts[sample]} turns of sample {sample}"
             )
         for number, score in enumerate(scores):
-            if not abs(score) <= MOST:
+            if not abs(score) <= MAX_ABS_SCORE:
                 raise VerifierError(
                     by,
-                    f"scored turn {number} of sample {sample} as {score}; a score has to be a number within "
-                    f"{MOST:g} of 0",
+                    f"scored turn {number} of sample {sample} as {score}; a score must be between "
+                    f"-{MAX_ABS_SCORE:g} and {MAX_ABS_SCORE:g}",
                 )
         turn_scores = self._components.setdefault(verifier, [[] for _ in self._counts])
         turn_scores[sample] = list(scores)
@@ -144,6 +144,6 @@ def combine_turns(
 
 def _weighted(verifier: str, weight: float, score: float) -> float:
     """Return the product. Raises VerifierError if it is too large."""
-    if not abs(weight * score) <= MOST:
+    if not abs(weight * score) <= MAX_ABS_SCORE:
         raise VerifierError(verifier, f"scored {score}, which is too large with the weight {weight}")
     return weight * score

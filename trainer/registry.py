@@ -133,7 +133,7 @@ def make_critic(
     """
     with_critic = BACKENDS.having("critic")
     name = checked_name(trainer.backend, with_critic, "setting trainer.backend, with a critic:")
-    critic: Critic = load(BACKENDS[name].critic).beside(
+    critic: Critic = load(BACKENDS[name].critic).on_policy_ranks(
         policy, model_dir, optimizer=optimizer, trainer=trainer, config=config
     )
     return critic

@@ -114,5 +114,5 @@ def check_classifier(directory: Path, named: str) -> None:
     if not any(str(name).endswith(ARCHITECTURE) for name in names) or labels != 1:
         raise SettingsError(
             f"{named} {directory} is {', '.join(map(str, names)) or 'unnamed'} with {labels} "
-            f"label(s); it has to be an architecture that ends with {ARCHITECTURE}, with one"
+            f"label(s); use an architecture ending in {ARCHITECTURE}, with one label"
         )

@@ -21,11 +21,11 @@ from reward.judge.reading import Unreadable
 from reward.verifiers.base import Notes
 
 T = TypeVar("T")
-AGAIN = {408, 409, 425, 429, *range(500, 600)}
+RETRY_STATUSES = {408, 409, 425, 429, *range(500, 600)}
 """HTTP statuses that are retried."""
-MOST_BACKOFF_S = 60.0
+MAX_BACKOFF_S = 60.0
 """Maximum wait before a retry, even if the server asks for more."""
-CUT_OFF = ("length", "model_length", "content_filter", "abort", "error")
+TRUNCATED_REASONS = ("length", "model_length", "content_filter", "abort", "error")
 """Finish reasons of incomplete answers, whose last words are no verdict. The finish reasons of complete
 answers vary between servers, and may be missing."""
 MAX_BODY = 4 << 20
@@ -36,12 +36,12 @@ MAX_SHOWN = 200
 """Maximum number of characters of an answer in an error message."""
 
 
-class _Said(msgspec.Struct):
+class _Message(msgspec.Struct):
     content: str | None = None
 
 
 class _Choice(msgspec.Struct):
-    message: _Said
+    message: _Message
     finish_reason: str | None = None
 
 
@@ -55,7 +55,7 @@ class _Completion(msgspec.Struct):
     usage: _Usage | None = None
 
 
-class _Passing(Exception):
+class _TransientError(Exception):
     """Transient failure; a retry may succeed."""
 
     def __init__(self, text: str, wait_s: float = 0.0) -> None:
@@ -107,7 +107,7 @@ class JudgeClient:
                 text = await self._request(body, notes)
                 notes.text = self._without_key(text)
                 scores = read(text)
-            except (_Passing, Unreadable) as error:
+            except (_TransientError, Unreadable) as error:
                 notes.problem = self._without_key(f"{self._url}: {error}")
                 if attempt < self._options.retries:
                     notes.counts["retries"] += 1
@@ -135,7 +135,7 @@ class JudgeClient:
         try:
             return msgspec.json.encode(fields | options.extra, order="deterministic")
         except (TypeError, ValueError, UnicodeEncodeError, msgspec.MsgspecError) as error:
-            raise RewardError(f"the messages are no JSON: {error}") from None
+            raise RewardError(f"the messages are not valid JSON: {error}") from None
 
     async def _request(self, body: bytes, notes: Notes) -> str:
         """Send one request and return the text of its answer."""
@@ -158,10 +158,10 @@ class JudgeClient:
                 data = await _read(answer)
         except TimeoutError:
             if not limit.expired():
-                raise _Passing("the connection timed out") from None
-            raise _Passing(f"no answer within {self._options.request_timeout_s:g} s") from None
+                raise _TransientError("the connection timed out") from None
+            raise _TransientError(f"no answer within {self._options.request_timeout_s:g} s") from None
         except (aiohttp.ClientError, OSError) as error:
-            raise _Passing(f"{type(error).__name__}: {error}") from None
+            raise _TransientError(f"{type(error).__name__}: {error}") from None
         finally:
             notes.counts["request_seconds"] += time.monotonic() - began
         if answer.status != 200:
@@ -170,15 +170,15 @@ class JudgeClient:
 
     def _refused(self, status: int, retry_after: str, data: bytes) -> Exception:
         text = f"status {status}: {' '.join(data.decode(errors='replace').split())[:MAX_SHOWN]}"
-        if status in AGAIN:
-            return _Passing(text, _seconds(retry_after))
+        if status in RETRY_STATUSES:
+            return _TransientError(text, _seconds(retry_after))
         return RewardError(self._without_key(f"{self._url}: {text}"))
 
     def _text(self, data: bytes, notes: Notes) -> str:
         try:
             completion = msgspec.json.decode(data, type=_Completion)
         except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:
-            raise _Passing(f"an answer that is no chat completion: {error}") from None
+            raise _TransientError(f"an answer that is no chat completion: {error}") from None
         if completion.usage is not None:
             read, written = completion.usage.prompt_tokens, completion.usage.completion_tokens
             notes.counts["prompt_tokens"] += read
@@ -187,15 +187,15 @@ class JudgeClient:
                 read * self._options.input_price + written * self._options.output_price
             ) / 1e6
         if not completion.choices:
-            raise _Passing("a chat completion without text")
+            raise _TransientError("a chat completion without text")
         choice = completion.choices[0]
-        if choice.finish_reason in CUT_OFF:
-            raise _Passing(
+        if choice.finish_reason in TRUNCATED_REASONS:
+            raise _TransientError(
                 f"an answer that was cut off (finish_reason {choice.finish_reason!r}, option max_tokens "
                 f"{self._options.max_tokens}); increase max_tokens if the judge needs more to finish"
             )
         if choice.message.content is None:
-            raise _Passing("a chat completion without text")
+            raise _TransientError("a chat completion without text")
         return choice.message.content
 
     async def _kept(self, digest: bytes, notes: Notes) -> str | None:
@@ -221,8 +221,8 @@ class JudgeClient:
 
     def _wait_s(self, attempt: int, asked_s: float) -> float:
         """Return the wait after an attempt: exponential backoff, with jitter against simultaneous retries."""
-        longest = min(MOST_BACKOFF_S, self._options.backoff_s * 2 ** min(attempt, 16))
-        return min(MOST_BACKOFF_S, max(asked_s, random.uniform(longest / 2, longest)))
+        longest = min(MAX_BACKOFF_S, self._options.backoff_s * 2 ** min(attempt, 16))
+        return min(MAX_BACKOFF_S, max(asked_s, random.uniform(longest / 2, longest)))
 
     def _without_key(self, text: str) -> str:
         return text.replace(self._key, "***") if self._key else text
@@ -237,7 +237,7 @@ async def _read(answer: aiohttp.ClientResponse) -> bytes:
     async for chunk in answer.content.iter_any():
         data += chunk
         if len(data) > MAX_BODY:
-            raise _Passing(f"an answer of more than {MAX_BODY} bytes")
+            raise _TransientError(f"an answer of more than {MAX_BODY} bytes")
     return data
 
 

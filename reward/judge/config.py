@@ -86,9 +86,7 @@ def checked_url(options: Options) -> URL:
     except ValueError:
         base = URL()
     if base.scheme not in ("http", "https") or not base.host:
-        raise SettingsError(
-            f"{WHAT}: option url is no URL of http or https, such as http://127.0.0.1:8000/v1"
-        )
+        raise SettingsError(f"{WHAT}: option url is not an HTTP URL, such as http://127.0.0.1:8000/v1")
     if base.user or base.password or base.query_string:
         raise SettingsError(
             f"{WHAT}: option url of host {base.host} has a user, password or query; settings are no place "

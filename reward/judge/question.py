@@ -95,8 +95,8 @@ class OwnQuestion:
             return msgspec.convert(returned, list[dict[str, Any]])
         except msgspec.ValidationError as error:
             raise RewardError(
-                f"{self._code.path} returned no messages ({self.file}): {error}; return a text, or a list of "
-                "{'role': ..., 'content': ...}"
+                f"{self._code.path} did not return messages ({self.file}): {error}; return a text, or a list "
+                "of {'role': ..., 'content': ...}"
             ) from None
 
 
@@ -119,7 +119,7 @@ def _fields(template: str, option: str) -> set[str]:
     for _, name, form, conversion in parts:
         if not name or not name.isidentifier() or form or conversion:
             raise SettingsError(
-                f"{WHAT}: option {option}: {{{name}}} is no plain name; write {{{{ for a brace"
+                f"{WHAT}: option {option}: {{{name}}} is not a plain name; write {{{{ for a brace"
             )
     return {str(name) for _, name, _, _ in parts}
 

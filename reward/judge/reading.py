@@ -10,7 +10,7 @@ from typing import Any
 from protocol.user_code import import_attribute
 from reward.judge.config import WHAT, Options
 
-MOST_READ = 100_000
+MAX_PARSED_CHARS = 100_000
 """Number of characters at the end of an answer that are searched for a score."""
 _LISTS = re.compile(r"\[[-+0-9.eE,\s]*\]")
 
@@ -54,12 +54,12 @@ def _by_function(
         raise Unreadable(f"{options.parse} returned no list of {n} scores")
     for value in values:
         if not isinstance(value, (bool, int, float)) or not abs(value) <= 1e30:
-            raise Unreadable(f"{options.parse} returned {str(value)[:60]!r}, which is no finite number")
+            raise Unreadable(f"{options.parse} returned {str(value)[:60]!r}, which is not a finite number")
     return [float(value) for value in values]
 
 
 def _last_match(options: Options, pattern: re.Pattern[str], text: str) -> float:
-    matches = deque(pattern.finditer(text[-MOST_READ:]), maxlen=1)
+    matches = deque(pattern.finditer(text[-MAX_PARSED_CHARS:]), maxlen=1)
     if not matches:
         raise Unreadable(f"no match of {options.pattern!r} in the answer {_shown(text)}")
     last = matches[0]
@@ -67,7 +67,7 @@ def _last_match(options: Options, pattern: re.Pattern[str], text: str) -> float:
 
 
 def _list(options: Options, text: str, n: int) -> list[float]:
-    lists = _LISTS.findall(text[-MOST_READ:])
+    lists = _LISTS.findall(text[-MAX_PARSED_CHARS:])
     try:
         numbers = json.loads(lists[-1]) if lists else None
     except (ValueError, RecursionError):

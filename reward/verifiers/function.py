@@ -18,7 +18,7 @@ from reward.function_arguments import UserCode, load_user_code
 from reward.group import ResponseGroup, Verdict
 from reward.verifiers.base import AwaitedVerifier, LoadedVerifier, Notes
 
-MOST_RUNNING = 10_000
+MAX_CONCURRENT_CALLS = 10_000
 """Limit of concurrent calls of an asynchronous function. In practice, the number of held groups is the
 limit."""
 
@@ -64,7 +64,7 @@ class UserFunction(LoadedVerifier):
 class AsyncUserFunction(AwaitedVerifier):
     """Verifier that awaits a user's function."""
 
-    max_running = MOST_RUNNING
+    max_running = MAX_CONCURRENT_CALLS
 
     def __init__(self, code: UserCode) -> None:
         self.file, self.at_once, self.by_turn, self._code = code.file, code.whole, code.by_turn, code

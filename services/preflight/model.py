@@ -33,7 +33,7 @@ from trainer.fsdp.layout import (
     tensor_rank_refusals,
 )
 from trainer.megatron.convert.adapters import lora_rules
-from trainer.megatron.convert.reshard import TensorPlan, in_turns
+from trainer.megatron.convert.reshard import TensorPlan, first_interleaved
 from trainer.megatron.families.config_file import read_config
 from trainer.megatron.families.delta import check_generation
 from trainer.megatron.families.experts import check_ranks
@@ -264,7 +264,7 @@ def _megatron_problems(setting: str, settings: Settings, model: ModelFacts) -> I
         yield Problem(f"section [parallel]: {error}")
         return
     if setting == "trainer.backend" and settings.shares_masters:
-        yield from _shared_problems(settings, architecture, in_turns(plan))
+        yield from _shared_problems(settings, architecture, first_interleaved(plan))
 
 
 def _shared_problems(

@@ -15,7 +15,7 @@ from trainer.functional.losses import (
     k1_kl,
     k2_kl,
     k3_kl,
-    kept_tokens,
+    keep_mask,
     probability_ratio,
     truncated_weight,
 )
@@ -62,7 +62,7 @@ class Surrogate:
             )
         started = (logprobs if tokens.start_logprobs is None else tokens.start_logprobs).detach()
         if config.rejection_level:
-            loss = loss * kept_tokens(
+            loss = loss * keep_mask(
                 started - behaviour,
                 config.rejection_level,
                 config.rejection_low,

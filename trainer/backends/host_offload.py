@@ -101,7 +101,7 @@ class Offloadable:
     def offload(self) -> int:
         """Move all training state from the device to the host; as `Backend.offload`."""
         if not self._host.in_use:
-            tensors, blank = self._held()
+            tensors, blank = self._offloadable_tensors()
             self._host.offload(tensors, blank=blank)
         return self._host.nbytes
 
@@ -109,6 +109,6 @@ class Offloadable:
         """Move the state back to the device; as `Backend.onload`."""
         self._host.onload()
 
-    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+    def _offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         """Return tensors to copy to the host, and tensors to free without a copy (then zero)."""
         raise NotImplementedError

@@ -137,7 +137,7 @@ class RowFamily:
         )
 
 
-def together(lengths: Sequence[int], samples: Sequence[int]) -> list[RowFamily]:
+def families_by_sample(lengths: Sequence[int], samples: Sequence[int]) -> list[RowFamily]:
     """Return one family per sample, with the sample's rows and no shared tokens."""
     members: dict[int, list[int]] = defaultdict(list)
     for row, sample in enumerate(samples):
@@ -147,9 +147,9 @@ def together(lengths: Sequence[int], samples: Sequence[int]) -> list[RowFamily]:
     ]
 
 
-def alone(lengths: Sequence[int]) -> list[RowFamily]:
+def single_row_families(lengths: Sequence[int]) -> list[RowFamily]:
     """Return one family per row."""
-    return together(lengths, range(len(lengths)))
+    return families_by_sample(lengths, range(len(lengths)))
 
 
 def find_families(

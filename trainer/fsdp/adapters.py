@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from trainer.reference.lora import LowRank
-from trainer.reference.shards import TENSOR, Cut, local_tensor, part_of, tensor_cut
+from trainer.reference.shards import TENSOR, Cut, local_tensor, tensor_cut, tensor_parallel_part
 
 
 class DividedLowRank(LowRank):
@@ -27,7 +27,7 @@ class DividedLowRank(LowRank):
         self._mesh: DeviceMesh = layer.weight.device_mesh
         place, half = layer.weight.placements, "b" if self._cut[0] == 0 else "a"
         rank = self._mesh.get_local_rank(TENSOR)
-        part = part_of(getattr(self, half).detach(), self._cut, rank, self._mesh.size())
+        part = tensor_parallel_part(getattr(self, half).detach(), self._cut, rank, self._mesh.size())
         divided = DTensor.from_local(part.contiguous(), self._mesh, place, run_check=False)
         setattr(self, half, torch.nn.Parameter(divided))
 

@@ -41,13 +41,13 @@ from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
 from trainer.reference.shards import DATA, TENSOR, gathered
-from trainer.reference.state import SavedStepper
+from trainer.reference.state import CheckpointedModel
 from trainer.roles.row_scores import numbers_of
 from trainer.step.loss import micro_batch_loss
-from trainer.step.measures import MadePasses, StepMeasures
+from trainer.step.measures import PassResult, StepMeasures
 
 
-class FsdpBackend(SavedStepper, Backend):
+class FsdpBackend(CheckpointedModel, Backend):
     """Backend with AdamW on sharded float32 parameters.
 
     A pass gathers one layer at a time, in the training dtype. Samples are packed without padding if the model
@@ -173,7 +173,7 @@ class FsdpBackend(SavedStepper, Backend):
             self._stepper.step(measures.lr_scale(vector)) if measures.tokens else (0.0, NOTHING_TRAINED)
         )
         tokens, padding, row_tokens = (int(count) for count in sums[-3:])
-        made = MadePasses(vector, len(passes), tokens, padding, row_tokens)
+        made = PassResult(vector, len(passes), tokens, padding, row_tokens)
         stats = made.counted_in(measures.stats(vector, grad_norm=norm, skipped=skipped))
         peak, expected = self._memory.peaks(self._retry.tokens)
         return msgspec.structs.replace(
@@ -206,7 +206,7 @@ class FsdpBackend(SavedStepper, Backend):
         return frozen(model.module, numbers_of(spec, partial(self._evaluate, model)))
 
     def last_states(self, batch: Batch) -> LastStates:
-        return self._retry.once(lambda: self._model.last_states(batch))
+        return self._retry.run_optional(lambda: self._model.last_states(batch))
 
     @property
     def device(self) -> torch.device:
@@ -261,7 +261,7 @@ class FsdpBackend(SavedStepper, Backend):
             dist.destroy_process_group()
 
     def _evaluate(self, model: ShardedModel | ShardedValues, batch: Batch) -> torch.Tensor:
-        return self._retry.alone(model.passes, batch, lambda: model.evaluate(batch))
+        return self._retry.run_without_gradients(model.passes, batch, lambda: model.evaluate(batch))
 
     def _forget_passes(self) -> None:
         """Drop the state of interrupted passes."""

@@ -20,13 +20,13 @@ from trainer.fsdp.sharding import resharded_at_end
 from trainer.fsdp.stepper import make_stepper
 from trainer.reference.critic import CRITIC
 from trainer.reference.shards import DATA, gathered
-from trainer.reference.state import SavedStepper
+from trainer.reference.state import CheckpointedModel
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic
 from trainer.roles.value_measures import ValueMeasures
 
 
-class FsdpCritic(SavedStepper, Critic):
+class FsdpCritic(CheckpointedModel, Critic):
     """Critic with AdamW on sharded float32 parameters, on the policy's ranks or on ranks of its own."""
 
     def __init__(
@@ -58,7 +58,7 @@ class FsdpCritic(SavedStepper, Critic):
         super().__init__(self._passes.device, mesh.get_rank())
 
     @classmethod
-    def beside(cls, policy: FsdpBackend, model_dir: Path, **settings: Any) -> "FsdpCritic":
+    def on_policy_ranks(cls, policy: FsdpBackend, model_dir: Path, **settings: Any) -> "FsdpCritic":
         """Load the model on the policy's ranks; arguments as in `make_critic`. A collective."""
         trainer = replace(settings.pop("trainer"), micro_batch_tokens=policy.tokens)
         return cls(policy.mesh, policy.architecture, model_dir, trainer=trainer, **settings)
@@ -70,7 +70,7 @@ class FsdpCritic(SavedStepper, Critic):
         yield from ((name, gathered(p.detach().to(device))) for name, p in self._trained.items())
 
     def values(self, batch: Batch) -> torch.Tensor:
-        return self._retry.alone(self._passes, batch, lambda: self._sharded.evaluate(batch))
+        return self._retry.run_without_gradients(self._passes, batch, lambda: self._sharded.evaluate(batch))
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)

@@ -26,7 +26,7 @@ from trainer.fsdp.traits import Traits, probe
 from trainer.layers.attention.terms import LIBRARIES
 from trainer.reference.backend import DTYPES
 from trainer.reference.frozen import load_model
-from trainer.reference.shards import DATA, TENSOR, local_tensor, part_of, tensor_cut
+from trainer.reference.shards import DATA, TENSOR, local_tensor, tensor_cut, tensor_parallel_part
 
 log = logging.getLogger("tether.trainer")
 
@@ -151,7 +151,9 @@ def _cut(model: Any, loaded: Tensors, mesh: DeviceMesh) -> Tensors:
         tensors[name] = torch.empty_like(tensor, device="cpu")
         source = loaded[name]
         if isinstance(tensor, DTensor):
-            source = part_of(source, tensor_cut(tensor), mesh.get_local_rank(TENSOR), mesh[TENSOR].size())
+            source = tensor_parallel_part(
+                source, tensor_cut(tensor), mesh.get_local_rank(TENSOR), mesh[TENSOR].size()
+            )
             first, stop = shard_rows(len(source), mesh.get_local_rank(DATA), mesh[DATA].size())
             source = source[first:stop]
         local_tensor(tensors[name]).copy_(source)

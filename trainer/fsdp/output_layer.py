@@ -9,7 +9,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from trainer.layers.head import linear_logprobs, logprobs_alone
+from trainer.layers.head import linear_logprobs, linear_logprobs_no_grad
 
 PROBE = (-40.0, 0.0, 9.0)
 """Logits that reveal whether a model changes the output of its output layer."""
@@ -70,5 +70,5 @@ class OutputLayer:
         rows = hidden.flatten(0, 1).index_select(0, asked.rows)
         facts: dict[str, Any] = {"vocabulary": len(weight), "temperature": asked.temperature}
         if not torch.is_grad_enabled():
-            return logprobs_alone(rows, weight, asked.targets, **facts)[None, None]
+            return linear_logprobs_no_grad(rows, weight, asked.targets, **facts)[None, None]
         return torch.stack(linear_logprobs(rows, weight, asked.targets, **facts))[None]

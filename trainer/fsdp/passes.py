@@ -21,7 +21,7 @@ from trainer.batch import Batch
 from trainer.config import TrainerConfig
 from trainer.data.context_division import Division
 from trainer.data.packing import pack_families, pack_padded
-from trainer.data.prefix_tree import PrefixTree, RowFamily, alone, batch_families
+from trainer.data.prefix_tree import PrefixTree, RowFamily, batch_families, single_row_families
 from trainer.fsdp import attention
 from trainer.layers.attention.sequences import token_positions
 from trainer.layers.attention.visible import (
@@ -142,7 +142,11 @@ class Passes:
         if self.why_rows:
             rows = pack_padded(batch.lengths.tolist(), budget, self._most)
             return [Pass.padded(samples, batch.lengths) for samples in rows]
-        families = batch_families(batch) if self.shares_prefixes else alone((batch.lengths - 1).tolist())
+        families = (
+            batch_families(batch)
+            if self.shares_prefixes
+            else single_row_families((batch.lengths - 1).tolist())
+        )
         packed = pack_families(families, budget, most=self._most)
         return [Pass.packed(one, batch.lengths) for one in packed]
 
@@ -184,8 +188,8 @@ def make_retry(passes: Passes, mesh: DeviceMesh, reset: Callable[[], None]) -> O
     Ranks gather parameters from each other in every pass, so only a single rank can abandon a pass. Without
     `reset_iter_state`, as in torch 2.11, no rank can: FSDP2 keeps the state of the interrupted pass.
     """
-    replicas, is_whole = mesh[DATA].size(), mesh.size() == 1 and hasattr(FSDPModule, RESET)
-    return OomRetry(passes.device, passes.micro_batch_tokens, reset, replicas=replicas, is_whole=is_whole)
+    replicas, can_abort = mesh[DATA].size(), mesh.size() == 1 and hasattr(FSDPModule, RESET)
+    return OomRetry(passes.device, passes.micro_batch_tokens, reset, replicas=replicas, can_abort=can_abort)
 
 
 def forget_pass(root: torch.nn.Module) -> None:

@@ -17,7 +17,7 @@ from trainer.backends.host_transfers import HostSlice, Transfers, step_chunk
 from trainer.config import OptimizerConfig, TrainerConfig
 from trainer.fsdp.layout import TENSOR_SIZE
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.shards import TENSOR, copies_of, local_tensor
+from trainer.reference.shards import TENSOR, local_tensor, replica_count
 
 LARGEST_DIFFERENCE = 0.05
 """Largest relative difference of gradients that are equal up to rounding."""
@@ -55,7 +55,7 @@ class ShardStepper(MasterStepper):
         super().__init__(trained, trained, config, ())
         ranks, tensor_ranks = mesh.size(), mesh[TENSOR].size()
         self._device, self._mesh = torch.device(mesh.device_type), mesh
-        self._copies = {name: copies_of(p, ranks, tensor_ranks) for name, p in self.masters.items()}
+        self._copies = {name: replica_count(p, ranks, tensor_ranks) for name, p in self.masters.items()}
         self._compared = tensor_ranks == 1
 
     @torch.no_grad()

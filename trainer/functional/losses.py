@@ -132,7 +132,7 @@ OverSamples = Callable[[torch.Tensor], torch.Tensor]
 """[k] -> sum over the trained tokens of each token's sample, [k]."""
 
 
-def level_ratio(log_ratio: FloatK, level: str, over_samples: OverSamples) -> FloatK:
+def ratio_at_level(log_ratio: FloatK, level: str, over_samples: OverSamples) -> FloatK:
     """Return the ratio of each token or of each token's sample, [k], without gradient.
 
     Args:
@@ -155,7 +155,7 @@ def truncated_weight(log_ratio: FloatK, level: str, cap: float, over_samples: Ov
     PPO: Hilton et al. 2021 (arXiv 2110.00641), eq. 5, and AReaL (arXiv 2505.24298), eq. 5. At level
     `sequence`, the weight is unbiased up to the cap and has a higher variance.
     """
-    return level_ratio(log_ratio, level, over_samples).clamp_max(cap)
+    return ratio_at_level(log_ratio, level, over_samples).clamp_max(cap)
 
 
 def interpolated_logprobs(logprobs: FloatK, behaviour_logprobs: FloatK, lags: IntK) -> FloatK:
@@ -201,16 +201,16 @@ def log_ratio_limit(squares: FloatK, budget: float) -> float:
     return tau if tau < MAX_LOG_RATIO else math.inf
 
 
-def leaves_region(log_ratio: FloatK, advantages: FloatK) -> torch.Tensor:
+def leaves_trust_region(log_ratio: FloatK, advantages: FloatK) -> torch.Tensor:
     """Return where the gradient increases |log ratio|, bool [k]: A > 0, ratio > 1 or A < 0, ratio < 1."""
     return log_ratio.sign() * advantages > NO_ADVANTAGE
 
 
-def kept_tokens(log_ratio: FloatK, level: str, low: float, high: float, over_samples: OverSamples) -> FloatK:
+def keep_mask(log_ratio: FloatK, level: str, low: float, high: float, over_samples: OverSamples) -> FloatK:
     """Return 1 where the ratio is between `low` and `high`, else 0, [k].
 
     Masked importance sampling. Per token: IcePop (Ling team, arXiv 2510.18855). Per sequence and by geometric
     mean: Liu et al. 2025, "When speed kills stability".
     """
-    ratio = level_ratio(log_ratio, level, over_samples)
+    ratio = ratio_at_level(log_ratio, level, over_samples)
     return ((ratio >= low) & (ratio <= high)).to(log_ratio.dtype)

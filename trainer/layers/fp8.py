@@ -59,7 +59,7 @@ def use_fp8(model: Any, trainer: TrainerConfig, device_type: str) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=suits)
     if not names:
         kind = type(model).__name__
-        raise SettingsError(f"setting trainer.fp8: {kind} has no layer that can be computed so; leave it out")
+        raise SettingsError(f"setting trainer.fp8: {kind} has no layer that supports FP8; remove the setting")
     log.info("trainer.fp8 layers=%d recipe=%s", len(names), trainer.fp8)
 
 

@@ -76,7 +76,7 @@ def linear_logprobs(
 
 
 @torch.no_grad()
-def logprobs_alone(
+def linear_logprobs_no_grad(
     hidden: torch.Tensor,
     weight: torch.Tensor,
     targets: torch.Tensor,
@@ -95,7 +95,7 @@ def logprobs_alone(
     """
     part = VocabularyPart(vocabulary, rank, size, group)
     count = weight.size(0)
-    valid, local, mine = _own(targets, part, count)
+    valid, local, mine = _local_targets(targets, part, count)
     sums = _no_sums(len(hidden), hidden.device)
     chunk = _chunk_rows(hidden, count)
     room = hidden.new_empty(min(chunk, len(hidden)), count)
@@ -148,7 +148,7 @@ class _LinearLogprobs(torch.autograd.Function):
         softcap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, count = len(hidden), weight.size(0)
-        valid, local, mine = _own(targets, part, count)
+        valid, local, mine = _local_targets(targets, part, count)
         sums = _no_sums(rows, hidden.device)
         chunk = _chunk_rows(hidden, count)
         nbytes = rows * count * hidden.element_size()
@@ -210,7 +210,9 @@ def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | Non
     return hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
 
 
-def _own(targets: torch.Tensor, part: VocabularyPart, count: int) -> tuple[int, torch.Tensor, torch.Tensor]:
+def _local_targets(
+    targets: torch.Tensor, part: VocabularyPart, count: int
+) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Return the rank's number of unpadded rows, local target indices, and which targets are on this rank."""
     valid = min(max(part.vocabulary - part.rank * count, 0), count)
     local = targets - part.rank * count

@@ -45,7 +45,7 @@ from trainer.memory.expected import FIRST_TOKENS
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.publication import Publication, shared_out
 from trainer.step.loss import micro_batch_loss
-from trainer.step.measures import MadePasses, StepMeasures
+from trainer.step.measures import PassResult, StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
 
 
@@ -103,7 +103,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
                 torch.float32 if shared else DTYPES[trainer.dtype],
                 self._parameter,
             )
-            self._make_stepper(chunks, optimizer, apart=shared)
+            self._make_stepper(chunks, optimizer, separate_masters=shared)
         except BaseException:
             self.close()
             raise
@@ -137,7 +137,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
             warnings=step.warnings,
         )
 
-    def _train(self, batch: Batch, measures: StepMeasures) -> MadePasses:
+    def _train(self, batch: Batch, measures: StepMeasures) -> PassResult:
         """Run the passes of an update.
 
         Tensor ranks draw the same dropout masks, all other ranks different ones.
@@ -176,7 +176,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
             return self._logprobs(runner, batch)
 
     def _logprobs(self, runner: Runner, batch: Batch) -> torch.Tensor:
-        return self._passes.alone(runner, batch, lambda: runner.evaluate(batch))
+        return self._passes.run_without_gradients(runner, batch, lambda: runner.evaluate(batch))
 
     def keep_reference(self) -> None:
         """Keep a copy of the current weights as the reference model, or use the base model of the adapters.
@@ -217,7 +217,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
         used = sorted({self._model_spec.rope_of(layer) for layer in range(self._model_spec.layers)})
         check_model_buffers(self._buffers, buffers, [self._rotaries[number].halves for number in used])
         if not self.lora.rank:
-            self._optimizer.leave_parameters()
+            self._optimizer.stop_filling_parameters()
         take_parameters(self._parameters, parameters)
 
     @torch.no_grad()
@@ -269,7 +269,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
         restore_part(directory, self._trained, self._optimizer, model, self.position.rank, fill=fill)
         self._optimizer.fill_parameters()
 
-    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+    def _offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         if self._masters:
             raise SettingsError(
                 "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
@@ -302,13 +302,15 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
         )
         return MemoryPlan(work, self.position.device, served)
 
-    def _make_stepper(self, chunks: list[PackedModel], optimizer: OptimizerConfig, *, apart: bool) -> None:
-        """Create the runner and optimizer of the loaded chunks; `apart` as in `ModelPart.stepper`."""
+    def _make_stepper(
+        self, chunks: list[PackedModel], optimizer: OptimizerConfig, *, separate_masters: bool
+    ) -> None:
+        """Create the runner and optimizer of the loaded chunks, by `ModelPart.stepper`."""
         self._stepper = self._part.stepper(
             chunks,
             optimizer,
             tokens=self._memory.tokens,
-            apart=apart,
+            separate_masters=separate_masters,
             replays_routing=self._trainer.routing_replay,
         )
         self._runner, self._optimizer = self._stepper.runner, self._stepper.optimizer

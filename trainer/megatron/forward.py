@@ -24,8 +24,8 @@ from megatron.core.tensor_parallel import (
 )
 
 from trainer.batch import Batch
-from trainer.data.prefix_tree import alone, batch_families
-from trainer.layers.head import linear_logprobs, logprobs_alone
+from trainer.data.prefix_tree import batch_families, single_row_families
+from trainer.layers.head import linear_logprobs, linear_logprobs_no_grad
 from trainer.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.layers.experts.balance import loads_by_layer, updated_bias
@@ -35,11 +35,11 @@ from trainer.megatron.micro_batches import MicroBatch, Packing
 from trainer.megatron.model import PackedModel
 from trainer.megatron.parallel import Position
 from trainer.roles.value_measures import ValueMeasures
-from trainer.step.measures import MadePasses, StepMeasures
+from trainer.step.measures import PassResult, StepMeasures
 
 log = logging.getLogger("tether.trainer")
 
-APART = "samples share no prefix: the state of a gated delta net has seen all of it"
+NO_PREFIX_SHARING = "samples share no prefix: the state of a gated delta net has seen all of it"
 Finish = Callable[..., tuple[torch.Tensor, Any]]
 """(trained tokens, outputs of the head) -> loss of a micro-batch, and its measurements."""
 
@@ -76,7 +76,7 @@ class Runner:
         self.replays_routing = replays_routing
         self.shares_prefixes = shares_prefixes and architecture.delta is None
         if self.shares_prefixes != shares_prefixes:
-            log.warning("trainer.alone model=%s reason=%r", architecture.name, APART)
+            log.warning("trainer.alone model=%s reason=%r", architecture.name, NO_PREFIX_SHARING)
         self._copies = copies
         self.architecture = architecture
         self.position = position
@@ -108,13 +108,13 @@ class Runner:
 
     def _packing(self, batch: Batch) -> Packing:
         """Return the packing of a part into micro-batches."""
-        families = alone((batch.lengths - 1).tolist())
+        families = single_row_families((batch.lengths - 1).tolist())
         if self.shares_prefixes:
             families = batch_families(batch, by_experts=self.replays_routing, long=self._long_after)
         limits = self.micro_batch_tokens, self.micro_batch_size
         return Packing.of(families, self.position, *limits, copies=self._copies)
 
-    def train(self, batch: Batch, finish: Finish, measures: StepMeasures | ValueMeasures) -> MadePasses:
+    def train(self, batch: Batch, finish: Finish, measures: StepMeasures | ValueMeasures) -> PassResult:
         """Run forward and backward over the part, which fills the model's gradient buffers.
 
         Args:
@@ -127,10 +127,10 @@ class Runner:
             router.forget()
         outputs = self._run(batch, packing, finish)
         position = self.position
-        speaks = position.place.tp == position.place.cp == 0 and position.last_stage
+        is_reporting_rank = position.place.tp == position.place.cp == 0 and position.last_stage
         vector = measures.join(outputs if position.place.tp == 0 else (), position.device)
         sums, maxima = measures.split(vector)
-        computed = [packing.tokens, packing.padding, packing.row_tokens] if speaks else [0, 0, 0]
+        computed = [packing.tokens, packing.padding, packing.row_tokens] if is_reporting_rank else [0, 0, 0]
         own_loads = [(router.layer, router.loads) for router in self.routers]
         experts = self.architecture.experts.count
         loads = loads_by_layer(own_loads, self.architecture.layers, experts).to(sums)
@@ -140,7 +140,7 @@ class Runner:
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         sums, counts, whole = summed.split([len(sums), len(computed), loads.numel()])
         self.loads = whole.view_as(loads)
-        return MadePasses(torch.cat([sums, largest[:-1]]), int(largest[-1]), *map(int, counts.tolist()))
+        return PassResult(torch.cat([sums, largest[:-1]]), int(largest[-1]), *map(int, counts.tolist()))
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
@@ -253,7 +253,7 @@ class Runner:
         }
         weight = self._inner[-1].output_weight
         if finish is None:
-            found = logprobs_alone(rows, weight, micro.targets, **head)[: micro.wanted]
+            found = linear_logprobs_no_grad(rows, weight, micro.targets, **head)[: micro.wanted]
             loss, output = found.sum(), (micro.places, found)
         else:
             logprobs, entropy = linear_logprobs(rows, weight, micro.targets, **head)

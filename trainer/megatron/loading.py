@@ -7,7 +7,7 @@ import torch
 
 from protocol.errors import SettingsError
 from trainer.backends.safetensors_reader import SafetensorsReader
-from trainer.megatron.convert.reshard import stretch
+from trainer.megatron.convert.reshard import narrow_rows
 from trainer.megatron.convert.rules import Rule, Segment
 from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, VALUE_HEAD, ignorable
 from trainer.megatron.families.numbers import Architecture
@@ -54,7 +54,7 @@ def load_checkpoint(
 
 def _read_segment(reader: SafetensorsReader, parameter: torch.Tensor, dim: int, segment: Segment) -> None:
     rows = reader.rows(segment.name, dim, segment.start, segment.length, segment.matrix)
-    stretch(parameter, dim, segment.local_start, segment.length, segment.local_matrix).copy_(rows)
+    narrow_rows(parameter, dim, segment.local_start, segment.length, segment.local_matrix).copy_(rows)
 
 
 def check_names(reader: SafetensorsReader, architecture: Architecture, layout: Layout) -> None:
@@ -72,7 +72,7 @@ def check_names(reader: SafetensorsReader, architecture: Architecture, layout: L
         )
     missing = sorted(set(shapes) - reader.names - set(VALUE_HEAD))
     if missing:
-        raise SettingsError(f"{reader.model_dir} lacks {_some(missing)}, which its config.json asks for")
+        raise SettingsError(f"{reader.model_dir} lacks {_some(missing)}, required by config.json")
     for name, shape in shapes.items():
         if name not in reader.names:
             continue

@@ -34,7 +34,7 @@ from trainer.megatron.parallel import Position
 
 T = TypeVar("T", TrainedTokens, RoutedTokens)
 
-PASSES_OF_A_STAGE = (4, 2, 1)
+MICRO_BATCHES_PER_STAGE = (4, 2, 1)
 """Candidates for the number of micro-batches per pipeline stage; the pipeline idles for (stages - 1) of these
 passes. The first number is used unless passes this small recompute too many shared tokens."""
 
@@ -204,7 +204,7 @@ def _filling_stages(
     stages = position.config.pipeline_model_parallel_size
     chunks = position.config.virtual_pipeline_model_parallel_size
     total = sum(family.tokens for family in families)
-    limits = [-(-total // (number * stages)) for number in PASSES_OF_A_STAGE]
+    limits = [-(-total // (number * stages)) for number in MICRO_BATCHES_PER_STAGE]
     best: tuple[float, list[list[RowFamily]]] | None = None
     for limit in (*(max(1, min(limit, budget)) for limit in limits), budget):
         packed = pack_into(limit)

@@ -177,7 +177,7 @@ class Optimizer:
         position: Position,
         dtype: torch.dtype,
         *,
-        apart: bool = False,
+        separate_masters: bool = False,
     ) -> None:
         """Build on wrapped chunks with loaded weights, of which masters are copies. A collective.
 
@@ -185,7 +185,7 @@ class Optimizer:
             config: settings of AdamW.
             chunks: result of `wrap_model`.
             position: this rank's position in the layout.
-            apart: whether masters are separate, and of whole parameters, for float32 too.
+            separate_masters: whether masters are separate, and of whole parameters, for float32 too.
         """
         self.config, self._chunks = config, list(chunks)
         settings = MegatronOptimizerConfig(
@@ -206,8 +206,9 @@ class Optimizer:
             self.megatron = get_megatron_optimizer(settings, self._chunks, use_gloo_process_groups=False)
         self.steps = 0
         self._fills = True
-        self._parameters: dict[str, Any] = dict(chunks[0].module.named_parameters()) if apart else {}
-        if apart and dtype is torch.float32:
+        parameters = chunks[0].module.named_parameters() if separate_masters else ()
+        self._parameters: dict[str, Any] = dict(parameters)
+        if separate_masters and dtype is torch.float32:
             for optimizer in self.torch_optimizers:
                 _set_apart(optimizer)
         self.masters: dict[str, torch.Tensor] = {
@@ -261,7 +262,7 @@ class Optimizer:
             value for state in states for value in state.values() if isinstance(value, torch.Tensor)
         ]
 
-    def leave_parameters(self) -> None:
+    def stop_filling_parameters(self) -> None:
         """Stop writing parameters: the engine that owns them copies the masters."""
         self._fills = False
 

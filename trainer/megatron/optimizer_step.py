@@ -14,14 +14,14 @@ from trainer.megatron.memory.host_optimizer import HostOptimizer
 from trainer.megatron.optimizer import LossScale, Optimizer
 from trainer.megatron.parallel import Position
 from trainer.memory.oom_retry import OomRetry
-from trainer.step.measures import MadePasses
+from trainer.step.measures import PassResult
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class MadeStep:
+class OptimizerStepResult:
     """Result of an optimizer step; equal on every rank."""
 
-    passes: MadePasses
+    passes: PassResult
     norm: float
     skipped: str
     """Reason why the weights are unchanged; empty if changed."""
@@ -40,7 +40,7 @@ class ModelStepper:
         optimizer: OptimizerConfig,
         *,
         tokens: int,
-        apart: bool = False,
+        separate_masters: bool = False,
     ) -> None:
         """Build on a model with loaded weights. A collective.
 
@@ -49,12 +49,12 @@ class ModelStepper:
             config: megatron's configuration of the model; receives the function that finalizes gradients.
             optimizer: settings of AdamW.
             tokens: initial number of tokens per micro-batch.
-            apart: whether masters are separate for float32 too.
+            separate_masters: whether masters are separate for float32 too.
         """
         dtype, position = config.params_dtype, runner.position
         self.runner = runner
         kind = HostOptimizer if optimizer.cpu_offload else Optimizer
-        self.optimizer = kind(optimizer, runner.chunks, position, dtype, apart=apart)
+        self.optimizer = kind(optimizer, runner.chunks, position, dtype, separate_masters=separate_masters)
         if dtype is torch.float16:
             scale = self.optimizer.loss_scale = LossScale(optimizer)
             config.grad_scale_func = lambda loss: loss * scale.value
@@ -64,10 +64,10 @@ class ModelStepper:
     def step(
         self,
         batch: Batch,
-        passes: Callable[[], MadePasses],
+        passes: Callable[[], PassResult],
         *,
         lr_scale: Callable[[torch.Tensor], float] | None,
-    ) -> MadeStep:
+    ) -> OptimizerStepResult:
         """Run one optimizer step. A collective.
 
         Args:
@@ -78,7 +78,7 @@ class ModelStepper:
         """
         scale, warnings = self.optimizer.loss_scale, list[str]()
 
-        def attempt() -> tuple[MadeStep, float]:
+        def attempt() -> tuple[OptimizerStepResult, float]:
             self.optimizer.zero_grad()
             found, told = self.passes.step(self.runner, batch, passes)
             warnings.extend(told)
@@ -86,7 +86,7 @@ class ModelStepper:
             norm, skipped = (
                 self.optimizer.step(lr_scale(found.vector)) if lr_scale else (0.0, NOTHING_TRAINED)
             )
-            made = MadeStep(
+            made = OptimizerStepResult(
                 passes=found,
                 norm=norm,
                 skipped=skipped,
@@ -121,5 +121,5 @@ def retry_of(position: Position, tokens: int, reset: Callable[[], None]) -> OomR
     replicas = parallel.data_parallel_size
     experts = parallel.expert_model_parallel_size * parallel.expert_tensor_parallel_size
     within = len(position.replicas()[0]) == 1 and experts == 1
-    is_whole = within and not (replicas > 1 and parallel.overlap_grad_reduce)
-    return OomRetry(position.device, tokens, reset, replicas=replicas, is_whole=is_whole)
+    can_abort = within and not (replicas > 1 and parallel.overlap_grad_reduce)
+    return OomRetry(position.device, tokens, reset, replicas=replicas, can_abort=can_abort)

@@ -83,7 +83,7 @@ class ModelPart:
         kind: type[Runner] = Runner,
         *,
         tokens: int,
-        apart: bool = False,
+        separate_masters: bool = False,
         replays_routing: bool = False,
     ) -> ModelStepper:
         """Return passes and optimizer of loaded chunks. A collective.
@@ -93,14 +93,14 @@ class ModelPart:
             optimizer: settings of AdamW.
             kind: class of the runner.
             tokens: initial number of tokens per micro-batch.
-            apart: whether masters are separate for float32 too.
+            separate_masters: whether masters are separate for float32 too.
             replays_routing: as in `Runner`.
         """
         keep_input_gradient(chunks[0], self._trainer)
         fp32 = optimizer.grad_reduce_in_fp32
         wrapped = wrap_model(chunks, self.config, self.position, grad_reduce_in_fp32=fp32)
         runner = self.runner(wrapped, kind, replays_routing=replays_routing)
-        return ModelStepper(runner, self.config, optimizer, tokens=tokens, apart=apart)
+        return ModelStepper(runner, self.config, optimizer, tokens=tokens, separate_masters=separate_masters)
 
     def description(self, adapters: LoraConfig = NO_ADAPTERS) -> TrainedModel:
         """Return the description of a checkpoint of the model, or of its adapters."""

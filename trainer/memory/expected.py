@@ -32,14 +32,14 @@ class ExpectedMemory:
     """Temporary memory of a layer's backward pass."""
     update: int
     """Temporary memory of the optimizer, after the passes."""
-    visiting: int = 0
+    largest_offloaded: int = 0
     """Parameters of the largest model that is on the device only before the passes."""
 
     @property
     def peak(self) -> int:
         """Largest sum at any time of a step."""
         passes = self.activations + max(self.head, self.workspace)
-        most = max(passes, self.update, self.visiting)
+        most = max(passes, self.update, self.largest_offloaded)
         return self.parameters + self.gradients + self.optimizer + LIBRARIES + most
 
     def __str__(self) -> str:
@@ -89,7 +89,7 @@ def refusal(work: Planned, room: float) -> str:
     """Return one sentence with the smallest budget's memory, the free memory, and settings that would fit."""
     least = work.expected(TOKENS_STEP)
     return (
-        f"the trainer does not fit on its device: a step of {TOKENS_STEP} tokens a micro-batch is expected "
+        f"the trainer does not fit on its device: a step of {TOKENS_STEP} tokens per micro-batch is expected "
         f"to take {least}, and {room / GIB:.1f} GiB may be used; {_remedy(work, room)}"
     )
 

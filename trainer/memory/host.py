@@ -14,7 +14,7 @@ STATE_BYTES = 12
 CHUNK_ELEMENTS = 1 << 26
 """Minimum number of elements per optimizer chunk; equals the value in `host_transfers.py`, which imports
 torch."""
-ROOMS = 2
+BUFFERS = 2
 """Number of page-locked chunk buffers per direction."""
 
 
@@ -112,7 +112,7 @@ def transfer_bytes(stepped: int, largest: int, item: int) -> int:
         largest: number of elements of the rank's largest parameter.
         item: bytes of an element's gradient plus its parameter.
     """
-    return ROOMS * min(stepped, max(CHUNK_ELEMENTS, largest)) * item
+    return BUFFERS * min(stepped, max(CHUNK_ELEMENTS, largest)) * item
 
 
 def _remedy(given: HostRun[Any], room: int) -> str:

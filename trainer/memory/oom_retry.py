@@ -62,7 +62,7 @@ class OomRetry:
         reset: Callable[[], None],
         *,
         replicas: int,
-        is_whole: bool,
+        can_abort: bool,
     ) -> None:
         """Start with a budget.
 
@@ -71,11 +71,11 @@ class OomRetry:
             tokens: tokens per micro-batch.
             reset: zeroes the gradients and drops state that passes left behind.
             replicas: number of ranks whose gradients are reduced together.
-            is_whole: whether this rank can leave its passes without blocking another rank.
+            can_abort: whether this rank can leave its passes without blocking another rank.
         """
         self.tokens = tokens
         self._device, self._reset = device, reset
-        self._replicas, self._is_whole = replicas, is_whole
+        self._replicas, self._can_abort = replicas, can_abort
         self._warnings: list[str] = []
         """Messages about passes since the last step."""
         self._agrees = False
@@ -109,11 +109,11 @@ class OomRetry:
         warnings, self._warnings = self._warnings, []
         return result, tuple(warnings)
 
-    def alone(self, runner: Budgeted, batch: Batch, passes: Callable[[], T]) -> T:
+    def run_without_gradients(self, runner: Budgeted, batch: Batch, passes: Callable[[], T]) -> T:
         """Run passes without gradients, where replicas do not wait for each other; otherwise like `step`."""
         return self._repeat(runner, batch, passes, together=False)
 
-    def once(self, passes: Callable[[], T]) -> T:
+    def run_optional(self, passes: Callable[[], T]) -> T:
         """Run optional passes without gradients, without changing the budget.
 
         Raises:
@@ -125,14 +125,14 @@ class OomRetry:
         except torch.OutOfMemoryError as error:
             cause = _cause(error)
         self._clear()  # after the except block, because the error's frames hold tensors
-        if not self._is_whole:
-            raise self._stuck(cause)
+        if not self._can_abort:
+            raise self._cannot_retry_error(cause)
         raise torch.OutOfMemoryError(cause)
 
     def _repeat(self, runner: Budgeted, batch: Batch, passes: Callable[[], T], *, together: bool) -> T:
         first, cause = self.tokens, ""
         while True:
-            self._agrees = together and self._is_whole
+            self._agrees = together and self._can_abort
             runner.micro_batch_tokens = self.tokens
             found: Outcome | None = None
             try:
@@ -153,7 +153,7 @@ class OomRetry:
                 outcome = self._shrunk(cause, runner.counts(batch), together)
             if outcome is Outcome.SMALLEST:
                 raise SettingsError(
-                    f"the trainer ran out of memory with one sample a micro-batch ({cause}): {REMEDY}"
+                    f"the trainer ran out of memory with one sample per micro-batch ({cause}): {REMEDY}"
                 )
             log.warning("memory.out tokens=%d next=%d cause=%s", before, self.tokens, cause)
 
@@ -165,8 +165,8 @@ class OomRetry:
 
     def _shrunk(self, cause: str, counts: Sequence[tuple[int, int]], together: bool) -> Outcome:
         """Halve the budget on the rank that ran out of memory."""
-        if not self._is_whole or (together and not self._agrees):
-            raise self._stuck(cause)
+        if not self._can_abort or (together and not self._agrees):
+            raise self._cannot_retry_error(cause)
         divisible = any(samples > 1 for samples, _ in counts)
         tokens = max(1, min(self.tokens, max(tokens for _, tokens in counts)) // 2)
         outcome = Outcome.REPEAT if divisible and tokens < self.tokens else Outcome.SMALLEST
@@ -175,9 +175,9 @@ class OomRetry:
         self.tokens = tokens
         return outcome
 
-    def _stuck(self, cause: str) -> SettingsError:
+    def _cannot_retry_error(self, cause: str) -> SettingsError:
         return SettingsError(
-            f"the trainer ran out of memory with {self.tokens} tokens a micro-batch ({cause}), and a "
+            f"the trainer ran out of memory with {self.tokens} tokens per micro-batch ({cause}), and a "
             "rank cannot leave its passes here, so the step cannot be repeated: lower "
             f"trainer.micro_batch_tokens; or {REMEDY}"
         )
@@ -198,6 +198,6 @@ def _cause(error: torch.OutOfMemoryError) -> str:
 
 def _warning(first: int, tokens: int, cause: str) -> str:
     return (
-        f"out of memory with {first} tokens a micro-batch ({cause}); the passes were repeated with {tokens}, "
-        "which stay in force: lower trainer.micro_batch_tokens or trainer.memory_fraction"
+        f"out of memory with {first} tokens per micro-batch ({cause}); the passes were repeated with "
+        f"{tokens}, which stay in force: lower trainer.micro_batch_tokens or trainer.memory_fraction"
     )

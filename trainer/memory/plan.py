@@ -39,7 +39,7 @@ class MemoryPlan:
         self.tokens = work.trainer.micro_batch_tokens or FIRST_TOKENS[device.type]
         """Tokens per micro-batch, until a step runs out of memory."""
         if self._measured:
-            self.tokens = planned_tokens(work, _room_of_ranks(work.trainer, device, served))
+            self.tokens = planned_tokens(work, _available_bytes_of_ranks(work.trainer, device, served))
             if dist.get_rank() == 0:
                 log.info("memory.expected tokens=%d peak=%s", self.tokens, work.expected(self.tokens))
 
@@ -102,7 +102,7 @@ def planned_tokens(work: Planned, room: float) -> int:
     return tokens
 
 
-def room_of(trainer: TrainerConfig, free: int, total: int, served: int) -> float:
+def available_bytes(trainer: TrainerConfig, free: int, total: int, served: int) -> float:
     """Return the bytes of a device available for training.
 
     Args:
@@ -115,9 +115,9 @@ def room_of(trainer: TrainerConfig, free: int, total: int, served: int) -> float
     return trainer.memory_gb * GIB or USED_SHARE * (min(free, trainer.memory_fraction * total) - served)
 
 
-def _room_of_ranks(trainer: TrainerConfig, device: torch.device, served: int) -> float:
+def _available_bytes_of_ranks(trainer: TrainerConfig, device: torch.device, served: int) -> float:
     """Return the bytes available for training on every rank's device. A collective."""
-    room = room_of(trainer, *torch.cuda.mem_get_info(device), served)
+    room = available_bytes(trainer, *torch.cuda.mem_get_info(device), served)
     least = torch.tensor(room, dtype=torch.float64, device=device)
     dist.all_reduce(least, dist.ReduceOp.MIN)
     return float(least)

@@ -26,7 +26,7 @@ from trainer.reference.frozen import frozen, in_dtype, load_model
 from trainer.reference.logprobs import evaluate, forward, logprobs_at, padded, passes
 from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper, masters_of
-from trainer.reference.state import SavedStepper
+from trainer.reference.state import CheckpointedModel
 from trainer.reference.values import ValueModel, values_at
 from trainer.roles.row_scores import numbers_of
 from trainer.step.loss import micro_batch_loss
@@ -35,7 +35,7 @@ from trainer.step.measures import StepMeasures
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-class ReferenceBackend(SavedStepper, Backend):
+class ReferenceBackend(CheckpointedModel, Backend):
     """Trainer with fp32 masters on one rank.
 
     Deterministic on the CPU: the same batches from the same checkpoint produce the same bits. The model's
@@ -74,7 +74,7 @@ class ReferenceBackend(SavedStepper, Backend):
         if adapters.rank:
             self.lora = adapters
             self.targets, self._trained = attach(self._model, adapters, trainer.seed)
-        self._masters = masters_of(self._trained, apart=shared or trainer.dtype != "float32")
+        self._masters = masters_of(self._trained, separate_masters=shared or trainer.dtype != "float32")
         self._shared = shared
         in_dtype(self._model, DTYPES[trainer.dtype])
         self._stepper = MasterStepper(self._trained, self._masters, optimizer, self._embeddings())
@@ -165,12 +165,12 @@ class ReferenceBackend(SavedStepper, Backend):
             tensors[target.weight] = merged(target, tensors[target.weight], self._trained, self.lora)
         yield from checkpoint_views(self._model, tensors).items()
 
-    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+    def _offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         if self._shared:
             raise SettingsError(
                 "setting weights.transport: with 'shared' the trainer's state stays where the engine reads it"
             )
-        return super()._held()
+        return super()._offloadable_tensors()
 
     def _modules(self) -> list[torch.nn.Module]:
         return [model for model in (self._model, self._reference) if model is not None]

@@ -12,7 +12,7 @@ from trainer.reference.backend import DTYPES, ReferenceBackend, choose_device, r
 from trainer.reference.frozen import architecture_of, in_dtype
 from trainer.reference.logprobs import evaluate, passes
 from trainer.reference.optimizer_step import MasterStepper, masters_of
-from trainer.reference.state import SavedStepper
+from trainer.reference.state import CheckpointedModel
 from trainer.reference.values import HEAD, ValueModel, values_at
 from trainer.roles.config import CriticConfig
 from trainer.roles.critic import Critic, CriticSpec
@@ -22,7 +22,7 @@ CRITIC = "setting critic.path:"
 """Prefix of errors about the critic's directory."""
 
 
-class ReferenceCritic(SavedStepper, Critic):
+class ReferenceCritic(CheckpointedModel, Critic):
     """Critic with fp32 masters on one rank; deterministic on the CPU."""
 
     def __init__(
@@ -52,7 +52,7 @@ class ReferenceCritic(SavedStepper, Critic):
         self._architecture = f"{architecture} with a value head"
         self._model = ValueModel(model_dir, CRITIC).to(self._device)
         self._trained = dict(self._model.named_parameters())
-        self._masters = masters_of(self._trained, apart=trainer.dtype != "float32")
+        self._masters = masters_of(self._trained, separate_masters=trainer.dtype != "float32")
         in_dtype(self._model, DTYPES[trainer.dtype])
         ends = ("model.embed_tokens.weight", HEAD[0])
         self._optimizer = config.optimizer(optimizer)
@@ -65,7 +65,7 @@ class ReferenceCritic(SavedStepper, Critic):
         super().__init__(self._device)
 
     @classmethod
-    def beside(cls, policy: ReferenceBackend, model_dir: Path, **settings: Any) -> "ReferenceCritic":
+    def on_policy_ranks(cls, policy: ReferenceBackend, model_dir: Path, **settings: Any) -> "ReferenceCritic":
         """Load the model on the policy's rank; arguments as in `make_critic`."""
         return cls(policy.device, policy.architecture, model_dir, **settings)
 

@@ -10,9 +10,13 @@ from trainer.optimizers.registry import make_optimizer
 from trainer.reference.shards import gathered
 
 
-def masters_of(trained: Mapping[str, torch.nn.Parameter], *, apart: bool) -> dict[str, torch.nn.Parameter]:
-    """Return copies of the parameters if `apart`, else the parameters themselves."""
-    return {name: torch.nn.Parameter(p.detach().clone()) if apart else p for name, p in trained.items()}
+def masters_of(
+    trained: Mapping[str, torch.nn.Parameter], *, separate_masters: bool
+) -> dict[str, torch.nn.Parameter]:
+    """Return copies of the parameters if `separate_masters`, else the parameters themselves."""
+    return {
+        name: torch.nn.Parameter(p.detach().clone()) if separate_masters else p for name, p in trained.items()
+    }
 
 
 class MasterStepper:

@@ -43,7 +43,7 @@ def part_shape(tensor: torch.Tensor, ranks: int) -> tuple[int, ...]:
     return tuple(shape)
 
 
-def part_of(whole: torch.Tensor, cut: Cut | None, rank: int, ranks: int) -> torch.Tensor:
+def tensor_parallel_part(whole: torch.Tensor, cut: Cut | None, rank: int, ranks: int) -> torch.Tensor:
     """Return a tensor-parallel rank's part of a whole tensor."""
     if cut is None:
         return whole
@@ -61,7 +61,7 @@ def joined(parts: list[torch.Tensor], cut: Cut | None) -> torch.Tensor:
     return torch.stack(apart, dim + 1).flatten(dim, dim + 2)
 
 
-def copies_of(tensor: torch.Tensor, ranks: int, tensor_ranks: int) -> int:
+def replica_count(tensor: torch.Tensor, ranks: int, tensor_ranks: int) -> int:
     """Return the number of ranks that hold a copy of the same elements of a tensor."""
     if not isinstance(tensor, DTensor):
         return ranks

@@ -17,7 +17,16 @@ from torch.distributed.tensor import DTensor
 from protocol.errors import SettingsError
 from trainer.backends.host_offload import HostOffload, Offloadable
 from trainer.reference.optimizer_step import MasterStepper
-from trainer.reference.shards import DATA, TENSOR, Cut, joined, local_tensor, part_of, part_shape, tensor_cut
+from trainer.reference.shards import (
+    DATA,
+    TENSOR,
+    Cut,
+    joined,
+    local_tensor,
+    part_shape,
+    tensor_cut,
+    tensor_parallel_part,
+)
 from trainer.storage.host_state import HostCopies, HostState
 
 IDENTITY, SHARDED, CUTS, TENSOR_RANKS = "identity", "sharded", "cuts", "tensor_ranks"
@@ -102,7 +111,7 @@ def load_state(
     stepper.loaded()
 
 
-class SavedStepper(Offloadable):
+class CheckpointedModel(Offloadable):
     """Shard of a transformers model on one rank; saves and offloads the state of its `MasterStepper`."""
 
     _stepper: MasterStepper
@@ -129,7 +138,7 @@ class SavedStepper(Offloadable):
         """Return the modules that are offloaded together with the stepper's tensors."""
         return [self._model]
 
-    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+    def _offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         self._stepper.zero_grad()
         weights = [tensor for model in self._modules() for tensor in (*model.parameters(), *model.buffers())]
         return map(local_tensor, (*weights, *self._stepper.tensors())), ()
@@ -193,7 +202,7 @@ class _Saved:
         if tensor_ranks == (self._tensor_ranks if self._cut(name) else 1):
             local.copy_(self._rows(name, first, first + local.shape[0], tensor_rank))
             return
-        part = part_of(self.whole(name), tensor_cut(master), tensor_rank, tensor_ranks)
+        part = tensor_parallel_part(self.whole(name), tensor_cut(master), tensor_rank, tensor_ranks)
         local.copy_(part[first : first + local.shape[0]])
 
     def state_of(self, name: str, stepped: torch.Tensor, master: torch.Tensor) -> torch.Tensor | int | float:

@@ -23,9 +23,9 @@ from trainer.config import AlgorithmConfig
 from trainer.functional.losses import (
     MAX_LOG_RATIO,
     k3_kl,
-    kept_tokens,
-    level_ratio,
+    keep_mask,
     probability_ratio,
+    ratio_at_level,
 )
 
 TOTALS = (
@@ -207,13 +207,13 @@ class StepMeasures:
         )
 
     def _capped(self, log_ratio: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
-        ratio = level_ratio(log_ratio, self.config.importance_level, tokens.over_samples)
+        ratio = ratio_at_level(log_ratio, self.config.importance_level, tokens.over_samples)
         return (ratio > self.config.importance_cap).double()
 
     def _rejected(self, log_ratio: torch.Tensor, tokens: TrainedTokens) -> torch.Tensor:
         config, over = self.config, tokens.over_samples
         bounds = config.rejection_low, config.rejection_high
-        return 1 - kept_tokens(log_ratio, config.rejection_level, *bounds, over)
+        return 1 - keep_mask(log_ratio, config.rejection_level, *bounds, over)
 
     def _by_lag(
         self, lags: torch.Tensor, errors: torch.Tensor, importance: torch.Tensor, chosen: torch.Tensor
@@ -250,7 +250,7 @@ def _sample_measures(log_ratio: torch.Tensor, tokens: TrainedTokens) -> dict[str
     share = 1 / tokens.over_samples(torch.ones_like(log_ratio))
     if tokens.shares is not None:
         share = share * tokens.shares
-    weight = level_ratio(log_ratio, "sequence", tokens.over_samples)
+    weight = ratio_at_level(log_ratio, "sequence", tokens.over_samples)
     return {
         "samples": share,
         "sample_importance": share * weight,
@@ -263,7 +263,7 @@ def _ess(tokens: float, importance: float, squared: float) -> float:
     return importance**2 / (tokens * squared) if squared else 0.0
 
 
-class MadePasses(NamedTuple):
+class PassResult(NamedTuple):
     """Result of a step's forward passes; equal on every rank. Token counts cover inputs of all replicas."""
 
     vector: torch.Tensor

@@ -22,7 +22,7 @@ from trainer.batch import Batch, BatchDigest, StepTotals
 from trainer.config import AlgorithmConfig
 from trainer.data.batch_stats import StepTally, TrainedCounts, rewards_of
 from trainer.data.mini_batches import MiniBatches
-from trainer.data.prefix_tree import RowFamily, find_families, together
+from trainer.data.prefix_tree import RowFamily, families_by_sample, find_families
 from trainer.data.samples import BatchSample, samples_of
 from trainer.data.turn_advantages import TurnAdvantages, digested, turn_advantages
 from trainer.functional.advantages import overlong_punishment
@@ -93,7 +93,7 @@ class StepPlan:
                 Otherwise a family is the rows of one sample, and no tokens are shared.
         """
         if not shared:
-            return together((self.lengths - 1).tolist(), self.mini_batches.rows.tolist())
+            return families_by_sample((self.lengths - 1).tolist(), self.mini_batches.rows.tolist())
         inputs = [np.concatenate([row.prompt, row.tokens])[:-1] for row in self.samples]
         groups = zip(self.mini_batches.of_row.tolist(), self.group_index.tolist(), strict=True)
         return find_families(inputs, list(groups))

@@ -11,7 +11,7 @@ from trainer.algorithms.registry import ALGORITHMS
 from trainer.backends.base import NOTHING_TRAINED, StepStats
 from trainer.batch import Batch
 from trainer.config import AlgorithmConfig
-from trainer.functional.losses import leaves_region, log_ratio_limit
+from trainer.functional.losses import leaves_trust_region, log_ratio_limit
 from trainer.ranks.collectives import concatenate_replicas
 from trainer.roles.advantages import with_advantages, with_frozen, with_whitened
 from trainer.roles.models import RankModels
@@ -69,7 +69,7 @@ def _update(models: RankModels, batch: Batch) -> StepStats:
 def _within_moment(models: RankModels, batch: Batch, budget: float) -> Batch:
     """Return the batch with the clip from M2PO's trust region. A collective."""
     moved = (models.policy.logprobs(batch) - batch.behaviour_logprobs)[batch.loss_mask]
-    leaving = moved[leaves_region(moved, batch.advantages[batch.loss_mask])]
+    leaving = moved[leaves_trust_region(moved, batch.advantages[batch.loss_mask])]
     everywhere = concatenate_replicas(leaving.square(), models.policy.replicas)
     return dataclasses.replace(batch, log_ratio_limit=log_ratio_limit(everywhere, budget))
 
@@ -94,9 +94,9 @@ def _with_roles(models: RankModels, part: Batch, schedule: UpdateSchedule) -> tu
     return part, measured
 
 
-OF_ALL_UPDATES = ("entropy", "clip_fraction", "ratio_mean", "reference_kl_k3")
+MEANS_OVER_UPDATES = ("entropy", "clip_fraction", "ratio_mean", "reference_kl_k3")
 """Statistics that are means over the tokens of all updates."""
-OF_EACH_TOKEN = (
+ONCE_PER_TOKEN = (
     "logprob_error_max",
     "behaviour_kl_k3",
     "importance_mean",
@@ -169,8 +169,8 @@ def _measured(
     trained = [update.trained_tokens > 0 for update in updates]
     first = len(schedule.mini_batches) if schedule.start_logprobs else trained.index(True) + 1
     once, whole = (_together(config, updates[:count], schedule) for count in (first, len(updates)))
-    return {name: getattr(once, name) for name in OF_EACH_TOKEN} | {
-        name: getattr(whole, name) for name in OF_ALL_UPDATES
+    return {name: getattr(once, name) for name in ONCE_PER_TOKEN} | {
+        name: getattr(whole, name) for name in MEANS_OVER_UPDATES
     }
 
 

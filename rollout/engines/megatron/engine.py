@@ -28,7 +28,7 @@ from rollout.staging.staging_plan import trace
 from trainer.megatron.families.experts import Experts
 from trainer.megatron.families.numbers import Architecture
 from trainer.megatron.families.reading import read_architecture
-from trainer.megatron.inference.graphs import why_eager
+from trainer.megatron.inference.graphs import graph_refusal
 from trainer.megatron.inference.model import CachedModel
 
 log = logging.getLogger("tether.rollout")
@@ -162,7 +162,7 @@ def _uses_graphs(config: EngineConfig, architecture: Architecture) -> bool:
     if config.enforce_eager:
         return False
     dtype, records = getattr(torch, config.dtype), config.enable_return_routed_experts
-    reason = why_eager(architecture, dtype, records, config.tensor_parallel_size)
+    reason = graph_refusal(architecture, dtype, records, config.tensor_parallel_size)
     if reason or not torch.cuda.is_available():
         log.warning("engine.eager reason=%r", reason or "there is no GPU")
     return not reason

@@ -101,7 +101,7 @@ def test_functions_make_messages_of_what_they_name() -> None:
         {"role": "user", "content": "{5} 2"},
     ]
     assert content(0, prompt="", messages="own_judge:text") == [{"role": "user", "content": "4 {5}"}]
-    with pytest.raises(RewardError, match="own_judge:nothing returned no messages"):
+    with pytest.raises(RewardError, match="own_judge:nothing did not return messages"):
         content(0, prompt="", messages="own_judge:nothing")
 
 
@@ -169,7 +169,7 @@ def test_the_last_list_gives_the_scores_of_a_group(
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"url": "127.0.0.1:8000"}, "no URL of http"),
+        ({"url": "127.0.0.1:8000"}, "not an HTTP URL"),
         ({"url": "http://me:secret@host/v1"}, "of host host has a user, password"),
         ({"url": "http://host/v1?key=secret"}, "settings are no place for secrets"),
         ({"model": ""}, "option model is empty"),
@@ -177,7 +177,7 @@ def test_the_last_list_gives_the_scores_of_a_group(
         ({"prompt": "Good?"}, r"needs \{response\}"),
         ({"prompt": "{response}{responses}"}, r"needs \{response\}"),
         ({"prompt": "{response} {"}, "option prompt: "),
-        ({"prompt": "{response.__class__}"}, "no plain name"),
+        ({"prompt": "{response.__class__}"}, "is not a plain name"),
         ({"prompt": '{"score": {response}}'}, "write {{ for a brace"),
         ({"pattern": "("}, "option pattern"),
         ({"lowest": 1.0}, "is not below highest"),

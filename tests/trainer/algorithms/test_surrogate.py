@@ -14,7 +14,7 @@ from tests.trainer.groups import GroupSpec, SampleSpec, batch_of, scored
 from trainer.algorithms import AlgorithmConfig, make_algorithm
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.batch import Batch, trained_tokens
-from trainer.functional.losses import leaves_region, log_ratio_limit
+from trainer.functional.losses import leaves_trust_region, log_ratio_limit
 from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import StepMeasures
 
@@ -144,7 +144,7 @@ def test_loss_and_gradient_are_those_of_the_paper(
     cap = math.inf
     if config.name == "m2po":
         moved = (logprobs.detach().float() - batch.behaviour_logprobs)[batch.loss_mask]
-        leaving = moved[leaves_region(moved, batch.advantages[batch.loss_mask])]
+        leaving = moved[leaves_trust_region(moved, batch.advantages[batch.loss_mask])]
         batch = replace(
             batch, log_ratio_limit=log_ratio_limit(leaving.square(), config.second_moment_threshold)
         )

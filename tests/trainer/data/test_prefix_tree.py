@@ -4,7 +4,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.data.prefix_tree import KEYS_COST, PrefixTree, RowFamily, alone, find_families
+from trainer.data.prefix_tree import KEYS_COST, PrefixTree, RowFamily, find_families, single_row_families
 
 ROWS = st.lists(st.lists(st.integers(0, 2), max_size=12), min_size=1, max_size=12)
 """Few different tokens: rows that begin alike are frequent, to any depth."""
@@ -84,7 +84,7 @@ def test_a_tree_of_branches_has_each_stretch_behind_its_parent() -> None:
     assert tree.path(5) == [0, 1, 3, 5]
     assert tree.ends == (1, 2, 4, 5, 6)
     assert tree.is_shared
-    assert not PrefixTree.of(alone([3, 0, 5])).is_shared
+    assert not PrefixTree.of(single_row_families([3, 0, 5])).is_shared
 
 
 def test_a_token_with_other_experts_is_another_one() -> None:

@@ -20,7 +20,7 @@ from trainer.fsdp.layout import adapter_refusal, check_layout, division_refusal,
 from trainer.fsdp.loading import load_shards
 from trainer.fsdp.sharding import divide
 from trainer.reference.frozen import load_model
-from trainer.reference.shards import DATA, TENSOR, joined, part_of
+from trainer.reference.shards import DATA, TENSOR, joined, tensor_parallel_part
 
 TWO = ParallelConfig(tensor_model_parallel_size=2)
 
@@ -136,7 +136,7 @@ def test_a_plan_says_which_tensors_of_a_checkpoint_are_divided() -> None:
 @pytest.mark.parametrize("cut", [None, (0, 1), (1, 1), (1, 2), (2, 3)])
 def test_parts_join_to_the_whole(cut: tuple[int, int] | None) -> None:
     whole = torch.arange(4 * 8 * 12).view(4, 8, 12)
-    parts = [part_of(whole, cut, rank, 2) for rank in range(2)]
+    parts = [tensor_parallel_part(whole, cut, rank, 2) for rank in range(2)]
     assert torch.equal(joined(parts, cut), whole)
     if cut == (1, 2):  # gates, then inputs
         assert torch.equal(parts[1], torch.cat([whole[:, 2:4], whole[:, 6:8]], 1))

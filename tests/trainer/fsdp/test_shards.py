@@ -16,7 +16,7 @@ from trainer.fsdp.loading import _read
 from trainer.fsdp.sharding import divide, shard
 from trainer.fsdp.shards import ShardPlan, shard_rows, tensor_views
 from trainer.reference.frozen import load_model
-from trainer.reference.shards import DATA, TENSOR, local_tensor, part_of, tensor_cut
+from trainer.reference.shards import DATA, TENSOR, local_tensor, tensor_cut, tensor_parallel_part
 
 FUSED = "model.layers.0.experts.gate_up_proj"
 FIELDS = {
@@ -46,7 +46,7 @@ def test_gates_and_inputs_of_experts_in_one_tensor_are_divided_apart(rank: int, 
         for name, tensor in found.items():
             part = files[name]
             if isinstance(tensor, DTensor):
-                part = part_of(part, tensor_cut(tensor), rank % 2, 2)
+                part = tensor_parallel_part(part, tensor_cut(tensor), rank % 2, 2)
                 part = part[slice(*shard_rows(len(part), rank // 2, 2))]
             assert torch.equal(local_tensor(tensor), part), name
         pieces = list(plan.published(rank))

@@ -11,7 +11,7 @@ from trainer.functional.losses import (
     k1_kl,
     k2_kl,
     k3_kl,
-    leaves_region,
+    leaves_trust_region,
     log_ratio_limit,
     probability_ratio,
 )
@@ -100,7 +100,7 @@ def test_losses_pass_gradcheck() -> None:
 def test_only_tokens_that_move_further_away_leave_the_region() -> None:
     log_ratio = torch.tensor([0.5, -0.5, 0.5, -0.5, 0.0, 0.5])
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0, 1.0, 1e-9])
-    assert leaves_region(log_ratio, advantages).tolist() == [True, False, False, True, False, False]
+    assert leaves_trust_region(log_ratio, advantages).tolist() == [True, False, False, True, False, False]
 
 
 def test_the_cap_keeps_the_second_moment_within_the_budget() -> None:

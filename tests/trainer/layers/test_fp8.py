@@ -130,7 +130,7 @@ def test_an_old_gpu_and_a_model_without_such_layers_are_refused(
     tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save_tiny("gpt2", tmp_path)
-    with pytest.raises(SettingsError, match="GPT2LMHeadModel has no layer that can be computed so"):
+    with pytest.raises(SettingsError, match="GPT2LMHeadModel has no layer that supports FP8"):
         make("gpt2")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 6))
     with pytest.raises(SettingsError, match=r"capability 8\.9 or more, and this one has 8\.6"):
@@ -269,7 +269,7 @@ def test_a_critic_is_trained_in_fp8(make: Make, tmp_path: Path) -> None:
     from torchao.float8.float8_linear import Float8Linear
 
     policy = make("qwen2")
-    critic = FsdpCritic.beside(
+    critic = FsdpCritic.on_policy_ranks(
         policy,
         tmp_path / "qwen2",
         optimizer=OPTIMIZER,

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from trainer.layers import head, softmax_torch
-from trainer.layers.head import linear_logprobs, logprobs_alone
+from trainer.layers.head import linear_logprobs, linear_logprobs_no_grad
 
 
 def made(rows: int = 5, width: int = 4, vocabulary: int = 11, padding: int = 0) -> tuple[torch.Tensor, ...]:
@@ -67,7 +67,7 @@ def test_bias_has_the_values_and_gradients_of_a_biased_layer(
     gradients = torch.autograd.grad((got[0] * slopes[0] + got[1] * slopes[1]).sum(), sources)
     torch.testing.assert_close(got, expected, atol=1e-6, rtol=1e-5)
     torch.testing.assert_close(gradients, wanted, atol=2e-6, rtol=1e-5)
-    alone = logprobs_alone(hidden, weight, targets, vocabulary=11, temperature=0.6, bias=bias)
+    alone = linear_logprobs_no_grad(hidden, weight, targets, vocabulary=11, temperature=0.6, bias=bias)
     torch.testing.assert_close(alone, expected[0].detach(), atol=1e-6, rtol=1e-5)
 
 
@@ -83,12 +83,12 @@ def test_log_probabilities_alone_are_the_same_and_change_nothing(
     before = hidden.detach().clone(), weight.detach().clone()
     of_head = {"vocabulary": 11, "temperature": temperature, "softcap": softcap}
     expected, _ = linear_logprobs(hidden, weight, targets, **of_head)
-    found = logprobs_alone(hidden, weight, targets, **of_head)
+    found = linear_logprobs_no_grad(hidden, weight, targets, **of_head)
     assert not found.requires_grad
     torch.testing.assert_close(found, expected.detach(), atol=1e-6, rtol=1e-6)
     assert torch.equal(hidden, before[0])
     assert torch.equal(weight, before[1])
-    assert logprobs_alone(hidden[:0], weight, targets[:0], **of_head).shape == (0,)
+    assert linear_logprobs_no_grad(hidden[:0], weight, targets[:0], **of_head).shape == (0,)
 
 
 @pytest.mark.parametrize("kept_bytes", [0, 1 << 20])

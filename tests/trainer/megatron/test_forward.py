@@ -28,7 +28,7 @@ from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.megatron.forward import interleaved_shapes
 from trainer.step.loss import micro_batch_loss
-from trainer.step.measures import MadePasses, StepMeasures
+from trainer.step.measures import PassResult, StepMeasures
 
 SHAPES = [(size,) for size in (5, 7, 11, 13)]
 
@@ -62,7 +62,7 @@ OTHER_WAYS: dict[str, dict[str, Any]] = {
 
 def passes_of(
     directory: Path, batch: Batch, share: str, adapters: LoraConfig = NO_ADAPTERS, **trainer: Any
-) -> tuple[MadePasses, dict[str, torch.Tensor]]:
+) -> tuple[PassResult, dict[str, torch.Tensor]]:
     """Results of a pass: measures, log-probabilities of policy and reference, loads of experts, gradients."""
     backend = MegatronBackend(
         directory,

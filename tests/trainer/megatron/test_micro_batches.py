@@ -12,7 +12,7 @@ from tests.trainer.megatron.trees import make_tree
 from trainer.batch import Batch
 from trainer.config import ParallelConfig
 from trainer.data.packing import balance
-from trainer.data.prefix_tree import PrefixTree, RowFamily, alone, batch_families
+from trainer.data.prefix_tree import PrefixTree, RowFamily, batch_families, single_row_families
 from trainer.layers.attention.terms import PLAIN
 from trainer.layers.limits import KeyCopies
 from trainer.megatron.layers.attention.rotary import Rotary, packed_sequences
@@ -32,7 +32,7 @@ def position(
 
 def apart(lengths: torch.Tensor) -> list[RowFamily]:
     """Samples that share no tokens."""
-    return alone((lengths - 1).tolist())
+    return single_row_families((lengths - 1).tolist())
 
 
 def micro_batches(batch: Batch, packing: Packing, place: Position, *, trained: bool) -> list[MicroBatch]:

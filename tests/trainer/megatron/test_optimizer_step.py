@@ -73,7 +73,7 @@ def test_a_gpu_that_runs_out_of_memory_repeats_the_step_with_the_smaller_budget(
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
     (warning,) = repeated.warnings
-    assert f"out of memory with {total} tokens a micro-batch (CUDA out of memory" in warning
+    assert f"out of memory with {total} tokens per micro-batch (CUDA out of memory" in warning
     assert f"repeated with {total // 2}," in warning
     assert repeated.micro_batches == plain.micro_batches > whole.micro_batches == 1
     assert repeated.loss == pytest.approx(plain.loss, rel=1e-3, abs=1e-6)

@@ -13,7 +13,7 @@ from trainer.memory.expected import (
     alternatives,
     largest_budget,
 )
-from trainer.memory.plan import planned_tokens, room_of
+from trainer.memory.plan import available_bytes, planned_tokens
 
 HOST = workload(optimizer=OptimizerConfig(cpu_offload=True))
 
@@ -88,4 +88,6 @@ def test_a_given_budget_is_refused_where_even_the_smallest_does_not_fit() -> Non
 def test_room_of_training_leaves_room_for_served_versions(
     settings: dict[str, float], free: int, room: float
 ) -> None:
-    assert room_of(TrainerConfig(**settings), free * GIB, 80 * GIB, 10 * GIB) == pytest.approx(room * GIB)
+    assert available_bytes(TrainerConfig(**settings), free * GIB, 80 * GIB, 10 * GIB) == pytest.approx(
+        room * GIB
+    )

@@ -100,7 +100,7 @@ def test_a_step_that_runs_out_of_memory_is_repeated_with_the_bits_of_the_smaller
     repeated, tokens = short.train_step(batch), kind.tokens(short)
     assert LIMIT / 2 < tokens <= LIMIT
     (warning,) = repeated.warnings
-    assert f"out of memory with {BUDGET} tokens a micro-batch (out of memory: a pass of " in warning
+    assert f"out of memory with {BUDGET} tokens per micro-batch (out of memory: a pass of " in warning
     assert f"repeated with {tokens}" in warning
     assert f"memory.out tokens={BUDGET} next=" in caplog.text
     small = open_backend(micro_batch_tokens=tokens, recompute_granularity=recompute)
@@ -121,7 +121,7 @@ def test_log_probabilities_are_computed_in_smaller_passes(
     torch.testing.assert_close(backend.logprobs(batch), expected, atol=1e-6, rtol=0)
     assert kind.tokens(backend) <= LIMIT
     assert [warning.split(" (")[0] for warning in backend.train_step(batch).warnings] == [
-        f"out of memory with {BUDGET} tokens a micro-batch"
+        f"out of memory with {BUDGET} tokens per micro-batch"
     ]
 
 
@@ -132,7 +132,7 @@ def test_one_sample_that_is_too_long_is_an_error_that_names_settings_and_changes
     before = {name: tensor.clone() for name, tensor in backend.export()}
     kind.limits[0](backend, 2)
     with pytest.raises(
-        SettingsError, match=r"one sample a micro-batch .*recompute_granularity.*\[parallel\]"
+        SettingsError, match=r"one sample per micro-batch .*recompute_granularity.*\[parallel\]"
     ):
         backend.train_step(make_batch(NAME, 0))
     assert all(torch.equal(before[name], tensor) for name, tensor in backend.export())

@@ -23,7 +23,7 @@ from trainer.config import AttentionBackend
 from trainer.layers.attention.joined import joined_attention, seen_rows, spread_queries
 from trainer.layers.attention.segmented import CausalPart, WholePart, segmented_attention
 from trainer.layers.attention.sequences import PackedSequences
-from trainer.layers.attention.terms import BELOW_TORCH, LIBRARIES, PLAIN, AttentionTerms, lacks_terms
+from trainer.layers.attention.terms import LIBRARIES, PLAIN, TORCH_FLASH_IMPLS, AttentionTerms, lacks_terms
 from trainer.layers.attention.visible import KeyUse, SharedKeys
 
 
@@ -244,20 +244,20 @@ def choose_backend(name: AttentionBackend) -> None:
     global _backend
     if torch.nn.attention.current_flash_attention_impl():
         torch.nn.attention.restore_flash_attention_impl()
-    if name in BELOW_TORCH:
-        _put_below_torch(name)
+    if name in TORCH_FLASH_IMPLS:
+        _activate_flash_impl(name)
     _backend = "torch" if name == "auto" else name
     kernel_for.cache_clear()
 
 
-def _put_below_torch(name: str) -> None:
+def _activate_flash_impl(name: str) -> None:
     """Register a library as the implementation of torch's operators."""
     why = ""
     if torch.cuda.is_available() and torch.cuda.get_device_capability()[0] != HOPPER:
         why = f"it is for GPUs of compute capability {HOPPER}, this is {torch.cuda.get_device_name()}"
     else:
         try:
-            torch.nn.attention.activate_flash_attention_impl(BELOW_TORCH[name])
+            torch.nn.attention.activate_flash_attention_impl(TORCH_FLASH_IMPLS[name])
         except (ImportError, RuntimeError) as error:
             why = str(error)
     if why:

@@ -35,22 +35,22 @@ class AttentionSegment:
     places: torch.Tensor | None
     """int64 [tokens]: position of each token in the padded segment."""
 
-    def spread(self, rows: torch.Tensor) -> torch.Tensor:
+    def pad_repeat(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows [T, heads, any size] padded by repetition: [sequences, heads, longest, any size]."""
         rows = rows.narrow(0, self.first, self.tokens)
         if self.padded is not None:
             rows = rows.index_select(0, self.padded)
         return rows.unflatten(0, (self.sequences, self.longest)).transpose(1, 2)
 
-    def among_zeros(self, rows: torch.Tensor) -> torch.Tensor:
+    def pad_zeros(self, rows: torch.Tensor) -> torch.Tensor:
         """Return rows [T, heads, any size] padded with zeros: [sequences, heads, longest, any size]."""
         if self.places is None:
-            return self.spread(rows)
+            return self.pad_repeat(rows)
         padded = rows.new_zeros(self.sequences * self.longest, *rows.shape[1:])
         padded.index_copy_(0, self.places, rows.narrow(0, self.first, self.tokens))
         return padded.unflatten(0, (self.sequences, self.longest)).transpose(1, 2)
 
-    def picked(self, padded: torch.Tensor) -> torch.Tensor:
+    def unpad(self, padded: torch.Tensor) -> torch.Tensor:
         """Return the rows [tokens, heads, any size] of a padded segment without the padding."""
         rows = padded.transpose(1, 2).flatten(0, 1)
         return rows if self.places is None else rows.index_select(0, self.places)
@@ -90,8 +90,8 @@ def segmented_attention(
     """
     outputs = []
     for segment in segments:
-        queries, keys, values = map(segment.spread, (q, k, v))
-        outputs.append(segment.picked(causal_attention(queries, keys, values, scale, window, softcap, sinks)))
+        queries, keys, values = map(segment.pad_repeat, (q, k, v))
+        outputs.append(segment.unpad(causal_attention(queries, keys, values, scale, window, softcap, sinks)))
     return torch.cat(outputs)
 
 
@@ -105,11 +105,11 @@ class CausalPart:
     def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Compute output and log-sum-exp."""
         found = [
-            (segment, FORWARD(*map(segment.spread, (q, k, v)), is_causal=True, scale=self.scale))
+            (segment, FORWARD(*map(segment.pad_repeat, (q, k, v)), is_causal=True, scale=self.scale))
             for segment in self.segments
         ]
-        outputs = torch.cat([segment.picked(out) for segment, (out, _) in found])
-        scores = torch.cat([segment.picked(one[..., None]) for segment, (_, one) in found])
+        outputs = torch.cat([segment.unpad(out) for segment, (out, _) in found])
+        scores = torch.cat([segment.unpad(one[..., None]) for segment, (_, one) in found])
         return outputs, scores[..., 0].t().contiguous()
 
     def backward(
@@ -125,9 +125,9 @@ class CausalPart:
         rows, scores = (q, k, v, out), total.t()[..., None]
         gradients = []
         for segment in self.segments:
-            spread = *map(segment.spread, rows), segment.spread(scores)[..., 0]
-            found = BACKWARD(segment.among_zeros(out_grad), *spread, 0.0, True, scale=self.scale)
-            gradients.append([segment.picked(one) for one in found])
+            padded = *map(segment.pad_repeat, rows), segment.pad_repeat(scores)[..., 0]
+            found = BACKWARD(segment.pad_zeros(out_grad), *padded, 0.0, True, scale=self.scale)
+            gradients.append([segment.unpad(one) for one in found])
         q_grad, k_grad, v_grad = map(torch.cat, zip(*gradients, strict=True))
         return q_grad, k_grad, v_grad
 

@@ -53,7 +53,7 @@ LIBRARIES = {
     "transformer_engine": "transformer_engine",
 }
 """Library backends -> module that each backend imports."""
-BELOW_TORCH = {"flash_attn_3": "FA3"}
+TORCH_FLASH_IMPLS = {"flash_attn_3": "FA3"}
 """Libraries that replace torch's operators -> torch's names of the libraries."""
 TERMS = {"softcap": "bounded scores", "sinks": "attention sinks"}
 

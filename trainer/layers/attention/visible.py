@@ -194,7 +194,7 @@ def visible_keys(division: Division, rank: int, tree: PrefixTree, use: KeyUse = 
     first, places = _gathered_places(division)
     own, pieces = division.pieces[rank], pieces_with_padding(division, rank)
     before = _spans_before(own, tree)
-    groups = {} if use.query_cost is None else _apart(own, before, use.query_cost)
+    groups = {} if use.query_cost is None else _separate_spans(own, before, use.query_cost)
     apart = {span for spans in groups.values() for span in spans}
     seen = [[*(span for span in spans if span not in apart), own[n]] for n, spans in enumerate(before)]
     if use.window:
@@ -219,7 +219,7 @@ def visible_keys(division: Division, rank: int, tree: PrefixTree, use: KeyUse = 
         starts=torch.tensor([tree.stretches[p.sequence].start + p.start for p in own] + [0] * len(padding)),
         whole=torch.tensor([_whole_length(tree, piece.sequence) for piece in own] + padding),
         copies=_copies(tokens) if is_copied else (),
-        shared=_calls(own, groups, first, places),
+        shared=_separate_calls(own, groups, first, places),
     )
 
 
@@ -249,7 +249,7 @@ def _spans_before(own: Sequence[SequencePiece], tree: PrefixTree) -> list[list[S
     return found
 
 
-def _apart(
+def _separate_spans(
     own: Sequence[SequencePiece], before: Sequence[Sequence[SequencePiece]], query_cost: float
 ) -> dict[tuple[int, ...], list[SequencePiece]]:
     """Return the spans that pieces attend to separately, in order, keyed by the pieces after them."""
@@ -268,13 +268,13 @@ def _apart(
     }
 
 
-def _calls(
+def _separate_calls(
     own: Sequence[SequencePiece],
     groups: dict[tuple[int, ...], list[SequencePiece]],
     first: dict[int, int],
     places: torch.Tensor,
 ) -> tuple[SharedKeys, ...]:
-    """Return the calls of `_apart`: call n has the n-th group of spans before each piece, from the root."""
+    """Return the calls: call n has the n-th group of `_separate_spans` before each piece, from the root."""
     begins = [0, *accumulate(piece.tokens for piece in own)]
     level, calls = [0] * len(own), list[list[tuple[int, ...]]]()
     for numbers in sorted(groups, key=len, reverse=True):  # two sets are nested or disjoint

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from protocol.messages import WeightPiece
 from protocol.weights.boxes import Box, size_of, whole
 from trainer.backends.early_export import EarlyExport, Tensors
-from trainer.megatron.convert.reshard import TensorPlan, stretch
+from trainer.megatron.convert.reshard import TensorPlan, narrow_rows
 from trainer.megatron.convert.rules import Segment
 from trainer.megatron.layout import Layout
 from trainer.megatron.parallel import Position
@@ -44,7 +44,7 @@ def joined(plan: TensorPlan, rows: Sequence[Segment], parameter: torch.Tensor) -
 
 
 def _views(plan: TensorPlan, rows: Iterable[Segment], parameter: torch.Tensor) -> list[torch.Tensor]:
-    return [stretch(parameter, plan.dim, row.local_start, row.length, row.local_matrix) for row in rows]
+    return [narrow_rows(parameter, plan.dim, row.local_start, row.length, row.local_matrix) for row in rows]
 
 
 class Exporter:
@@ -130,7 +130,7 @@ class Exporter:
                 batched_p2p(dist.irecv, message, holder)
                 rows = list(message.split(lengths, plan.dim))
             for piece, part in zip(pieces, rows, strict=True):
-                stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix).copy_(part)
+                narrow_rows(tensor, plan.dim, piece.start, piece.length, piece.matrix).copy_(part)
         return tensor
 
     def _send(self, plan: TensorPlan, owner: int) -> None:

@@ -8,7 +8,7 @@ import torch
 from protocol.errors import SettingsError
 from protocol.weights.boxes import Box
 from trainer.megatron.convert.export import adjacent, box_of_rows
-from trainer.megatron.convert.reshard import TensorPlan, stretch
+from trainer.megatron.convert.reshard import TensorPlan, narrow_rows
 from trainer.megatron.convert.rules import Segment
 from trainer.megatron.layout import Layout, Place
 
@@ -88,10 +88,13 @@ def parameters_in(
         except RuntimeError:  # the engine's memory is too short for this parameter
             alike = False
         if not alike:
-            turns = f" alternates with others, in {part.shape[0]} turns," if part.ndim > tensor.ndim else ""
+            if part.ndim > tensor.ndim:
+                differs = f"is interleaved with others in {part.shape[0]} blocks"
+            else:
+                differs = "has another layout"
             raise SettingsError(
-                f"tensor {plan.name}{turns or ' lies otherwise'} in the trainer's {plan.parameter}, not in "
-                "the engine: the two cannot compute with one copy of it"
+                f"tensor {plan.name} {differs} in the trainer's {plan.parameter}, unlike in the engine: they "
+                "cannot share one copy of it"
             )
     return found
 
@@ -108,7 +111,9 @@ def _pieces(plan: TensorPlan, layout: Layout, place: Place) -> list[Segment]:
 def _part(plan: TensorPlan, parameter: torch.Tensor, pieces: Sequence[Segment]) -> torch.Tensor:
     first, *others = pieces
     if not others:
-        part: torch.Tensor = stretch(parameter, plan.dim, first.local_start, first.length, first.local_matrix)
+        part: torch.Tensor = narrow_rows(
+            parameter, plan.dim, first.local_start, first.length, first.local_matrix
+        )
         return part
     distances = {after.local_start - before.local_start for before, after in pairwise(pieces)}
     if plan.dim or len(distances) > 1 or {piece.length for piece in others} != {first.length}:

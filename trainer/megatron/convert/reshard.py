@@ -79,11 +79,11 @@ def _tensor_plans(rule: Rule, layout: Layout, stage: int) -> list[TensorPlan]:
     ]
 
 
-def in_turns(plans: Iterable[TensorPlan]) -> TensorPlan | None:
+def first_interleaved(plans: Iterable[TensorPlan]) -> TensorPlan | None:
     """Return the first tensor that alternates with others in a rank's parameter; None if there is none."""
     return next((plan for plan in plans if len(plan.on_rank(0)) > 1), None)
 
 
-def stretch(tensor: Any, dim: int, start: int, length: int, matrix: int | None) -> Any:
+def narrow_rows(tensor: Any, dim: int, start: int, length: int, matrix: int | None) -> Any:
     """Return a view of `length` rows of a tensor, or of one matrix of a stack."""
     return (tensor if matrix is None else tensor[matrix]).narrow(dim, start, length)

@@ -55,7 +55,7 @@ class Family:
     """Checkpoint names of the MLP's projections."""
     activations: tuple[str, ...] = ()
     """Names of the MLP's activation in config.json; empty: the usual names of its kind."""
-    beside: bool = False
+    parallel_mlp: bool = False
     """Whether attention and MLP run in parallel: same input, and both outputs are added to the residual."""
     attention_output: str = "o_proj"
     """Checkpoint name of attention's output projection."""
@@ -250,7 +250,7 @@ FAMILIES = {
         norms={"input_layernorm": "input_layernorm"},
         mlp="gelu",
         mlp_names=("fc1", "fc2"),
-        beside=True,
+        parallel_mlp=True,
         attention_output="dense",
         final_norm="final_layernorm",
         output_bias=True,

@@ -43,7 +43,7 @@ class DecodeGraphs:
             length: tokens of the longest sequence.
         """
         self.on = False
-        """Whether decode steps are padded and, on a GPU, captured; requires that `why_eager` is empty."""
+        """Whether decode steps are padded and, on a GPU, captured; requires that `graph_refusal` is empty."""
         self._step, self._running, self._pages = step, running, pages_for(length)
         self.steps: dict[tuple[int, int], PaddedStep] = {}
         """(B, P) -> padded step."""
@@ -61,7 +61,10 @@ class DecodeGraphs:
             EngineError: a step cannot be captured.
         """
         count = len(inputs)
-        size = rung(count, self._running), rung(max(LEAST_PAGES, len(inputs[0]) - 2), self._pages)
+        size = (
+            padded_size(count, self._running),
+            padded_size(max(LEAST_PAGES, len(inputs[0]) - 2), self._pages),
+        )
         padded = torch.tensor(padded_inputs(inputs, *size))
         if size in self.steps:
             self.steps[size].inputs.copy_(padded)
@@ -132,12 +135,12 @@ def padded_inputs(inputs: Sequence[Sequence[int]], count: int, pages: int) -> li
     return rows + rows[:1] * (count - len(rows))
 
 
-def rung(number: int, most: int) -> int:
+def padded_size(number: int, most: int) -> int:
     """Return the smallest power of two that is at least `number`, but at most `most`."""
     return min(most, 1 << (number - 1).bit_length())
 
 
-def why_eager(architecture: Architecture, dtype: torch.dtype, records_experts: bool, ranks: int) -> str:
+def graph_refusal(architecture: Architecture, dtype: torch.dtype, records_experts: bool, ranks: int) -> str:
     """Return why no decode step of a model can be a graph; empty if steps without named adapters can."""
     experts = architecture.experts
     if ranks > 1:

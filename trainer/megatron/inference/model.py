@@ -18,7 +18,7 @@ from trainer.config import ParallelConfig
 from trainer.megatron import cpu, parallel
 from trainer.megatron.convert.adapters import lora_rules
 from trainer.megatron.convert.parts import Slices, slices_of
-from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
+from trainer.megatron.convert.reshard import TensorPlan, narrow_rows, plan_of
 from trainer.megatron.families.decoder import EMBEDDING, OUTPUT, OUTPUT_BIAS
 from trainer.megatron.families.delta import check_generation
 from trainer.megatron.families.numbers import Architecture
@@ -160,8 +160,8 @@ class CachedModel(parallel.GroupMember):
             number = self._layout.number_of(self._place, expert=plan.expert)
             held, end = self.parameters[plan.parameter], 0
             for piece in plan.on_rank(number):
-                rows = stretch(held, plan.dim, piece.local_start, piece.length, piece.local_matrix)
-                rows.copy_(stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix))
+                rows = narrow_rows(held, plan.dim, piece.local_start, piece.length, piece.local_matrix)
+                rows.copy_(narrow_rows(tensor, plan.dim, piece.start, piece.length, piece.matrix))
                 end = piece.local_start + piece.length
             if name in VOCABULARY and end < len(held):
                 held[end:].zero_()  # the padding of the last ranks

@@ -98,11 +98,11 @@ class DeltaNetLayer(MegatronModule):
         """
         delta = self.delta
         heads = mixed.size(1)
-        channels = segment.spread(mixed).transpose(2, 3).flatten(1, 2)  # [n, key heads * R, L]
+        channels = segment.pad_repeat(mixed).transpose(2, 3).flatten(1, 2)  # [n, key heads * R, L]
         convolved = self._convolve(channels.contiguous(), self.conv[:, 0], None, activation="silu")
         rows = convolved.unflatten(1, (heads, -1)).permute(0, 3, 1, 2)  # [n, L, key heads, R]
         query, key, values = rows.split(delta.sizes[:3], dim=-1)
-        strengths, decays = (segment.spread(x[..., None])[..., 0].mT for x in (strengths, decays))
+        strengths, decays = (segment.pad_repeat(x[..., None])[..., 0].mT for x in (strengths, decays))
         out, _ = self._delta_rule(
             *(x.repeat_interleave(delta.values_of_key, dim=2) for x in (query, key)),
             values.unflatten(-1, (-1, delta.value)).flatten(2, 3),
@@ -110,7 +110,7 @@ class DeltaNetLayer(MegatronModule):
             beta=strengths.contiguous(),
             use_qk_l2norm_in_kernel=True,
         )
-        return segment.picked(out.transpose(1, 2))
+        return segment.unpad(out.transpose(1, 2))
 
 
 def convolved(x: torch.Tensor, weight: torch.Tensor, bias: None, activation: Literal["silu"]) -> torch.Tensor:

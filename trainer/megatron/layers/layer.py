@@ -58,7 +58,7 @@ class PostNormLayer(Layer):
         self.mlp_bda = partial(residual, norm=self.post_mlp_layernorm)
 
 
-class BesideLayer(TransformerLayer):
+class ParallelLayer(TransformerLayer):
     """Parallel layer: attention and MLP have the same input, and both outputs are added to the residual."""
 
     def forward(

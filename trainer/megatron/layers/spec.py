@@ -16,7 +16,7 @@ from trainer.megatron.layers.attention.latent import LatentAttention
 from trainer.megatron.layers.delta import DeltaNetLayer
 from trainer.megatron.layers.dense import MLPS, NORMS, BiasedRow, ProjectionNorm
 from trainer.megatron.layers.experts.layer import ExpertLayer
-from trainer.megatron.layers.layer import BesideLayer, Layer, PostNormLayer, residual
+from trainer.megatron.layers.layer import Layer, ParallelLayer, PostNormLayer, residual
 
 
 def layer_spec(
@@ -37,8 +37,8 @@ def layer_spec(
         kind = {"module": ExpertLayer, "params": {"experts": experts, "layer": layer}}
     elif family.post_norms:
         kind = {"module": PostNormLayer, "params": {"norm": norm}}
-    elif family.beside:
-        kind = {"module": BesideLayer}
+    elif family.parallel_mlp:
+        kind = {"module": ParallelLayer}
     return ModuleSpec(
         **kind,
         submodules=TransformerLayerSubmodules(

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from trainer.config import TrainerConfig
-from trainer.layers.attention.terms import BELOW_TORCH
+from trainer.layers.attention.terms import TORCH_FLASH_IMPLS
 from trainer.layers.limits import NO_COPIES, KeyCopies
 from trainer.megatron.families.delta import DeltaNet
 from trainer.megatron.families.numbers import Architecture
@@ -135,7 +135,7 @@ def key_copies(a: Architecture, trainer: TrainerConfig) -> KeyCopies:
         row.elements(a) * (row.item_bytes or 2) for row in activations_of() if row.module not in without
     )
     heads, sizes = a.heads if a.latent else a.kv_heads, 2 * (a.head_dim + a.value_dim)
-    if trainer.attention_backend not in ("auto", "torch", *BELOW_TORCH) or a.score_softcap:
+    if trainer.attention_backend not in ("auto", "torch", *TORCH_FLASH_IMPLS) or a.score_softcap:
         return KeyCopies(heads * sizes / kept)
     window = max(map(a.window_of, range(a.layers)))
     return KeyCopies((2 * heads + a.heads) * sizes / (kept * a.layers), window) if window else NO_COPIES
@@ -175,7 +175,7 @@ def mlp_projections(a: Architecture) -> int:
 
 def _own_input(a: Architecture) -> int:
     """Return the elements of the MLP's input, 0 if attention has the same input."""
-    return 0 if a.family.beside else a.hidden
+    return 0 if a.family.parallel_mlp else a.hidden
 
 
 def _both_norms(a: Architecture) -> bool:

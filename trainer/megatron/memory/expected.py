@@ -136,7 +136,7 @@ def _memory_of_models(work: Workload, tokens: int, stage: int) -> ExpectedMemory
         gradients=sum(one.gradients for one in memories),
         optimizer=sum(one.optimizer for one in memories),
         update=max(one.update for one in memories),
-        visiting=max(one.visiting for one in memories),
+        largest_offloaded=max(one.largest_offloaded for one in memories),
     )
 
 
@@ -158,11 +158,11 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
         parameters=held * item + sum(frozen_bytes(work, stage, offload=False)),
         gradients=trained * gradient_item,
         optimizer=share * (8 + masters) if on_device else 0,
-        activations=most * passes_under_way(work.layout, stage),
+        activations=most * in_flight_passes(work.layout, stage),
         head=_head(work, tokens, table) if last else 0,
         workspace=_layer_backward_bytes(work, tokens) + tied_gradient,
         update=share * 4 if on_device and gradient_item < 4 else 0,
-        visiting=max(frozen_bytes(work, stage, offload=True), default=0),
+        largest_offloaded=max(frozen_bytes(work, stage, offload=True), default=0),
     )
 
 
@@ -204,7 +204,7 @@ def parameters_of_stage(work: Workload, stage: int) -> int:
     return sum(_sizes(work.architecture, work.layout, stage))
 
 
-def passes_under_way(layout: Layout, stage: int) -> int:
+def in_flight_passes(layout: Layout, stage: int) -> int:
     """Return the maximum number of forward passes of a chunk whose activations a stage stores at a time.
 
     1F1B: one per stage from this stage on. Interleaved schedule: before its first backward pass, a stage runs

@@ -64,14 +64,14 @@ class HostOptimizer(Optimizer):
         position: Position,
         dtype: torch.dtype,
         *,
-        apart: bool = False,
+        separate_masters: bool = False,
     ) -> None:
         """Build on wrapped chunks with loaded weights; arguments as in `Optimizer`.
 
         Raises:
             SettingsError: an engine would read the masters on the device.
         """
-        if apart:
+        if separate_masters:
             raise SettingsError(
                 "setting optimizer.cpu_offload: with weights.transport 'shared' the engine reads the masters "
                 "on the device; turn one of them off"

@@ -74,12 +74,14 @@ class MegatronCritic(parallel.GroupMember, Offloadable, Critic):
         self._host, self._copies = HostOffload(self._position.device), HostCopies()
 
     @classmethod
-    def beside(cls, policy: MegatronBackend, model_dir: Path, **settings: Any) -> "MegatronCritic":
+    def on_policy_ranks(cls, policy: MegatronBackend, model_dir: Path, **settings: Any) -> "MegatronCritic":
         """Load the model on the policy's ranks; arguments as in `make_critic`. A collective."""
         return cls(policy.position.config, policy.tokens, model_dir, **settings)
 
     def values(self, batch: Batch) -> torch.Tensor:
-        return self._stepper.passes.alone(self._runner, batch, lambda: self._runner.evaluate(batch))
+        return self._stepper.passes.run_without_gradients(
+            self._runner, batch, lambda: self._runner.evaluate(batch)
+        )
 
     def train_step(self, batch: Batch) -> StepStats:
         measures = ValueMeasures.of_batch(batch, self.config.value_clip)
@@ -103,7 +105,7 @@ class MegatronCritic(parallel.GroupMember, Offloadable, Critic):
         optimizer, model = self._stepper.optimizer, self._part.description()
         restore_part(directory, self._parameters, optimizer, model, self._position.rank)
 
-    def _held(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
+    def _offloadable_tensors(self) -> tuple[Iterable[torch.Tensor], Iterable[torch.Tensor]]:
         kept, blank = self._stepper.held()
         return [*self._parameters.values(), *kept], blank
 

@@ -49,7 +49,7 @@ def load_part(spec: FrozenSpec, position: Position, trainer: TrainerConfig, pass
     runner = part.runner(chunks, ValueRunner if spec.is_classifier else Runner)
 
     def evaluate(batch: Batch) -> torch.Tensor:
-        return passes.alone(runner, batch, lambda: runner.evaluate(batch))
+        return passes.run_without_gradients(runner, batch, lambda: runner.evaluate(batch))
 
     return FrozenModel(numbers_of(spec, evaluate), list(parameters.values()))
 

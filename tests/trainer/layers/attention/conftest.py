@@ -7,7 +7,7 @@ import pytest
 
 from trainer.config import AttentionBackend
 from trainer.layers.attention.kernels import FUSED, Kernel, choose_backend
-from trainer.layers.attention.terms import BELOW_TORCH, LIBRARIES
+from trainer.layers.attention.terms import LIBRARIES, TORCH_FLASH_IMPLS
 
 Choose = Callable[[AttentionBackend], None]
 
@@ -19,7 +19,7 @@ def chosen() -> Iterator[Choose]:
     choose_backend("auto")
 
 
-@pytest.fixture(params=["torch", *BELOW_TORCH])
+@pytest.fixture(params=["torch", *TORCH_FLASH_IMPLS])
 def fused(request: pytest.FixtureRequest, chosen: Choose) -> Kernel:
     """Kernel behind torch's operators: its own, and each of the libraries that are installed."""
     name: AttentionBackend = request.param

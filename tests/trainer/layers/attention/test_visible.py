@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from trainer.data.context_division import Division
-from trainer.data.prefix_tree import PrefixTree, alone, find_families
+from trainer.data.prefix_tree import PrefixTree, find_families, single_row_families
 from trainer.layers.attention.joined import joined_attention
 from trainer.layers.attention.kernels import Kernel, by_segments, kernel_for, key_uses
 from trainer.layers.attention.sequences import PackedSequences
@@ -26,7 +26,7 @@ def tree_of(division: Division) -> PrefixTree:
     lengths: dict[int, int] = {}
     for piece in (piece for own in division.pieces for piece in own):
         lengths[piece.sequence] = max(piece.stop, lengths.get(piece.sequence, 0))
-    return PrefixTree.of(alone([lengths[sequence] for sequence in sorted(lengths)]))
+    return PrefixTree.of(single_row_families([lengths[sequence] for sequence in sorted(lengths)]))
 
 
 def share_of(

@@ -16,7 +16,7 @@ from tests.trainer.megatron.ranks import make_backend
 from trainer.config import ParallelConfig
 from trainer.megatron.checkpoint.description import TrainedModel
 from trainer.megatron.checkpoint.reading import CheckpointReader, read_description
-from trainer.megatron.convert.reshard import stretch
+from trainer.megatron.convert.reshard import narrow_rows
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.layout import Grid, Layout, Place
 
@@ -75,7 +75,7 @@ def whole_state(checkpoint: Path, model_dir: Path) -> dict[str, torch.Tensor]:
             }
             for plan in model.plans().values():
                 rows = [
-                    stretch(
+                    narrow_rows(
                         flat[plan.parameter], plan.dim, piece.local_start, piece.length, piece.local_matrix
                     )
                     for piece in plan.pieces

@@ -13,7 +13,7 @@ from protocol.messages import WeightManifest, WeightPiece
 from protocol.weights.boxes import Box, covers, relative, shape_of, size_of, whole
 from protocol.weights.slices import BucketSizes, check_parts, senders_of, transfer_of
 from trainer.megatron.convert.export import PublishedPiece, published_pieces
-from trainer.megatron.convert.reshard import TensorPlan, plan_of, stretch
+from trainer.megatron.convert.reshard import TensorPlan, narrow_rows, plan_of
 from trainer.megatron.convert.rules import (
     Direct,
     FusedQKV,
@@ -248,5 +248,5 @@ def test_stretches_of_arrays_are_those_of_tensors() -> None:
 
     array = np.arange(120).reshape(4, 5, 6)
     for dim, matrix in ((0, None), (1, None), (0, 2), (1, 3)):
-        expected = stretch(torch.from_numpy(array), dim, 1, 3, matrix).numpy()
+        expected = narrow_rows(torch.from_numpy(array), dim, 1, 3, matrix).numpy()
         assert np.array_equal(stretched(array, dim, 1, 3, matrix), expected)

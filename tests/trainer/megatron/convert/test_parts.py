@@ -81,13 +81,13 @@ def test_an_engine_of_other_layers_shares_parameters_that_both_lay_out_alike(
         (
             "qwen2",
             True,
-            "tensor model.layers.0.self_attn.q_proj.weight alternates with others, in 2 turns, in the "
-            "trainer's decoder.layers.0.self_attention.linear_qkv.weight, not in the engine",
+            "tensor model.layers.0.self_attn.q_proj.weight is interleaved with others in 2 blocks in the "
+            "trainer's decoder.layers.0.self_attention.linear_qkv.weight, unlike in the engine",
         ),
         (
             ONE_GROUP,
             False,
-            "tensor model.layers.0.self_attn.q_proj.weight lies otherwise in the trainer's decoder.layers.0",
+            "tensor model.layers.0.self_attn.q_proj.weight has another layout in the trainer's decoder",
         ),
     ],
 )

@@ -15,7 +15,7 @@ from tests.changes import slow_unless_changed
 from tests.trainer.megatron.models import save_model
 from trainer.config import ParallelConfig
 from trainer.megatron.convert.adapters import lora_rules
-from trainer.megatron.convert.reshard import stretch
+from trainer.megatron.convert.reshard import narrow_rows
 from trainer.megatron.convert.rules import Direct, Rule
 from trainer.megatron.families.delta import DeltaNet
 from trainer.megatron.families.experts import NO_EXPERTS, ExpertNames, Experts, check_ranks
@@ -121,8 +121,8 @@ def fill(rule: Rule, source: dict[str, torch.Tensor], layout: Layout, rank: int)
     local = torch.zeros(rule.local_shape(grid), dtype=torch.float64)
     for s in rule.segments(grid):
         if s.rank == rank:
-            rows = stretch(source[s.name], rule.dim, s.start, s.length, s.matrix)
-            stretch(local, rule.dim, s.local_start, s.length, s.local_matrix).copy_(rows)
+            rows = narrow_rows(source[s.name], rule.dim, s.start, s.length, s.matrix)
+            narrow_rows(local, rule.dim, s.local_start, s.length, s.local_matrix).copy_(rows)
     return local
 
 
@@ -155,8 +155,8 @@ def test_loaded_checkpoint_is_exported(
         tensor = torch.full(plan.shape, -1.0, dtype=torch.float64)
         for piece in plan.pieces:
             parameter = held[plan.stage, piece.rank, plan.parameter]
-            rows = stretch(parameter, plan.dim, piece.local_start, piece.length, piece.local_matrix)
-            target = stretch(tensor, plan.dim, piece.start, piece.length, piece.matrix)
+            rows = narrow_rows(parameter, plan.dim, piece.local_start, piece.length, piece.local_matrix)
+            target = narrow_rows(tensor, plan.dim, piece.start, piece.length, piece.matrix)
             assert (target == -1).all(), "covered twice"
             target.copy_(rows)
         assert torch.equal(tensor, source[plan.name]), plan.name

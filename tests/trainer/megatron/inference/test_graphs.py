@@ -12,7 +12,7 @@ from tests.changes import slow_unless_changed
 from tests.trainer.megatron.models import ALL_MODELS, HYBRIDS, save_model
 from trainer.megatron.families.reading import read_architecture
 from trainer.megatron.inference.cache import pages_for
-from trainer.megatron.inference.graphs import decode_inputs, padded_inputs, rung, why_eager
+from trainer.megatron.inference.graphs import decode_inputs, graph_refusal, padded_inputs, padded_size
 from trainer.megatron.inference.model import CachedModel
 
 pytestmark = slow_unless_changed("trainer/megatron/", "rollout/engines/megatron/", "tests/trainer/megatron/")
@@ -85,8 +85,8 @@ def test_step_is_made_once_for_a_rung_and_dropped_with_its_memory(tmp_path: Path
 
 
 def test_rungs_are_powers_of_two_and_the_largest_size() -> None:
-    assert [rung(number, 6) for number in range(1, 7)] == [1, 2, 4, 4, 6, 6]
-    assert [rung(number, 512) for number in (8, 9, 129, 512)] == [8, 16, 256, 512]
+    assert [padded_size(number, 6) for number in range(1, 7)] == [1, 2, 4, 4, 6, 6]
+    assert [padded_size(number, 512) for number in (8, 9, 129, 512)] == [8, 16, 256, 512]
 
 
 def test_padding_repeats_the_first_sequence_and_the_first_page_of_each() -> None:
@@ -108,7 +108,7 @@ def test_padding_repeats_the_first_sequence_and_the_first_page_of_each() -> None
 def test_model_that_cannot_be_captured_has_a_reason(
     name: str, dtype: torch.dtype, records: bool, ranks: int, reason: str, tmp_path: Path
 ) -> None:
-    found = why_eager(read_architecture(save_model(name, tmp_path)), dtype, records, ranks)
+    found = graph_refusal(read_architecture(save_model(name, tmp_path)), dtype, records, ranks)
     assert reason in found
     assert bool(found) == bool(reason)
 

@@ -23,9 +23,9 @@ from trainer.megatron.memory.expected import (
     bytes_of_layer,
     expected_memory,
     expert_parameters_of_stage,
+    in_flight_passes,
     memory_of_stage,
     parameters_of_stage,
-    passes_under_way,
 )
 from trainer.megatron.model import DTYPES, build_model, transformer_config
 from trainer.megatron.parallel import Position
@@ -200,9 +200,9 @@ def test_a_virtual_pipeline_holds_a_group_for_each_chunk_but_the_last_and_the_re
     layout = Layout.of(
         ParallelConfig(pipeline_model_parallel_size=4, virtual_pipeline_model_parallel_size=3), 24
     )
-    assert [passes_under_way(layout, stage) for stage in range(4)] == [8 + 7, 8 + 5, 8 + 3, 8 + 1]
+    assert [in_flight_passes(layout, stage) for stage in range(4)] == [8 + 7, 8 + 5, 8 + 3, 8 + 1]
     plain = Layout.of(ParallelConfig(pipeline_model_parallel_size=4), 24)
-    assert [passes_under_way(plain, stage) for stage in range(4)] == [4, 3, 2, 1]
+    assert [in_flight_passes(plain, stage) for stage in range(4)] == [4, 3, 2, 1]
 
 
 def test_a_stage_with_fewer_layers_holds_less() -> None:
@@ -270,7 +270,7 @@ def test_frozen_models_take_their_parameters_and_no_gradient() -> None:
     assert (resident.gradients, resident.optimizer) == (plain.gradients, plain.optimizer)
     visiting = expected_memory(workload(frozen=(FrozenShape(small, offload=True),)), 2048)
     assert visiting.parameters == plain.parameters
-    assert visiting.visiting == extra
+    assert visiting.largest_offloaded == extra
     assert plain.peak <= visiting.peak <= resident.peak
 
 

@@ -135,4 +135,4 @@ def test_masters_and_moments_are_all_that_the_optimizer_holds(model_dir: Path, p
 
 def test_an_engine_that_reads_the_masters_is_refused(model_dir: Path, position: Position) -> None:
     with pytest.raises(SettingsError, match=r"cpu_offload.*'shared'"):
-        HostOptimizer(OPTIMIZER, [], position, torch.float32, apart=True)
+        HostOptimizer(OPTIMIZER, [], position, torch.float32, separate_masters=True)

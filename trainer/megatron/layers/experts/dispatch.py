@@ -84,7 +84,7 @@ class Exchange:
         received = all_to_all(self.group, rows, self._received, self._sent)
         return _take(received, self._index, self._inverse, 1)
 
-    def give_back(self, rows: torch.Tensor) -> torch.Tensor:
+    def return_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """Return the outputs of this rank's own rows, in the order in which they were sent."""
         rows = _take(rows, self._inverse, self._index, 1)
         rows = all_to_all(self.group, rows, self._sent, self._received)

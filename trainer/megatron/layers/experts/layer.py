@@ -45,7 +45,7 @@ def expert_products(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Ten
     """
     if rows.is_cuda and counts_stay_on_device(rows.dtype, *weights.shape[1:]):
         return grouped(rows, weights, counts)
-    return one_by_one(rows, weights, counts)
+    return looped(rows, weights, counts)
 
 
 def counts_stay_on_device(dtype: torch.dtype, *sizes: int) -> bool:
@@ -59,7 +59,7 @@ def grouped(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> 
     return F.grouped_mm(rows, weights.transpose(1, 2), offs=ends)
 
 
-def one_by_one(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
+def looped(rows: torch.Tensor, weights: torch.Tensor, counts: torch.Tensor) -> torch.Tensor:
     """Compute `expert_products` with one product per expert; the reference of `grouped`."""
     parts = rows.split(counts.tolist())
     return torch.cat([F.linear(part, weight) for part, weight in zip(parts, weights.unbind(), strict=True)])
@@ -231,4 +231,4 @@ class ExpertMLP(torch.nn.Module):
             return found
         group = mpu.get_expert_tensor_and_model_parallel_group()
         exchange = Exchange(counts, self.size, self.copies, group)
-        return exchange.give_back(self.experts(exchange.send(rows), exchange.counts))
+        return exchange.return_rows(self.experts(exchange.send(rows), exchange.counts))

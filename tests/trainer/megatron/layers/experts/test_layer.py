@@ -7,7 +7,7 @@ import torch
 import transformers
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 
-from trainer.megatron.layers.experts.layer import clamped_swiglu, grouped, one_by_one
+from trainer.megatron.layers.experts.layer import clamped_swiglu, grouped, looped
 
 Product = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
 
@@ -29,7 +29,7 @@ def products(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("counts", [[5, 0, 13, 7], [0, 0]])
 def test_a_grouped_product_equals_one_for_each_expert(dtype: torch.dtype, counts: list[int]) -> None:
-    found, expected = (products(way, torch.tensor(counts), dtype) for way in (grouped, one_by_one))
+    found, expected = (products(way, torch.tensor(counts), dtype) for way in (grouped, looped))
     for mine, other in zip(found, expected, strict=True):
         torch.testing.assert_close(mine, other)
 
