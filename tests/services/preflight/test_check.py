@@ -219,7 +219,7 @@ def test_check_run_names_the_problem_and_the_remedy(
         ({"use_sliding_window": False, "max_window_layers": 1}, [], None),
         ({"model_type": "phi"}, ["trainer.backend=reference"], "'vllm' cannot serve the phi in"),
         ({"rms_norm_eps": None}, [], "config.json lacks what a model needs: rms_norm_eps"),
-        ({"hidden_size": "wide"}, [], "config.json: hidden_size = 'wide' has to be a number"),
+        ({"hidden_size": "wide"}, [], "config.json: hidden_size = 'wide' must be a number"),
         ({"vocab_size": 1}, [], "stop token 1 is outside the model's vocabulary of 1 tokens"),
         (
             {"model_type": "marvel", "architectures": ["MarvelForCausalLM"]},

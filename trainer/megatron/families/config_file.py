@@ -107,7 +107,7 @@ def check_types(path: Path, table: Mapping[str, Any]) -> None:
     for kind, (types, names) in KINDS.items():
         for name in names:
             if table.get(name) is not None and not isinstance(table[name], types):
-                raise SettingsError(f"{path}: {name} = {table[name]!r} has to be {kind}")
+                raise SettingsError(f"{path}: {name} = {table[name]!r} must be {kind}")
 
 
 def check_present(path: Path, config: Mapping[str, Any], names: Iterable[str]) -> None:

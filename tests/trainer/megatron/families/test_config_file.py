@@ -36,7 +36,7 @@ def test_a_file_without_an_object_is_refused(tmp_path: Path, text: str) -> None:
     ],
 )
 def test_a_field_of_another_type_is_named(tmp_path: Path, field: str, value: Any, kind: str) -> None:
-    with pytest.raises(SettingsError, match=rf"config\.json: {field} = .* has to be {kind}"):
+    with pytest.raises(SettingsError, match=rf"config\.json: {field} = .* must be {kind}"):
         read_architecture(write_config(tmp_path, **{field: value}))
 
 

@@ -199,7 +199,7 @@ def test_gemma_3_has_a_rope_for_layers_with_a_window_in_old_and_new_checkpoints(
         ("phi3", {"type": "su", "short_mscale": 1.2}, "rope_parameters with short_mscale"),
         ("phi3", {"rope_type": "linear", "partial_rotary_factor": 0.5}, "partial_rotary_factor = 0.5"),
         ("llama", {"partial_rotary_factor": 0.75}, "partial_rotary_factor = 0.75"),
-        ("llama", {"rope_type": "linear", "factor": "2"}, "factor = '2' has to be a number"),
+        ("llama", {"rope_type": "linear", "factor": "2"}, "factor = '2' must be a number"),
         ("phi3", {"rope_type": "longrope", "short_factor": ["x"] * 16}, "has 0 numbers in short_factor"),
     ],
 )
