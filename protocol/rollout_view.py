@@ -225,11 +225,11 @@ def _experts(
     """Return the experts of the prompt [P, L, K] and of the rows [T, L, K], or (None, None)."""
     group, parts = rollout.group, (rollout.prompt_experts, rollout.experts)
     if parts[0] is None or parts[1] is None:
-        require(parts == (None, None), group, "experts", "are given for prompt or samples alone")
+        require(parts == (None, None), group, "experts", "are set for only one of prompt and samples")
         return None, None
     prompt_experts = checked_array(group, "prompt_experts", parts[0], "uint16", (prompt, None, None))
     layers, chosen = prompt_experts.shape[1:]
-    require(layers > 0 and chosen > 0, group, "prompt_experts", "are of no layer")
+    require(layers > 0 and chosen > 0, group, "prompt_experts", "have no layer")
     return prompt_experts, checked_array(group, "experts", parts[1], "uint16", (tokens, layers, chosen))
 
 

@@ -33,7 +33,7 @@ def turns_of(rollout: Rollout) -> list[list[TurnPlace]] | None:
     group = rollout.group
     if rollout.turns is None:
         texts = len(rollout.turn_texts) + len(rollout.turn_contexts)
-        require(texts == 0, group, "turn_texts", f"has {texts} texts of turns that are not there")
+        require(texts == 0, group, "turn_texts", f"has {texts} texts, but the rollout has no turns")
         return None
     turns = checked_array(group, "turns", rollout.turns, "int32", (None, 4)).tolist()
     samples, lengths = samples_of_rows(rollout), rollout.lengths.numpy().tolist()

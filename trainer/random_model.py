@@ -74,8 +74,7 @@ def check_scratch(config: ScratchConfig, out_dir: Path) -> None:
     found = out_dir / RECIPE
     if out_dir.exists() and (not found.is_file() or found.read_text() != _recipe(config)):
         raise SettingsError(
-            f"{out_dir} holds something else than this [model.scratch]: remove it, or use another run "
-            "directory"
+            f"{out_dir} contains a model of another [model.scratch]: remove it, or use another run directory"
         )
 
 

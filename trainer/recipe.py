@@ -46,7 +46,7 @@ def check_publishing(trainer: TrainerConfig, steps: int, max_staleness: int) -> 
         remedy = f"{max_staleness + 1} or fewer" if every else "every few steps (trainer.publish_every)"
         raise SettingsError(
             f"setting trainer.publish_every: with {every} a step trains samples that are {oldest} versions "
-            f"old, and bound.max_staleness {max_staleness} forbids that; publish {remedy}, or set "
+            f"old, and bound.max_staleness {max_staleness} allows less; publish {remedy}, or set "
             f"bound.max_staleness to {oldest}"
         )
 
@@ -60,12 +60,12 @@ def check_files(weights: WeightConfig) -> None:
     if weights.delta and weights.transport not in ("disk", "http", "nccl", "shm"):
         raise SettingsError(
             f"setting weights.delta: weights.transport {weights.transport!r} sends whole versions; "
-            "use disk, http, nccl or shm, or leave it out"
+            "use disk, http, nccl or shm, or remove the setting"
         )
     if weights.url and weights.transport != "http":
         raise SettingsError(
             f"setting weights.url: engines do not read versions by URL with weights.transport "
-            f"{weights.transport!r}; use http, or leave it out"
+            f"{weights.transport!r}; use http, or remove the setting"
         )
 
 
@@ -88,7 +88,7 @@ def check_schedule(optimizer: OptimizerConfig) -> None:
         raise SettingsError(f"setting optimizer.min_lr: {optimizer.min_lr:g} is above lr, {optimizer.lr:g}")
     if style == "WSD" and not 0 < optimizer.lr_wsd_decay_steps <= steps - optimizer.lr_warmup_steps:
         raise SettingsError(
-            f"setting optimizer.lr_wsd_decay_steps: {optimizer.lr_wsd_decay_steps} has to be between 1 and "
+            f"setting optimizer.lr_wsd_decay_steps: {optimizer.lr_wsd_decay_steps} must be between 1 and "
             f"{steps - optimizer.lr_warmup_steps}, the steps from the warm-up to lr_decay_steps"
         )
 
@@ -110,12 +110,13 @@ def _problems_of_algorithm(
         ),
         (
             algorithm.name == "m2po" and not algorithm.second_moment_threshold,
-            "algorithm.second_moment_threshold: 'm2po' makes its clip from it; set it above 0, such as 0.04",
+            "algorithm.second_moment_threshold: 'm2po' derives its clip from this threshold; set it "
+            "above 0, such as 0.04",
         ),
         (
             algorithm.name != "m2po" and algorithm.second_moment_threshold > 0,
             "algorithm.second_moment_threshold: it is the trust region of 'm2po', and "
-            f"{algorithm.name!r} has a clip of its own; leave it out, or choose m2po",
+            f"{algorithm.name!r} has a clip of its own; remove the setting, or choose m2po",
         ),
         (
             algorithm.name == "m2po" and trainer.recompute_logprobs,
@@ -125,13 +126,13 @@ def _problems_of_algorithm(
         (
             algorithm.proximal_policy != "start" and not trainer.recompute_logprobs,
             f"algorithm.proximal_policy: {algorithm.proximal_policy!r} is for the decoupled objective; turn "
-            "trainer.recompute_logprobs on, or leave it out",
+            "trainer.recompute_logprobs on, or remove the setting",
         ),
         (
             algorithm.importance_level != "token"
             and not (trainer.recompute_logprobs and algorithm.importance_cap),
             f"algorithm.importance_level: {algorithm.importance_level!r} says what algorithm.importance_cap "
-            "cuts, which is off: turn trainer.recompute_logprobs on and set the cap, or leave it out",
+            "cuts, which is off: turn trainer.recompute_logprobs on and set the cap, or remove the setting",
         ),
         (
             algorithm.entropy_target > 0 and not 0 <= algorithm.entropy_coef <= algorithm.entropy_coef_max,
@@ -149,7 +150,7 @@ def _problems_of_optimizer(
         (
             fp8 and trainer.dtype != "bfloat16",
             f"trainer.fp8: {trainer.fp8!r} rounds numbers in bfloat16, and trainer.dtype is "
-            f"{trainer.dtype!r}; use bfloat16, or leave it out",
+            f"{trainer.dtype!r}; use bfloat16, or remove the setting",
         ),
         (
             fp8 and lora.rank > 0,
@@ -207,14 +208,14 @@ def check_backend(trainer: TrainerConfig, optimizer: OptimizerConfig) -> None:
         raise SettingsError(
             "setting trainer.offload_parameters: it is for trainer.backend 'fsdp' with "
             f"optimizer.cpu_offload, and they are {trainer.backend!r} and "
-            f"{str(optimizer.cpu_offload).lower()}; change them, or leave it out"
+            f"{str(optimizer.cpu_offload).lower()}; change them, or remove the setting"
         )
     for setting, value in requests.items():
         backends = known.get(setting, ("megatron",))
         if value and trainer.backend not in backends:
             raise SettingsError(
                 f"setting {setting}: {value} is for trainer.backend {' or '.join(map(repr, backends))}, and "
-                f"it is {trainer.backend!r}; leave it out, or change the backend"
+                f"it is {trainer.backend!r}; remove the setting, or change the backend"
             )
     if trainer.dtype == "float16" and not optimizer.grad_reduce_in_fp32:
         raise SettingsError(

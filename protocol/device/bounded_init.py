@@ -69,7 +69,7 @@ def check_stuck() -> None:
         stuck = sum(now - since > GRACE_S for since in _abandoned.values())
     if stuck >= MAX_STUCK:
         raise PoisonedError(
-            f"{stuck} threads are stuck initializing process groups: this process has to be restarted"
+            f"{stuck} threads are stuck initializing process groups: this process must be restarted"
         )
 
 

@@ -50,7 +50,7 @@ def checkpoint_views(model: Any, tensors: Mapping[str, torch.Tensor]) -> dict[st
         names = computed or sorted(views.keys() - tensors.keys()) or ["?"]
         raise SettingsError(
             f"a model of type {model.config.model_type!r} can be neither published nor updated: its "
-            f"checkpoint's tensor {names[0]} is no part of a parameter in transformers"
+            f"checkpoint's tensor {names[0]} is not part of a parameter in transformers"
         )
     return {name: views[name] for name in tensors} if views.keys() == tensors.keys() else views
 

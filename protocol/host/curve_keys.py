@@ -81,5 +81,5 @@ def _read(path: Path) -> tuple[bytes, bytes | None]:
     except (LookupError, struct.error):  # invalid characters or length for Z85
         valid = False
     if not valid:
-        raise ValueError("it holds a key that is not 40 characters of Z85")
+        raise ValueError("the file has a key that is not 40 characters of Z85")
     return public, secret

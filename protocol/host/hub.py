@@ -226,7 +226,7 @@ def _refusal(kind: Kind, name: str, revision: str, error: Exception) -> Settings
     what = f"{kind} {name!r} (revision {revision or 'main'})"
     if isinstance(error, GatedRepoError):
         return SettingsError(
-            f"{what}: its terms have to be accepted: do that on {constants.ENDPOINT}/{name}, then "
+            f"{what}: its terms must be accepted: do that on {constants.ENDPOINT}/{name}, then "
             "`hf auth login`, or set HF_TOKEN"
         )
     if isinstance(error, RepositoryNotFoundError):

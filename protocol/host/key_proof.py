@@ -65,7 +65,7 @@ class SenderKeys:
         """Return the reply to a receiver's first line. Raises ValueError if its key is not authorized."""
         key, nonce = _bytes(hello, "key"), _bytes(hello, "nonce")
         if z85.encode(key) not in load_authorized(self._directory):
-            raise ValueError("its key is not in authorized/")
+            raise ValueError("the receiver's key is not in authorized/")
         own = secrets.token_bytes(KEY_BYTES)
         proofs = _proofs(z85.decode(self._secret), key, nonce + own, key + z85.decode(self._public))
         return Challenge({"nonce": own.hex(), "proof": proofs.sender}, proofs.receiver)
@@ -90,7 +90,7 @@ class ReceiverKeys:
         nonce = self._nonce + _bytes(challenge, "nonce")
         proofs = _proofs(self._secret, self._sender, nonce, self._public + self._sender)
         if not proves(challenge, proofs.sender):
-            raise ValueError("it does not have the key of server.key")
+            raise ValueError("the sender does not have the key of server.key")
         return {"proof": proofs.receiver}
 
 
@@ -110,5 +110,5 @@ def _bytes(line: Mapping[str, Any], name: str) -> bytes:
     found = line.get(name)
     value = bytes.fromhex(found) if isinstance(found, str) else b""
     if len(value) != KEY_BYTES:
-        raise ValueError(f"it sent no {name} of {KEY_BYTES} bytes")
+        raise ValueError(f"the peer sent no {name} of {KEY_BYTES} bytes")
     return value

@@ -49,18 +49,18 @@ def advertised_host(template: str) -> str:
 def fault_of_advertised(template: str) -> str:
     """Return why clients could not use an advertised URL; empty if the URL is well-formed."""
     if "{" in template.replace(HOST, "").replace(PORT, ""):
-        return f"has another place than {HOST} and {PORT}"
+        return f"has a placeholder other than {HOST} and {PORT}"
     try:
         parts = urlsplit(template.replace(HOST, "name").replace(PORT, "1"))
         host, port = parts.hostname, parts.port
     except ValueError as error:
-        return f"is no URL: {error}"
+        return f"is not a URL: {error}"
     if parts.scheme not in ("http", "https") or not host:
-        return "is no URL of http or https with a host"
+        return "is not a URL of http or https with a host"
     if "@" in parts.netloc or parts.query or parts.fragment:
         return "has a user, a query or a fragment"
     if host in WILDCARDS:
         return "has an address that means all addresses, to which no client can connect"
     if port == 0:
-        return f"has port 0; {PORT} stands for the port that was bound"
+        return f"has port 0; use {PORT} for the bound port"
     return ""

@@ -59,7 +59,7 @@ class BucketLayout:
             WeightError: the name was placed before.
         """
         if name in self._names:
-            raise WeightError(f"tensor {name} comes twice")
+            raise WeightError(f"tensor {name} is duplicated")
         self._names.add(name)
         offset = -(-self.buckets[-1] // ALIGNMENT) * ALIGNMENT if self.buckets else 0
         if not self.buckets or (offset and offset + nbytes > self.bucket_bytes):
@@ -121,7 +121,7 @@ def check_layout(manifest: WeightManifest) -> None:
     for entry in sorted(manifest.tensors, key=lambda e: (e.bucket, e.offset, e.nbytes)):
         if entry.name in seen:
             raise WeightError(
-                f"tensor {entry.name} comes twice in the manifest of version {manifest.version}"
+                f"tensor {entry.name} is duplicated in the manifest of version {manifest.version}"
             )
         seen.add(entry.name)
         itemsize = DTYPE_BYTES.get(entry.dtype)
@@ -138,7 +138,7 @@ def check_layout(manifest: WeightManifest) -> None:
             not 0 <= entry.bucket < len(manifest.buckets)
             or entry.offset + entry.nbytes > manifest.buckets[entry.bucket]
         ):
-            raise WeightError(f"tensor {entry.name} leaves bucket {entry.bucket}")
+            raise WeightError(f"tensor {entry.name} exceeds bucket {entry.bucket}")
         if entry.offset < ends.get(entry.bucket, 0):
             raise WeightError(f"tensor {entry.name} overlaps the one before it in bucket {entry.bucket}")
         ends[entry.bucket] = entry.offset + entry.nbytes

@@ -80,7 +80,7 @@ def check_change(change: TensorChange, sizes: Sequence[int], entry: TensorEntry)
     nbytes = sizes[change.file] if 0 <= change.file < len(sizes) else 0
     end = change.offset + coded_bytes(change.width, change.count, itemsize)
     if change.offset < 0 or change.count < 0 or end > nbytes or change.width not in (WHOLE, *WIDTHS):
-        raise WeightError(f"tensor {entry.name}: its changes leave the delta")
+        raise WeightError(f"tensor {entry.name}: its changes exceed the delta file")
     box = change.box or whole(entry.shape)
     if not is_within(box, entry.shape):
         raise WeightError(f"tensor {entry.name}: changes of {box} are not in {list(entry.shape)}")

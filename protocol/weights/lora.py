@@ -131,8 +131,9 @@ def adapter_targets(shapes: Mapping[str, tuple[int, ...]], config: LoraConfig) -
     ]
     names = LINEAR if isinstance(asked, str) else sorted(set(asked) - {target.last for target in found})
     if not found or (names and not isinstance(asked, str)):
+        missing = ", ".join(names) or "(target_modules is empty)"
         raise SettingsError(
-            f"setting lora.target_modules: the model has no linear layer {', '.join(names) or 'of no name'}"
+            f"setting lora.target_modules: the model has no linear layer {missing}"
             f"{' outside experts; name its layers' if isinstance(asked, str) else ''}"
         )
     return found

@@ -46,7 +46,7 @@ def check_peft(targets: Sequence[AdapterTarget], config: LoraConfig) -> None:
         names = json.dumps(target_modules(shapes))
         raise SettingsError(f"{what} has no tensor {missing[0]}; set lora.target_modules to {names}")
     if more := sorted(shapes.keys() - wanted.keys()):
-        raise SettingsError(f"{what}: {more[0]} is of no weight that lora.target_modules names")
+        raise SettingsError(f"{what}: {more[0]} belongs to no weight that lora.target_modules names")
     _compare(wanted, shapes, what)
 
 
@@ -76,7 +76,7 @@ def read_peft(
     ]
     wanted = adapter_shapes(targets, rank)
     if more := sorted(tensors.keys() - wanted.keys()):
-        raise SettingsError(f"{what}: {more[0]} is of no weight that the model has")
+        raise SettingsError(f"{what}: {more[0]} belongs to no weight that the model has")
     _compare(wanted, tensors, what)
     return config, targets
 

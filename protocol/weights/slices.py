@@ -231,7 +231,7 @@ def decode_wanted(data: bytes, manifest: WeightManifest) -> tuple[Wanted, frozen
             raise WeightError(f"a receiver wants slices of {name} that are not in {list(whole_shape)}")
         # overlapping boxes would be sent twice
         if sum(size_of(box) for box in boxes) > size_of(tuple((0, n) for n in whole_shape)):
-            raise WeightError(f"a receiver wants more of {name} than there is")
+            raise WeightError(f"a receiver requests elements of {name} twice")
     return wanted, forgotten
 
 
@@ -251,8 +251,10 @@ def check_parts(manifest: WeightManifest) -> None:
             at += 1
         if not covers(entry.shape, tuple(sorted(piece.box for piece in pieces[first:at]))):
             raise WeightError(
-                f"tensor {entry.name}: the pieces of the trainer's ranks do not make up "
+                f"tensor {entry.name}: the pieces of the trainer's ranks do not cover "
                 f"{list(entry.shape)} in version {manifest.version}"
             )
     if at < len(pieces):
-        raise WeightError(f"version {manifest.version}: a piece is of no tensor ({pieces[at].tensor})")
+        raise WeightError(
+            f"version {manifest.version}: a piece has an unknown tensor index ({pieces[at].tensor})"
+        )

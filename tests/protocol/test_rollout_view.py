@@ -138,12 +138,12 @@ def test_without_a_prompt_the_first_token_must_not_be_sampled() -> None:
 @pytest.mark.parametrize(
     ("fields", "problem"),
     [
-        ({"experts": None}, "experts are given for prompt or samples alone"),
+        ({"experts": None}, "experts are set for only one of prompt and samples"),
         ({"experts": Array.of([[[1, 2]]], "uint16")}, "experts has shape"),
         ({"experts": Array.of([[[1]]] * 3, "uint16")}, "experts has shape"),
         ({"prompt_experts": Array.of([[[1]]] * 3, "int32")}, "prompt_experts is int32"),
         ({"prompt_experts": Array.of([[]] * 3, "uint16")}, "prompt_experts has shape"),
-        ({"prompt_experts": Array.of([[[]]] * 3, "uint16")}, "prompt_experts are of no layer"),
+        ({"prompt_experts": Array.of([[[]]] * 3, "uint16")}, "prompt_experts have no layer"),
     ],
 )
 def test_experts_that_contradict_the_tokens_are_refused(

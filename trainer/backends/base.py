@@ -30,7 +30,7 @@ if TYPE_CHECKING:  # processes that read settings import the registry, which mus
     from trainer.storage.host_state import HostState
 
 
-NOTHING_TRAINED = "no token of the batch is within the bound and in a sample that is trained"
+NOTHING_TRAINED = "no token of the batch is within the bound and trained"
 """Reason for skipping a step without trained tokens."""
 Replicas = Sequence[Sequence[int]]
 """Ranks of each data-parallel replica of a model, rank 0 in the first replica. The replicas divide a batch.

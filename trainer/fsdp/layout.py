@@ -13,7 +13,7 @@ from trainer.config import ParallelConfig, TrainerConfig
 
 SIZES = ("data_parallel_size", "tensor_model_parallel_size", "use_distributed_optimizer")
 """Settings of `[parallel]` that the backend supports."""
-NOT_SHARDED = "trainer.backend 'fsdp' has data-parallel and tensor-parallel ranks alone"
+NOT_SHARDED = "trainer.backend 'fsdp' supports only data- and tensor-parallel ranks"
 OTHER_LAYERS = "name other layers, use 'all-linear', or set parallel.tensor_model_parallel_size to 1"
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
 KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
@@ -62,7 +62,7 @@ def check_layout(parallel: ParallelConfig, trainer: TrainerConfig) -> None:
         SettingsError: the layout is unsupported; the message names the setting.
     """
     for setting, value in layout_refusals(parallel):
-        raise SettingsError(f"setting {setting}: {value}: {NOT_SHARDED}; leave it out, or use megatron")
+        raise SettingsError(f"setting {setting}: {value}: {NOT_SHARDED}; remove the setting, or use megatron")
     for cause, remedy in tensor_rank_refusals(parallel, trainer):
         raise SettingsError(
             f"setting {TENSOR_SIZE}: {parallel.tensor_model_parallel_size}: {cause}; {remedy}"

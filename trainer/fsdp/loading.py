@@ -80,7 +80,7 @@ def _check_traits(traits: Traits, model_type: str, place: str, attention: Attent
         raise SettingsError(f"{place}: its outputs for a few tokens are not finite; look for damaged weights")
     if not traits.is_causal:
         raise SettingsError(
-            f"{place}: a token of model_type {model_type!r} sees those after it, "
+            f"{place}: model_type {model_type!r} is not causal, "
             "and the trainer needs a model that reads from left to right"
         )
     if traits.why_rows and attention in LIBRARIES:

@@ -186,7 +186,7 @@ class Meeting:
         if self._store.add(beat, 0) > before:
             raise SettingsError(
                 f"setting cluster.node_rank: {self._place.number} is the number of the process {other.pid} "
-                f"on {other.name}, too, which lives; give each host a number of its own"
+                f"on {other.name}, which is running; set a unique node_rank per host"
             )
         reason = f"host {self._place.number} of the trainer ({self._facts.name}) was started again"
         self._set_end(Ending(Consequence.RESTART, reason))
@@ -200,8 +200,8 @@ class Meeting:
                 self._server = self._client(is_master=True)
             except RuntimeError as error:
                 raise TetherError(
-                    f"{self._at()}: host 0 cannot listen there, or not reach itself ({error}); is the "
-                    "address this machine's, and the port free?"
+                    f"{self._at()}: host 0 cannot listen on or connect to this address ({error}); is it "
+                    "this machine's, and is the port free?"
                 ) from None
         logged = time.monotonic()
         while True:

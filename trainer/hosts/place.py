@@ -69,7 +69,8 @@ def find_place(config: ClusterConfig, ranks: int, environ: Mapping[str, str]) ->
         if not hosts:
             raise SettingsError(
                 f"setting cluster.rendezvous: {config.rendezvous!r} is for a trainer on several hosts, and "
-                f"nothing says how many; set TETHER_NODES (Slurm's {' and '.join(NODES)} are not set)"
+                "the number of hosts is unknown; set TETHER_NODES (Slurm's "
+                f"{' and '.join(NODES)} are not set)"
             )
     if hosts <= 1:
         return HostPlace()
@@ -79,8 +80,8 @@ def find_place(config: ClusterConfig, ranks: int, environ: Mapping[str, str]) ->
         number, numbered = _from_environ(NODE_RANKS, environ, missing=-1)
         if number < 0:
             raise SettingsError(
-                f"setting cluster.node_rank: the trainer is on {hosts} hosts, and nothing says which one "
-                f"this is; set TETHER_NODE_RANK to a number from 0 to {hosts - 1} "
+                f"setting cluster.node_rank: the trainer is on {hosts} hosts, and this host's index is "
+                f"unknown; set TETHER_NODE_RANK to a number from 0 to {hosts - 1} "
                 f"({' and '.join(NODE_RANKS)} are not set)"
             )
     if number >= hosts:
@@ -111,12 +112,12 @@ def split_endpoint(text: str) -> tuple[str, int]:
 def _check_hosts(hosts: int, counted: str, config: ClusterConfig, ranks: int) -> None:
     if ranks % hosts:
         raise SettingsError(
-            f"{counted}: {hosts} hosts cannot have equally many of the {ranks} ranks that [parallel] asks "
-            f"for; it can be {_divisors(ranks)}, or change the sizes"
+            f"{counted}: {hosts} hosts cannot divide the {ranks} ranks that [parallel] asks for; "
+            f"it can be {_divisors(ranks)}, or change the sizes"
         )
     if not config.rendezvous:
         raise SettingsError(
-            f"{counted}: {hosts} hosts have to meet somewhere; set cluster.rendezvous "
+            f"{counted}: {hosts} hosts need a rendezvous; set cluster.rendezvous "
             "(TETHER_RENDEZVOUS) to HOST:PORT of host 0"
         )
 

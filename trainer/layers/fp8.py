@@ -43,7 +43,7 @@ def use_fp8(model: Any, trainer: TrainerConfig, device_type: str) -> None:
         SettingsError: torchao is missing, the GPU is too old, or no layer can be replaced.
     """
     for why in _refusals(trainer, device_type):
-        raise SettingsError(f"setting trainer.fp8: {trainer.fp8!r}: {why}; leave it out")
+        raise SettingsError(f"setting trainer.fp8: {trainer.fp8!r}: {why}; remove the setting")
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training  # optional
 
     output, names = model.get_output_embeddings(), list[str]()

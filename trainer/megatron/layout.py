@@ -160,7 +160,7 @@ def _layers_of_stages(parallel: ParallelConfig, layers: int) -> list[int]:
         if pp == 1 and (value := getattr(parallel, name)) != getattr(ParallelConfig(), name):
             raise SettingsError(
                 f"{name} = {value} with pipeline_model_parallel_size = 1: there is one stage, which has all "
-                f"{layers} layers; leave it out, or use more stages"
+                f"{layers} layers; remove the setting, or use more stages"
             )
     first, last = parallel.num_layers_in_first_pipeline_stage, parallel.num_layers_in_last_pipeline_stage
     between = pp - bool(first) - bool(last)

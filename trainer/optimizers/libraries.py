@@ -95,7 +95,7 @@ def own(
     given, options = _groups(list(masters.values()), config), {"lr": config.lr, **config.options}
     made = call(what, found, "groups of parameters, lr and optimizer.options", (given,), options)
     if not isinstance(made, torch.optim.Optimizer):
-        raise SettingsError(f"{what} made a {type(made).__name__}, which is no torch.optim.Optimizer")
+        raise SettingsError(f"{what} made a {type(made).__name__}, which is not a torch.optim.Optimizer")
     return made
 
 

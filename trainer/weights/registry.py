@@ -102,7 +102,7 @@ def _shared_part(run_dir: Path, rank: int, blank: WeightManifest, backend: Backe
 
     if len(blank.parts) == 1:
         raise SettingsError(
-            "setting weights.transport: with 'shared' all ranks of the trainer have to be on one host"
+            "setting weights.transport: with 'shared' all ranks of the trainer must be on one host"
         )
     return SharedPartSender(run_dir, rank, blank, backend.masters(), backend.master_parts)
 

@@ -97,7 +97,7 @@ def test_a_process_tolerates_a_few_stuck_threads_and_recovers_when_they_return()
         ):
             with pytest.raises(
                 PoisonedError,
-                match="4 threads are stuck initializing process groups: this process has to be restarted",
+                match="4 threads are stuck initializing process groups: this process must be restarted",
             ):
                 refused()
         assert threading.active_count() == before

@@ -138,7 +138,7 @@ def test_missing_hub_name_is_said(hub: HubServer) -> None:
     for name, revision, why in (
         ("nobody/nothing", "", "no such model that you may read"),
         (MODEL, "v9", r"revision v9\): .*no such branch"),
-        ("meta/gated", "", r"terms have to be accepted.*HF_TOKEN"),
+        ("meta/gated", "", r"terms must be accepted.*HF_TOKEN"),
     ):
         with pytest.raises(SettingsError, match=why):
             resolve_commit(Kind.MODEL, name, revision)

@@ -24,16 +24,16 @@ def test_an_advertised_url_names_the_machine_and_the_port_that_was_bound() -> No
 @pytest.mark.parametrize(
     ("template", "fault"),
     [
-        ("rollout.example:{port}", "no URL of http"),
-        ("ftp://rollout.example", "no URL of http"),
-        ("https://", "no URL of http"),
+        ("rollout.example:{port}", "not a URL of http"),
+        ("ftp://rollout.example", "not a URL of http"),
+        ("https://", "not a URL of http"),
         ("https://0.0.0.0:{port}", "all addresses"),
         ("https://[::]:{port}", "all addresses"),
         ("https://rollout.example:0", "port 0"),
-        ("https://rollout.example:99999", "no URL"),
+        ("https://rollout.example:99999", "not a URL"),
         ("https://user@rollout.example", "a user"),
         ("https://rollout.example?x=1", "a query"),
-        ("https://rollout.example:{portt}", "another place"),
+        ("https://rollout.example:{portt}", "a placeholder other"),
     ],
 )
 def test_an_address_that_cannot_be_meant_is_refused(template: str, fault: str) -> None:

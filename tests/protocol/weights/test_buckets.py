@@ -81,7 +81,7 @@ def test_a_bucket_is_over_the_limit_only_for_one_large_tensor(sizes: list[int], 
 def test_layout_refuses_a_repeated_name() -> None:
     layout = BucketLayout(10)
     layout.place("a", 1)
-    with pytest.raises(WeightError, match="tensor a comes twice"):
+    with pytest.raises(WeightError, match="tensor a is duplicated"):
         layout.place("a", 1)
 
 
@@ -109,10 +109,10 @@ def test_a_good_manifest_passes() -> None:
 @pytest.mark.parametrize(
     ("entries", "text"),
     [
-        ((A, msgspec.structs.replace(B, name="a")), "comes twice"),
+        ((A, msgspec.structs.replace(B, name="a")), "is duplicated"),
         ((A, msgspec.structs.replace(B, offset=4)), "overlaps"),
-        ((A, msgspec.structs.replace(B, offset=60)), "leaves bucket"),
-        ((A, msgspec.structs.replace(B, bucket=1)), "leaves bucket"),
+        ((A, msgspec.structs.replace(B, offset=60)), "exceeds bucket"),
+        ((A, msgspec.structs.replace(B, bucket=1)), "exceeds bucket"),
         ((A, msgspec.structs.replace(B, dtype="int3")), "not known"),
         ((A, msgspec.structs.replace(B, shape=(5,))), "is not 8 bytes"),
     ],

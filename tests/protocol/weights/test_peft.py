@@ -64,7 +64,7 @@ def test_adapter_of_other_layers_is_refused_by_its_tensor(tmp_path: Path) -> Non
     ):
         check_peft(TARGETS, write(tmp_path, fewer))
     more = {**SHAPES, "base_model.model.model.layers.0.mlp.up_proj.lora_A.weight": (2, 6)}
-    with pytest.raises(SettingsError, match=r"up_proj.lora_A.weight is of no weight"):
+    with pytest.raises(SettingsError, match=r"up_proj.lora_A.weight belongs to no weight"):
         check_peft(TARGETS, write(tmp_path, more))
     wrong = {**SHAPES, TARGETS[0].a: (2, 7)}
     with pytest.raises(SettingsError, match=r"has the shape \(2, 7\), the model's needs \(2, 6\)"):

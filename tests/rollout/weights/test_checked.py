@@ -43,8 +43,8 @@ def test_versions_of_one_layout_pass_whatever_their_digests() -> None:
     [
         (version(2, A, msgspec.structs.replace(B, offset=4), parts=WHOLE), "overlaps"),
         (version(2, A, msgspec.structs.replace(B, nbytes=4), parts=WHOLE), "is not 4 bytes"),
-        (version(2, A, B, parts=HALF), "do not make up"),
-        (msgspec.structs.replace(version(2, A, B, parts=WHOLE), buckets=(8,)), "leaves bucket"),
+        (version(2, A, B, parts=HALF), "do not cover"),
+        (msgspec.structs.replace(version(2, A, B, parts=WHOLE), buckets=(8,)), "exceeds bucket"),
         (msgspec.structs.replace(version(2, A, B, parts=WHOLE), digest=3), "digest does not match"),
     ],
 )

@@ -177,7 +177,7 @@ def test_layouts_and_engines_that_a_state_rules_out_are_found(
         (
             "qwen2",
             ("parallel.pipeline_model_parallel_size=2",),
-            "has data-parallel and tensor-parallel ranks",
+            "supports only data- and tensor-parallel ranks",
         ),
         ("qwen2-tied", (), "it does not divide the model's num_key_value_heads 1"),
         ("gpt-oss", (), "transformers has no tensor-parallel plan for model_type 'gpt_oss'"),

@@ -264,7 +264,7 @@ def test_routing_that_nobody_records_or_replays_is_refused(changes: list[str], p
     [
         (["lr_decay_style=linear"], "lr_decay_steps: 0 is not after the warm-up of 0"),
         (["lr_decay_style=cosine", "lr_decay_steps=9", "min_lr=1.0"], "min_lr: 1 is above lr"),
-        (["lr_decay_style=WSD", "lr_decay_steps=9"], "lr_wsd_decay_steps: 0 has to be between 1 and 9"),
+        (["lr_decay_style=WSD", "lr_decay_steps=9"], "lr_wsd_decay_steps: 0 must be between 1 and 9"),
     ],
 )
 def test_a_schedule_that_never_ends_is_refused(changes: list[str], problem: str) -> None:

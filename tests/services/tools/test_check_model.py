@@ -244,7 +244,7 @@ def test_check_model_compares_what_only_transformers_has(
 
 def test_check_model_refuses_what_generates_no_text_and_what_transformers_cannot_run(tmp_path: Path) -> None:
     reasons = {
-        "bert": "a token of model_type 'bert' sees those after it",
+        "bert": "model_type 'bert' is not causal",
         "xlm": "transformers cannot make a pass of it: 'bool' object has no attribute",
     }
     for model_type, reason in reasons.items():

@@ -65,7 +65,7 @@ def test_layers_within_layers_or_that_share_parameters_stay_together(
 
 
 def test_a_model_that_reads_in_both_directions_is_refused(mesh: DeviceMesh, tmp_path: Path) -> None:
-    words = "a token of model_type 'bert' sees those after it, and the trainer needs a model that reads"
+    words = "model_type 'bert' is not causal, and the trainer needs a model that reads"
     with pytest.raises(SettingsError, match=words):
         load_shards(save_tiny("bert", tmp_path), "model.path", mesh, TRAINER)
     decoder = save_tiny("bert", tmp_path, is_decoder=True)

@@ -43,11 +43,11 @@ def test_an_indexed_job_of_kubernetes_gives_the_number() -> None:
 
 def test_ranks_that_hosts_do_not_divide_are_refused() -> None:
     assert refusal(ClusterConfig(nodes=3, node_rank=0, rendezvous=MEETING)) == (
-        "setting cluster.nodes: 3 hosts cannot have equally many of the 4 ranks that [parallel] asks for; "
+        "setting cluster.nodes: 3 hosts cannot divide the 4 ranks that [parallel] asks for; "
         "it can be 1, 2 or 4, or change the sizes"
     )
     said = refusal(ClusterConfig(rendezvous=MEETING), 1, SLURM_NNODES="2", SLURM_NODEID="0")
-    assert said.startswith("SLURM_NNODES: 2 hosts cannot have equally many of the 1 ranks")
+    assert said.startswith("SLURM_NNODES: 2 hosts cannot divide the 1 ranks")
     assert "it can be 1, or" in said
 
 

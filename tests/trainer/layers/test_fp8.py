@@ -121,7 +121,9 @@ def test_routers_experts_and_odd_sides_stay_as_they_are(
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "torchao", None)
-    with pytest.raises(SettingsError, match=r'trainer\.fp8: .*pip install "tether-rl\[fp8\]"; leave it out'):
+    with pytest.raises(
+        SettingsError, match=r'trainer\.fp8: .*pip install "tether-rl\[fp8\]"; remove the setting'
+    ):
         use_fp8(torch.nn.Linear(16, 16), TrainerConfig(fp8="rowwise"), "cpu")
 
 

@@ -221,7 +221,7 @@ def test_state_that_no_checkpoint_holds_is_refused(model_dir: Path, tmp_path: Pa
             {"beta2": 1},
             "unexpected keyword argument 'beta2'; it is called with",
         ),
-        ("own_optimizer_of_test:broken", {}, "made a str, which is no torch.optim.Optimizer"),
+        ("own_optimizer_of_test:broken", {}, "made a str, which is not a torch.optim.Optimizer"),
         ("own_optimizer_of_test:still", {}, "changed nothing in 2 steps"),
         ("torch.optim:LBFGS", {}, "LBFGS doesn't support per-parameter options"),
         ("own_optimizer_of_test:Sing", {}, "did you mean 'Sign'"),

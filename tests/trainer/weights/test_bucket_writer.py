@@ -43,7 +43,7 @@ def test_fill_buckets_refuses_what_cannot_be_published() -> None:
 
     one = torch.zeros(1)
     for tensors, text in (
-        ([("a", one), ("a", one)], "tensor a comes twice"),
+        ([("a", one), ("a", one)], "tensor a is duplicated"),
         ([("a", one.to(torch.complex64))], "tensor a: dtype 'complex64' cannot be sent"),
         ([], "without tensors"),
     ):

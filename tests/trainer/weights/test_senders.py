@@ -118,7 +118,7 @@ def test_a_refused_publish_consumes_the_whole_export(sender: WeightSender) -> No
     problem = (
         "version 1: .*a where the version has embed"
         if isinstance(sender, PartSender)
-        else "tensor a comes twice"
+        else "tensor a is duplicated"
     )
 
     def export() -> Iterator[tuple[str, torch.Tensor]]:

@@ -315,7 +315,7 @@ def test_manifest_whose_pieces_leave_a_hole_is_refused(two: TrainerRanks) -> Non
     manifest = two.publish("e1", 1, tensors(1))
     parts = (replace(manifest.parts[0], pieces=manifest.parts[0].pieces[1:]), manifest.parts[1])
     (engine,) = engines(1)
-    with pytest.raises(WeightError, match="tensor embed: the pieces of the trainer's ranks do not make up"):
+    with pytest.raises(WeightError, match="tensor embed: the pieces of the trainer's ranks do not cover"):
         engine.fetch(replace(manifest, parts=parts))
     assert engine.staging.staged is None
 
