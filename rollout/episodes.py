@@ -227,12 +227,12 @@ class Episodes:
         if calls.surplus and not calls.late:
             raise EpisodeError(CANCELLED, ENOUGH)
         if limit.expired():
-            on = ", and it runs on although it was cancelled" if calls.left_behind else ""
+            on = ", and it ignored its cancellation" if calls.left_behind else ""
             raise EpisodeError("episode_s", calls.ended + on)
         if failure is not None:
             raise failure
         if isinstance(sample, Sample) and not sample.is_trained() and calls.record and calls.record.replayed:
-            text = "all of its calls are of versions before its lease, so none may be trained: it begins anew"
+            text = "all recorded calls are older than the lease, so none may be trained; the sample restarts"
             raise EpisodeError("replay", text)
         if not isinstance(sample, Sample) or not sample.is_trained():
             raise EpisodeError("error", "the environment returned no sample with tokens of the model")
