@@ -120,7 +120,7 @@ def test_nothing_is_read_as_a_version_once_it_is_withdrawn(
         receive(first)
     assert receive(second)
     receiver.close()
-    with pytest.raises(WeightError, match="version 2 is not held"):
+    with pytest.raises(WeightError, match="version 2 has been overwritten"):
         receiver.masters(second)
 
 

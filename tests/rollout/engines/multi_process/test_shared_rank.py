@@ -147,9 +147,7 @@ def test_a_part_that_lies_in_other_turns_is_refused_by_name(rank: Rank) -> None:
     part = rank.plan._slices[name]
     dense = dataclasses.replace(part, live=part.live.reshape(part.shape))
     other = SharedRankPlan({**rank.plan._slices, name: dense}, 0).staging(architecture="", tied=False)
-    with pytest.raises(
-        WeightError, match=r"q_proj\.weight is \[128, 64\] in rank 0 of the engine, \[2, 64"
-    ):
+    with pytest.raises(WeightError, match=r"q_proj\.weight is \[128, 64\] in rank 0 of the engine, \[2, 64"):
         other.fetch(rank.publish(3), 30.0)
 
 
