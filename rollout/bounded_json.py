@@ -87,5 +87,5 @@ class _BoundedDecoder(json.JSONDecoder):
 
 def _finite(number: str) -> float:
     if not math.isfinite(float(number)):
-        raise ValueError(f"{number[:40]} is no number of JSON")
+        raise ValueError(f"{number[:40]} is not a JSON number")
     return float(number)

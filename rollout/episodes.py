@@ -227,7 +227,7 @@ class Episodes:
         if calls.surplus and not calls.late:
             raise EpisodeError(CANCELLED, ENOUGH)
         if limit.expired():
-            on = ", and it runs on although it was cancelled" if calls.left_behind else ""
+            on = ", and it ignored its cancellation" if calls.left_behind else ""
             raise EpisodeError("episode_s", calls.ended + on)
         if failure is not None:
             raise failure
@@ -235,16 +235,16 @@ class Episodes:
 
 
 def _checked(sample: Sample | None, calls: ModelCalls) -> Sample:
-    """Return the sample of an attempt. Raises EpisodeError if there is none, or none that can be sent."""
+    """Return the sample of an attempt. Raises EpisodeError for a missing or unencodable sample."""
     if isinstance(sample, Sample) and not sample.is_trained() and calls.record and calls.record.replayed:
-        text = "all of its calls are of versions before its lease, so none may be trained: it begins anew"
+        text = "all recorded calls are older than the lease, so none may be trained; the sample restarts"
         raise EpisodeError("replay", text)
     if not isinstance(sample, Sample) or not sample.is_trained():
         raise EpisodeError("error", "the environment returned no sample with tokens of the model")
     try:
         (sample.response or "").encode()
     except UnicodeEncodeError as error:
-        raise EpisodeError("error", f"the response is no text: {error}") from None
+        raise EpisodeError("error", f"the response is not valid text: {error}") from None
     return sample
 
 

@@ -291,12 +291,12 @@ class Renderer:
         for name in extras:
             if name in inspect.signature(self._tokenizer.apply_chat_template).parameters:
                 raise SettingsError(
-                    f"setting render.chat_template_kwargs: {name} is given by tether; leave it out"
+                    f"setting render.chat_template_kwargs: {name} is given by tether; remove it"
                 )
             if not re.search(rf"\b{re.escape(name)}\b", str(self._tokenizer.chat_template)):
                 raise SettingsError(
                     f"setting render.chat_template_kwargs: the chat template does not read {name}, so it "
-                    "would change nothing; leave it out, or correct the name"
+                    "would change nothing; remove it, or correct the name"
                 )
 
     def _messages(self, prompt: Prompt) -> list[tuple[str, str]]:
@@ -336,9 +336,7 @@ class Renderer:
         ids = set(end_ids(model_dir, self._tokenizer)) if self._config.stop_at_eos else set()
         for stop in self._config.stop:
             if not stop:
-                raise SettingsError(
-                    "setting render.stop: an empty string would end every sample; leave it out"
-                )
+                raise SettingsError("setting render.stop: an empty string would end every sample; remove it")
             tokens = self._encode(stop)
             ids.update(tokens if len(tokens) == 1 else ())
         return tuple(sorted(ids))

@@ -1,8 +1,7 @@
 """Runs user coroutines, and abandons a coroutine that does not end when it is cancelled.
 
 A coroutine that swallows its cancellation would block its worker forever. Only the end of the process ends
-such
-a coroutine, so their number is limited.
+such a coroutine, so their number is limited.
 """
 
 import asyncio
@@ -43,7 +42,7 @@ class Strays:
             name = next(iter(self._left)).get_name()
             raise TetherError(
                 f"{len(self._left)} episodes run on {self._grace_s:g} s after their cancellation, such as "
-                f"{name}, and only a new process is rid of them: let the environment, or what it calls, end "
+                f"{name}: restart the worker to end them, and let the environment, or what it calls, end "
                 "when it gets CancelledError"
             )
 

@@ -31,8 +31,8 @@ MOVED = (
     "experts would move between ranks while the engine serves, away from where versions are copied to by the "
     "plan of its start"
 )
-OFFLOADED = "parameters would be copied from where no version is written"
-OTHER_KV = "keys and values would be kept where an update does not drop those of the old weights"
+OFFLOADED = "offloaded parameters are not updated"
+OTHER_KV = "this KV cache is not invalidated by updates"
 OTHER_UPDATES = "weights change only by a commit of the run's own version"
 
 
@@ -93,7 +93,7 @@ def _module_of(config: EngineConfig, setting: str) -> ModuleType | None:
     path = ENGINES[config.name].arguments
     if not path:
         raise SettingsError(
-            f"setting {setting}: engine {config.name!r} takes no arguments; leave them out, or use "
+            f"setting {setting}: engine {config.name!r} takes no arguments; remove them, or use "
             f"{' or '.join(ENGINES.having('arguments'))}"
         )
     module: ModuleType = load(path)

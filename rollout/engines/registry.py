@@ -139,7 +139,7 @@ def engine_class(name: str) -> type[Engine]:
     item, file = import_attribute(name, "setting engine.name")
     if not (isinstance(item, type) and issubclass(item, Engine)):
         raise SettingsError(
-            f"setting engine.name: {name} in {file} is no subclass of rollout.engines.base.Engine"
+            f"setting engine.name: {name} in {file} is not a subclass of rollout.engines.base.Engine"
         )
     if missing := sorted(item.__abstractmethods__):
         raise SettingsError(f"setting engine.name: {name} in {file} lacks {', '.join(missing)}")

@@ -11,7 +11,7 @@ from protocol.weights.lora import LoraConfig
 from rollout.engines.base import EngineConfig, Request
 
 NOT_UPDATED = {
-    ("vllm", "phi"): "its loader fills tensors that are no parameters, which no update of them would reach",
+    ("vllm", "phi"): "its loader fills non-parameter tensors, which updates cannot reach",
 }
 """(engine, `model_type`) whose weights cannot be updated -> reason."""
 NO_WINDOWS = {

@@ -110,7 +110,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
         )
         raise SettingsError(
             f"setting environment.record: {config.record!r}, but environment {config.name!r}{always}; "
-            "leave it out"
+            "remove the setting"
         )
     return environment
 

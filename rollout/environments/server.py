@@ -48,7 +48,7 @@ class Server(SessionEnvironment):
         parts = urlsplit(options.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             raise SettingsError(
-                f"setting environment.options.url: {options.url!r} is no address, such as "
+                f"setting environment.options.url: {options.url!r} is not an address, such as "
                 "http://127.0.0.1:9000/run"
             )
         self._url = options.url

@@ -201,7 +201,7 @@ class SessionEnvironment(Environment):
             record.warn_of_remaining()
         reward = None if isinstance(outcome, AnswerText) else outcome
         if reward is not None and not math.isfinite(reward):
-            raise ValueError(f"the harness gave the reward {reward!r}, which is no finite number")
+            raise ValueError(f"the harness gave the reward {reward!r}, which is not a finite number")
         answered = session.tree.calls
         tokens = sum(len(call.inserted) + len(call.completion.tokens) for call in answered)
         sample = await off_loop(TOKEN * tokens * len(answered), lambda: sample_of(session, reward))
@@ -276,8 +276,8 @@ def sample_of(session: Session, reward: float | None) -> Sample:
         raise ValueError("the harness ended without a call of the model")
     if all(call.as_asked for call in calls):
         raise ValueError(
-            "every call of the harness asked for sampling of its own (environment.sampling), so no token of "
-            "the episode may be trained; let it make a call with the run's sampling"
+            "every call of the harness set its own sampling parameters (environment.sampling), so no token "
+            "of the episode may be trained; let it make a call with the run's sampling"
         )
     first, *others = branches_of(session.tree)
     prompt = context_tokens(calls[0].parent, calls[0].inserted)  # the parent may have been withdrawn

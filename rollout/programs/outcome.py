@@ -66,5 +66,5 @@ def outcome_of(fields: Any) -> Outcome:
     if answer is None:
         return None
     if not isinstance(answer, str) or len(answer) > MAX_ANSWER:
-        raise ValueError(f"the outcome's answer is no text of at most {MAX_ANSWER} characters")
+        raise ValueError(f"the outcome's answer is not a text of at most {MAX_ANSWER} characters")
     return AnswerText(answer)

@@ -111,7 +111,7 @@ class Program:
             return None
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
-                raise OSError(f"{name} is no regular file")
+                raise OSError(f"{name} is not a regular file")
             if len(data := file.read(most + 1)) > most:
                 raise ValueError(f"{name} has more than {most} bytes")
             return data

@@ -95,7 +95,7 @@ async def _answered(program: Program, task: dict[str, Any]) -> dict[str, Any]:
         fields = json.loads(line)
         key = fields["key"]
     except (ValueError, TypeError, KeyError, RecursionError):
-        raise ValueError(f"a line of the program is no outcome: {line[:200]!r}") from None
+        raise ValueError(f"a line of the program is not an outcome: {line[:200]!r}") from None
     if key != task["key"]:
         raise ValueError("the program answered a task that it does not have: one line for each")
     return dict(fields)

@@ -50,7 +50,7 @@ def _located(text: str, setting: str, config: PromptConfig) -> Path:
     path = local_path(text, setting)
     if setting == "path" and config.revision:
         raise SettingsError(
-            f"setting prompts.revision: {text} is local and has no revisions; leave it out, or let "
+            f"setting prompts.revision: {text} is local and has no revisions; remove the setting, or let "
             "prompts.path name a data set of the hub"
         )
     return path
@@ -61,13 +61,13 @@ def _opened(path: Path, setting: str, config: PromptConfig, datasets: Any) -> An
     is_saved = any((path / name).is_file() for name in SAVED)
     if config.subset and (is_saved or path.is_file()):
         raise SettingsError(
-            f"setting prompts.subset: {config.subset!r}, but {path} has no subsets; leave it out"
+            f"setting prompts.subset: {config.subset!r}, but {path} has no subsets; remove the setting"
         )
     is_whole = path.is_file() or (path / SAVED[0]).is_file()
     if is_whole and setting == "path" and config.split != DEFAULTS["split"]:
         raise SettingsError(
-            f"setting prompts.split: {config.split!r}, but {path} has no splits; leave it out, or give a "
-            "directory with a file for each"
+            f"setting prompts.split: {config.split!r}, but {path} has no splits; remove the setting, or give "
+            "a directory with a file for each"
         )
     if is_saved:
         dataset = datasets.load_from_disk(str(path), keep_in_memory=True)

@@ -137,7 +137,7 @@ def _checked_families(config: PromptConfig) -> tuple[str, ...]:
         if family in UNSTABLE and not os.environ.get("PYTHONHASHSEED", "").isdigit():
             raise SettingsError(
                 f"setting prompts.families: {family} differs between processes; "
-                "set PYTHONHASHSEED=0 for all of them, or leave it out"
+                "set PYTHONHASHSEED=0 for all of them, or remove the family"
             )
     for family, params in config.params.items():
         checked_name(family, config.families, "setting prompts.params: family")

@@ -267,7 +267,7 @@ def do_read(request: dict[str, Any], data: bytes, settings: dict[str, Any]) -> A
         path = os.path.join(settings["work"], request["path"])
         with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb") as file:
             if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise OSError(f"{request['path']} is no regular file")
+                raise OSError(f"{request['path']} is not a regular file")
             found = file.read(request["most"] + 1)
         if len(found) > request["most"]:
             raise OSError(f"{request['path']} has more than {request['most']} bytes")

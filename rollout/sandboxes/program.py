@@ -106,5 +106,5 @@ def check_options(processes: int, user: str) -> None:
         if value:
             raise SettingsError(
                 f"setting environment.options.{name}: {value!r}, but in a sandbox a program serves one "
-                "sample, as a user of the sandbox; leave it out, or environment.sandbox"
+                "sample, as a user of the sandbox; remove the setting, or environment.sandbox"
             )

@@ -161,4 +161,4 @@ class ServedSandbox(AskedSandbox):
             return fields, await source.readexactly(fields["bytes"])
         except (ValueError, TypeError, KeyError, asyncio.IncompleteReadError):
             said = self._channel.said()
-            raise SandboxDied(f"the sandbox has ended: {said or 'killed, without a word'}") from None
+            raise SandboxDied(f"the sandbox has ended: {said or 'killed without output'}") from None

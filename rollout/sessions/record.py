@@ -111,7 +111,7 @@ class SampleRecord:
         if calls and not replayable:
             raise EpisodeError(
                 "replay",
-                f"{len(calls)} calls were made before, and environment.options.replayable is off",
+                f"{len(calls)} calls are already recorded, and environment.options.replayable is off",
             )
         self._resumes = False
         self._next = max(self._next, record.number)  # a call of this lease may not be on disk yet

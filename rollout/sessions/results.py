@@ -94,8 +94,8 @@ class Results:
         if len(self._known) + len(self._unseen) >= MAX_RESULTS or self._size + len(value) > MAX_BYTES:
             raise RequestRefused(
                 403, "too_many_results",
-                f"the result {name!r} of {len(value)} bytes is one too many: an episode records at most "
-                f"{MAX_RESULTS} and {MAX_BYTES >> 20} MiB",
+                f"the result {name!r} of {len(value)} bytes exceeds the limit of an episode: at most "
+                f"{MAX_RESULTS} results and {MAX_BYTES >> 20} MiB",
             )  # fmt: skip
         self._size += len(value)
         if self._record is None:
@@ -150,4 +150,4 @@ def as_json(name: str, value: Any) -> bytes:
     try:
         return json.dumps(value, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
-        raise invalid(f"the result {name!r} is no JSON value: {str(error)[:200]}") from None
+        raise invalid(f"the result {name!r} is not a JSON value: {str(error)[:200]}") from None

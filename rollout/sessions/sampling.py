@@ -26,12 +26,12 @@ MAX_ANSWERS = 128
 MAX_STOPS, MAX_STOP = 16, 256
 """Maximum stop strings of a request, and maximum characters of each."""
 REFUSED = (
-    "would change the distribution that is trained on, which [sampling] decides; leave it out, give the "
-    "run's value, or set environment.sampling to \"run\" (the run's value applies)"
+    "would change the distribution that is trained on, which [sampling] decides; remove the parameter, give "
+    "the run's value, or set environment.sampling to \"run\" (the run's value applies)"
 )
 OR_CONTEXT = ' or "context" (the answer is generated as asked, and not trained)'
 """Suffix of `REFUSED` for parameters that engines can apply."""
-NO_SEEDS = "cannot be applied: this engine has no seeds of single requests; leave it out"
+NO_SEEDS = "cannot be applied: this engine has no seeds of single requests; remove the parameter"
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,4 +160,6 @@ APPLIED: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "n": (lambda value: type(value) is int and 1 <= value <= MAX_ANSWERS, f"1 to {MAX_ANSWERS}"),
 }
 """Parameter that engines can apply -> (validator, description of valid values)."""
-NOT_GENERATED = f"cannot be applied: engines generate a request by {', '.join(APPLIED)} alone; leave it out"
+NOT_GENERATED = (
+    f"cannot be applied: engines generate a request by {', '.join(APPLIED)} alone; remove the parameter"
+)

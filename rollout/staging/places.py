@@ -152,7 +152,7 @@ def chosen(
     if free.on_gpu and needs.host:
         beside = f"{in_mib(needs.device)} MiB on the device and {in_mib(needs.host)} MiB in host memory"
     raise EngineError(
-        f"staging takes {beside} beside the live parameters, {free.device // MIB} MiB are free "
+        f"staging needs {beside} in addition to the live parameters, {free.device // MIB} MiB are free "
         f"on {device}{f' and {free.host // MIB} MiB on the host' if free.on_gpu else ''}: lower {smaller}, "
         "spread the engine over more devices (engine.tensor_parallel_size), or stage in less memory "
         "(engine.staging)"

@@ -143,8 +143,8 @@ class LayerShadow:
             compared = bool(files) or self.is_last
             if compared and not torch.equal(bits_of(tensor.contiguous()), bits_of(live[path].contiguous())):
                 raise EngineSettingsError(
-                    f"layer {self.name}: processing its weights again makes another {path} than when it was "
-                    "loaded, so no version could be staged"
+                    f"layer {self.name}: repeated processing does not reproduce {path}, so no version could "
+                    "be staged"
                 )
             place = (live[path].data_ptr(), *_layout(tensor))
             if place not in seen:
@@ -154,8 +154,8 @@ class LayerShadow:
         self.close()
         if sum(tensor.nbytes for tensor in self.live.values()) * SMALLEST < loaded:
             raise EngineSettingsError(
-                f"layer {self.name}: the engine keeps the result of its processing where no tensor shows, so "
-                "no version could be copied there"
+                f"layer {self.name}: processed weights are not reachable as tensors of the layer, so no "
+                "version could be copied to them"
             )
 
     def process(self, staged: Staged) -> None:

@@ -122,7 +122,7 @@ class SharedStaging(Staging):
                 raise UnfitVersion(
                     f"tensor {name} is interleaved with others in the trainer, {list(master.shape)} "
                     f"of strides {master.stride()}, and not in this engine: "
-                    "the two do not compute with one layout of the weights"
+                    "layouts of engine and trainer differ"
                 ) from error
         return found
 

@@ -133,7 +133,9 @@ class Staging:
         unknown = sorted(named.keys() - self._sources.keys() - self.elsewhere)
         if unknown:
             hint = " (its embeddings are tied)" if self._tied else ""
-            raise UnfitVersion(f"version {version}: the engine has no place for tensor {unknown[0]}{hint}")
+            raise UnfitVersion(
+                f"version {version}: the engine has no parameter for tensor {unknown[0]}{hint}"
+            )
         return wider
 
     def fetch(self, manifest: WeightManifest, deadline_s: float) -> int:

@@ -84,8 +84,7 @@ def check_held(held: torch.Tensor | None, manifest: WeightManifest) -> None:
     """
     if held is None or int(held) != manifest.version:
         raise WeightError(
-            f"version {manifest.version} is not held by the trainer any more: "
-            "it computes the next one, or has ended"
+            f"version {manifest.version} has been overwritten by the trainer, or the trainer has ended"
         )
 
 

@@ -210,7 +210,7 @@ async def test_an_environment_that_ignores_its_end_is_left_without_a_call_of_the
         await episode.generate()
         return 1.0
 
-    with pytest.raises(EpisodeError, match=r"4 of 4 .*, and it runs on although it was cancelled"):
+    with pytest.raises(EpisodeError, match=r"4 of 4 .*, and it ignored its cancellation"):
         await group.generate(clinging, episode_s=0.05)
     assert group.strays.counts() == {"left": 4, "ended": 0}
     await eventually(lambda: all(task.done() for task in asking))

@@ -44,7 +44,7 @@ async def test_running_episode_is_left_behind_until_it_ends(caplog: pytest.LogCa
     with caplog.at_level(logging.INFO, "tether.strays"):
         assert await cancelled(strays, stubborn, "episode-3/1") == ["episode-3/1"]
         assert strays.counts() == {"left": 1, "ended": 0}
-        with pytest.raises(TetherError, match=r"^1 episodes run on 0\.01 s .* such as episode-3/1, and"):
+        with pytest.raises(TetherError, match=r"^1 episodes run on 0\.01 s .* such as episode-3/1: re"):
             strays.check()
         stubborn.released.set()
         await eventually(lambda: strays.counts() == {"left": 1, "ended": 1})

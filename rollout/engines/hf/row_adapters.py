@@ -36,7 +36,7 @@ class RowAdapters:
             if not isinstance(module, torch.nn.Linear):
                 raise EngineSettingsError(
                     f"adapter {next(iter(pairs))!r}: engine hf has no plain linear layer {name}; "
-                    "leave it out of the adapter"
+                    "remove it from the adapter"
                 )
             module.register_forward_hook(_hook(self, pairs))
 

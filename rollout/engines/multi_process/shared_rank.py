@@ -156,8 +156,8 @@ class SharedRankStaging(Staging):
             live = self._slices[name].live
             if master.shape != live.shape:
                 raise UnfitVersion(
-                    f"tensor {name} lies as {list(live.shape)} in rank {self._rank} of the engine, as "
-                    f"{list(master.shape)} in that of the trainer: the two do not compute with one layout"
+                    f"tensor {name} is {list(live.shape)} in rank {self._rank} of the engine, "
+                    f"{list(master.shape)} in that of the trainer: layouts of engine and trainer differ"
                 )
         self._masters, self._sums = found, sums.numpy().copy()
         check_held(self._held, manifest)
@@ -184,8 +184,8 @@ class SharedRankStaging(Staging):
             number = numbers.get((indices[name], part.box))
             if number is None:
                 raise UnfitVersion(
-                    f"tensor {name}: no rank of the trainer has just {list(part.box)}, as rank {self._rank} "
-                    "of the engine: the two divide the model in another way"
+                    f"tensor {name}: no rank of the trainer holds exactly {list(part.box)}, as rank "
+                    f"{self._rank} of the engine: they divide the model differently"
                 )
             deadline.remaining(f"reading {name}")
             self._refuse_cancelled(manifest)

@@ -198,7 +198,7 @@ def check_environment(config: EngineConfig) -> None:
     if OTHER_LOGPROBS in config.environment:
         raise EngineSettingsError(
             f"setting engine.environment: with {OTHER_LOGPROBS} SGLang returns log-probabilities of another "
-            "distribution than it samples from; leave it out"
+            "distribution than it samples from; remove the variable"
         )
 
 

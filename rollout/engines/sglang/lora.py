@@ -80,7 +80,7 @@ def trace_adapter(manager: Any, shapes: Mapping[str, tuple[int, ...]], staging_m
     missing = sorted(set(shapes) - {copy.name for copy in recorder.copies})
     if missing:
         raise EngineSettingsError(
-            f"SGLang has no place for {missing[0]}: leave its layer out of lora.target_modules"
+            f"SGLang has no parameter for tensor {missing[0]}: remove its layer from lora.target_modules"
         )
     pool.load_lora_weight_to_buffer = pool.remove_lora = _refuse
     return make_plan(live, shapes, recorder, StagingRoom(mb=staging_mb))

@@ -97,7 +97,7 @@ class OpenEnv(EpisodeEnvironment):
     def __init__(self, options: Options) -> None:
         if URL(options.url).scheme not in ("http", "https"):
             raise SettingsError(
-                f"setting environment.options.url: {options.url!r} is no address, such as "
+                f"setting environment.options.url: {options.url!r} is not an address, such as "
                 "http://127.0.0.1:8000"
             )
         self._options = options

@@ -45,7 +45,7 @@ class TextArena:
             ) from None
         game: TextGame = await in_game_thread(TextGame, name, seed, episode.metadata.get("params", {}))
         if game.opening != episode.prompt.text:
-            raise EpisodeError("error", f"{name} with seed {seed} begins otherwise than its prompt")
+            raise EpisodeError("error", f"{name} with seed {seed} has a different opening than its prompt")
         episode.reward = self._options.truncated_reward
         while True:
             said = await episode.generate(self._options.turn_tokens or None)

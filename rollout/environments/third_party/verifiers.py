@@ -153,8 +153,8 @@ class EnvironmentServer(SessionEnvironment):
         super().__init__(options)
         if not options.address.startswith(("tcp://", "ipc://")):
             raise SettingsError(
-                f"setting environment.options.address: {options.address!r} is no address of an environment "
-                "server, such as tcp://127.0.0.1:5000"
+                f"setting environment.options.address: {options.address!r} is not an address of an "
+                "environment server, such as tcp://127.0.0.1:5000"
             )
         self._options = options
         self._context: zmq.asyncio.Context | None = None

@@ -100,7 +100,7 @@ class RemoteSandbox(AskedSandbox):
         except (ValueError, TypeError, KeyError):
             is_whole = False
         if not is_whole:
-            raise SandboxDied(f"the sandbox's machine gave no whole answer: {head[:100]!r}")
+            raise SandboxDied(f"the sandbox's machine returned an incomplete reply: {head[:100]!r}")
         self._dead = ""
         if "error" in fields:
             raise SandboxFull(fields["error"])

@@ -83,7 +83,7 @@ class ModalProvider(RemoteProvider):
         if config.service:
             raise SettingsError(
                 f"setting environment.sandbox.service: {config.service!r}, but the package modal takes "
-                "another service from MODAL_SERVER_URL; leave it out"
+                "another service from MODAL_SERVER_URL; remove the setting"
             )
 
     async def close(self) -> None:

@@ -63,7 +63,7 @@ def test_an_engine_of_the_user_is_made_with_its_options(module: str, tmp_path: P
     ("name", "words"),
     [
         ("Half", r"own_engine_of_test.py lacks abort, adopt, check, close, commit, generate, pause"),
-        ("Other", "is no subclass of rollout.engines.base.Engine"),
+        ("Other", "is not a subclass of rollout.engines.base.Engine"),
         ("Mime", "has no 'Mime'; did you mean 'Mine'"),
     ],
 )

@@ -100,7 +100,7 @@ async def test_any_number_that_an_agent_returns_is_its_reward(
 
 async def test_an_agent_that_ignores_its_end_is_left_with_a_dead_key(tmp_path: Path) -> None:
     strays = Strays(grace_s=0.01)
-    left = "episode_s: 2 of 2 .*, and it runs on although it was cancelled"
+    left = "episode_s: 2 of 2 .*, and it ignored its cancellation"
     async with generating(tmp_path, replace(config("clings"), episode_s=0.5)) as generate:
         with pytest.raises(EpisodeError, match=left):
             await generate(strays=strays)

@@ -60,7 +60,7 @@ async def test_the_calls_of_a_program_are_its_sample(tmp_path: Path, monkeypatch
     [
         (ASKS + "\nprint('no idea'); sys.exit(3)", r"ended with status 3: no idea"),
         (ASKS + "\nopen(os.environ['TETHER_OUTCOME'], 'w').write('[]')", "the outcome is not"),
-        (ASKS + "\nos.mkfifo(os.environ['TETHER_OUTCOME'])", "the outcome is not .*no regular file"),
+        (ASKS + "\nos.mkfifo(os.environ['TETHER_OUTCOME'])", "the outcome is not .*not a regular file"),
         (
             ASKS + "\nos.symlink('/etc/hostname', os.environ['TETHER_OUTCOME'])",
             "the outcome is not .*OSError",
@@ -154,7 +154,7 @@ async def test_a_program_in_a_sandbox_reaches_the_model_and_writes_its_reward(tm
     [
         (ASKS + "\nprint('no idea'); sys.exit(3)", r"ended with status 3: no idea"),
         (ASKS + "\nos.kill(os.getpid(), 9)", "status -9"),
-        (ASKS + "\nos.mkfifo(os.environ['TETHER_OUTCOME'])", "the outcome is not .*no regular file"),
+        (ASKS + "\nos.mkfifo(os.environ['TETHER_OUTCOME'])", "the outcome is not .*not a regular file"),
         ("bytes(4 << 30)", "MemoryError"),
     ],
 )

@@ -71,8 +71,12 @@ def test_episodes_are_recorded_where_it_is_asked_for(module: str) -> None:
 @pytest.mark.parametrize(
     ("name", "options", "why"),
     [
-        ("single_turn", {}, "has no episodes of text to record; leave it out"),
-        ("agent", {"function": "tests.rollout.environments.agents:plays"}, "always records its calls; leave"),
+        ("single_turn", {}, "has no episodes of text to record; remove the setting"),
+        (
+            "agent",
+            {"function": "tests.rollout.environments.agents:plays"},
+            "always records its calls; remove",
+        ),
     ],
 )
 def test_environment_that_records_nothing_or_always_has_no_choice(

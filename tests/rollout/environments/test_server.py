@@ -85,5 +85,5 @@ async def test_no_sample_is_posted_on_a_connection_that_the_server_may_be_closin
 
 
 def test_a_url_must_be_given() -> None:
-    with pytest.raises(SettingsError, match="'' is no address"):
+    with pytest.raises(SettingsError, match="'' is not an address"):
         make_environment(EnvironmentConfig("server"))

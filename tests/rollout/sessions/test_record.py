@@ -133,7 +133,7 @@ async def test_a_harness_that_must_not_run_twice_is_not_run(store: CallStore) ->
     await abandon(Worker(store, "first", kill_at=0))
     record = Worker(store, "second").record()
     for _ in range(2):
-        with pytest.raises(EpisodeError, match="1 calls were made before"):
+        with pytest.raises(EpisodeError, match="1 calls are already recorded"):
             await record.begin(replayable=False)
 
 
@@ -201,7 +201,7 @@ async def test_a_killed_harness_that_must_not_run_twice_is_not_run(store: CallSt
     await record.begin(replayable=False)
     await play(worker.session(record), 2)
     record.resume()
-    with pytest.raises(EpisodeError, match="2 calls were made before"):
+    with pytest.raises(EpisodeError, match="2 calls are already recorded"):
         await record.begin(replayable=False)
 
 

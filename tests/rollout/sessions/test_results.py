@@ -179,11 +179,11 @@ REFUSED: dict[str, tuple[Keep, int, str]] = {
     "no name": (lambda results: results.keep("", 1), 400, "1 to 256 printable characters, not ''"),
     "a long name": (lambda results: results.find("a" * 257), 400, "1 to 256 printable"),
     "a name of no text": (lambda results: results.keep("\ud800", 1), 400, r"not '\\ud800'"),
-    "not a number": (lambda results: results.keep("a", float("nan")), 400, "'a' is no JSON value: Out of"),
-    "an object": (lambda results: results.keep("a", object()), 400, "'a' is no JSON value: Object of type"),
+    "not a number": (lambda results: results.keep("a", float("nan")), 400, "'a' is not a JSON value: Out of"),
+    "an object": (lambda results: results.keep("a", object()), 400, "'a' is not a JSON value: Object of"),
     "another value": (lambda results: results.keep("known", 2), 409, "another result is recorded as 'known'"),
-    "one too many": (lambda results: results.keep("third", 1), 403, "at most 2 and 0 MiB"),
-    "too large": (lambda results: results.keep("a", "x" * 999), 403, "'a' of 1001 bytes is one too many"),
+    "one too many": (lambda results: results.keep("third", 1), 403, "at most 2 results and 0 MiB"),
+    "too large": (lambda results: results.keep("a", "x" * 999), 403, "'a' of 1001 bytes exceeds the limit"),
 }
 
 

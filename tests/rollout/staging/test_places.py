@@ -52,7 +52,7 @@ def test_memory_of_shadows_is_counted_on_the_device(shadow: int, place: StagingP
     free = Free(16 * GIB, 15 * GIB, on_gpu=True)
     assert chosen(StagingRoom(StagingPlace.COPY), PARAMETERS, GIB, free, "it", shadow) == place
     small = Free(15 * GIB - 1, 15 * GIB - 1, on_gpu=False)
-    with pytest.raises(EngineError, match=f"takes {(15 * GIB + shadow) // MIB} MiB beside"):
+    with pytest.raises(EngineError, match=f"needs {(15 * GIB + shadow) // MIB} MiB in addition"):
         chosen(StagingRoom(StagingPlace.DEVICE), PARAMETERS, GIB, small, "it", shadow)
 
 
@@ -90,7 +90,7 @@ def test_auto_leaves_the_device_that_staging_mb_forbids() -> None:
     [
         (
             StagingPlace.DEVICE,
-            f"staging takes {15 * 1024 + RECEIVING_BYTES // MIB} MiB beside the live parameters",
+            f"staging needs {15 * 1024 + RECEIVING_BYTES // MIB} MiB in addition to the live parameters",
         ),
         (StagingPlace.HOST, "512 MiB on the device and 15360 MiB in host memory"),
         (StagingPlace.LAYERS, "1024 MiB on the device and 2048 MiB in host memory"),
@@ -116,6 +116,6 @@ def test_copy_over_staging_mb_is_refused_with_both_numbers() -> None:
 def test_copy_without_room_is_refused_before_it_is_allocated() -> None:
     huge = torch.empty(1, dtype=torch.uint8).expand(1 << 50)
     with pytest.raises(
-        EngineError, match=r"staging takes 1073741824 MiB .* MiB are free on cpu: lower engine.kv_cache_mb"
+        EngineError, match=r"staging needs 1073741824 MiB .* MiB are free on cpu: lower engine.kv_cache_mb"
     ):
         choose(StagingRoom(), [huge], 0)

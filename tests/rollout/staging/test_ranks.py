@@ -157,10 +157,10 @@ async def test_tensors_of_other_ranks_are_accepted_and_those_of_no_rank_refused(
     updates = AllRanksStaging(ask, ask, stage_timeout_s=20, call_timeout_s=20)
     tensors = {"a": torch.ones(4), "b": torch.full((4,), 2.0)}
     good = write_shm(tmp_path / "v1", tensors, 1)
-    with pytest.raises(WeightError, match=r"the engine has no place for tensor [ab]$"):
+    with pytest.raises(WeightError, match=r"the engine has no parameter for tensor [ab]$"):
         await updates.stage(good)
     await updates.divide([rank.unplaced for rank in ranks])
-    with pytest.raises(WeightError, match="the engine has no place for tensor c"):
+    with pytest.raises(WeightError, match="the engine has no parameter for tensor c"):
         await updates.stage(write_shm(tmp_path / "v2", {**tensors, "c": torch.ones(4)}, 1))
     await updates.stage(good)
     await updates.commit(good)

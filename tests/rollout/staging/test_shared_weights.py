@@ -87,7 +87,7 @@ def test_invalidated_version_is_refused_before_the_copy_and_poisons_after_it(tmp
     held.fill_(-1)
     refused = share.commit(manifest)
     assert (refused.applied, refused.poisoned) == (False, False)
-    assert "not held by the trainer any more" in refused.error
+    assert "has been overwritten by the trainer" in refused.error
     assert digest_of(dict(model.named_parameters())) == before
 
     held.fill_(1)

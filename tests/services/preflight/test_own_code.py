@@ -82,4 +82,4 @@ def test_code_that_fails_is_named_all_of_it_at_once() -> None:
     assert "raised for update 99 at" in schedule
     assert schedule.endswith("own_code_of_test.py:14: ZeroDivisionError: division by zero")
     assert "Invalid momentum value: -1" in optimizer
-    assert "is no subclass of rollout.engines.base.Engine" in engine
+    assert "is not a subclass of rollout.engines.base.Engine" in engine

@@ -103,7 +103,7 @@ WRONG = {
     ),
     "unknown": (
         lambda tensors: {**tensors, "more": torch.ones(3)},
-        r"the engine has no place for tensor more",
+        r"the engine has no parameter for tensor more",
     ),
 }
 

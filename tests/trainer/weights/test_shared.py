@@ -111,16 +111,16 @@ def test_nothing_is_read_as_a_version_once_it_is_withdrawn(
     assert len(list(received(receiver, first, 30))) == 2
     assert receiver.masters(first).keys() == masters.keys()
     sender.invalidate()
-    with pytest.raises(WeightError, match="version 1 is not held by the trainer any more"):
+    with pytest.raises(WeightError, match="version 1 has been overwritten by the trainer"):
         receiver.masters(first)
-    with pytest.raises(WeightError, match="version 1 is not held"):
+    with pytest.raises(WeightError, match="version 1 has been overwritten"):
         receive(first)
     second = publish(sender, masters, 2)
-    with pytest.raises(WeightError, match="version 1 is not held"):
+    with pytest.raises(WeightError, match="version 1 has been overwritten"):
         receive(first)
     assert receive(second)
     receiver.close()
-    with pytest.raises(WeightError, match="version 2 is not held"):
+    with pytest.raises(WeightError, match="version 2 has been overwritten"):
         receiver.masters(second)
 
 

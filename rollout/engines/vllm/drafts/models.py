@@ -87,7 +87,7 @@ def check_draft_model(
         setting = "engine.draft_model" if config.draft_model else "engine.drafts"
         raise EngineSettingsError(
             f"setting {setting}: vLLM takes {place} for another kind of draft, because {taken!r} is in its "
-            "path; name the directory otherwise"
+            "path; rename the directory"
         )
 
 
@@ -120,7 +120,7 @@ def method_of(config: EngineConfig, model: Mapping[str, Any], model_dir: Path) -
         why = why or _why_untrained(config, method, draft, shapes)
     if why:
         raise EngineSettingsError(
-            f"setting engine.draft_model: {place} drafts nothing for this model: {why}; name an EAGLE or "
+            f"setting engine.draft_model: {place} cannot draft for this model: {why}; name an EAGLE or "
             "EAGLE3 head of this model, or a small model of its vocabulary"
         )
     return method
@@ -162,7 +162,7 @@ def _why_untrained(config: EngineConfig, method: str, draft: Mapping[str, Any], 
     wrong = next((n for n in sorted(expected.keys() | shapes.keys()) if expected.get(n) != shapes.get(n)), "")
     if wrong:
         sizes = (list(its[wrong]) if wrong in its else "absent" for its in (shapes, expected))
-        return "engine.draft_lr trains a head of one layer: {} is {}, and has to be {}".format(wrong, *sizes)
+        return "engine.draft_lr trains a head of one layer: {} is {}, and must be {}".format(wrong, *sizes)
     return ""
 
 
@@ -181,6 +181,6 @@ def _check_further_layers(config: EngineConfig, model: Mapping[str, Any], model_
         )
     if config.num_speculative_tokens > count and config.num_speculative_tokens % count:
         raise EngineSettingsError(
-            f"setting engine.num_speculative_tokens: {config.num_speculative_tokens} is no multiple of the "
-            f"{count} layers of {model_dir} that predict further tokens, which take turns"
+            f"setting engine.num_speculative_tokens: {config.num_speculative_tokens} is not a multiple of "
+            f"the {count} layers of {model_dir} that predict further tokens, which take turns"
         )

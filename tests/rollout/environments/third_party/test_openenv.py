@@ -95,7 +95,7 @@ async def test_an_answer_that_is_no_observation_fails_the_episode(
 async def test_a_server_that_is_not_there_or_has_no_address_is_named(renderer: Renderer) -> None:
     with pytest.raises(RuntimeError, match=r"127\.0\.0\.1:1: Cannot connect"):
         await played(EnvironmentConfig("openenv", {"url": "http://127.0.0.1:1"}), renderer, "5")
-    with pytest.raises(SettingsError, match=r"options\.url: 'here' is no address"):
+    with pytest.raises(SettingsError, match=r"options\.url: 'here' is not an address"):
         make_environment(EnvironmentConfig("openenv", {"url": "here"}))
 
 

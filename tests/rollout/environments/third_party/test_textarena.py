@@ -53,7 +53,7 @@ def test_an_invalid_move_is_reported_and_then_costs_the_game(renderer: Renderer)
             SettingsError,
             "prompt 4: the environment textarena",
         ),
-        (replace(PROMPT, text="another game"), EpisodeError, "begins otherwise than its prompt"),
+        (replace(PROMPT, text="another game"), EpisodeError, "has a different opening than its prompt"),
     ],
 )
 def test_a_prompt_of_another_source_is_refused(

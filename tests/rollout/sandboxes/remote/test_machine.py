@@ -40,7 +40,7 @@ def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 )
 async def test_an_empty_or_cut_answer_is_a_dead_sandbox(answer: bytes) -> None:
     sandbox = RemoteSandbox(AnsweringMachine(answer), CONFIG, ProgramFolder())
-    for why in ("no whole answer", "state is unknown"):
+    for why in ("incomplete reply", "state is unknown"):
         with pytest.raises(SandboxDied, match=why):
             await shell(sandbox, "true")
     await sandbox.stop()

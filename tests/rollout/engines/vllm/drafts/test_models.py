@@ -75,7 +75,7 @@ def change(directory: Path, place: str, **values: object) -> None:
             "further",
             lambda d: change(d, "model", num_nextn_predict_layers=2),
             {},
-            r"setting engine\.num_speculative_tokens: 3 is no multiple of the 2 layers",
+            r"setting engine\.num_speculative_tokens: 3 is not a multiple of the 2 layers",
         ),
         (
             "eagle",
@@ -152,7 +152,7 @@ def add(directory: Path, name: str, shape: tuple[int, ...]) -> None:
         (
             "eagle",
             lambda d: change(d, "eagle", head_dim=64),
-            r"layers\.0\.self_attn\.k_proj\.weight is \[64, 128\], and has to be \[128, 128\]",
+            r"layers\.0\.self_attn\.k_proj\.weight is \[64, 128\], and must be \[128, 128\]",
         ),
     ],
 )
