@@ -71,5 +71,5 @@ class Alarm:
         chance = f"; by chance with probability {self.chance:.0e} at most" if self.chance else ""
         return (
             f"audit.{self.check}: {self.detail}{f' ({where})' if where else ''}, since step {self.since}"
-            f"{example}{chance}; see it again: {self.reproduction}"
+            f"{example}{chance}; reproduce: {self.reproduction}"
         )

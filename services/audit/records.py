@@ -134,7 +134,7 @@ def ends(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
         last = int(row.tokens[row.sampled.nonzero()[0][-1]])
         if row.finish_reason == "stop" and last not in expectations.stop_token_ids:
             yield group.finding(
-                "end", f"recorded as finished, but its last token {last} is no end", row.sample
+                "end", f"recorded as finished, but its last token {last} is not a stop token", row.sample
             )
         if row.finish_reason == "length" and last in expectations.stop_token_ids:
             yield group.finding(

@@ -150,7 +150,7 @@ class Residuals:
             )
         if name == "sampling":
             return "tokens are not drawn from the recorded distribution: temperature, top-p or seed"
-        return "samples of a group are copies of each other, which they are not by chance"
+        return "samples of a group are copies of each other, beyond chance"
 
     def _count(
         self, group: TrainedGroup, number: int, chosen: NDArray[np.bool_], over: NDArray[np.bool_]

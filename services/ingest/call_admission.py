@@ -187,7 +187,7 @@ def check_call(call: Call) -> None:
     inserted = checked_array(group, "inserted", call.inserted, "int32", (None,))
     logprobs = checked_array(group, "logprobs", call.logprobs, "float32", (len(tokens),))
     spans = checked_array(group, "spans", call.spans, "int32", (None, 2))
-    require(len(tokens) > 0 and bool((tokens >= 0).all()), group, "tokens", "are none, or negative")
+    require(len(tokens) > 0 and bool((tokens >= 0).all()), group, "tokens", "are empty or negative")
     require(bool((inserted >= 0).all()), group, "inserted", "has a negative token")
     check_logprobs(group, logprobs, lambda _: call.sample)
     ends = np.diff(spans[:, 0], prepend=0)
@@ -196,6 +196,6 @@ def check_call(call: Call) -> None:
 
 
 def _check_result(call: Call) -> None:
-    require(bool(call.name) and bool(call.result), call.group, "result", "has no name, or its name no result")
+    require(bool(call.name) and bool(call.result), call.group, "result", "needs both name and result")
     for name in ("inserted", "tokens", "logprobs", "spans"):
         require(not getattr(call, name).data, call.group, name, "is not empty, and the call is a result")

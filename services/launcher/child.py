@@ -156,7 +156,7 @@ class SupervisedProcess:
             if often := self._too_often(code, last_line, time.monotonic() - began_s):
                 raise ServiceFailed(
                     f"{self.spec.name} died {often}, last with exit code {code}: "
-                    f"{last_line or 'it said nothing'} (see {self.log_path})"
+                    f"{last_line or 'no output'} (see {self.log_path})"
                 )
             self.restarts += 1
             log.warning(
@@ -184,7 +184,9 @@ class SupervisedProcess:
         self._error = error
         if len(self._deaths) > self._allowed:
             return f"{len(self._deaths)} times in a minute"
-        return f"{self._alike} times in a row of one error" if self._alike > max(1, self._allowed) else ""
+        return (
+            f"{self._alike} times in a row with the same error" if self._alike > max(1, self._allowed) else ""
+        )
 
     async def _run_once(self) -> int:
         await asyncio.to_thread(cut_log, self.log_path)

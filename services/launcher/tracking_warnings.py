@@ -35,7 +35,7 @@ def describe_tracking(settings: Settings) -> Iterator[str]:
         if state.offsets.get(newest.name, 0) >= size and not state.problem:
             yield f"tracking by {kind}: all {state.sent} points were sent; {state.url}"
         else:
-            cause = state.problem or "the rest was not sent in time"
+            cause = state.problem or "remaining points were not sent in time"
             yield (
                 f"warning: tracking by {kind} got {state.sent} points, up to version {state.version} "
                 f"({cause}); `tether track {shlex.quote(str(settings.run_dir))}` sends the rest"

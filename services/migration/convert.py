@@ -117,7 +117,7 @@ def _finished(settings: dict[str, Any]) -> dict[str, Any]:
 
 def _divided(name: str, value: int, by: str, divisor: int) -> int:
     if divisor <= 0 or value % divisor:
-        raise SettingsError(f"{name} = {value} is no multiple of {by} = {divisor}")
+        raise SettingsError(f"{name} = {value} is not a multiple of {by} = {divisor}")
     return value // divisor
 
 

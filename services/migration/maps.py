@@ -22,7 +22,7 @@ def number(value: Any) -> float:
 def integer(value: Any) -> int:
     """Convert a whole number or its text."""
     if (found := number(value)) != int(found):
-        raise ValueError(f"{value} is no whole number")
+        raise ValueError(f"{value} is not a whole number")
     return int(found)
 
 

@@ -84,7 +84,7 @@ def _tokens(text: str) -> Iterator[tuple[str, str]]:
         kind, token = str(match.lastgroup), match[0]
         if kind == "unclosed":
             line = text.count("\n", 0, match.start()) + 1
-            raise SettingsError(f"line {line} opens a {token} without end, so these are no arguments")
+            raise SettingsError(f"line {line} opens a {token} without end, so these are not arguments")
         if kind == "word":
             lexer = shlex.shlex(token, posix=True)
             lexer.commenters, lexer.whitespace, lexer.whitespace_split = "", "", True
@@ -135,7 +135,7 @@ def _named(tree: Mapping[Any, Any]) -> dict[str, Any]:
     """Check that all names are strings, because YAML reads `1`, `on` and `null` as other types."""
     if wrong := [name for name in tree if not isinstance(name, str)]:
         raise SettingsError(
-            f"the name {wrong[0]!r} is no text; write it in quotes, or take it out of the file"
+            f"the name {wrong[0]!r} is not text; write it in quotes, or take it out of the file"
         )
     return dict(tree)
 

@@ -36,7 +36,7 @@ class Metrics:
     def __init__(self, role: str) -> None:
         self.registry = CollectorRegistry()
         self.role = role
-        self.events = Counter("tether_events", "What happened, by event", ["event"], registry=self.registry)
+        self.events = Counter("tether_events", "Number of events, by name", ["event"], registry=self.registry)
         self.waiting = Gauge(
             "tether_waiting_seconds",
             "How long the service has been waiting, by what it waits for",

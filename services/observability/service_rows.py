@@ -23,7 +23,7 @@ _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.ROLLOUT, "a lease: the engine serves no version", WAITS, "waits for the trainer's weights"),
     (Role.ROLLOUT, "acknowledgement of group", WAITS, "waits for rewards"),
     (Role.ROLLOUT, "a lease: bound", WAITS, "waits for the trainer's next step (staleness bound)"),
-    (Role.ROLLOUT, "a lease: busier", WAITS, "leaves the room to workers with fewer groups"),
+    (Role.ROLLOUT, "a lease: busier", WAITS, "yields to workers with fewer groups"),
     (Role.ROLLOUT, "a lease: pending", WAITS, "waits for the new bound to be in force"),
     (Role.ROLLOUT, "a lease: stale_engine", WAITS, "waits for the trainer's weights"),
     (Role.ROLLOUT, "a lease: archive_behind", WAITS, "waits for the ingest to archive the event log"),

@@ -121,7 +121,10 @@ def _certificate_problems(settings: Settings) -> Iterator[Problem]:
             server_tls(environment.cert_file, environment.key_file)
         except SettingsError as error:
             yield Problem(
-                str(error), "give others, or make them anew", "environment.cert_file", environment.cert_file
+                str(error),
+                "use another certificate, or create a new one",
+                "environment.cert_file",
+                environment.cert_file,
             )
 
 
@@ -141,7 +144,7 @@ def _port_problems(settings: Settings) -> Iterator[Problem]:
     if bus.health_port:
         yield Problem(
             "all services of a run on one machine would serve /health on the same port",
-            "leave it out; it is for services with addresses of their own, such as pods",
+            "remove the setting; it is for services with addresses of their own, such as pods",
             "bus.health_port",
             bus.health_port,
         )

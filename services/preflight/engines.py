@@ -131,7 +131,7 @@ def _recording_problems(settings: Settings, model: ModelFacts) -> Iterator[Probl
     if records and not any(model.config.get(field) for field in EXPERTS):
         yield Problem(
             f"the model in {model.place} has no experts whose choice could be recorded",
-            "leave it out, or choose a mixture of experts",
+            "remove the setting, or choose a mixture of experts",
             "trainer.routing_replay" if replays else "engine.enable_return_routed_experts",
             True,
         )

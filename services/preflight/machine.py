@@ -32,7 +32,7 @@ def device_problems(settings: Settings, gpus: Sequence[str]) -> Iterator[Problem
             yield Problem(
                 f"torch sees no GPU {', '.join(missing)} here, it sees {', '.join(gpus) or 'none'}; "
                 "the process would compute on a CPU",
-                "leave it out to compute on a CPU; if there is a GPU, check its driver, "
+                "remove the setting to compute on a CPU; if there is a GPU, check its driver, "
                 "CUDA_VISIBLE_DEVICES, and whether torch is a build for CUDA",
                 f"services.{name}",
                 text,
@@ -41,7 +41,7 @@ def device_problems(settings: Settings, gpus: Sequence[str]) -> Iterator[Problem
         yield Problem("torch sees no GPU here", "use auto or cpu", "trainer.device", "cuda")
     on_gpu = settings.trainer.device != "cpu" and bool(gpus)
     for why in fp8_refusals(settings.trainer, on_gpu=on_gpu):
-        yield Problem(why, "leave it out to train in bfloat16", "trainer.fp8", settings.trainer.fp8)
+        yield Problem(why, "remove the setting to train in bfloat16", "trainer.fp8", settings.trainer.fp8)
     if not gpus and any(engine.name == "vllm" for engine in engines_of(settings)):
         yield from _vllm_without_gpu(settings)
 
@@ -138,7 +138,7 @@ def _vllm_without_gpu(settings: Settings) -> Iterator[Problem]:
         if value:
             yield Problem(
                 f"vLLM cannot {action} on a CPU, and torch sees no GPU here",
-                f"leave it out, or use {others}",
+                f"remove the setting, or use {others}",
                 setting,
                 value,
             )

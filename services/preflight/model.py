@@ -222,7 +222,7 @@ def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem
 def _division_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     parallel, ranks = settings.parallel, settings.parallel.tensor_model_parallel_size
     for setting, value in layout_refusals(parallel):
-        yield Problem(NOT_SHARDED, "leave it out, or use megatron", setting, value)
+        yield Problem(NOT_SHARDED, "remove the setting, or use megatron", setting, value)
     for cause, remedy in tensor_rank_refusals(parallel, settings.trainer):
         yield Problem(cause, remedy, TENSOR_SIZE, ranks)
     if cause := _undivided(model, parallel):
@@ -273,15 +273,17 @@ def _shared_problems(
     kind, engine, size = architecture.model_type, settings.engine.name, architecture.vocabulary
     is_apart = settings.engine.tensor_parallel_size > 1 and engine == "vllm"
     conflicts = {
-        f"it needs tensors that are parts of the trainer's; {kind} has q, k and v one after the other, and "
-        "there they alternate": architecture.family.fused_qkv,
+        f"the trainer interleaves q, k and v, and {kind} stores them concatenated": (
+            architecture.family.fused_qkv
+        ),
         f"it publishes masters, and the biases of the routers of {kind} have none": architecture.experts.bias,
-        f"it needs tensors that are parts of the trainer's; {kind} has the experts' matrices transposed": (
+        f"engines use parts of the trainer's tensors, and {kind} has the experts' matrices transposed": (
             architecture.experts.biases
         ),
-        f"{turns and turns.name} alternates with others in the trainer's {turns and turns.parameter}, and "
-        f"does not in engine {engine!r}; with one key-value head on each rank it would not, and {kind} here "
-        f"has {architecture.kv_heads}": turns is not None and engine != "megatron",
+        f"{turns and turns.name} is interleaved with other tensors in the trainer's "
+        f"{turns and turns.parameter}, and is not in engine {engine!r}; with one key-value head on each rank "
+        f"it would not be, and {kind} here has {architecture.kv_heads}": turns is not None
+        and engine != "megatron",
         f"vLLM pads a vocabulary of {size} tokens to a multiple of {VLLM_PADS_TO} before it divides it, and "
         "the trainer does not": is_apart and size % VLLM_PADS_TO > 0,
         f"vLLM computes the latent attention of {kind} with tensors that it makes after loading, which no "
@@ -339,7 +341,7 @@ def _unknown_to_transformers(
 
     if kind not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         yield Problem(
-            f"{model.place / 'config.json'}: model_type {kind!r} is no causal language model that "
+            f"{model.place / 'config.json'}: model_type {kind!r} is not a causal language model that "
             "transformers has",
             "read the Python files that the model brings, and set model.trust_remote_code to run them"
             if model.brings_code

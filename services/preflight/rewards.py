@@ -141,7 +141,7 @@ def reward_gpu_problems(settings: Settings) -> Iterator[Problem]:
         if others and round(taken + share, 4) > 1:
             named = " and ".join(f"{name} {fraction:g}" for name, fraction in others.items())
             yield Problem(
-                f"GPU {gpu} has {named} beside {share:g} for reward models, which is more than the GPU",
+                f"the memory shares of GPU {gpu} exceed 1: {named} and {share:g} for reward models",
                 "set lower shares, their option memory_fraction among them, or give them another GPU",
                 "services.reward_gpus",
                 services.reward_gpus,

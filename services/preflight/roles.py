@@ -63,7 +63,7 @@ def _unused_revisions(settings: Settings) -> Iterator[Problem]:
         if config.revision and not is_hub_name(config.path):
             yield Problem(
                 f"it is for a model of the hub, and {role}.path is {config.path!r}",
-                "leave it out",
+                "remove the setting",
                 f"{role}.revision",
                 config.revision,
             )
@@ -76,14 +76,14 @@ def _unused_roles(settings: Settings) -> Iterator[Problem]:
     if settings.teacher.path and algorithm.name != DISTILLATION:
         yield Problem(
             f"algorithm.name {algorithm.name!r} has no teacher",
-            f"leave it out, or use {DISTILLATION!r}",
+            f"remove the setting, or use {DISTILLATION!r}",
             "teacher.path",
             settings.teacher.path,
         )
     if settings.reference.path and not algorithm.kl_coef:
         yield Problem(
             "nothing uses a reference model with algorithm.kl_coef = 0",
-            "leave it out, or set algorithm.kl_coef",
+            "remove the setting, or set algorithm.kl_coef",
             "reference.path",
             settings.reference.path,
         )
@@ -93,7 +93,7 @@ def _unused_roles(settings: Settings) -> Iterator[Problem]:
     ):
         yield Problem(
             f"algorithm.name {algorithm.name!r} learns nothing from rewards",
-            "leave it out",
+            "remove the setting",
             "reward_model.path",
             settings.reward_model.path,
         )
@@ -104,14 +104,14 @@ def _unused_ranks(settings: Settings) -> Iterator[Problem]:
     if settings.placement.reference and not settings.algorithm.kl_coef:
         yield Problem(
             "there is no reference model with algorithm.kl_coef = 0",
-            "leave it out, or set algorithm.kl_coef",
+            "remove the setting, or set algorithm.kl_coef",
             "placement.reference",
             settings.placement.reference,
         )
     if settings.placement.critic and not settings.needs_critic:
         yield Problem(
             f"algorithm.name {settings.algorithm.name!r} has no critic",
-            f"leave it out, or use {' or '.join(ALGORITHMS.having('has_critic'))}",
+            f"remove the setting, or use {' or '.join(ALGORITHMS.having('has_critic'))}",
             "placement.critic",
             settings.placement.critic,
         )
@@ -120,7 +120,7 @@ def _unused_ranks(settings: Settings) -> Iterator[Problem]:
         if ranks and not getattr(settings, role).path:
             yield Problem(
                 f"there is no {named} without {role}.path",
-                f"leave it out, or set {role}.path",
+                f"remove the setting, or set {role}.path",
                 f"placement.{role}",
                 ranks,
             )
@@ -136,7 +136,7 @@ def algorithm_problems(settings: Settings) -> Iterator[Problem]:
             f"it needs algorithm.kl_coef above 0, and rewards, which {algorithm.name!r} does not need"
             if algorithm.kl_coef
             else "it does nothing with algorithm.kl_coef = 0",
-            "leave it out" if algorithm.kl_coef else "set algorithm.kl_coef",
+            "remove the setting" if algorithm.kl_coef else "set algorithm.kl_coef",
             "algorithm.use_kl_in_reward",
             True,
         )

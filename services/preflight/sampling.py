@@ -20,7 +20,7 @@ _CUT = (
     "the engine would sample from the tokens that it keeps, while the trainer computes log-probabilities "
     "over the whole vocabulary, so every importance ratio would be wrong"
 )
-_FIRST = "with sampling.keep_first the time decides which samples are trained; leave it out"
+_FIRST = "with sampling.keep_first the time decides which samples are trained; remove that setting"
 _INSTEAD = "to train (sampling.temperature is exact; eval.{} is for evaluation)"
 
 
@@ -105,7 +105,7 @@ def rerun_obstacles(settings: Settings) -> Iterator[str]:
     if settings.engine.name != "hf" or settings.services.pool:
         yield "only tokens of one engine 'hf' are generated again, token by token"
     if settings.engine.kv is not KvPolicy.RECOMPUTE:
-        yield "with engine.kv 'keep' a token rests on KV of versions that no record names"
+        yield "with engine.kv 'keep' tokens depend on the KV cache of unrecorded versions"
     if settings.lora.rank or settings.trainer.routing_replay:
         yield "adapters (lora.rank) and recorded experts (trainer.routing_replay) are not generated again"
     if settings.trainer_ranks > 1:
@@ -122,31 +122,31 @@ def _differences_of_runs(settings: Settings) -> Iterator[str]:
     for name in engine_names(settings.engine, settings.services.pool):
         if name not in invariant:
             yield (
-                f"tokens of engine {name!r} depend on what runs beside them, or it has no seeds of single "
-                f"requests; use {' or '.join(invariant)}"
+                f"tokens of engine {name!r} depend on concurrent requests, or the engine has no "
+                f"per-request seeds; use {' or '.join(invariant)}"
             )
     if not settings.run.lockstep:
         yield from rerun_obstacles(settings)
         return
     if settings.services.pool:
-        yield "engines of a services.pool differ in rounding, and any of them may get a group; leave it out"
+        yield "engines of a services.pool differ in rounding, and any of them may get a group; remove it"
     if settings.bound.staleness_policy is not Policy.WAIT:
         yield (
             f"with bound.staleness_policy {str(settings.bound.staleness_policy)!r} the slowest groups "
-            "decide what is trained; it has to be 'wait'"
+            "decide what is trained; it must be 'wait'"
         )
     if settings.sampling.keep_first:
         yield _FIRST
     if settings.algorithm.filter_groups:
-        yield "algorithm.filter_groups gives places to other prompts as soon as they are free; leave it out"
+        yield "algorithm.filter_groups gives places to other prompts as soon as they are free; remove it"
     if settings.trainer.publish_every != 1:
-        yield f"trainer.publish_every is {settings.trainer.publish_every}; it has to be 1"
+        yield f"trainer.publish_every is {settings.trainer.publish_every}; it must be 1"
     if settings.colocated.enabled:
-        yield "colocated.enabled lets trainer and engines take turns by time; leave it out"
+        yield "colocated.enabled lets trainer and engines take turns by time; remove that setting"
     if settings.engine.arguments.get("enable_prefix_caching") or "max_num_seqs" in settings.engine.arguments:
         yield (
             "engine.arguments decides which requests are computed together, or from a cache: leave out "
             "enable_prefix_caching and max_num_seqs"
         )
     if settings.engine.drafts != "off":
-        yield "with engine.drafts the drafts decide how many random numbers a seed is used for; leave it out"
+        yield "with engine.drafts the drafts decide how many random numbers a seed is used for; remove it"

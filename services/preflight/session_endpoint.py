@@ -61,7 +61,7 @@ def _unused(config: EnvironmentConfig) -> Iterator[Problem]:
         if getattr(config, name) != getattr(default, name):
             yield Problem(
                 f"no harness of environment {config.name!r} talks to a URL, so it has no effect",
-                f"leave it out, or use {', '.join(ENVIRONMENTS.having('has_sessions'))}",
+                f"remove the setting, or use {', '.join(ENVIRONMENTS.having('has_sessions'))}",
                 f"environment.{name}",
                 getattr(config, name),
             )

@@ -47,10 +47,10 @@ LEAST_SAMPLES = 2
 """Minimum number of samples in a group after failures: a single sample cannot be compared."""
 
 
-DROPPED = "its group was dropped: it would have come too late for the staleness bound"
+DROPPED = "its group was dropped: it would have exceeded the staleness bound"
 """Reason given to the episodes of a group that the trainer dropped."""
-STOPPING = "the worker stops, and hands its group back"
-LEASED_AGAIN = "the lease of its group ran out, and the group was begun anew"
+STOPPING = "the worker stops, and releases its group"
+LEASED_AGAIN = "the lease of its group ran out, and the group was restarted"
 
 
 class LeaseLost(Exception):
@@ -132,7 +132,7 @@ class GroupRunner:
         self._strays = Strays()
         process.metrics.watch(
             "tether_stray_episodes",
-            "Episodes that ran on when they were cancelled, and how many of them have ended",
+            "Episodes still running after cancellation, and how many of them have ended",
             self._strays.counts,
         )
         process.metrics.watch_labelled(

@@ -55,7 +55,7 @@ def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
         settings = compose_settings(source, overrides)
     elif not (path / "config.json").is_file() and not is_hub_name(source):
         raise SettingsError(
-            f"{source} is no run, no settings file and no Hugging Face model: it has neither {FILE} nor "
+            f"{source} is not a run, a settings file or a Hugging Face model: it has neither {FILE} nor "
             "config.json; give one of them, or the name of a model on the hub"
         )
     else:

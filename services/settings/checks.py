@@ -69,7 +69,7 @@ def _check_mismatch(settings: Settings) -> None:
         raise SettingsError(
             f"setting trainer.mismatch_action: 'stop' never stops with trainer.mismatch_limit "
             f"{trainer.mismatch_limit:g} and trainer.mismatch_share {trainer.mismatch_share:g}; "
-            "both have to be above 0"
+            "both must be above 0"
         )
     if trainer.mismatch_action == "stop" and settings.lora.dropout:
         raise SettingsError(
@@ -97,13 +97,13 @@ def _check_keep_first(settings: Settings) -> None:
     if not 2 <= kept < samples:
         raise SettingsError(
             f"setting sampling.keep_first: {kept} of sampling.samples_per_prompt {samples} samples; keep 2 "
-            "or more, and fewer than are begun, or leave it out"
+            "or more, and fewer than are begun, or remove the setting"
         )
     if records_calls(settings.environment):
         raise SettingsError(
             f"setting sampling.keep_first: environment {settings.environment.name!r} records calls of the "
-            "model, by which another worker would continue the samples that were cancelled; leave it out, or "
-            "use an environment without records"
+            "model, by which another worker would continue the samples that were cancelled; remove the "
+            "setting, or use an environment without records"
         )
 
 
@@ -114,14 +114,14 @@ def _check_filter(settings: Settings) -> None:
     if not settings.algorithm.filter_groups:
         if own_filter:
             raise SettingsError(
-                f"setting algorithm.group_filter: {own_filter!r} is not asked; set algorithm.filter_groups, "
-                "or leave it out"
+                f"setting algorithm.group_filter: {own_filter!r} is not used; set algorithm.filter_groups, "
+                "or remove the setting"
             )
         return
     if settings.reward_model.path:
         raise SettingsError(
             "setting algorithm.filter_groups: groups are filtered before the trainer's reward model "
-            "(reward_model.path) scores them; leave it out, or score by the verifier reward_model"
+            "(reward_model.path) scores them; remove the setting, or score by the verifier reward_model"
         )
     if own_filter:
         return
@@ -129,7 +129,7 @@ def _check_filter(settings: Settings) -> None:
     if name not in group_relative and not is_own(name):
         raise SettingsError(
             f"setting algorithm.filter_groups: {name!r} does not compare the samples of a group with each "
-            f"other, so equal rewards are a signal, too; leave it out, or use "
+            f"other, so equal rewards are a signal, too; remove the setting, or use "
             f"{', '.join(group_relative)}"
         )
     if samples < 2:
@@ -145,7 +145,7 @@ def _check_overlong(settings: Settings) -> None:
     limit = algorithm.overlong_length or settings.sampling.max_tokens
     if algorithm.truncated == "shape" and not 0 < algorithm.overlong_buffer <= limit:
         raise SettingsError(
-            f"setting algorithm.overlong_buffer: {algorithm.overlong_buffer} has to be between 1 and "
+            f"setting algorithm.overlong_buffer: {algorithm.overlong_buffer} must be between 1 and "
             f"{limit}, the length from which a sample is punished in full (algorithm.overlong_length, or "
             "sampling.max_tokens), with algorithm.truncated 'shape'"
         )
@@ -157,7 +157,7 @@ def _check_critic(settings: Settings) -> None:
     if name not in with_critic:
         if critic.path:
             raise SettingsError(
-                f"setting critic.path: algorithm.name {name!r} has no critic; leave it out, or use "
+                f"setting critic.path: algorithm.name {name!r} has no critic; remove the setting, or use "
                 f"{' or '.join(with_critic)}"
             )
         return
@@ -215,7 +215,7 @@ def check_workers(settings: Settings, rollouts: int) -> None:
         )
     if settings.weights.transport == TRANSPORT and are_apart(settings, rollouts):
         raise SettingsError(
-            f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} several have to be on the GPUs of "
+            f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} several must be on the GPUs of "
             f"the trainer's ranks alone, and services.rollout_gpus is {settings.services.rollout_gpus!r}"
         )
 
@@ -232,7 +232,7 @@ def _check_model(settings: Settings) -> None:
     if model.revision:
         raise SettingsError(
             f"setting model.revision: {model.revision!r} is for a model of the hub, and model.path is "
-            f"{model.path!r}; leave it out"
+            f"{model.path!r}; remove the setting"
         )
 
 
@@ -335,7 +335,7 @@ def _head_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
         ),
         (
             settings.run.deterministic,
-            "how much of it an idle trainer learns cannot be repeated; leave run.deterministic out",
+            "draft training depends on idle time and is not reproducible; remove run.deterministic",
         ),
     )
 

@@ -53,7 +53,7 @@ def check_pool(pool: Sequence[PoolEntry], base: EngineConfig) -> None:
         if lr not in (0, base.draft_lr):
             raise SettingsError(
                 f"setting {prefix}.draft_lr: {lr}, but versions have the head that engine.draft_lr, "
-                f"{base.draft_lr}, trains; leave it out, or set it to 0"
+                f"{base.draft_lr}, trains; remove the setting, or set it to 0"
             )
 
 
@@ -80,12 +80,12 @@ def check_staging(pool: Sequence[PoolEntry], base: EngineConfig, transport: str,
         if place in ("host", "copy") and transport == "shared":
             raise SettingsError(
                 f"setting {prefix}.staging: with weights.transport 'shared' there is no copy to place; "
-                "leave it out"
+                "remove the setting"
             )
         if place in ("host", "layers") and lora.rank:
             raise SettingsError(
                 f"setting {prefix}.staging: with lora.rank {lora.rank} only the adapter is staged, "
-                "which is small; leave it out"
+                "which is small; remove the setting"
             )
 
 

@@ -234,6 +234,6 @@ def read_record(path: Path, what: str) -> Mapping[str, str]:
     except (OSError, msgspec.DecodeError) as error:
         reason = error_text(error)
         raise SettingsError(
-            f"{path}: {reason}; it says which {what}: restore it, or delete it to take the present ones"
+            f"{path}: {reason}; it records the {what}: restore it, or delete it to use the current ones"
         ) from None
     return {name: value for name, value in commits.items() if name != MEMBER}

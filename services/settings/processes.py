@@ -123,13 +123,13 @@ def check_roles_apart(
         named = f"setting placement.{role}: {ranks}"
         tensor, backend = getattr(placement, f"{role}_tensor_parallel_size"), trainer.backend
         if backend not in BACKENDS.having("frozen_apart"):
-            raise SettingsError(f"{named}: trainer.backend {backend!r} has no models beside the policy")
+            raise SettingsError(f"{named}: trainer.backend {backend!r} does not support separate models")
         if backend == "reference" and ranks > 1:
             raise SettingsError(f"{named}: trainer.backend 'reference' has one rank for a model; set it to 1")
         if tensor > 1 and backend != "megatron":
             raise SettingsError(
                 f"setting placement.{role}_tensor_parallel_size: {tensor}: trainer.backend {backend!r} has "
-                "no tensor ranks; leave it out, or use megatron"
+                "no tensor ranks; remove the setting, or use megatron"
             )
         if ranks % tensor:
             raise SettingsError(
@@ -138,12 +138,12 @@ def check_roles_apart(
         if colocated:
             raise SettingsError(
                 f"{named}: with colocated.enabled trainer and engines take turns on all of the trainer's "
-                "GPUs, and a model with a GPU of its own takes no turns; leave one of the two out"
+                "GPUs, and a model with a GPU of its own cannot; remove one of the two settings"
             )
         if role in frozen and frozen[role].offload:
             raise SettingsError(
                 f"setting {role}.offload: the model has ranks of its own (placement.{role}), where nothing "
-                "else needs the memory; leave it out"
+                "else needs the memory; remove the setting"
             )
 
 

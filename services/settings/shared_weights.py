@@ -63,7 +63,7 @@ def _problems_of_shared(settings: Settings) -> Iterator[tuple[bool, str]]:
     yield (
         are_apart(settings, services.rollout_workers),
         f"{services.rollout_workers} rollout workers are on services.rollout_gpus {services.rollout_gpus!r}; "
-        "those that can share have to be on the GPUs of the trainer's ranks alone, as any may be the one "
+        "those that can share must be on the GPUs of the trainer's ranks alone, as any may be the one "
         "that does",
     )
     yield (
@@ -72,7 +72,7 @@ def _problems_of_shared(settings: Settings) -> Iterator[tuple[bool, str]]:
     )
     yield (
         trainer.dtype != settings.engine.dtype,
-        f"trainer.dtype is {trainer.dtype}, engine.dtype {settings.engine.dtype}; they have to be the same",
+        f"trainer.dtype is {trainer.dtype}, engine.dtype {settings.engine.dtype}; they must be the same",
     )
     yield (
         trainer_gpus[:ranks] != rollout_gpus[:ranks],
@@ -86,11 +86,11 @@ def _engine_problems(settings: Settings, engine: EngineConfig) -> Iterator[tuple
     trainer, ranks = settings.trainer, _ranks(settings)
     sharing, having_base = ENGINES.having("shares_with"), ENGINES.having("shares_base")
     backends = ENGINES[engine.name].shares_with if engine.name in sharing else ()
-    yield not backends, f"engine.name is {engine.name!r}; it has to be {' or '.join(sharing)}"
+    yield not backends, f"engine.name is {engine.name!r}; it must be {' or '.join(sharing)}"
     yield (
         trainer.backend not in backends,
         f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} "
-        f"it has to be {' or '.join(map(repr, backends))}",
+        f"it must be {' or '.join(map(repr, backends))}",
     )
     yield from _ranks_of_shared(settings, engine, ranks)
     yield (
@@ -120,12 +120,12 @@ def _master_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
         ),
         (
             trainer.publish_every != 1,
-            f"trainer.publish_every is {trainer.publish_every}; it has to be 1: a step computes with the "
+            f"trainer.publish_every is {trainer.publish_every}; it must be 1: a step computes with the "
             "weights that the engine made of the version before",
         ),
         (
             trainer.updates > 1,
-            f"a step makes {trainer.updates} updates; it has to be one: the second would compute with the "
+            f"a step makes {trainer.updates} updates; it must be one: the second would compute with the "
             "engine's weights, which are a version's",
         ),
         (
@@ -145,11 +145,11 @@ def _ranks_of_shared(settings: Settings, engine: EngineConfig, ranks: int) -> tu
     return (
         (
             engine.tensor_parallel_size != ranks,
-            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it has to be {ranks}",
+            f"engine.tensor_parallel_size is {engine.tensor_parallel_size}; it must be {ranks}",
         ),
         (
             settings.trainer_ranks != ranks or tensor != ranks,
             f"[parallel] and [placement] ask for {settings.trainer_ranks} ranks, {tensor} of them tensor "
-            f"ranks; the trainer has to be as many tensor ranks as the engine, {ranks}",
+            f"ranks; the trainer must have as many tensor ranks as the engine, {ranks}",
         ),
     )

@@ -48,8 +48,8 @@ def refusal(facts: Mapping[str, Any], command: str) -> str:
     when = f" on {_clock(facts['ended'])}" if facts["ended"] else ""
     more = " with more --steps" if facts["run_state"] == "done" else ""
     return (
-        f"run {facts['run']} is not on: it {_verb(facts['run_state'])} at version {facts['version']} of "
-        f"{facts['steps']}{when}; `tether {command}` changes a run that is on, so start it first: "
+        f"run {facts['run']} is not running; it {_verb(facts['run_state'])} at version {facts['version']} of "
+        f"{facts['steps']}{when}; `tether {command}` changes a running run, so start it first: "
         f"`tether up`{more}"
     )
 
@@ -87,7 +87,7 @@ BOUND_KEYS = {
     "staleness-policy": "policy",
 }
 """Key of `tether set` -> argument of `Ledger.set_bound`."""
-ELSEWHERE = "if its ledger is a server of its own, set TETHER_REDIS_URL to ask that"
+ELSEWHERE = "if the run uses an external ledger, set TETHER_REDIS_URL"
 """Hint for a run without a ledger in its directory: settings.json does not name the server."""
 
 

@@ -114,7 +114,7 @@ def write_perfetto(run_dir: Path, out: Path) -> int:
         OSError: another file of the run cannot be read; the error names it.
     """
     if out.exists() and not out.is_file():  # a file would replace a device or a pipe
-        raise SettingsError(f"{out} cannot be written: it is no file")
+        raise SettingsError(f"{out} cannot be written: it is not a file")
     steps, evaluations = read_steps(run_dir / METRICS), list(read_evaluations(run_dir))
     records = trace_records(read_events(run_dir / FILE), steps, evaluations)
     try:

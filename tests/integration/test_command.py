@@ -261,7 +261,7 @@ def test_services_drain_at_ctrl_c(story: Story) -> None:
 def test_status_of_a_run_that_is_over_says_so(story: Story) -> None:
     assert story.after.startswith("run commandtest was stopped at version ")
     assert f"last step {story.first_steps[-1]['step']}: reward " in story.after
-    assert story.refused.startswith("tether: run commandtest is not on: it was stopped at version ")
+    assert story.refused.startswith("tether: run commandtest is not running; it was stopped at version ")
     assert story.refused.count("\n") == 1
 
 

@@ -270,7 +270,7 @@ def test_a_run_is_scaled_and_drained_by_commands(tmp_path: Path) -> None:
     assert (code, out.splitlines()[0].split(" after ")[0]) == (0, "group 3: trained")
     assert json.loads(tether("trace", run_dir, 3, "--json")[1])[0]["event"] == "lease"
     wrong: tuple[tuple[tuple[object, ...], str], ...] = (
-        (("scale", run_dir, "rollouts=2"), "run scaletest is not on: it was drained"),
+        (("scale", run_dir, "rollouts=2"), "run scaletest is not running; it was drained"),
         (("trace", run_dir, 10**9), f"group {10**9} is not in the log"),
         (("replay", run_dir, "--step", 10**9), f"step {10**9} is not in the log"),
         (("trace", tmp_path / "none", 1), "no event log"),

@@ -98,15 +98,15 @@ _FAULTS: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str, str], .
         "",
         "it refuses this user; check user, password and ACL",
     ),
-    (InvalidResponse, "", "there is no Redis or Valkey"),
-    (MovedError, "", "it is one of a cluster's servers; take a server that is none"),
+    (InvalidResponse, "", "the server is not Redis or Valkey"),
+    (MovedError, "", "it is one of a cluster's servers; use a server outside a cluster"),
     (
         ResponseError,
         "WRONGTYPE",
         "another program's data has a key of this run; give another database or run.name",
     ),
     (ResponseError, "DB index is out of range", "it has no database of that number"),
-    (ResponseError, "unknown command", "it is no Redis or Valkey with scripts"),
+    (ResponseError, "unknown command", "the server is not a Redis or Valkey with scripts"),
 )
 """Error type and substring of its text -> the wrong setting; retries would not help."""
 _FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.02, 1.0

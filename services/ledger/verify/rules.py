@@ -96,7 +96,7 @@ class Rules:
                 self._before_drop(event)
             case ClaimEvent():
                 if event.epoch in self._epochs:
-                    self._state.report(f"epoch {event.epoch} comes back")
+                    self._state.report(f"epoch {event.epoch} was used before")
                 self._epochs.add(event.epoch)
             case ResumeEvent():
                 self._before_resume(event)
@@ -155,7 +155,7 @@ class Rules:
 
     def _check_bound(self, bound: Bound) -> None:
         if bound.max_staleness < 0 or bound.groups_per_step < 1:
-            self._state.report(f"{bound} is no bound")
+            self._state.report(f"{bound} is not a valid bound")
 
     def _before_steps(self, event: StepsEvent) -> None:
         self._steps = event.steps

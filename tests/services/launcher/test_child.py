@@ -172,7 +172,7 @@ async def test_a_child_that_dies_of_one_error_again_and_again_ends_the_run(
     with pytest.raises(ServiceFailed) as failure:
         await child.keep_running()
     assert str(failure.value) == (
-        "worker.0 died 3 times in a row of one error, last with exit code 1: out of cheese "
+        "worker.0 died 3 times in a row with the same error, last with exit code 1: out of cheese "
         f"(see {child.log_path})"
     )
 
@@ -182,7 +182,7 @@ async def test_an_end_without_a_word_is_not_blamed_on_an_earlier_one(
 ) -> None:
     child = make("3 ", restarts=0)
     child.log_path.write_text("tether worker: setting x is wrong\n")
-    with pytest.raises(ServiceFailed, match="last with exit code 3: it said nothing"):
+    with pytest.raises(ServiceFailed, match="last with exit code 3: no output"):
         await child.keep_running()
 
 

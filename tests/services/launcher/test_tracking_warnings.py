@@ -46,6 +46,6 @@ def test_end_says_what_was_sent_and_how_to_send_the_rest(tmp_path: Path) -> None
     )
     assert list(describe_tracking(settings)) == [
         "tracking by wandb: all 3 points were sent; https://w",
-        "warning: tracking by mlflow got 1 points, up to version 1 (the rest was not sent in time); "
+        "warning: tracking by mlflow got 1 points, up to version 1 (remaining points were not sent in time); "
         f"`tether track '{run_dir}'` sends the rest",
     ]

@@ -190,7 +190,7 @@ def test_check_run_names_the_problem_and_the_remedy(
         (
             {"model_type": "phi3"},
             ["weights.transport=shared", "engine.name=megatron"],
-            "setting weights.transport = 'shared': it needs tensors that are parts of the trainer's",
+            "setting weights.transport = 'shared': the trainer interleaves q, k and v",
         ),
         (
             {"model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2},
@@ -224,7 +224,7 @@ def test_check_run_names_the_problem_and_the_remedy(
         (
             {"model_type": "marvel", "architectures": ["MarvelForCausalLM"]},
             ["trainer.backend=reference", "engine.name=hf"],
-            "no causal language model",
+            "is not a causal language model",
         ),
     ],
 )

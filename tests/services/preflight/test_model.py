@@ -113,8 +113,8 @@ def test_arguments_that_no_engine_has_are_found_for_each_engine(tmp_path: Path) 
         (
             "qwen2",
             "vllm",
-            "model.layers.0.self_attn.q_proj.weight alternates with others in the trainer's "
-            "decoder.layers.0.self_attention.linear_qkv.weight, and does not in engine 'vllm'",
+            "model.layers.0.self_attn.q_proj.weight is interleaved with other tensors in the trainer's "
+            "decoder.layers.0.self_attention.linear_qkv.weight, and is not in engine 'vllm'",
         ),
     ],
 )

@@ -49,14 +49,14 @@ def test_shares_that_fit_are_accepted(fits: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     ("too_much", "text"),
     [
-        ({"trainer": 0.8}, "GPU 0 has trainer.memory_fraction 0.8 beside 0.3 for reward models"),
-        ({"trainer": 0.7, "workers": 2}, "beside 0.6 for reward models"),
+        ({"trainer": 0.8}, "GPU 0 exceed 1: trainer.memory_fraction 0.8 and 0.3 for reward models"),
+        ({"trainer": 0.7, "workers": 2}, "and 0.6 for reward models"),
         (
             {"gpus": "1,0", "trainer": 0.4, "tensor_parallel_size": 2},
-            "GPU 1 has trainer.memory_fraction 0.4 and ",
+            "GPU 1 exceed 1: trainer.memory_fraction 0.4 and ",
         ),
-        ({"gpus": "3,0", "engine": "sglang", "tensor_parallel_size": 2}, "GPU 0 has "),
-        ({"gpus": "2", "memory_fraction": 0.7}, "GPU 2 has engine.memory_fraction 0.4 beside 0.7"),
+        ({"gpus": "3,0", "engine": "sglang", "tensor_parallel_size": 2}, "GPU 0 exceed 1: "),
+        ({"gpus": "2", "memory_fraction": 0.7}, "GPU 2 exceed 1: engine.memory_fraction 0.4 and 0.7"),
     ],
 )
 def test_shares_of_more_than_a_gpu_are_refused(too_much: dict[str, Any], text: str) -> None:

@@ -118,7 +118,7 @@ def test_more_rows_than_tokens_are_padding(tmp_path: Path) -> None:
         ((DISTILLS,), "there is no teacher; set teacher.path"),
         (('teacher.path="TEACHER"',), "algorithm.name 'grpo' has no teacher"),
         (("placement.teacher=1",), "there is no teacher without teacher.path"),
-        (("placement.critic=1",), "algorithm.name 'grpo' has no critic; leave it out, or use ppo"),
+        (("placement.critic=1",), "algorithm.name 'grpo' has no critic; remove the setting, or use ppo"),
         (
             ("placement.critic=5", "placement.critic_tensor_parallel_size=5", "algorithm.name=ppo"),
             "the critic: placement.critic: ",

@@ -189,7 +189,7 @@ async def test_random_weights_are_not_served(model_dir: Path) -> None:
 def test_only_a_run_can_be_followed(model_dir: Path) -> None:
     with pytest.raises(SettingsError, match="--follow: no run in"):
         serving_of(str(model_dir), [], True)
-    with pytest.raises(SettingsError, match="is no run, no settings file and no Hugging Face model"):
+    with pytest.raises(SettingsError, match="is not a run, a settings file or a Hugging Face model"):
         serving_of(str(model_dir / "checkpoints"), [], False)
 
 

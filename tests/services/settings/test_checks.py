@@ -104,7 +104,7 @@ def test_head_is_trained_on_the_rank_of_the_backends_that_have_states() -> None:
         ("engine.draft_model=''", "there is no head to train; .* in engine.draft_model, or set it to 0"),
         ("trainer.backend=megatron", "'megatron' gives no hidden states; use fsdp or reference"),
         ("parallel.data_parallel_size=2", r"on one rank, and \[parallel\] has 2"),
-        ("run.deterministic=true", "cannot be repeated; leave run.deterministic out"),
+        ("run.deterministic=true", "not reproducible; remove run.deterministic"),
         ("colocated.enabled=true", r"\(colocated.enabled\) has no idle time"),
         ("services.pool=[{ engine = { draft_model = '/b' } }]", "name no other draft_model"),
     ],

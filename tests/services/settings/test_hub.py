@@ -222,5 +222,5 @@ def test_a_damaged_record_is_named(hub: HubServer, asked: Settings) -> None:
 def test_a_record_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
     path = tmp_path / FILE
     path.symlink_to(path)
-    with pytest.raises(SettingsError, match=f"^{path}: Too many levels of symbolic links; it says which "):
+    with pytest.raises(SettingsError, match=f"^{path}: Too many levels of symbolic links; it records the "):
         read_record(path, RECORDED)

@@ -396,5 +396,5 @@ def test_shaping_needs_a_buffer_below_the_limit() -> None:
         problem = refusal(
             None, *shape, f"algorithm.overlong_buffer={buffer}", f"algorithm.overlong_length={limit}"
         )
-        assert f"overlong_buffer: {buffer} has to be between 1 and {limit or 32}" in problem
+        assert f"overlong_buffer: {buffer} must be between 1 and {limit or 32}" in problem
     load(None, *shape, "algorithm.overlong_buffer=32")

@@ -101,7 +101,7 @@ def test_a_critic_apart_follows_frozen_models() -> None:
             "scripted",
             False,
             False,
-            "placement.teacher: 1: .* has no models beside",
+            "placement.teacher: 1: .* does not support separate models",
         ),
         (PlacementConfig(critic=2), "reference", False, False, "placement.critic: 2: .* set it to 1"),
         (PlacementConfig(critic=1), "megatron", False, True, "placement.critic: 1: with colocated.enabled"),

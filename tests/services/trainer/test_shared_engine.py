@@ -208,16 +208,16 @@ async def test_a_trainer_keeps_its_masters_until_its_engine_has_copied_or_left(s
     [
         (
             "trainer.backend=megatron",
-            "trainer.backend is 'megatron'; with engine.name 'hf' it has to be 'reference'",
+            "trainer.backend is 'megatron'; with engine.name 'hf' it must be 'reference'",
         ),
         (
             "engine.name=megatron",
-            "trainer.backend is 'reference'; with engine.name 'megatron' it has to be 'megatron'",
+            "trainer.backend is 'reference'; with engine.name 'megatron' it must be 'megatron'",
         ),
-        ("engine.name=sglang", "engine.name is 'sglang'; it has to be hf or megatron or vllm"),
+        ("engine.name=sglang", "engine.name is 'sglang'; it must be hf or megatron or vllm"),
         (
             "parallel.tensor_model_parallel_size=2",
-            "[parallel] and [placement] ask for 2 ranks, 2 of them tensor ranks; the trainer has to be as "
+            "[parallel] and [placement] ask for 2 ranks, 2 of them tensor ranks; the trainer must have as "
             "many tensor ranks as the engine, 1",
         ),
         ("engine.tensor_parallel_size=2", "engine.tensor_parallel_size is 2"),
@@ -225,8 +225,8 @@ async def test_a_trainer_keeps_its_masters_until_its_engine_has_copied_or_left(s
         ("services.rollouts=2", "services.rollouts is 2; there can be one"),
         ("services.pool=[{count=1}]", "services.pool names several rollout workers"),
         ("lora.rank=4", "lora.rank is 4; engine.name 'hf' does not keep the base of adapters"),
-        ("trainer.num_mini_batches=2", "a step makes 2 updates; it has to be one: the second"),
-        ("trainer.publish_every=2", "trainer.publish_every is 2; it has to be 1"),
+        ("trainer.num_mini_batches=2", "a step makes 2 updates; it must be one: the second"),
+        ("trainer.publish_every=2", "trainer.publish_every is 2; it must be 1"),
         ("colocated.enabled=true", "colocated.enabled is true"),
         ("trainer.dtype=bfloat16", "trainer.dtype is bfloat16, engine.dtype float32"),
         ("services.trainer_gpus=1", "services.trainer_gpus is '1', services.rollout_gpus ''"),
@@ -309,10 +309,10 @@ def test_adapters_go_to_workers_that_share_and_to_others(tmp_path: Path) -> None
         check_workers(settings, 3)
         with pytest.raises(SettingsError, match=r"rollouts=4: .* services\.rollout_gpus is '0,1,2'"):
             check_workers(settings, 4)  # the fourth would be a second one that shares
-    with pytest.raises(SettingsError, match=r"engine\.name is 'sglang'; it has to be"):
+    with pytest.raises(SettingsError, match=r"engine\.name is 'sglang'; it must be"):
         settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, "services.pool=[{engine={name='sglang'}}]")
     two = "services.pool=[{}, {engine={name='megatron', tensor_parallel_size=2}}]"
-    with pytest.raises(SettingsError, match=r"engine\.tensor_parallel_size is 2; it has to be 1"):
+    with pytest.raises(SettingsError, match=r"engine\.tensor_parallel_size is 2; it must be 1"):
         settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, two)
     with pytest.raises(SettingsError, match=r"services\.pool .* under \[lora\] all get the adapters"):
         settings_for(tmp_path, "demo.toml", *SHARED, *ADAPTERS, MIXED, "lora.rank=0")

@@ -48,7 +48,7 @@ async def test_servers_of_another_kind_are_faults_of_the_settings(tmp_path: Path
 
     web = await asyncio.start_server(answer, "127.0.0.1", 0)
     port = web.sockets[0].getsockname()[1]
-    with pytest.raises(SettingsError, match=f"redis://127.0.0.1:{port}/0: there is no Redis"):
+    with pytest.raises(SettingsError, match=f"redis://127.0.0.1:{port}/0: the server is not Redis"):
         await RedisLedger.connect(f"redis://127.0.0.1:{port}/0", "run")
     web.close()
     server = EmbeddedServer(tmp_path)

@@ -122,7 +122,7 @@ def a_rewind_that_was_none(log: Log) -> str:
 def an_epoch_that_comes_back(log: Log) -> str:
     claim = find(log, "claim")
     claim["epoch"] = "e0"
-    return "epoch e0 comes back"
+    return "epoch e0 was used before"
 
 
 @corruption
