@@ -215,5 +215,5 @@ async def test_verifiers_get_the_answer_of_a_program_and_hidden_metadata(tmp_pat
 async def test_an_answer_that_is_no_text_is_no_outcome(tmp_path: Path, answer: object) -> None:
     wrote = json.dumps({"reward": None, "answer": answer})
     wrong = f"{ASKS}\nopen(os.environ['TETHER_OUTCOME'], 'w').write({wrote!r})"
-    with pytest.raises(EpisodeError, match=r"the (outcome's answer|response) is no text"):
+    with pytest.raises(EpisodeError, match=r"the (outcome's answer is not a|response is not valid) text"):
         await generated(tmp_path, config(wrong), n=1)

@@ -115,7 +115,7 @@ async def test_rank_that_can_make_no_more_groups_is_poisoned_for_the_engine_too(
     with closing(part_sender(CONFIG, OLD.items())) as sender:
         manifest = sender.publish("e1", 1, OLD.items())
         with stuck(Library(), MAX_STUCK):
-            with pytest.raises(PoisonedError, match="this process has to be restarted"):
+            with pytest.raises(PoisonedError, match="this process must be restarted"):
                 await AllRanksStaging(ask, ask, stage_timeout_s=20, call_timeout_s=20).stage(manifest)
             with pytest.raises(
                 WeightError, match="version 2: rank 0: 4 threads are stuck"

@@ -162,7 +162,7 @@ def test_another_attempt_replaces_a_trace() -> None:
 
 
 def test_an_address_must_be_given() -> None:
-    with pytest.raises(SettingsError, match="is no address of an environment server"):
+    with pytest.raises(SettingsError, match="is not an address of an environment server"):
         make_environment(EnvironmentConfig("verifiers", {"address": "http://127.0.0.1"}))
 
 
