@@ -141,7 +141,7 @@ class Receiver:
         self._finish(delivery.envelope.id, why)
 
     async def close(self) -> None:
-        """Flush queued acknowledgements without waiting, and close the socket.
+        """Flush queued acknowledgements without waiting, and close the socket, also if cancelled.
 
         The senders send held messages to another receiver.
         """
@@ -149,9 +149,11 @@ class Receiver:
             return
         self._closed = True
         self._sessions.stop()
-        await asyncio.sleep(0)
-        self._router.close()
-        self._inbox.close()
+        try:
+            await asyncio.sleep(0)
+        finally:
+            self._router.close()
+            self._inbox.close()
 
     def snapshot(self) -> dict[str, object]:
         """Return a summary of queues: messages waiting for `receive`, messages held, and the senders."""

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import uvloop
 
-from protocol.topics import WEIGHTS
+from protocol.topics import SCORED, TOPICS, WEIGHTS
 from services.bus.broadcast import Broadcaster, Listener
 from services.bus.curve import create_keys
 from services.bus.sender import Declined
@@ -99,3 +99,16 @@ async def test_closing_twice_is_harmless() -> None:
     await inbox.start()
     await inbox.close()
     await inbox.close()
+
+
+async def test_a_receiver_whose_close_is_cancelled_has_closed_its_socket() -> None:
+    inbox = receiver()
+    await inbox.start()
+    closing = inbox.close()
+    closing.send(None)  # runs up to the wait
+    with pytest.raises(asyncio.CancelledError):
+        closing.throw(asyncio.CancelledError())
+    number = list(TOPICS).index(SCORED.name)
+    first = int(inbox.endpoint.rpartition(":")[2]) - number
+    async with receiver(config=replace(QUICK, port_base=first)) as other:
+        assert other.endpoint == inbox.endpoint
