@@ -106,6 +106,6 @@ def _is_dead(directory: Path) -> bool:
 
 
 def _identity(run_dir: Path) -> str:
-    """Return what tells a directory from others under any name: it may be moved or mounted elsewhere."""
+    """Return device and inode of a directory, which stay the same if the directory is moved."""
     found = run_dir.stat()
     return f"{found.st_dev} {found.st_ino}"

@@ -10,7 +10,7 @@ from jsonschema.exceptions import SchemaError
 from jsonschema.validators import Draft202012Validator, validator_for
 
 from protocol.errors import RewardError
-from reward.verifiers.fenced import last_block
+from reward.verifiers.fenced_blocks import last_block
 from reward.verifiers.registry import required
 
 DEEP = 64

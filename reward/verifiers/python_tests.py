@@ -10,7 +10,7 @@ from annotated_types import Interval
 
 from reward.sandbox.cases import judge, read_cases
 from reward.sandbox.runner import NEEDED, Limits
-from reward.verifiers.fenced import last_block
+from reward.verifiers.fenced_blocks import last_block
 from reward.verifiers.registry import required
 
 PYTHON = ("python", "py", "python3", "py3")

@@ -53,7 +53,7 @@ class RequestSampling:
         return replace(own, **{name: value for name, value in given.items() if value is not None})
 
     def answers(self) -> list["RequestSampling"]:
-        """Return the parameters of each of the `n` answers; with one seed all would be the same text."""
+        """Return the parameters of the `n` answers, each with its own seed if the request has a seed."""
         return [self, *(replace(self, seed=seed_within(self.seed, i)) for i in range(1, self.n))]
 
     def as_json(self) -> str:

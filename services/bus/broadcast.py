@@ -130,7 +130,7 @@ class Broadcaster:
         self._answers.close()
 
     def _leave_out(self, kind: type[Message], nbytes: int) -> None:
-        """Send no message of this kind any more, also not the one before, until there is a newer one."""
+        """Count and log a message that is too large; peers must not get an older message of its kind."""
         self.stats.dropped_full += 1
         most = self._config.max_frame_bytes
         log.error(

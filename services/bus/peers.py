@@ -300,7 +300,7 @@ class SenderSessions:
 
 
 def _first_answers(answers: Mapping[str, bytes], most: int) -> dict[str, bytes]:
-    """Return the first answer, and those after it with which it has at most so many bytes."""
+    """Return the first answer, and the next answers while the total is at most `most` bytes."""
     total = itertools.accumulate(map(len, answers.values()))
     return dict(
         item

@@ -18,7 +18,7 @@ from rich.text import Text
 from protocol.errors import TetherError
 from services.launcher.live_view import RunView, render_view
 from services.ledger.interface import Ledger
-from services.observability.lasting_stream import LastingStream
+from services.observability.best_effort_stream import BestEffortStream
 from services.observability.printable import printable
 from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
 from services.observability.status import collect_status
@@ -35,7 +35,7 @@ def open_progress(run: str, run_dir: Path, steps: int, out: TextIO | None = None
 
     The run continues if the stream fails.
     """
-    out = cast(TextIO, LastingStream(out or sys.stdout))
+    out = cast(TextIO, BestEffortStream(out or sys.stdout))
     if is_interactive(out, os.environ):
         return LiveProgress(run, run_dir, steps, out)
     return Progress(run_dir, steps, out)

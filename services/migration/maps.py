@@ -72,7 +72,7 @@ def every(setting: str) -> Carry:
 
 
 def top_k(value: Any) -> Settings:
-    """Convert a number of likely tokens, where less than 0 is off."""
+    """Convert a top-k, where a negative number means off."""
     return {"sampling.top_k": max(0, integer(value))}
 
 

@@ -63,7 +63,7 @@ def _sizes(paths: Iterable[Path]) -> Iterator[tuple[Path, int]]:
 
 
 def _files(directory: Path) -> Iterator[Path]:
-    """Yield the files of a directory and its folders; `Path.rglob` raises where a folder is removed."""
+    """Yield all files below a directory. `Path.rglob` would raise if a folder is removed meanwhile."""
     for folder, _, names in os.walk(directory):
         paths = (Path(folder, name) for name in names)
         yield from (path for path in paths if path.is_file() and not path.is_symlink())

@@ -140,7 +140,7 @@ class Checkpointer:
             await self._in_thread(uploader.resume, version, self._run.spool, self._export_of(version))
 
     async def remove_exports_after(self, version: int) -> None:
-        """Remove exports of later versions than the one that the run continues from: it makes others."""
+        """Remove exports of versions after `version`, which a rewound run has abandoned."""
         for export in self._export_of(version).parent.glob("step_*"):
             found = NAME.fullmatch(export.name)
             if found and int(found[1]) > version:

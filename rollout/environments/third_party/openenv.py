@@ -52,10 +52,10 @@ class OpenEnvSession:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, options: Options) -> None:
         self._socket, self._options = socket, options
         self._answers: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(1)
-        """What was read and is not asked for yet; `asked` frees the place."""
+        """Messages of the server that `asked` has not read yet."""
 
     async def read_loop(self) -> None:
-        """Read until the end of the connection: a socket answers the server's pings only while it is read."""
+        """Read until the connection closes. aiohttp answers the server's pings only during a read."""
         while not self._socket.closed:
             await self._answers.put(await self._socket.receive())
 
@@ -142,7 +142,7 @@ async def connected(options: Options) -> AsyncIterator[OpenEnvSession]:
             raise RuntimeError(f"the OpenEnv server {options.url}: {str(error)[:300]}") from None
         async with socket:
             session = OpenEnvSession(socket, options)
-            # in no group, which would put the errors of the episode into a group, too
+            # not in a TaskGroup, which would wrap the episode's errors in an ExceptionGroup
             reading = asyncio.get_running_loop().create_task(session.read_loop(), name="openenv.read")
             try:
                 yield session

@@ -1,4 +1,4 @@
-"""Writes to a stream whose reader may go away: text that cannot be written is left out."""
+"""Writes to a text stream and discards text that cannot be written, such as to a closed pipe."""
 
 import contextlib
 import errno
@@ -7,15 +7,15 @@ import os
 from collections.abc import Iterator
 from typing import Any, TextIO
 
-_GONE = (errno.EPIPE, errno.EIO)
-"""Errors of a pipe or a terminal that nobody will read any more; others, as of a full disk, may be over."""
+_CLOSED = (errno.EPIPE, errno.EIO)
+"""Errors of a closed pipe or terminal. Other errors, such as a full disk, may be temporary."""
 
 
-class LastingStream:
-    """Text stream whose `write` and `flush` never fail: a run continues without its output."""
+class BestEffortStream:
+    """Text stream whose `write` and `flush` never raise OSError, so a run continues without its output."""
 
     def __init__(self, stream: TextIO) -> None:
-        """Store the stream, and have it escape the characters that its encoding lacks."""
+        """Wrap the stream, and escape characters that its encoding does not support."""
         self._stream = stream
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
@@ -24,21 +24,21 @@ class LastingStream:
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
-        """Write text as far as that is possible."""
-        with self._lasting():
+        """Write text; discard it on an error."""
+        with self._ignoring_errors():
             self._stream.write(text)
         return len(text)
 
     def flush(self) -> None:
-        """Write buffered text as far as that is possible."""
-        with self._lasting():
+        """Flush buffered text; ignore an error."""
+        with self._ignoring_errors():
             self._stream.flush()
 
     @contextlib.contextmanager
-    def _lasting(self) -> Iterator[None]:
+    def _ignoring_errors(self) -> Iterator[None]:
         try:
             yield
         except OSError as error:
-            if error.errno in _GONE:  # buffered text would fail again as the process ends
+            if error.errno in _CLOSED:  # the interpreter flushes again at exit
                 with open(os.devnull, "wb") as nothing:
                     os.dup2(nothing.fileno(), self._stream.fileno())
