@@ -28,8 +28,8 @@ MINUTES ?= 2
 GPU_TESTS = $(shell grep -rlE 'mark\.gpu|TWO_GPUS' tests --include='test_*.py')
 FP8_TESTS := tests/trainer/layers/test_fp8.py
 CONTRACT := tests/rollout/engines/test_contract.py
-# engines of the contract suite at once, each with a tenth of a GPU's memory
-GPU_LANES ?= 4
+# engines of the contract suite at once: four on each GPU, each with a tenth of its memory
+GPU_LANES ?= $(shell echo $$((4 * $$(nvidia-smi -L 2>/dev/null | wc -l))))
 # a report of each suite, under the name of the commit, for `make guarantees`
 REPORT = -o junit_suite_name=$(shell git describe --always --dirty 2>/dev/null || echo unknown) --junitxml=runs/junit
 export TOKENIZERS_PARALLELISM := false
