@@ -15,7 +15,7 @@ from typing import Any
 import aiohttp
 import msgspec
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_shapes, adapter_targets
 from rollout.engines.base import Completion, EngineConfig, KvPolicy, Request, Sampling
@@ -141,8 +141,9 @@ class SglangEngine(MultiProcessEngine):
             socket_path(self._server.directory, rank) for rank in range(self._config.tensor_parallel_size)
         ]
         if not all(path.exists() for path in paths):
-            raise EngineError(
-                f"engine {self._name}: SGLang did not load tether's plug-in: {self._server.log_tail()}"
+            raise EngineSettingsError(
+                f"engine {self._name}: SGLang did not load tether's plug-in, which it finds by PYTHONPATH;"
+                f" the interpreter engine.python must keep this variable: {self._server.log_tail()}"
             )
         await self._ranks.connect(paths)
         shapes = await self._read_model(model)

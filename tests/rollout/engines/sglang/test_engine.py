@@ -15,7 +15,7 @@ from aiohttp import web
 from aiohttp.test_utils import TestServer
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from protocol.errors import EngineError
+from protocol.errors import EngineError, EngineSettingsError
 from protocol.messages import WeightManifest
 from protocol.weights.lora import LoraConfig
 from rollout.engines.base import Engine, EngineConfig, Request, Sampling
@@ -24,7 +24,7 @@ from rollout.engines.multi_process.routed_experts import Mixture
 from rollout.engines.registry import make_engine
 from rollout.engines.sglang.engine import SglangEngine, completion_of, new_session
 from rollout.engines.sglang.sampling import VERSIONS
-from tests.contracts.sglang_environment import sglang_settings
+from tests.contracts.sglang_environment import STAND_INS, sglang_settings
 
 REQUEST = Request("r/0", (1, 2), Sampling(max_tokens=3))
 
@@ -206,6 +206,22 @@ async def test_sleeping_server_holds_neither_weights_nor_their_copy(tmp_path: Pa
 
 
 @pytest.mark.engine
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+async def test_an_interpreter_that_replaces_the_path_of_modules_is_refused_as_a_setting(
+    tmp_path: Path,
+) -> None:
+    tiny_model(1).save_pretrained(tmp_path / "model")
+    settings = sglang_settings()
+    interpreter = tmp_path / "python"
+    interpreter.write_text(f'#!/bin/sh\nexec env PYTHONPATH={STAND_INS} {settings["python"]} "$@"\n')
+    interpreter.chmod(0o755)
+    config = EngineConfig(name="sglang", **settings | {"python": str(interpreter)})
+    engine = make_engine(config, tmp_path / "model", "sglang.test")
+    with pytest.raises(EngineSettingsError, match=r"did not load tether's plug-in.*engine\.python must keep"):
+        await engine.start()
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_adapter_without_a_place_is_refused_by_name_and_leaves_nothing(
