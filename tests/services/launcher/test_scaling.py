@@ -65,6 +65,19 @@ async def test_a_request_that_is_none_changes_nothing(tmp_path: Path, text: str)
         assert {role: len(group) for role, group in fleet.children.items()} == before
 
 
+async def test_a_directory_in_place_of_the_request_is_named_and_later_requests_are_applied(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    run_dir = tmp_path / "run"
+    (run_dir / FILE).mkdir(parents=True)
+    async with up(run_dir) as fleet:
+        while str(run_dir / FILE) not in caplog.text:  # noqa: ASYNC110 (a log)
+            await asyncio.sleep(0.02)
+        (run_dir / FILE).rmdir()
+        await asyncio.to_thread(request_scale, run_dir, {Role.REWARD: 1})
+        assert [child.spec.name for child in fleet.children[Role.REWARD]] == ["reward.0"]
+
+
 async def test_two_requests_at_once_and_one_to_nobody_are_refused(tmp_path: Path) -> None:
     with pytest.raises(SettingsError, match="no `tether up` is running"):
         request_scale(tmp_path, {Role.REWARD: 1})
