@@ -155,6 +155,7 @@ def test_math_accepts_equal_expressions(response: str, answer: str, expected: fl
         ('Sure!\n```json\n{"age": 3}\n```', 1.0),
         ('```json\n{"age": 1}\n```\n```\n{"age": "x"}\n```', 0.0),
         ('By:\n```python\nage = 3\n```\nSo:\n```json\n{"age": 3}\n```', 1.0),
+        ('```json\n{"age": -3}\n```\nNo:\n~~~ json\n{"age": 3}\n~~~', 1.0),
         ('{"age": 3', 0.0),
         ('{"age": NaN}', 0.0),
         ("[" * 100_000, 0.0),
@@ -206,6 +207,13 @@ SQUARE = "Here:\n```python\ndef f(x):\n    return x * x\n```\nDone."
         (f"A call of ```f``` squares. {SQUARE}", {}, 1.0),
         (SQUARE.replace("```python", "```python3 linenums"), {}, 1.0),
         (SQUARE.replace("\n", "\r\n"), {}, 1.0),
+        (SQUARE.replace("```", "~~~"), {}, 1.0),
+        (SQUARE.replace("```", "~~~~").replace("\n", "\r\n"), {}, 1.0),
+        (SQUARE.replace("```", "~~~").replace("x * x", "x * x  # not ```2 * x```"), {}, 1.0),
+        (f"~~~python\nbad(\n~~~\n{SQUARE}\n~~~text\n4\n~~~", {}, 1.0),
+        (f"{SQUARE}\n~~~python\nbad(\n~~~", {}, 0.0),
+        (f"~~~ not closed\n{SQUARE}", {}, 1.0),
+        (SQUARE.replace("x * x", "x * x\n~~~ = 2"), {}, 0.0),
     ],
 )
 def test_python_tests_scores_passed_share(response: str, options: dict[str, Any], expected: float) -> None:
