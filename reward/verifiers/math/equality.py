@@ -25,6 +25,7 @@ for _module in ("parser", "grader"):  # both warn about every call without their
 FORMULA = [LatexExtractionConfig()]
 RATIO = re.compile(r"\s*:\s*")
 COMMAND = re.compile(r"\\[a-zA-Z]+")
+WORD = re.compile(r"\\word\{([^{}]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,8 +61,11 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
 
 
 def _same_text(left: str, right: str) -> bool:
-    """Return whether two normalized texts are equal up to spaces around commas."""
-    return re.sub(r"\s*([,;])\s*", r"\1", left) == re.sub(r"\s*([,;])\s*", r"\1", right)
+    """Return whether two normalized texts are equal up to spaces around commas and the ends of \\text."""
+    first, second = (
+        re.sub(r"\s*([,;])\s*", r"\1", " ".join(WORD.sub(r" \1 ", text).split())) for text in (left, right)
+    )
+    return first == second
 
 
 def _equal(gold: str, prediction: str, digits: int) -> bool:
