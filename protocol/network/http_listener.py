@@ -61,6 +61,7 @@ class LimitedListener:
         """Bind the address, accept connections, and return the address as a URL.
 
         Args:
+            host: address to bind; an IPv6 address with or without brackets.
             port: port to bind; 0: any free port.
             ports: number of consecutive ports, from `port`, to try if other processes use the first ones.
             tls: TLS context; None: no encryption. A handshake may take half of `header_s`.
@@ -84,7 +85,7 @@ class LimitedListener:
         for number in range(port, port + ports):
             try:
                 self._server = await loop.create_server(
-                    connected, host, number, backlog=BACKLOG, ssl=tls,
+                    connected, host.strip("[]"), number, backlog=BACKLOG, ssl=tls,
                     ssl_handshake_timeout=self._header_s / 2 if tls else None,
                 )  # fmt: skip
                 break

@@ -158,3 +158,12 @@ async def test_requests_that_are_no_http_leave_no_lines(caplog: pytest.LogCaptur
         writer.close()
     await server.close()
     assert caplog.records == []
+
+
+@pytest.mark.parametrize("host", ["::1", "[::1]"])
+async def test_an_address_of_ipv6_serves_with_and_without_brackets(host: str) -> None:
+    server = HttpServer(Metrics("reward").registry, lambda: {"ok": True})
+    port = await server.start(host, 0)
+    async with aiohttp.ClientSession() as session, session.get(f"http://[::1]:{port}/health") as answer:
+        assert answer.status == 200
+    await server.close()
