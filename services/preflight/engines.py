@@ -12,7 +12,7 @@ from pathlib import Path
 from protocol.errors import SettingsError
 from rollout.engines.base import EngineConfig
 from rollout.engines.listed_models import listed_architectures
-from rollout.engines.requests import head_dim_of
+from rollout.engines.requests import check_fits, head_dim_of
 from rollout.engines.sglang.arguments import check_bounded_scores, check_environment
 from rollout.engines.sglang_jax.model_check import check_interpreter, check_model
 from rollout.engines.vllm.drafts.models import check_draft_model
@@ -66,6 +66,18 @@ def model_refusals(engine: str, model: ModelFacts, *, runs_code: bool = False) -
             "engine.name",
             "sglang",
         )
+
+
+def engine_refusals(engine: str, model: ModelFacts, gpus: Sequence[str]) -> Iterator[Problem]:
+    """Yield what the check of a run on this machine refuses of a model for an engine, under any settings.
+
+    `gpus` are the usable GPUs, as for `kernel_problems`.
+    """
+    yield from model_refusals(engine, model)
+    # no model is too short for one token, so that only the model itself is refused
+    config = EngineConfig(name=engine, max_model_len=1)
+    yield from refusals(check_fits, config, dict(model.config), model.place)
+    yield from _missing_kernels(engine, model, gpus)
 
 
 def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
@@ -150,14 +162,19 @@ def kernel_problems(settings: Settings, model: ModelFacts, gpus: Sequence[str]) 
     for engine in engines_of(settings):
         if engine.name == "sglang":
             yield from refusals(check_environment, engine)
-            if not gpus:
-                yield from refusals(check_bounded_scores, model.config, model.place)
         if engine.name == "vllm":
             yield from _adapter_rank_problems(settings)
-            if not gpus:
-                yield from _head_problems(model)
+        yield from _missing_kernels(engine.name, model, gpus)
         if gpus:
             yield from _float32_problems(engine, settings.lora.rank)
+
+
+def _missing_kernels(engine: str, model: ModelFacts, gpus: Sequence[str]) -> Iterator[Problem]:
+    """Yield features of a model for which an engine has no kernels on this machine."""
+    if engine == "sglang" and not gpus:
+        yield from refusals(check_bounded_scores, model.config, model.place)
+    if engine == "vllm" and not gpus:
+        yield from _head_problems(model)
 
 
 def _adapter_rank_problems(settings: Settings) -> Iterator[Problem]:

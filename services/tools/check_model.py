@@ -31,9 +31,10 @@ from protocol.errors import SettingsError
 from protocol.host.child_environment import with_variables
 from protocol.host.prctl import die_with_parent
 from rollout.engines.listed_models import engines_with
-from services.preflight.engines import model_refusals
+from services.preflight.engines import engine_refusals
 from services.preflight.model import ModelFacts
 from services.runtime.errors import configure_logging
+from services.settings.automatic import visible_gpus
 from trainer.backends.plain_copy import quantization_of, write_plain
 from trainer.backends.safetensors_reader import SafetensorsReader
 from trainer.batch import Batch
@@ -178,9 +179,10 @@ def check_model(
 
 
 def _engines(model: ModelFacts) -> dict[str, Any]:
-    """Return which installed engines support a model, and why others reject it."""
-    listed = engines_with(model.config)
-    refusals = {engine: found[0].cause for engine in listed if (found := [*model_refusals(engine, model)])}
+    """Return which installed engines support a model on this machine, and why others reject it."""
+    listed, gpus = engines_with(model.config), visible_gpus(os.environ)
+    found = {engine: [*engine_refusals(engine, model, gpus)] for engine in listed}
+    refusals = {engine: problems[0].cause for engine, problems in found.items() if problems}
     engines = {engine: has and engine not in refusals for engine, has in listed.items()}
     return {"engines": engines, "refusals": refusals}
 

@@ -4,6 +4,7 @@ import json
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -55,7 +56,8 @@ def checked_on_ranks(model_dir: Path, **sizes: int) -> str:
 
 
 def test_check_model_ends_with_0_where_a_model_works(tmp_path: Path) -> None:
-    make_model("qwen2-tied").bfloat16().save_pretrained(tmp_path / "model")
+    # heads of 32, which vLLM has on a CPU
+    make_model("qwen2-tied", num_attention_heads=2).bfloat16().save_pretrained(tmp_path / "model")
     table = load_file(tmp_path / "model/model.safetensors")["model.embed_tokens.weight"]
     change_tensors(tmp_path / "model", **{"lm_head.weight": table.clone()})
     answer = CliRunner().invoke(app, ["check-model", str(tmp_path / "model")])
@@ -81,6 +83,24 @@ def test_check_model_says_of_an_engine_what_the_check_of_a_run_says(tmp_path: Pa
     (cause,) = answer.facts["refusals"].values()
     assert cause in text
     assert f"engines  hf; vllm refuses it: {cause}" in render_checked_model(answer)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({}, "head_dim 8 is not supported by vLLM on a CPU"),
+        ({"model_type": "phi", "architectures": ["PhiForCausalLM"]}, "'vllm' cannot serve the phi"),
+    ],
+)
+def test_check_model_refuses_for_an_engine_what_the_check_of_a_run_refuses_here(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], words: str
+) -> None:
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    settings = with_model(tmp_path / "run", model_in(tmp_path / "model", **changes), "engine.name=vllm")
+    (text,) = [text for text in found(settings, local=True) if words in text]
+    answer = check_model(tmp_path / "model")
+    assert answer.facts["engines"] == {"vllm": False}
+    assert answer.facts["refusals"]["vllm"] in text
 
 
 @pytest.mark.parametrize("save", [save_fp8, save_mxfp4])
