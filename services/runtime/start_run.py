@@ -38,7 +38,7 @@ async def start_or_resume(ledger: Ledger, settings: Settings, spec: RunSpec) -> 
     if before is not None:
         states = before.states
         check_drained(changes, states.get(GroupState.SCORED, 0) + states.get(GroupState.TAKEN, 0))
-        _check_steps(spec.steps, before)
+        check_steps(spec.steps, before.version, before.steps)
     try:
         await ledger.create(spec)
     except Refused as refusal:
@@ -110,11 +110,21 @@ def describe_changes(settings: Settings, changes: Sequence[Change], before: Ledg
         )
 
 
-def _check_steps(steps: int, status: LedgerStatus) -> None:
-    if steps < status.version:
+def check_steps(steps: int, made: int, before: int) -> None:
+    """Reject fewer steps than a run has made.
+
+    Args:
+        steps: `run.steps` of the settings.
+        made: number of steps that the run has made.
+        before: `run.steps` of the run's last start.
+
+    Raises:
+        SettingsError: the run has made more steps; the message has all three numbers.
+    """
+    if steps < made:
         raise SettingsError(
-            f"setting run.steps: {steps} is below the {status.version} steps that the run has made; "
-            f"it was started with {status.steps}"
+            f"setting run.steps: {steps} is below the {made} steps that the run has made; "
+            f"it was started with {before}"
         )
 
 

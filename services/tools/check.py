@@ -9,10 +9,13 @@ from services.preflight.check import check_run, describe_run
 from services.preflight.endpoints import ledger_problems
 from services.preflight.machine import check_directory
 from services.preflight.problem import refusals
+from services.run_record.steps import FILE, read_last
+from services.runtime.start_run import check_steps
 from services.settings.checks import settings_errors
 from services.settings.hub import pin_names
-from services.settings.load import compose_settings
+from services.settings.load import compose_settings, recorded_settings
 from services.settings.resume import changes_since_last_start
+from services.settings.sections import Settings
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +45,32 @@ def check_configuration(config: str, overrides: Sequence[str]) -> CheckedRun:
     except SettingsError as error:
         return CheckedRun([str(error)], [])
     findings = check_run(settings, local=True)
-    resumed = refusals(changes_since_last_start, settings)
-    problems = [str(problem) for problem in (*resumed, *findings.problems, *ledger_problems(settings))]
+    resumed = [*refusals(changes_since_last_start, settings), *refusals(_check_steps_made, settings)]
+    found = (*resumed, *findings.problems, *ledger_problems(settings))
+    problems = list(dict.fromkeys(map(str, found)))  # both of `resumed` read the settings of the last start
     if problems or findings.model is None or findings.source is None:
         return CheckedRun(problems, [])
-    return CheckedRun([], describe_run(settings, findings.model, findings.source))
+    return CheckedRun(
+        [], [*describe_run(settings, findings.model, findings.source), *_nothing_left(settings)]
+    )
+
+
+def _steps_made(settings: Settings) -> int:
+    """Return the number of steps that the run in the directory has made, from its record; 0 for a new run."""
+    return int(read_last(settings.run_dir / FILE).get("version", 0))
+
+
+def _check_steps_made(settings: Settings) -> None:
+    """Reject fewer steps than the run has made, as its start would. Raises SettingsError."""
+    if last := recorded_settings(settings.run_dir):
+        check_steps(settings.run.steps, _steps_made(settings), last.run.steps)
+
+
+def _nothing_left(settings: Settings) -> list[str]:
+    """Return a line if the run has made all its steps."""
+    if settings.run.steps != _steps_made(settings):
+        return []
+    return [f"done     the run has made all {settings.run.steps:,} steps: set run.steps higher to train more"]
 
 
 def render_check(result: CheckedRun) -> str:

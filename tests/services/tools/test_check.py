@@ -6,7 +6,10 @@ from pathlib import Path
 from typer.main import get_command
 from typer.testing import CliRunner
 
+from protocol.messages import StepReport
 from services.cli import app
+from services.run_record.steps import FILE as STEPS
+from services.run_record.steps import StepLog
 from services.settings.load import FILE, dump_settings, load_settings
 from services.tools.check import CheckedRun, check_configuration, render_check
 from tests.integration.loop import ROOT
@@ -53,6 +56,20 @@ def test_check_configuration_refuses_what_a_resume_may_not_change(tmp_path: Path
     assert check_configuration(DEMO, [*settings, "optimizer.lr=1e-4"]).problems == []
     (text,) = check_configuration(DEMO, [*settings, "lora.rank=8"]).problems
     assert text.startswith("setting lora.rank is 4 in the run and 8 now, and cannot change")
+
+
+def test_check_configuration_says_that_a_run_has_made_the_steps(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    settings = ["engine.name=hf", f'run.dir="{run_dir}"']
+    dump_settings(load_settings(DEMO, [*settings, "run.steps=7"]), run_dir / FILE)
+    StepLog(run_dir / STEPS).append(StepReport(step=4, version=5, epoch="e", reward_mean=0.0))
+    (text,) = check_configuration(DEMO, [*settings, "run.steps=4"]).problems
+    assert text == "setting run.steps: 4 is below the 5 steps that the run has made; it was started with 7"
+    done, more = (check_configuration(DEMO, [*settings, f"run.steps={steps}"]) for steps in (5, 6))
+    assert (done.problems, more.problems) == ([], [])
+    assert done.summary[-1] == "done     the run has made all 5 steps: set run.steps higher to train more"
+    assert "has made" not in "\n".join(more.summary)
 
 
 def test_render_check_counts_the_problems() -> None:
