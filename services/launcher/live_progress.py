@@ -20,7 +20,14 @@ from services.launcher.live_view import RunView, render_view
 from services.ledger.interface import Ledger
 from services.observability.best_effort_stream import BestEffortStream
 from services.observability.printable import printable
-from services.observability.service_rows import MISSING, STARTS, ServiceRow, Supervised, service_rows
+from services.observability.service_rows import (
+    MISSING,
+    STARTS,
+    ServiceRow,
+    Supervised,
+    scaled_to_zero,
+    service_rows,
+)
 from services.observability.status import collect_status
 from services.run_record.progress import Progress, expected_processes
 from services.run_record.steps import RATE_STEPS
@@ -115,7 +122,9 @@ class LiveProgress(Progress):
             expected = expected_processes(children)
             warnings = [f"{name} was restarted {count} times" for name, count in expected.items() if count]
             try:
-                self._rows = tuple(service_rows(await ledger.peers(), expected, time.monotonic() - began))
+                peers = await ledger.peers()
+                warnings += scaled_to_zero(peers, children)
+                self._rows = tuple(service_rows(peers, expected, time.monotonic() - began))
                 self._status = await collect_status(ledger)
             except TetherError as error:
                 warnings.append(f"the ledger does not answer: {error}")

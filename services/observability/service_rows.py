@@ -2,7 +2,7 @@
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from protocol.topics import Role
 from services.ledger.interface import Peer
@@ -33,6 +33,8 @@ _PHRASES: Sequence[tuple[str, str, str, str]] = (
     (Role.REWARD, "ingest for group", WAITS, "waits for the ingest"),
 )
 """Role, prefix of a wait, state, and shown text; other waits are shown by name."""
+NEEDED = (Role.ROLLOUT, Role.REWARD)
+"""Roles whose number of processes may be 0, though a run makes no step without them."""
 _IDLE = {
     Role.REWARD: "waits for rollouts",
     Role.INGEST: "waits for scored groups",
@@ -103,6 +105,13 @@ def service_rows(
     ]
     order = list(restarts) or sorted(by_name)
     return sorted(rows, key=lambda row: order.index(row.name) if row.name in order else len(order))
+
+
+def scaled_to_zero(peers: Iterable[Peer], children: Mapping[Any, Sequence[Supervised]]) -> list[str]:
+    """Return a sentence for each needed role that `tether up` keeps no process of and nobody else joined."""
+    roles = {peer.role for peer in peers}
+    empty = (role for role in NEEDED if role in children and not children[role] and role not in roles)
+    return [f"{role}s are scaled to 0: no step is made without one" for role in empty]
 
 
 def describe_process(name: str, peer: Peer, restarts: int = 0) -> ServiceRow:

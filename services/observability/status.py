@@ -6,7 +6,7 @@ from typing import Any
 
 from services.ledger.interface import Ledger, LedgerStatus, Peer
 from services.observability.durations import rate_text
-from services.observability.service_rows import describe_process
+from services.observability.service_rows import NEEDED, describe_process
 
 OCCUPANCY = ("running", "kv_use")
 """Occupancy reported by an engine's worker: running requests and KV cache share; null if unknown."""
@@ -146,6 +146,13 @@ def warnings_of(status: Mapping[str, Any]) -> list[str]:
     return [f"warning: {skipped}, counted as trained, changed no weights"]
 
 
+def _missing_workers(status: Mapping[str, Any]) -> list[str]:
+    """Return a line for each needed role without a process in a running run."""
+    services = {process["service"] for process in status["processes"]}
+    missing = [role for role in NEEDED if role not in services and status["run_state"] == "running"]
+    return [f"no {role} worker: {role}s are scaled to 0, or not started" for role in missing]
+
+
 def render_status(status: Mapping[str, Any]) -> str:
     """Format the merged results of `collect_status` and `step_facts`."""
     bound = status["bound"]
@@ -165,7 +172,7 @@ def render_status(status: Mapping[str, Any]) -> str:
         lines += [_pace(status), _staleness(status["last_step"])]
     if status.get("bottleneck"):
         lines.append(status["bottleneck"])
-    lines += warnings_of(status)
+    lines += [*warnings_of(status), *_missing_workers(status)]
     if status["dropped_by_reason"]:
         lines.append(f"dropped: {drops(status)}")
     lines += [

@@ -20,6 +20,7 @@ from services.observability.service_rows import (
     STARTS,
     ServiceRow,
     Supervised,
+    scaled_to_zero,
     service_rows,
 )
 from services.observability.start_parts import describe_start
@@ -202,16 +203,16 @@ async def describe_waits(ledger: Ledger, children: Mapping[Any, Sequence[Supervi
 
     Args:
         ledger: ledger of the run.
-        children: expected processes; unregistered ones are named.
+        children: expected processes by role; unregistered ones are named, and roles without a process.
     """
     try:
         peers = await ledger.peers()
     except TetherError as error:
         return f"waiting: the ledger does not answer ({error})"
     rows = [row for row in service_rows(peers, expected_processes(children or {})) if _is_shown(row)]
-    if not rows:
+    shown = [*scaled_to_zero(peers, children or {}), *(row.sentence() for row in rows)]
+    if not shown:
         return "waiting: no process waits for another one"
-    shown = [row.sentence() for row in rows]
     more = f"; and {len(shown) - MAX_ROWS} more" if len(shown) > MAX_ROWS else ""
     return "waiting: " + "; ".join(shown[:MAX_ROWS]) + more
 

@@ -14,6 +14,7 @@ from typing import TextIO
 import pytest
 
 from protocol.messages import StepReport
+from protocol.topics import Role
 from services.launcher.live_progress import LiveProgress, is_interactive, open_progress
 from services.ledger.interface import Peer
 from services.run_record.progress import Progress
@@ -103,7 +104,7 @@ async def test_view_is_redrawn_below_notes_and_log_lines(tmp_path: Path) -> None
     try:
         async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
             watching = tasks.create_task(
-                progress.watch_loop(driver.ledger, {"trainer": [Child("trainer", 2)]})
+                progress.watch_loop(driver.ledger, {"trainer": [Child("trainer", 2)], Role.ROLLOUT: []})
             )
             while "was restarted" not in out.getvalue():  # noqa: ASYNC110 (the output is asked)
                 await asyncio.sleep(0.01)
@@ -120,4 +121,5 @@ async def test_view_is_redrawn_below_notes_and_log_lines(tmp_path: Path) -> None
     assert "0.125" not in text  # a step of an earlier start
     view = progress.view()
     assert (view.state, view.version, view.services[0].text) == ("draining", 2, "step 1")
-    assert view.warnings == ("trainer was restarted 2 times",)
+    scaled = "rollouts are scaled to 0: no step is made without one"
+    assert view.warnings == ("trainer was restarted 2 times", scaled)

@@ -10,6 +10,7 @@ import pytest
 from protocol.errors import Reason, Refused, Unavailable
 from protocol.messages import StepReport
 from protocol.staleness import Policy
+from protocol.topics import Role
 from services.ledger.interface import Peer
 from services.observability.durations import seconds_text
 from services.observability.status import collect_status, render_status
@@ -161,6 +162,23 @@ async def test_a_run_that_starts_names_who_is_not_there_yet() -> None:
     assert await describe_waits(driver.ledger, children) == (
         "waiting: trainer: step 3, 120 s so far; rollout.0: starts; reward.0: starts again"
     )
+
+
+async def test_a_run_without_rollout_workers_says_that_they_are_scaled_to_0() -> None:
+    ledger = (await Driver(MemoryRig()).begin()).ledger
+    waits = {"groups: not_enough: 0 of 2": 9.0}
+    await ledger.register(Peer("trainer", "t", {"name": "trainer", "waits": waits}), 60_000)
+    await ledger.register(Peer("reward", "r", {"name": "reward.0"}), 60_000)
+    children = {Role.TRAINER: [Child("trainer")], Role.ROLLOUT: [], Role.REWARD: [Child("reward.0")]}
+    trainer = "trainer: waits for rollouts and rewards: 0 of 2, 9 s so far"
+    assert await describe_waits(ledger, children) == (
+        f"waiting: rollouts are scaled to 0: no step is made without one; {trainer}"
+    )
+    said = "no rollout worker: rollouts are scaled to 0, or not started\n"
+    assert said in render_status(await collect_status(ledger))
+    await ledger.register(Peer("rollout", "other", {"name": "rollout.7"}), 60_000)  # of another host
+    assert await describe_waits(ledger, children) == f"waiting: {trainer}"
+    assert said not in render_status(await collect_status(ledger))
 
 
 async def test_a_ledger_that_is_away_is_what_is_waited_for() -> None:
