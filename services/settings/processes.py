@@ -7,7 +7,7 @@ from typing import Annotated
 from annotated_types import Interval
 
 from protocol.errors import SettingsError
-from protocol.paths import set_first
+from protocol.paths import basic_setting
 from reward.config import RewardConfig
 from services.settings.engine_pool import PoolEntry, pool_size
 from trainer.config import TrainerConfig
@@ -21,7 +21,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class ServicesConfig:
     """Section `[services]`: processes that `tether up` starts, and their GPUs."""
 
-    rollouts: Annotated[int, Interval(ge=0, le=10_000)] = set_first(1)
+    rollouts: Annotated[int, Interval(ge=0, le=10_000)] = basic_setting(1)
     """Number of rollout workers on `[engine]`. Ignored if `pool` is set."""
     pool: tuple[PoolEntry, ...] = ()
     """Rollout workers on different engines."""

@@ -15,7 +15,7 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.messages import WeightLink, WeightManifest
-from protocol.weights.deltas import INDEX, NOTHING, Delta
+from protocol.weights.deltas import INDEX, NO_BASE, Delta
 from trainer.weights.part_layout import PartReport
 
 
@@ -65,7 +65,7 @@ class VersionChain:
             nbytes = sum(part.nbytes for part in parts)
             changes = [change for part in parts for change in part.changes]
             delta = Delta(
-                base=base.digest if base is not None else NOTHING.digest,
+                base=base.digest if base is not None else NO_BASE.digest,
                 digest=manifest.digest,
                 changes=tuple(sorted(changes, key=lambda change: (change.tensor, change.box))),
                 sizes=tuple(part.nbytes for part in parts),

@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal
 import msgspec
 import torch
 
-from protocol.device.changes import Changes, coded
+from protocol.device.changes import Changes, encode_changes
 from protocol.device.slice_digests import SliceSums, bits_of
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest, WeightPiece
@@ -107,7 +107,7 @@ class PartFiles:
     ) -> list[TensorChange]:
         """Write the changes of a piece, or all of it if `old` is None; return their position, if any."""
         new = bits_of(elements).view(-1)
-        found = Changes.all_of(new) if old is None else coded(bits_of(old).view(-1), new)
+        found = Changes.all_of(new) if old is None else encode_changes(bits_of(old).view(-1), new)
         if not found.elements:
             return []
         offset = file.tell()
