@@ -88,7 +88,7 @@ def make_sender(
     layout = blank if len(blank.parts) > 1 or config.delta else None
     if config.transport == "shm":
         return sender(config, run, layout, run_dir)
-    return sender(config, run_dir, layout, apart=len(blank.parts) > 1 and not _on_one_host())
+    return sender(config, run_dir, layout, per_rank_files=len(blank.parts) > 1 and not _on_one_host())
 
 
 def _follower(config: WeightConfig, run_dir: Path, rank: int, blank: WeightManifest) -> WeightSender | None:
