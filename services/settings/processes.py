@@ -122,7 +122,7 @@ def check_roles_apart(
     for role, ranks in placement.ranks.items():
         named = f"setting placement.{role}: {ranks}"
         tensor, backend = getattr(placement, f"{role}_tensor_parallel_size"), trainer.backend
-        if backend not in BACKENDS.having("frozen_apart"):
+        if backend not in BACKENDS.having("remote_frozen"):
             raise SettingsError(f"{named}: trainer.backend {backend!r} does not support separate models")
         if backend == "reference" and ranks > 1:
             raise SettingsError(f"{named}: trainer.backend 'reference' has one rank for a model; set it to 1")

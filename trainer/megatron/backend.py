@@ -15,7 +15,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from protocol.weights.peft import check_peft
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Replicas, StepStats, keeps_copy
+from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Replicas, StepStats, reference_is_copy
 from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.backends.engine_attach import check_model_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload, Offloadable
@@ -295,7 +295,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
             trainer=self._trainer,
             optimizer=config,
             adapters=adapters,
-            reference=keeps_copy(self.algorithm.config, adapters, frozen),
+            reference=reference_is_copy(self.algorithm.config, adapters, frozen),
             frozen=shapes_of(frozen),
             shared=shared,
             critic=read_critic(critic_dir) if critic_dir else None,
@@ -344,10 +344,10 @@ def initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Posit
     return parallel.initialize(config, trainer.device, trainer.seed, trainer.process_group_timeout_s)
 
 
-def load_frozen_apart(
+def load_remote_frozen(
     spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[FrozenModel, Replicas]:
-    """Load a model that is never trained; arguments as in `trainer.registry.make_frozen`. A collective.
+    """Load a model that is never trained; as `trainer.registry.make_remote_frozen`. A collective.
 
     Raises:
         SettingsError: the model is not supported, or does not fit the layout. The message names the setting.

@@ -224,10 +224,10 @@ def load_frozen(spec: FrozenSpec, trainer: TrainerConfig, device: torch.device) 
     return frozen(model, partial(evaluate, logprobs_at, model, trainer=trainer))
 
 
-def load_frozen_apart(
+def load_remote_frozen(
     spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[FrozenModel, Replicas]:
-    """Load a frozen model; arguments as in `trainer.registry.make_frozen`.
+    """Load a frozen model; arguments as in `trainer.registry.make_remote_frozen`.
 
     Raises:
         SettingsError: transformers cannot load the model, or there are several ranks.

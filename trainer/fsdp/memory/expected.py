@@ -18,7 +18,7 @@ from typing import Any
 from protocol.device.checkpoint_shapes import tensor_shapes
 from protocol.host.json_file import read_object
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
-from trainer.backends.base import FrozenSpec, keeps_copy
+from trainer.backends.base import FrozenSpec, reference_is_copy
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.layout import KNOWN_TYPES, plan_of, style_of
 from trainer.layers.limits import LOGITS_MOST_BYTES
@@ -262,8 +262,8 @@ def read_workload(
     """
     ranks = parallel.tensor_model_parallel_size
     policy = read_size(model_dir, ranks)
-    others = [read_size(spec.directory, ranks).parameters for spec in frozen if not spec.apart]
-    if keeps_copy(algorithm, adapters, frozen):
+    others = [read_size(spec.directory, ranks).parameters for spec in frozen if not spec.is_remote]
+    if reference_is_copy(algorithm, adapters, frozen):
         others.append(policy.parameters)
     return ShardedWorkload(
         model=policy,

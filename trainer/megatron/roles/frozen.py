@@ -62,7 +62,7 @@ def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:
     """
     shapes = []
     for spec in specs:
-        if spec.apart:
+        if spec.is_remote:
             continue
         try:
             shapes.append(FrozenShape(_read(spec), spec.offload))
