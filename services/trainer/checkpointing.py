@@ -300,7 +300,7 @@ class Checkpointer:
             except MissingRecords as missing:  # damaged, or forgotten by an earlier trainer
                 log.warning("archive.missing step=%d error=%s", record.step, missing)
                 continue
-            calls = CallStore(self._run.spool).of_groups([group.group for group in record.groups])
+            calls = CallStore(self._run.spool).group_calls([group.group for group in record.groups])
             self._run.archive.put(record.step, records, calls)
         self._run.archive.make_room()
 
