@@ -82,7 +82,7 @@ class StepTally:
         """
         rollout, group = scored.rollout, scored.rollout.group
         if group in self._counts:
-            raise ProtocolError(f"group {group}: comes twice in the batch of step {self.step}")
+            raise ProtocolError(f"group {group}: appears twice in the batch of step {self.step}")
         self._counts[group], self._newest[group] = {}, int(NO_VERSION)
         if rollout.generate_s > 0:
             self._generate_s.append(rollout.generate_s)

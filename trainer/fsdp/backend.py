@@ -36,7 +36,7 @@ from trainer.layers.attention.kernels import choose_backend
 from trainer.lora import merged, with_dropout, without_adapters
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.process_group import check_world, join_ranks, own_gpu
-from trainer.ranks.publication import Publication, shared_out
+from trainer.ranks.publication import Publication, assign_writers
 from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
@@ -226,7 +226,7 @@ class FsdpBackend(CheckpointedModel, Backend):
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
-        owners = shared_out({view.name: math.prod(view.whole) for view in self._views}, self.mesh.size())
+        owners = assign_writers({view.name: math.prod(view.whole) for view in self._views}, self.mesh.size())
         halves = {half: owners[target.weight] for target in self.targets for half in (target.a, target.b)}
         adapter = dict(self._gathered(*self._published, halves)) if self.targets else {}
         targets = {target.weight: target for target in self.targets}
@@ -273,7 +273,7 @@ class FsdpBackend(CheckpointedModel, Backend):
         lora = f"rank {self.lora.rank} scaling {self.lora.scaling:g}" if self.lora.rank else "none"
         return {"backend": "fsdp", "architecture": self.architecture, "lora": lora}
 
-    def _accumulate(self, one: Pass, part: Batch, measures: StepMeasures) -> torch.Tensor:
+    def _accumulate(self, forward_pass: Pass, part: Batch, measures: StepMeasures) -> torch.Tensor:
         """Add one micro-batch's gradient to the shards' gradients; return its measurements."""
         tokens = trained_tokens(part)
 
@@ -282,7 +282,7 @@ class FsdpBackend(CheckpointedModel, Backend):
             loss.backward()
             return vector
 
-        return self._model.run(one, part, tokens.place, backward)
+        return self._model.run(forward_pass, part, tokens.place, backward)
 
     def _gathered(
         self,

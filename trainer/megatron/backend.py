@@ -43,7 +43,7 @@ from trainer.megatron.part import ModelPart
 from trainer.megatron.roles.frozen import load_part, shapes_of
 from trainer.memory.expected import FIRST_TOKENS
 from trainer.memory.plan import MemoryPlan
-from trainer.ranks.publication import Publication, shared_out
+from trainer.ranks.publication import Publication, assign_writers
 from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import PassResult, StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
@@ -235,7 +235,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
-        owners = shared_out(
+        owners = assign_writers(
             {plan.name: math.prod(plan.shape) for plan in self._plan}, self._part.layout.ranks
         )
         halves = {half: owners[target.weight] for target in self.targets for half in (target.a, target.b)}

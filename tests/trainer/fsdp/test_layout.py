@@ -44,7 +44,7 @@ def test_sharded_ranks_pass() -> None:
 
 
 def test_compiled_layers_and_fp8_on_tensor_parallel_ranks_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"size: 2: .* are not in FP8 \(trainer\.fp8\); leave one of"):
+    with pytest.raises(SettingsError, match=r"size: 2: .* are not in FP8 \(trainer\.fp8\); remove one of"):
         check_layout(TWO, TrainerConfig(fp8="rowwise"))
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
         check_layout(TWO, TrainerConfig(compile=True))
@@ -56,7 +56,7 @@ def test_compiled_layers_and_fp8_on_tensor_parallel_ranks_are_refused() -> None:
 def test_tensor_parallel_ranks_are_refused_where_transformers_cannot_divide_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layout, "DIVIDING", "transformers.distributed.absent")
+    monkeypatch.setattr(layout, "TP_MODULE", "transformers.distributed.absent")
     with pytest.raises(SettingsError, match=r"size: 2: .* by .*absent, which transformers 5\S+ lacks"):
         check_layout(TWO, TrainerConfig())
     check_layout(ParallelConfig(data_parallel_size=2), TrainerConfig())
