@@ -69,11 +69,11 @@ def remainder(box: Box, holes: Iterable[Box]) -> list[Box]:
     """Return disjoint boxes that cover a box without the holes."""
     left = [box] if size_of(box) else []
     for hole in holes:
-        left = [part for piece in left for part in _without(piece, hole)]
+        left = [part for piece in left for part in _subtract(piece, hole)]
     return left
 
 
-def _without(box: Box, hole: Box) -> Iterator[Box]:
+def _subtract(box: Box, hole: Box) -> Iterator[Box]:
     shared = intersection(box, hole)
     if shared is None:
         yield box

@@ -42,7 +42,7 @@ from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
 from trainer.reference.shards import DATA, TENSOR, gathered
 from trainer.reference.state import CheckpointedModel
-from trainer.roles.row_scores import numbers_of
+from trainer.roles.row_scores import token_evaluator
 from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import PassResult, StepMeasures
 
@@ -80,7 +80,7 @@ class FsdpBackend(CheckpointedModel, Backend):
         torch.manual_seed(trainer.seed)
         self.mesh, self._owns_group = join_mesh(parallel, trainer)
         with ExitStack() as failed:
-            failed.callback(self._leave)
+            failed.callback(self._destroy_group)
             work = read_workload(
                 model_dir, parallel, trainer, optimizer, adapters, algorithm.config, frozen, critic_dir
             )
@@ -93,7 +93,7 @@ class FsdpBackend(CheckpointedModel, Backend):
             self._model = ShardedModel(model_dir, "model.path", self.mesh, trainer, prepare=prepare)
             model = self._model.module
             self.architecture = type(model).__name__.removeprefix("FSDP")
-            self._trained = self._trained_of(model)
+            self._trained = self._trained_parameters(model)
             self._tensors = {name: t for name, t in model_tensors(model).items() if ".lora." not in name}
             self._views = tensor_views(model, self._tensors)
             self._published, self._plan = self._plan_versions(model)
@@ -121,7 +121,7 @@ class FsdpBackend(CheckpointedModel, Backend):
         share = ShardPlan.make(views_of(published, self.mesh), published, self.mesh)
         return (views_of(published), published), share
 
-    def _trained_of(self, model: Any) -> dict[str, torch.nn.Parameter]:
+    def _trained_parameters(self, model: Any) -> dict[str, torch.nn.Parameter]:
         """Return the trained parameters by the names of their tensors."""
         parameters = dict(model.named_parameters())
         if not self.lora.rank:
@@ -203,7 +203,7 @@ class FsdpBackend(CheckpointedModel, Backend):
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
         model = load_frozen(spec, self.mesh, self._trainer)
         self._models.append(model)
-        return frozen(model.module, numbers_of(spec, partial(self._evaluate, model)))
+        return frozen(model.module, token_evaluator(spec, partial(self._evaluate, model)))
 
     def last_states(self, batch: Batch) -> LastStates:
         return self._retry.run_optional(lambda: self._model.last_states(batch))
@@ -254,9 +254,9 @@ class FsdpBackend(CheckpointedModel, Backend):
     def close(self) -> None:
         self._reference = None
         super().close()
-        self._leave()
+        self._destroy_group()
 
-    def _leave(self) -> None:
+    def _destroy_group(self) -> None:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 

@@ -35,7 +35,7 @@ class OutputLayer:
         layer.forward = self._forward  # type: ignore
 
     @classmethod
-    def suits(cls, model: Any, device: torch.device) -> bool:
+    def can_replace(cls, model: Any, device: torch.device) -> bool:
         """Return whether a model's logits equal its output layer's output, and the layer has no bias.
 
         The call replaces the model's output layer.

@@ -15,7 +15,7 @@ from trainer.fsdp.model import load_frozen
 from trainer.memory.plan import MemoryPlan
 from trainer.reference.frozen import architecture_of, frozen
 from trainer.roles.critic import Critic, CriticSpec
-from trainer.roles.row_scores import numbers_of
+from trainer.roles.row_scores import token_evaluator
 
 
 def load_remote_frozen(
@@ -28,7 +28,7 @@ def load_remote_frozen(
     """
     mesh = _joined(parallel, trainer)
     model = load_frozen(spec, mesh, trainer)
-    return frozen(model.module, numbers_of(spec, model.evaluate)), _replicas(mesh)
+    return frozen(model.module, token_evaluator(spec, model.evaluate)), _replicas(mesh)
 
 
 def load_remote_critic(

@@ -59,7 +59,7 @@ def probe(model: Any, device: torch.device, dtype: torch.dtype, *, divided: bool
         _outputs(model, torch.arange(SAMPLE, device=device)[None] % model.config.get_text_config().vocab_size)
         model.reshard()
     with torch.no_grad():
-        leaves_logits = OutputLayer.suits(model, device)
+        leaves_logits = OutputLayer.can_replace(model, device)
         ids = torch.arange(SAMPLE + SAMPLE // 2, device=device) % model.config.get_text_config().vocab_size
         alike = SAMPLE // 2
         separate_outputs = [

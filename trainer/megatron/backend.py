@@ -248,7 +248,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
 
     def export_ahead(self, begin: Callable[[Tensors], None] | None, updates: int) -> EarlyExport:
         begin = None if self.lora.rank else begin  # adapters are small
-        self._optimizer.early = self._exporter.ahead(self._published, begin, updates)
+        self._optimizer.early = self._exporter.early_export(self._published, begin, updates)
         return self._optimizer.early
 
     @property

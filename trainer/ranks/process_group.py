@@ -92,11 +92,11 @@ def join_ranks(
     if on_gpu:
         wait_for_ranks()
     if not alone:
-        atexit.register(_leave)
+        atexit.register(_destroy_process_group)
     return alone
 
 
-def _leave() -> None:
+def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -88,7 +88,7 @@ class PartFiles:
                         old = self._held[number] if order.changes else None
                         changes += self._written(file, piece, elements, old)
                     if self._keeps:
-                        self._hold(number, elements)
+                        self._keep_elements(number, elements)
                 nbytes = 0
                 if file is not None:
                     nbytes = file.tell()
@@ -115,7 +115,7 @@ class PartFiles:
         box = () if piece.box == whole(self._blank.tensors[piece.tensor].shape) else piece.box
         return [TensorChange(piece.tensor, found.width, found.elements, offset, self._rank, box)]
 
-    def _hold(self, number: int, elements: torch.Tensor) -> None:
+    def _keep_elements(self, number: int, elements: torch.Tensor) -> None:
         if number in self._held:
             self._held[number].copy_(elements)
         else:
