@@ -18,7 +18,7 @@ from typing import Any, Literal, get_args, get_origin
 ROOT = Path(__file__).parents[1]
 sys.path.insert(0, str(ROOT))
 
-from protocol.paths import FIRST  # noqa: E402
+from protocol.paths import BASIC  # noqa: E402
 from protocol.validation import describe_range, inner_dataclass, names_of, range_of  # noqa: E402
 from services.settings.automatic import AUTOMATIC  # noqa: E402
 from services.settings.paths import mark_of  # noqa: E402
@@ -171,7 +171,7 @@ def _table(dotted: str, kind: type, is_array: bool) -> str:
             "" if is_array else f"`{_variable(f'{dotted}.{field.name}')}`",
         )
         row = "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |\n"
-        rows[field.metadata == FIRST].append(row)
+        rows[field.metadata == BASIC].append(row)
     text = f"\n## {heading}\n\n{summary} Code: `{kind.__module__.replace('.', '/')}.py`.\n"
     if rows[True]:
         text += f"\n{HEADER}{''.join(rows[True])}"

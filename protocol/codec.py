@@ -15,7 +15,7 @@ import xxhash
 
 from protocol.errors import FrameTooLarge, ProtocolError
 from protocol.messages import AnyMessage
-from protocol.msgpack_limits import MANIFEST_ITEMS, MOST_ITEMS, check_shape
+from protocol.msgpack_limits import MANIFEST_ITEMS, MAX_ITEMS, check_shape
 
 SCHEMA = 2
 MAX_FRAME_BYTES = 256 << 20
@@ -78,7 +78,7 @@ def decode_payload(data: Buffer) -> AnyMessage:
     """
     if len(data) > SMALL_BYTES:
         is_manifest = bytes(data[1 : 1 + len(_MANIFEST)]) == _MANIFEST
-        check_shape(data, most_items=MANIFEST_ITEMS if is_manifest else MOST_ITEMS)
+        check_shape(data, max_items=MANIFEST_ITEMS if is_manifest else MAX_ITEMS)
     try:
         return _payload_decoder.decode(data)
     except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as error:

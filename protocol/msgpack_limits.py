@@ -6,21 +6,21 @@ nesting uses stack.
 
 from protocol.errors import ProtocolError
 
-MOST_ITEMS = 1 << 20
+MAX_ITEMS = 1 << 20
 """Maximum number of values in a document, including keys."""
 MANIFEST_ITEMS = 1 << 22
 """Maximum number of values in a weight manifest, which lists all tensors and each rank's pieces. 36,000
 tensors in pieces on 8 ranks are three million values."""
-MOST_DEPTH = 64
+MAX_DEPTH = 64
 """Maximum number of nested arrays and maps."""
 METADATA_DEPTH = 32
 """Maximum nesting depth of a prompt's metadata, the only part of a message whose structure users choose."""
 
-_FIXED = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2,
+_FIXED_SIZES = {0xCA: 4, 0xCB: 8, 0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2,
           0xD2: 4, 0xD3: 8, 0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}  # fmt: skip
 """First byte -> number of bytes that follow, for numbers and extensions of fixed size."""
-_CONSTANTS = (0xC0, 0xC2, 0xC3)
-_SIZED = {
+_SINGLE_BYTES = (0xC0, 0xC2, 0xC3)
+_LENGTH_PREFIXED = {
     0xC4: (1, 0),
     0xC5: (2, 0),
     0xC6: (4, 0),
@@ -33,32 +33,32 @@ _SIZED = {
 }
 """First byte -> (bytes of the length field, bytes between length and data), for binary, extensions and text.
 """
-_COUNTED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
+_COUNT_PREFIXED = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 """First byte -> (bytes of the count field, values per element), for arrays and maps."""
-_OTHER = 0
+_VARIABLE_SIZE = 0
 
 
 def _length(first: int) -> int:
-    """Return the size of a value from its first byte, or `_OTHER` if the size depends on later bytes."""
-    if first < 0x80 or first >= 0xE0 or first in _CONSTANTS:
+    """Return the size of a value from its first byte, or `_VARIABLE_SIZE` if later bytes give the size."""
+    if first < 0x80 or first >= 0xE0 or first in _SINGLE_BYTES:
         return 1
     if 0xA0 <= first < 0xC0:  # text
         return 1 + (first & 0x1F)
-    return 1 + _FIXED[first] if first in _FIXED else _OTHER
+    return 1 + _FIXED_SIZES[first] if first in _FIXED_SIZES else _VARIABLE_SIZE
 
 
 _LENGTHS = tuple(map(_length, range(256)))
 
 
 def check_shape(
-    data: bytes | bytearray | memoryview, *, most_items: int = MOST_ITEMS, most_depth: int = MOST_DEPTH
+    data: bytes | bytearray | memoryview, *, max_items: int = MAX_ITEMS, max_depth: int = MAX_DEPTH
 ) -> None:
     """Check a document against the limits without decoding it.
 
     Args:
         data: exactly one document.
-        most_items: maximum number of values, including keys.
-        most_depth: maximum nesting depth.
+        max_items: maximum number of values, including keys.
+        max_depth: maximum nesting depth.
 
     Raises:
         ProtocolError: the document exceeds a limit, is truncated, or has trailing bytes; or a container
@@ -78,21 +78,21 @@ def check_shape(
                     at += length
                     continue
                 at += 1
-                if first in _SIZED:
-                    width, gap = _SIZED[first]
+                if first in _LENGTH_PREFIXED:
+                    width, gap = _LENGTH_PREFIXED[first]
                     at += width + gap + int.from_bytes(view[at : at + width], "big")
                     continue
                 count, at = _children(first, view, at)
                 items += count
-                if items > most_items or count > end - at:
+                if items > max_items or count > end - at:
                     raise ProtocolError(
                         f"document of {end} bytes declares {items} values; "
-                        f"at most {most_items}, each of a byte or more"
+                        f"at most {max_items}, each of a byte or more"
                     )
                 open_counts.append(left)
                 left = count
-                if len(open_counts) > most_depth:
-                    raise ProtocolError(f"document is nested deeper than {most_depth} levels")
+                if len(open_counts) > max_depth:
+                    raise ProtocolError(f"document is nested deeper than {max_depth} levels")
     except IndexError:
         raise ProtocolError(f"document of {end} bytes is cut short") from None
     if at != end:
@@ -101,13 +101,13 @@ def check_shape(
         )
 
 
-def _children(first: int, view: bytes | memoryview, at: int) -> tuple[int, int]:
+def _children(first: int, view: bytes | memoryview, position: int) -> tuple[int, int]:
     """Return the number of values in an array or map, and the position of the first value."""
     if first < 0x90:
-        return (first & 0x0F) * 2, at
+        return (first & 0x0F) * 2, position
     if first < 0xA0:
-        return first & 0x0F, at
-    if first not in _COUNTED:
+        return first & 0x0F, position
+    if first not in _COUNT_PREFIXED:
         raise ProtocolError(f"byte {first:#04x} begins no MessagePack value")
-    width, each = _COUNTED[first]
-    return int.from_bytes(view[at : at + width], "big") * each, at + width
+    width, each = _COUNT_PREFIXED[first]
+    return int.from_bytes(view[position : position + width], "big") * each, position + width

@@ -1,4 +1,4 @@
-"""Marks fields of settings: paths (`path: FilePath = ""`) and basic settings (`= set_first(100)`).
+"""Marks fields of settings: paths (`path: FilePath = ""`) and basic settings (`= basic_setting(100)`).
 
 A path in a settings file is relative to the file. A path in a command line or an environment variable is
 relative to the working directory. `services.settings.paths` makes all paths absolute.
@@ -40,13 +40,13 @@ HubPath = Annotated[str, PathMark(names=HUB_NAME)]
 """Path of a file or directory, or OWNER/NAME on a hub."""
 
 T = TypeVar("T")
-FIRST: Mapping[str, Any] = {"first": True}
+BASIC: Mapping[str, Any] = {"first": True}
 """Metadata of a basic setting. The settings reference lists all other fields under "advanced"."""
 
 
-def set_first(default: T) -> T:
-    """Return a field with a default and the mark `FIRST`."""
-    marked: T = field(default=default, metadata=FIRST)
+def basic_setting(default: T) -> T:
+    """Return a field with a default and the mark `BASIC`."""
+    marked: T = field(default=default, metadata=BASIC)
     return marked
 
 

@@ -13,7 +13,7 @@ from protocol.choices import did_you_mean
 from protocol.errors import SettingsError, innermost
 
 PROJECT = Path(__file__).resolve().parents[1]
-OURS = tuple(PROJECT / name for name in ("protocol", "reward", "rollout", "services", "trainer"))
+TETHER_PACKAGES = tuple(PROJECT / name for name in ("protocol", "reward", "rollout", "services", "trainer"))
 
 
 def import_attribute(path: str, what: str) -> tuple[Any, str]:
@@ -62,13 +62,17 @@ def _users_directories() -> str:
 
 
 def check_call(
-    what: str, item: Callable[..., Any], given: str, arguments: Sequence[Any], options: Mapping[str, Any]
+    what: str,
+    item: Callable[..., Any],
+    call_description: str,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
 ) -> None:
     """Check that a user's class or function accepts the arguments and options.
 
     Args:
         what: beginning of error messages.
-        given: description of arguments and options, for error messages.
+        call_description: description of arguments and options, for error messages.
         options: keyword arguments, which the user chose.
 
     Raises:
@@ -77,32 +81,36 @@ def check_call(
     try:
         inspect.signature(item).bind(*arguments, **options)
     except (TypeError, ValueError) as error:
-        raise SettingsError(f"{what}: {error}; it is called with {given}") from None
+        raise SettingsError(f"{what}: {error}; it is called with {call_description}") from None
 
 
 def call(
-    what: str, item: Callable[..., Any], given: str, arguments: Sequence[Any], options: Mapping[str, Any]
+    what: str,
+    item: Callable[..., Any],
+    call_description: str,
+    arguments: Sequence[Any],
+    options: Mapping[str, Any],
 ) -> Any:
     """Call a user's class or function; arguments as in `check_call`.
 
     Raises:
         SettingsError: the arguments do not fit, or the call raises; the message names the place.
     """
-    check_call(what, item, given, arguments, options)
+    check_call(what, item, call_description, arguments, options)
     try:
         return item(*arguments, **options)
     except (Exception, SystemExit) as error:  # the user's code may raise anything
         raise SettingsError(f"{what}: {located(error)}") from None
 
 
-def taken_names(
-    what: str, function: Callable[..., Any], offered: Sequence[str], *, never: Sequence[str] = ()
+def accepted_parameters(
+    what: str, function: Callable[..., Any], offered: Sequence[str], *, forbidden: Sequence[str] = ()
 ) -> tuple[str, ...]:
     """Return the names in `offered` that a function accepts; the arguments are passed by name.
 
     Args:
         offered: names of the available arguments.
-        never: names that the function must not have, even with a default.
+        forbidden: names that the function must not have, even with a default.
 
     Raises:
         SettingsError: the function cannot be called with these arguments.
@@ -120,7 +128,7 @@ def taken_names(
             )
         if name in offered:
             names.append(name)
-        elif name in never or item.default is inspect.Parameter.empty:
+        elif name in forbidden or item.default is inspect.Parameter.empty:
             raise SettingsError(f"{what}: there is no parameter {name!r}; {did_you_mean(name, offered)}")
     return tuple(names)
 
@@ -141,11 +149,11 @@ def returned_number(value: Any) -> float:
     raise ValueError(repr(value)[:60] if isinstance(value, (int, float, str)) else type(value).__name__)
 
 
-def own_copy(metadata: Any) -> Any:
+def mutable_copy(metadata: Any) -> Any:
     """Return a deep copy of metadata that user code may change."""
     if isinstance(metadata, Mapping):
-        return {name: own_copy(value) for name, value in metadata.items()}
-    return [own_copy(value) for value in metadata] if isinstance(metadata, list) else metadata
+        return {name: mutable_copy(value) for name, value in metadata.items()}
+    return [mutable_copy(value) for value in metadata] if isinstance(metadata, list) else metadata
 
 
 def located(error: BaseException) -> str:
@@ -174,7 +182,7 @@ def place_of(error: BaseException, file: str = "") -> str:
         frame
         for frame in traceback.extract_tb(error.__traceback__)
         if not frame.filename.startswith("<")
-        and not any(Path(frame.filename).is_relative_to(folder) for folder in OURS)
+        and not any(Path(frame.filename).is_relative_to(folder) for folder in TETHER_PACKAGES)
     ]
     own = [frame for frame in frames if "/lib/python" not in frame.filename]
     if file:

@@ -19,9 +19,11 @@ from protocol.errors import SettingsError
 
 T = TypeVar("T")
 CONFIG = ConfigDict(extra="forbid", allow_inf_nan=False)
-KINDS = {"tuple_type": "expected a list, in brackets", "dataclass_type": "expected a table, {fields}"}
+TYPE_MESSAGES = {"tuple_type": "expected a list, in brackets", "dataclass_type": "expected a table, {fields}"}
 """Error type of pydantic -> message, where pydantic's message names Python types."""
-OUTSIDE = frozenset({"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"})
+RANGE_ERRORS = frozenset(
+    {"greater_than", "greater_than_equal", "less_than", "less_than_equal", "finite_number"}
+)
 """Error types of pydantic for a number outside its range."""
 
 
@@ -52,7 +54,7 @@ def validated(
         WrongSettings: a value is invalid; each problem is a line with field, value and choices.
     """
     plain: type = kind
-    truths = dict(_truths(values, kind, ()))
+    truths = dict(_bools_for_numbers(values, kind, ()))
     lines = [
         f"{prefix}{'.'.join(map(str, path))}: expected a number (got {str(value).lower()})"
         for path, value in truths.items()
@@ -76,7 +78,7 @@ def check_range(kind: type, name: str, value: float, what: str) -> None:
     try:
         _field_adapter(kind, name).validate_python(value)
     except ValidationError:
-        raise SettingsError(_outside(what, value, field_types(kind)[name])) from None
+        raise SettingsError(_out_of_range(what, value, field_types(kind)[name])) from None
 
 
 def range_of(hint: Any) -> Interval | None:
@@ -139,16 +141,16 @@ def _field_adapter(kind: type, name: str) -> TypeAdapter[Any]:
     return TypeAdapter(field_types(kind)[name], config=CONFIG)
 
 
-def _truths(
+def _bools_for_numbers(
     value: Any, hint: Any, path: tuple[str | int, ...]
 ) -> Iterator[tuple[tuple[str | int, ...], bool]]:
     """Yield path and value of each bool in a number field; pydantic would convert bools to 1 or 0."""
     if isinstance(value, Mapping) and (inner := inner_dataclass(hint)):
         for key, item in value.items():
-            yield from _truths(item, field_types(inner).get(key), (*path, key))
+            yield from _bools_for_numbers(item, field_types(inner).get(key), (*path, key))
     elif isinstance(value, list | tuple):
         for place, item in enumerate(value):
-            yield from _truths(item, next(iter(get_args(hint)), None), (*path, place))
+            yield from _bools_for_numbers(item, next(iter(get_args(hint)), None), (*path, place))
     elif isinstance(value, bool):
         plain = getattr(hint, "__origin__", hint)
         kinds = {plain, *get_args(plain)}
@@ -176,15 +178,15 @@ def _problem(
     hint = type_at(path, kind)
     if error["type"] == "predicate_failed":
         return f"{setting}: {value!r} is not known; {did_you_mean(value, names_of(hint))}"
-    if error["type"] in OUTSIDE and range_of(hint):
-        return _outside(setting, value, hint)
+    if error["type"] in RANGE_ERRORS and range_of(hint):
+        return _out_of_range(setting, value, hint)
     got = "" if secret and path[:1] == (secret,) else f" (got {value!r})"
     inner = inner_dataclass(hint)
     fields = f"such as {{ {next(iter(field_types(inner)))} = ... }}" if inner else ""
-    return f"{setting}: {KINDS.get(error['type'], error['msg']).format(fields=fields)}{got}"
+    return f"{setting}: {TYPE_MESSAGES.get(error['type'], error['msg']).format(fields=fields)}{got}"
 
 
-def _outside(what: str, value: Any, hint: Any) -> str:
+def _out_of_range(what: str, value: Any, hint: Any) -> str:
     limits = range_of(hint)
     assert limits is not None
     return f"{what}: {value} is not {describe_range(limits)}"

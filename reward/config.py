@@ -5,7 +5,7 @@ from typing import Annotated, Any
 
 from annotated_types import Interval
 
-from protocol.paths import set_first
+from protocol.paths import basic_setting
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ class VerifierConfig:
 class RewardConfig:
     """Section `[reward]`. The reward of a sample is the weighted sum of its scores."""
 
-    verifiers: tuple[VerifierConfig, ...] = set_first((VerifierConfig(),))
+    verifiers: tuple[VerifierConfig, ...] = basic_setting((VerifierConfig(),))
     """Verifiers that score each sample. May be empty if the environment returns the reward."""
     environment_weight: Annotated[float, Interval(ge=-1e6, le=1e6)] = 1.0
     """Factor of the environment's reward."""
@@ -49,7 +49,7 @@ class RewardConfig:
     score, and is dropped after `bound.max_attempts`."""
     start_timeout_s: Annotated[float, Interval(gt=0, le=1e6)] = 120.0
     """Time limit for a worker process to import its verifiers and load their models, seconds."""
-    workers: Annotated[int, Interval(ge=1, le=10_000)] = set_first(2)
+    workers: Annotated[int, Interval(ge=1, le=10_000)] = basic_setting(2)
     """Number of worker processes, which share the samples of all groups. Judges and asynchronous functions
     run concurrently in one additional process."""
     memory_mb: Annotated[int, Interval(ge=0, le=10**9)] = 4096

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from protocol.errors import SettingsError
-from protocol.user_code import import_attribute, own_copy, taken_names
+from protocol.user_code import accepted_parameters, import_attribute, mutable_copy
 from reward.group import ResponseGroup
 
 EACH = ("prompt", "response", "metadata", "token_count", "finish_reason")
@@ -54,7 +54,7 @@ class UserCode:
         """
         offered: dict[str, Any] = {"prompt": group.prompt}
         if "metadata" in self.names:
-            offered["metadata"] = own_copy(group.metadata)
+            offered["metadata"] = mutable_copy(group.metadata)
         if self.whole:
             offered |= {
                 "responses": list(group.responses),
@@ -108,4 +108,4 @@ def _checked_parameters(
             f"{more}"
         )
     known = (WHOLE if whole else EACH) + (turn_names if by_turn else ())
-    return taken_names(what, function, known, never=EACH if whole else WHOLE)
+    return accepted_parameters(what, function, known, forbidden=EACH if whole else WHOLE)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 
 from annotated_types import Interval
 
-from protocol.paths import FIRST, FilePath, set_first
+from protocol.paths import BASIC, FilePath, basic_setting
 
 MIN_TEMPERATURE = 0.01
 """Below this temperature, vLLM samples at 0.01, and engines pick the most likely token."""
@@ -16,18 +16,18 @@ SamplingMode = Literal["refuse", "run", "context"]
 class SamplingConfig:
     """Section `[sampling]`: how training samples are drawn."""
 
-    samples_per_prompt: Annotated[int, Interval(ge=1, le=10**5)] = set_first(8)
+    samples_per_prompt: Annotated[int, Interval(ge=1, le=10**5)] = basic_setting(8)
     """Samples per group (n)."""
     keep_first: Annotated[int, Interval(ge=0, le=10**5)] = 0
     """k: train the first k samples of a group to finish, and cancel the other n - k. Groups end sooner, and
     trained answers are shorter than the model's (docs/algorithms.md). 0: wait for all samples."""
-    temperature: Annotated[float, Interval(ge=0, le=100)] = set_first(1.0)
+    temperature: Annotated[float, Interval(ge=0, le=100)] = basic_setting(1.0)
     """Divisor of the logits before sampling, in engine and trainer. Training requires at least 0.01."""
     top_p: Annotated[float, Interval(gt=0, le=1)] = 1.0
     """Must be 1 in training, because engine and trainer must use the same distribution; see `eval.top_p`."""
     top_k: Annotated[int, Interval(ge=0, le=10**7)] = 0
     """Must be 0 in training, for the same reason as `top_p`; see `eval.top_k`."""
-    max_tokens: Annotated[int, Interval(ge=1, le=10**7)] = set_first(128)
+    max_tokens: Annotated[int, Interval(ge=1, le=10**7)] = basic_setting(128)
     """Maximum tokens of one generation. Environments with several turns may set a lower limit per turn."""
 
     @property
@@ -78,11 +78,11 @@ class SandboxConfig:
 class EnvironmentConfig:
     """Section `[environment]`: the code that turns a prompt into a sample."""
 
-    name: str = set_first("single_turn")
+    name: str = basic_setting("single_turn")
     """The environment: single_turn, given, guess_number, gsm8k, textarena, openenv, harbor, tools, agent,
     command, server or verifiers (`rollout/environments/`), or your own as `MODULE:CLASS` or
     `MODULE:FUNCTION`; modules are imported from `run.modules` and `PYTHONPATH`."""
-    options: dict[str, Any] = field(default_factory=dict, metadata=FIRST)
+    options: dict[str, Any] = field(default_factory=dict, metadata=BASIC)
     """Options of the environment; for your own: keyword arguments of the class or function."""
     call_s: Annotated[float, Interval(gt=0, le=1e6)] = 3600.0
     """Timeout of one model call, including time in the engine's queue, seconds. A timeout fails the sample's

@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field, replace
 
 from protocol.errors import EngineError, EpisodeError, SettingsError
-from protocol.user_code import located, own_copy
+from protocol.user_code import located, mutable_copy
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import Environment
@@ -201,7 +201,7 @@ class Episodes:
         """Run one attempt. Raises EpisodeError if the attempt failed, and the errors of `samples`."""
         failure: EpisodeError | None = None
         sample: Sample | None = None
-        prompt = replace(self.prompt, metadata=own_copy(self.prompt.metadata))
+        prompt = replace(self.prompt, metadata=mutable_copy(self.prompt.metadata))
         try:
             async with _limited(calls, left_s) as limit:
                 try:

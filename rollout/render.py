@@ -15,7 +15,7 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from protocol.errors import SettingsError, error_text
-from protocol.paths import FilePath, set_first
+from protocol.paths import FilePath, basic_setting
 from rollout.prompts.base import Prompt
 from rollout.tokenizer_files import end_ids, load_tokenizer
 
@@ -44,7 +44,7 @@ class ChatTemplate(StrEnum):
 class RenderConfig:
     """Section `[render]`: conversion of prompts into tokens."""
 
-    chat_template: ChatTemplate = set_first(ChatTemplate.AUTO)
+    chat_template: ChatTemplate = basic_setting(ChatTemplate.AUTO)
     """Whether prompts are wrapped in the tokenizer's chat template. `auto`: if it has a template."""
     chat_template_file: FilePath = ""
     """Jinja file with a chat template that replaces the tokenizer's. Empty: use the tokenizer's."""
@@ -52,7 +52,7 @@ class RenderConfig:
     """Variables passed to the chat template besides messages and tools, such as enable_thinking = false."""
     tokenizer: FilePath = ""
     """Directory of the tokenizer and its chat template. Empty: the model directory."""
-    system: str = set_first("")
+    system: str = basic_setting("")
     """System message prepended to prompts that lack one. Without a chat template, plain text before the
     prompt."""
     suffix: str = ""

@@ -213,18 +213,18 @@ def trained_tokens(batch: Batch) -> TrainedTokens:
         weights=batch.weights[sample],
         lags=(batch.step - batch.versions[place]).long(),
         measured=batch.measured[sample],
-        start_logprobs=_picked(batch.start_logprobs, place),
-        reference_logprobs=_picked(batch.reference_logprobs, place),
+        start_logprobs=_index_optional(batch.start_logprobs, place),
+        reference_logprobs=_index_optional(batch.reference_logprobs, place),
         decoupled=batch.decoupled,
         log_ratio_limit=batch.log_ratio_limit,
         entropy_coef=batch.entropy_coef,
-        values=_picked(batch.values, place),
-        returns=_picked(batch.returns, place),
-        shares=_picked(batch.shares, sample),
+        values=_index_optional(batch.values, place),
+        returns=_index_optional(batch.returns, place),
+        shares=_index_optional(batch.shares, sample),
     )
 
 
-def _picked(values: torch.Tensor | None, place: torch.Tensor) -> torch.Tensor | None:
+def _index_optional(values: torch.Tensor | None, place: torch.Tensor) -> torch.Tensor | None:
     return None if values is None else values[place]
 
 

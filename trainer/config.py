@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from annotated_types import Interval, Predicate
 
 from protocol.choices import NameIn
-from protocol.paths import FilePath, set_first
+from protocol.paths import FilePath, basic_setting
 
 RecomputeGranularity = Literal["", "selective", "full"]
 AttentionBackend = Literal["auto", "torch", "flash_attn", "flash_attn_3", "transformer_engine", "segments"]
@@ -16,11 +16,11 @@ AttentionBackend = Literal["auto", "torch", "flash_attn", "flash_attn_3", "trans
 class ParallelConfig:
     """Section `[parallel]`: ranks of the trainer. Names as in Megatron-core."""
 
-    tensor_model_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = set_first(1)
+    tensor_model_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = basic_setting(1)
     """Ranks that share every layer."""
     pipeline_model_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
     """Number of pipeline stages; each has consecutive layers."""
-    data_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = set_first(1)
+    data_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = basic_setting(1)
     """Replicas of the model, each with a part of the batch."""
     virtual_pipeline_model_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = 1
     """Model chunks per pipeline stage, interleaved with the other stages' chunks to reduce pipeline bubbles.
@@ -66,7 +66,7 @@ class OptimizerConfig:
     """Keyword arguments of your own optimizer."""
     muon_momentum: Annotated[float, Interval(ge=0, lt=1)] = 0.95
     """muon: decay of the Nesterov momentum."""
-    lr: Annotated[float, Interval(ge=0, le=1e3)] = set_first(1e-5)
+    lr: Annotated[float, Interval(ge=0, le=1e3)] = basic_setting(1e-5)
     """Learning rate after the warm-up."""
     lr_warmup_steps: Annotated[int, Interval(ge=0, le=10**9)] = 0
     """Updates in which the learning rate rises linearly from 0. Skipped updates do not count. 0 is off. A
@@ -108,7 +108,7 @@ class OptimizerConfig:
 class TrainerConfig:
     """Section `[trainer]`: the training backend, its device, and the kept files of a run."""
 
-    backend: Annotated[str, Predicate(NameIn("trainer.registry:BACKENDS"))] = set_first("megatron")
+    backend: Annotated[str, Predicate(NameIn("trainer.registry:BACKENDS"))] = basic_setting("megatron")
     """Training backend: megatron, fsdp (any causal language model of transformers, sharded over data-parallel
     and tensor-parallel ranks), reference (the oracle, one rank) or scripted (dry runs without a model)."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
@@ -120,7 +120,7 @@ class TrainerConfig:
     """megatron, fsdp: attention kernels: torch (its fused kernel on a GPU in 16 bits, otherwise segments),
     flash_attn_3 (torch's operators, computed by flash-attn-3 on a Hopper GPU), flash_attn, transformer_engine
     (the library of that name, on a GPU in 16 bits; not run), or segments (slow on a GPU). auto: torch."""
-    micro_batch_tokens: Annotated[int, Interval(ge=0, le=10**8)] = set_first(0)
+    micro_batch_tokens: Annotated[int, Interval(ge=0, le=10**8)] = basic_setting(0)
     """Tokens in one forward pass on each rank, including prompts; samples are packed without padding. A
     longer sample is a pass of its own. Context-parallel ranks share a pass of
     `parallel.context_parallel_size` times as many. 0, or auto: by device and memory."""
@@ -163,7 +163,7 @@ class TrainerConfig:
     experts with fewer tokens than the mean, and lowers the other biases. 0 is off."""
     threads: Annotated[int, Interval(ge=1, le=4096)] = 1
     """CPU threads per rank. auto: the cores that the engines leave, divided between the ranks."""
-    checkpoint_every: Annotated[int, Interval(ge=1, le=10**9)] = set_first(20)
+    checkpoint_every: Annotated[int, Interval(ge=1, le=10**9)] = basic_setting(20)
     """Steps between checkpoints. The last step always writes a checkpoint."""
     keep_checkpoints: Annotated[int, Interval(ge=1, le=10**6)] = 2
     """Number of newest checkpoints to keep."""
@@ -226,7 +226,7 @@ class TrainerConfig:
 class AlgorithmConfig:
     """Section `[algorithm]`: advantages and loss."""
 
-    name: Annotated[str, Predicate(NameIn("trainer.algorithms.registry:ALGORITHMS"))] = set_first("grpo")
+    name: Annotated[str, Predicate(NameIn("trainer.algorithms.registry:ALGORITHMS"))] = basic_setting("grpo")
     """Algorithm, a module in `trainer/algorithms/`: grpo, dr_grpo, dapo, gspo, cispo, m2po, rloo,
     reinforce_plus_plus, reinforce_plus_plus_baseline, on_policy_distillation, sft or ppo; or `MODULE:NAME`,
     an algorithm of your own (docs/own_code.md)."""
@@ -270,7 +270,7 @@ class AlgorithmConfig:
     """With `entropy_target`: change of the coefficient per step, up if the entropy is too low, else down."""
     entropy_coef_max: Annotated[float, Interval(ge=0, le=1e6)] = 0.005
     """With `entropy_target`: maximum coefficient."""
-    kl_coef: Annotated[float, Interval(ge=0, le=1e6)] = set_first(0.0)
+    kl_coef: Annotated[float, Interval(ge=0, le=1e6)] = basic_setting(0.0)
     """Weight of the KL divergence to the initial model, or to the model of `[reference]`. 0: off, free."""
     use_kl_in_reward: bool = False
     """Whether the divergence, by k1, is subtracted from the reward instead of added to the loss, as in PPO

@@ -22,7 +22,7 @@ from trainer.config import ScratchConfig
 from trainer.megatron.families.table import FAMILIES
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "qwen3_moe")
-OF_EXPERTS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
+EXPERT_FIELDS = ("num_experts", "num_experts_per_tok", "moe_intermediate_size")
 """Fields of architectures with experts only."""
 SPECIALS = ("<pad>", "<eos>")
 PAD, EOS = range(2)
@@ -106,7 +106,7 @@ def _fields(config: ScratchConfig) -> dict[str, Any]:
     """Return the fields of the configuration's architecture."""
     values = dataclasses.asdict(config)
     if config.architecture != "qwen3_moe":
-        for name in OF_EXPERTS:
+        for name in EXPERT_FIELDS:
             del values[name]
     return values
 

@@ -13,19 +13,19 @@ def check_recipe(
     lora: LoraConfig,
     *,
     samples: int,
-    each: str = "sampling.samples_per_prompt",
+    samples_setting: str = "sampling.samples_per_prompt",
 ) -> None:
     """Validate algorithm, corrections, updates per step and optimizer against each other.
 
     Args:
         samples: number of samples in a step.
-        each: setting of the number of samples per group, for error messages.
+        samples_setting: setting of the number of samples per group, for error messages.
 
     Raises:
         SettingsError: a setting does not fit. The message names the first such setting and its valid values.
     """
     for is_wrong, problem in (
-        *_problems_of_algorithm(algorithm, trainer, samples, each),
+        *_problems_of_algorithm(algorithm, trainer, samples, samples_setting),
         *_problems_of_optimizer(optimizer, trainer, lora),
     ):
         if is_wrong:
@@ -94,19 +94,19 @@ def check_schedule(optimizer: OptimizerConfig) -> None:
 
 
 def _problems_of_algorithm(
-    algorithm: AlgorithmConfig, trainer: TrainerConfig, samples: int, each: str
+    algorithm: AlgorithmConfig, trainer: TrainerConfig, samples: int, samples_setting: str
 ) -> tuple[tuple[bool, str], ...]:
-    watched = trainer.profile_steps
+    profile_steps = trainer.profile_steps
     return (
         (
-            bool(watched) and (len(watched) != 2 or watched[0] > watched[1]),
-            f"trainer.profile_steps: {list(watched)} is not the first and the last step to watch, such as "
-            "[10, 12]",
+            bool(profile_steps) and (len(profile_steps) != 2 or profile_steps[0] > profile_steps[1]),
+            f"trainer.profile_steps: {list(profile_steps)} is not the first and the last step to profile, "
+            "such as [10, 12]",
         ),
         (
             trainer.num_mini_batches > samples,
             f"trainer.num_mini_batches: {trainer.num_mini_batches} mini-batches for the {samples} samples of "
-            f"a step (bound.groups_per_step x {each}); give at most so many",
+            f"a step (bound.groups_per_step x {samples_setting}); set at most that many",
         ),
         (
             algorithm.name == "m2po" and not algorithm.second_moment_threshold,
@@ -155,7 +155,7 @@ def _problems_of_optimizer(
         (
             fp8 and lora.rank > 0,
             f"trainer.fp8: {trainer.fp8!r} computes gradients of all weights, also of those that adapters "
-            "(lora.rank) leave as they are, which costs more than FP8 saves; leave one of them out",
+            "(lora.rank) leave as they are, which costs more than FP8 saves; remove one of the two settings",
         ),
         (
             optimizer.name != "adamw" and trainer.backend != "reference",

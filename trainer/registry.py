@@ -22,10 +22,10 @@ class BackendEntry(Entry):
 
     critic: str = ""
     """`MODULE:NAME` of the critic's class, whose `beside` creates a critic; empty: no critic."""
-    frozen_apart: str = ""
-    """`MODULE:NAME` of the function that `make_frozen` calls; empty: no frozen models."""
-    critic_apart: str = ""
-    """`MODULE:NAME` of the function that `make_critic_apart` calls; empty: no critic."""
+    remote_frozen: str = ""
+    """`MODULE:NAME` of the function that `make_remote_frozen` calls; empty: no frozen models."""
+    remote_critic: str = ""
+    """`MODULE:NAME` of the function that `make_remote_critic` calls; empty: no critic."""
     drafts: bool = False
     """Whether the backend provides the hidden states for training a draft head."""
 
@@ -35,21 +35,21 @@ BACKENDS = Registry(
         "fsdp": BackendEntry(
             "trainer.fsdp.backend:FsdpBackend",
             "trainer.fsdp.critic:FsdpCritic",
-            "trainer.fsdp.apart:load_frozen_apart",
-            "trainer.fsdp.apart:load_critic_apart",
+            "trainer.fsdp.remote:load_remote_frozen",
+            "trainer.fsdp.remote:load_remote_critic",
             drafts=True,
         ),
         "megatron": BackendEntry(
             "trainer.megatron.backend:MegatronBackend",
             "trainer.megatron.roles.critic:MegatronCritic",
-            "trainer.megatron.backend:load_frozen_apart",
-            "trainer.megatron.roles.critic:load_critic_apart",
+            "trainer.megatron.backend:load_remote_frozen",
+            "trainer.megatron.roles.critic:load_remote_critic",
         ),
         "reference": BackendEntry(
             "trainer.reference.backend:ReferenceBackend",
             "trainer.reference.critic:ReferenceCritic",
-            "trainer.reference.backend:load_frozen_apart",
-            "trainer.reference.critic:load_critic_apart",
+            "trainer.reference.backend:load_remote_frozen",
+            "trainer.reference.critic:load_remote_critic",
             drafts=True,
         ),
         "scripted": BackendEntry("trainer.backends.scripted:ScriptedBackend"),
@@ -150,7 +150,7 @@ def make_draft_training(policy: Backend, directory: Path, lr: float) -> DraftTra
     return drafts
 
 
-def make_frozen(
+def make_remote_frozen(
     spec: FrozenSpec, *, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[FrozenModel, Replicas]:
     """Return this rank's shard of a frozen model with ranks of its own. Called on each of these ranks.
@@ -165,13 +165,13 @@ def make_frozen(
     Raises:
         SettingsError: the backend does not support frozen models, or this model in this layout.
     """
-    placing = BACKENDS.having("frozen_apart")
+    placing = BACKENDS.having("remote_frozen")
     name = checked_name(trainer.backend, placing, f"setting trainer.backend, with placement.{spec.role}:")
-    made: tuple[FrozenModel, Replicas] = load(BACKENDS[name].frozen_apart)(spec, parallel, trainer)
+    made: tuple[FrozenModel, Replicas] = load(BACKENDS[name].remote_frozen)(spec, parallel, trainer)
     return made
 
 
-def make_critic_apart(
+def make_remote_critic(
     spec: CriticSpec, *, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[Critic, Replicas]:
     """Return this rank's shard of a critic with ranks of its own. Called on each of these ranks.
@@ -186,7 +186,7 @@ def make_critic_apart(
     Raises:
         SettingsError: the backend has no critic, or cannot train this critic in this layout.
     """
-    placing = BACKENDS.having("critic_apart")
+    placing = BACKENDS.having("remote_critic")
     name = checked_name(trainer.backend, placing, "setting trainer.backend, with placement.critic:")
-    made: tuple[Critic, Replicas] = load(BACKENDS[name].critic_apart)(spec, parallel, trainer)
+    made: tuple[Critic, Replicas] = load(BACKENDS[name].remote_critic)(spec, parallel, trainer)
     return made

@@ -11,9 +11,9 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from protocol.weights.deltas import WHOLE, WIDTHS, coded_bytes
+from protocol.weights.deltas import GAP_WIDTHS, WHOLE, coded_bytes
 
-GAPS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+GAP_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 """Width of a gap, bytes -> dtype of that size, read as unsigned."""
 
 
@@ -33,26 +33,31 @@ class Changes(NamedTuple):
         return cls(WHOLE, len(elements), elements.view(torch.uint8))
 
 
-def coded(old: torch.Tensor, new: torch.Tensor) -> Changes:
+def encode_changes(old: torch.Tensor, new: torch.Tensor) -> Changes:
     """Encode the changed elements. On a GPU, the call waits for their number.
 
     Args:
         old, new: integers of the elements' size, dense, one dimension.
     """
     changed = old != new
-    least, nbytes = int(changed.count_nonzero()), new.nbytes
-    if not least:
-        return Changes(min(WIDTHS), 0, new.new_empty(0, dtype=torch.uint8))
-    if coded_bytes(min(WIDTHS), least, new.itemsize) < nbytes:
+    changed_count, nbytes = int(changed.count_nonzero()), new.nbytes
+    if not changed_count:
+        return Changes(min(GAP_WIDTHS), 0, new.new_empty(0, dtype=torch.uint8))
+    if coded_bytes(min(GAP_WIDTHS), changed_count, new.itemsize) < nbytes:
         gaps = _indices(changed)
         gaps = gaps.diff(prepend=gaps.new_full((1,), -1)).sub_(1)
-        counts = [least + n for n in torch.stack([_fillers(gaps, width).sum() for width in WIDTHS]).tolist()]
-        sizes = [coded_bytes(width, count, new.itemsize) for width, count in zip(WIDTHS, counts, strict=True)]
+        counts = [
+            changed_count + n
+            for n in torch.stack([_fillers(gaps, width).sum() for width in GAP_WIDTHS]).tolist()
+        ]
+        sizes = [
+            coded_bytes(width, count, new.itemsize) for width, count in zip(GAP_WIDTHS, counts, strict=True)
+        ]
         if (size := min(sizes)) < nbytes:
-            width, count = WIDTHS[sizes.index(size)], counts[sizes.index(size)]
-            gaps = _divided(gaps, width, count)
+            width, count = GAP_WIDTHS[sizes.index(size)], counts[sizes.index(size)]
+            gaps = _split_gaps(gaps, width, count)
             values = new[_positions(gaps)]
-            parts = (gaps.to(GAPS[width]), values)
+            parts = (gaps.to(GAP_DTYPES[width]), values)
             return Changes(width, count, torch.cat([part.view(torch.uint8) for part in parts]))
     return Changes.all_of(new)
 
@@ -73,7 +78,7 @@ def apply(changes: Changes, target: torch.Tensor) -> None:
         target.copy_(values)
     elif count:
         most = (1 << 8 * width) - 1
-        gaps = data[:middle].clone().view(GAPS[width]).to(torch.int64) & most
+        gaps = data[:middle].clone().view(GAP_DTYPES[width]).to(torch.int64) & most
         # On a GPU an index past the end would kill the process. Digests detect a wrong element instead.
         target[_positions(gaps).clamp_(max=len(target) - 1)] = values
 
@@ -93,7 +98,7 @@ def _fillers(gaps: torch.Tensor, width: int) -> torch.Tensor:
     return gaps >> (8 * width)
 
 
-def _divided(gaps: torch.Tensor, width: int, count: int) -> torch.Tensor:
+def _split_gaps(gaps: torch.Tensor, width: int, count: int) -> torch.Tensor:
     """Return gaps that fit the width, for filler and changed elements: int64 [count]."""
     if count == len(gaps):
         return gaps

@@ -90,9 +90,9 @@ class PageLocks:
         """Return a context with the device as current CUDA device; new threads start on device 0."""
         return torch.cuda.device(self._device) if self._device.type == "cuda" else nullcontext()
 
-    def _unlock(self, locked: dict[int, torch.UntypedStorage], before: threading.Thread | None) -> None:
-        if before is not None:
-            before.join()
+    def _unlock(self, locked: dict[int, torch.UntypedStorage], previous: threading.Thread | None) -> None:
+        if previous is not None:
+            previous.join()
         assert self._calls is not None
         with self._context():
             while locked:

@@ -30,7 +30,7 @@ BACKENDS = ("gloo", "nccl")
 """Backends of a pair group: gloo on CPUs, nccl on GPUs."""
 SENDER, RECEIVER = 0, 1
 """Ranks."""
-ALONE = {"gloo": ALONE_BYTES, "nccl": ALONE_ON_GPU_BYTES}
+ALONE_BYTES_OF_BACKEND = {"gloo": ALONE_BYTES, "nccl": ALONE_ON_GPU_BYTES}
 """Backend -> `alone_bytes` of `protocol.weights.slices.BucketSizes`."""
 NO_WATCHDOG = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",  # an error of the group does not end the process
@@ -82,7 +82,7 @@ MAX_ENTRIES = 256
 """Maximum entries of the other end; a group of two sets a few."""
 
 
-class Line(Protocol):
+class JsonConnection(Protocol):
     """Connection that carries JSON objects."""
 
     def send(self, message: dict[str, Any]) -> None:
@@ -97,7 +97,7 @@ class Line(Protocol):
         """
 
 
-def join_pair(line: Line, rank: int, device: torch.device, seconds: float) -> Any:
+def join_pair(line: JsonConnection, rank: int, device: torch.device, seconds: float) -> Any:
     """Return the group of `make_pair` with the process at the other end of `line`.
 
     Args:
@@ -105,7 +105,7 @@ def join_pair(line: Line, rank: int, device: torch.device, seconds: float) -> An
 
     Raises:
         TimeoutError, PoisonedError: as `init_with_deadline`.
-        OSError, ValueError, WeightError: as `Line`.
+        OSError, ValueError, WeightError: as `JsonConnection`.
     """
     end = time.monotonic() + seconds
     store = _PairStore()
@@ -183,12 +183,12 @@ class _PairStore(Store):
 class _Exchange:
     """Exchange of store entries between both ends."""
 
-    def __init__(self, line: Line, store: _PairStore) -> None:
+    def __init__(self, line: JsonConnection, store: _PairStore) -> None:
         self.joined = False
         """Whether the other end has its group."""
         self._line = line
         self._store = store
-        self._taken = 0
+        self._received_entries = 0
 
     def step(self) -> None:
         """Send the entries that this end has set, and receive entries of the other end."""
@@ -199,11 +199,11 @@ class _Exchange:
             if message == {"joined": True}:
                 self.joined = True
             else:
-                self._take(message)
+                self._add_received(message)
 
-    def _take(self, message: dict[str, Any]) -> None:
+    def _add_received(self, message: dict[str, Any]) -> None:
         key, value = message.get("key"), message.get("value")
-        self._taken += 1
-        if not isinstance(key, str) or not isinstance(value, str) or self._taken > MAX_ENTRIES:
+        self._received_entries += 1
+        if not isinstance(key, str) or not isinstance(value, str) or self._received_entries > MAX_ENTRIES:
             raise ValueError("the other end of a process group sent no entry of its store")
         self._store.add_entry(key, bytes.fromhex(value))

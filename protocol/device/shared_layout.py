@@ -12,7 +12,7 @@ if TYPE_CHECKING:  # processes without tensors need only the names
 
 TRANSPORT = "shared"
 """Value of `weights.transport`."""
-DESCRIBED = "described"
+DESCRIPTION_KEY = "described"
 """Key in an engine's registration: path of the file that describes its tensors."""
 SUFFIX = ".msgpack"
 """Suffix of description files."""

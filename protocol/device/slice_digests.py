@@ -72,7 +72,7 @@ class SliceSums:
                 differs from the slice's, the copy is digested instead of the slice.
         """
         strips = _strips_of(tensor, shape, box)
-        if copy is not None and (strips is None or not _takes_words(copy, tensor)):
+        if copy is not None and (strips is None or not _can_copy_words(copy, tensor)):
             copy.copy_(tensor)
             tensor, strips = copy, _strips_of(copy, shape, box)
             copy = None
@@ -123,7 +123,7 @@ def _strips_of(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> tuple[St
     return strips_of(tuple(shape), box, tensor.stride(), tensor.element_size())
 
 
-def _takes_words(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
+def _can_copy_words(copy: torch.Tensor, tensor: torch.Tensor) -> bool:
     """Return whether a kernel can copy a slice to `copy` word by word."""
     alike = (copy.device, copy.dtype) == (tensor.device, tensor.dtype)
     return alike and copy.is_contiguous() and copy.data_ptr() % WORD_BYTES == 0
@@ -138,7 +138,7 @@ def _rows(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> Iterator[Word
     is_dense = end - start == tensor.nbytes and tensor.is_contiguous()
     if not is_dense or (start | end | tensor.data_ptr()) % WORD_BYTES:
         for block in dense_blocks(shape, box, BLOCK_BYTES[tensor.device.type] // itemsize):
-            yield _laid_out(tensor[relative(block, box)], shape, block)
+            yield _zero_padded_rows(tensor[relative(block, box)], shape, block)
         return
     words = tensor.detach().reshape(-1).view(torch.int32)
     row, column = divmod(start // WORD_BYTES, ROW)
@@ -153,7 +153,7 @@ def _rows(tensor: torch.Tensor, shape: Sequence[int], box: Box) -> Iterator[Word
         yield row + full, 0, words[full * ROW :].view(1, -1)
 
 
-def _laid_out(part: torch.Tensor, shape: Sequence[int], block: Box) -> Words:
+def _zero_padded_rows(part: torch.Tensor, shape: Sequence[int], block: Box) -> Words:
     """Return the rows that contain a block, with zeros outside the block."""
     itemsize = part.element_size()
     start, end = (element * itemsize for element in dense_span(shape, block))
@@ -194,7 +194,7 @@ class Digests:
         """Digest of each tensor; 0 for GPU tensors until `numbers`."""
         self._on_gpu: dict[int, int] = {}
         """Index of a GPU tensor -> size in bytes."""
-        self._waiting: list[torch.Tensor] = []
+        self._pending: list[torch.Tensor] = []
         """GPU tensors without a queued kernel, of `_bytes` bytes."""
         self._bytes = 0
         self._sums: list[torch.Tensor] = []
@@ -209,9 +209,9 @@ class Digests:
             return
         self._on_gpu[len(self._digests)] = dense.nbytes
         self._digests.append(0)
-        self._waiting.append(dense)
+        self._pending.append(dense)
         self._bytes += dense.nbytes
-        if self._bytes >= BATCH_BYTES or len(self._waiting) == BATCH_TENSORS:
+        if self._bytes >= BATCH_BYTES or len(self._pending) == BATCH_TENSORS:
             self.launch()
 
     def numbers(self) -> list[int]:
@@ -226,7 +226,7 @@ class Digests:
 
     def launch(self) -> None:
         """Queue the kernels of all waiting tensors on the current stream."""
-        waiting, self._waiting, self._bytes = self._waiting, [], 0
+        waiting, self._pending, self._bytes = self._pending, [], 0
         if waiting:
             sums = SliceSums(sum(rows_of(tensor.nbytes) for tensor in waiting), waiting[0].device)
             first = 0

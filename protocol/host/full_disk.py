@@ -4,7 +4,7 @@ import errno
 import shutil
 from pathlib import Path
 
-LEAST_BYTES = 1 << 20
+MIN_FREE_BYTES = 1 << 20
 """A disk with less free space than this, bytes, counts as full."""
 _CODES = (errno.ENOSPC, errno.EDQUOT)
 _TEXTS = ("No space left on device", "disk is full", "Disk quota exceeded")
@@ -13,10 +13,10 @@ _TEXTS = ("No space left on device", "disk is full", "Disk quota exceeded")
 
 def is_full(run_dir: Path) -> bool:
     """Return whether the disk of a run directory is full."""
-    return shutil.disk_usage(run_dir).free < LEAST_BYTES
+    return shutil.disk_usage(run_dir).free < MIN_FREE_BYTES
 
 
-def is_for_want_of_room(error: BaseException | None) -> bool:
+def is_disk_full_error(error: BaseException | None) -> bool:
     """Return whether an error or one of its causes reports a full disk."""
     while error is not None:
         if getattr(error, "errno", None) in _CODES or any(text in str(error) for text in _TEXTS):

@@ -18,7 +18,7 @@ from protocol.paths import HUB_NAME
 
 log = logging.getLogger(__name__)
 
-SILENT_S = 120.0
+UPLOAD_TIMEOUT_S = 120.0
 """Timeout for a silent hub during an upload, seconds; the client has no timeout of its own."""
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 
@@ -44,7 +44,7 @@ FILES: Mapping[Kind, Sequence[str]] = {
     Kind.DATASET: ("*.parquet", "*.json", "*.jsonl", "*.json.gz", "*.jsonl.gz", "*.csv", "README.md"),
 }
 """Kind -> patterns of the files to fetch."""
-NOT_FETCHED: Mapping[Kind, Sequence[str]] = {
+SKIPPED_FILES: Mapping[Kind, Sequence[str]] = {
     Kind.MODEL: ("*/*", "consolidated*.safetensors"),
     Kind.DATASET: (),
 }
@@ -94,7 +94,7 @@ def resolve_commit(kind: Kind, name: str, revision: str) -> str:
         )
         return str(info.sha)
     except Exception as error:  # the client's own errors, its HTTP library's errors, and OSError
-        if not _is_no_answer(error):
+        if not _is_unreachable(error):
             raise _refusal(kind, name, revision, error) from error
         cause = error
     try:
@@ -121,7 +121,7 @@ def fetch(kind: Kind, name: str, commit: str, files: Sequence[str] = ()) -> Path
     """
     from huggingface_hub import snapshot_download
 
-    _draw_progress_on_terminals()
+    _hide_progress_without_terminal()
     try:
         return Path(snapshot_download(name, repo_type=kind, revision=commit, **_patterns(kind, files)))
     except Exception as error:
@@ -144,8 +144,8 @@ def upload_model(directory: Path, name: str, revision: str, message: str, privat
     """
     from huggingface_hub import CommitOperationAdd, HfApi, constants
 
-    _draw_progress_on_terminals()
-    _limit_silence()
+    _hide_progress_without_terminal()
+    _set_client_timeout()
     hub = HfApi()
     try:
         hub.create_repo(name, private=private, exist_ok=True)
@@ -162,7 +162,7 @@ def upload_model(directory: Path, name: str, revision: str, message: str, privat
         return str(commit.commit_url)
     except Exception as error:  # the client's own errors, its HTTP library's errors, and OSError
         login = "log in by `hf auth login`, or set HF_TOKEN, with an account that may write there"
-        remedy = "try again once it answers" if _is_no_answer(error) else login
+        remedy = "try again once it answers" if _is_unreachable(error) else login
         raise SettingsError(
             f"{directory.name} was not uploaded to {constants.ENDPOINT}/{name}: {_line(error)}; {remedy}"
         ) from error
@@ -188,20 +188,20 @@ def check_upload(name: str, setting: str) -> None:
 
 
 @cache
-def _limit_silence() -> None:
+def _set_client_timeout() -> None:
     """Set a timeout on every session of the client, which replaces its session after an error."""
     from huggingface_hub import set_client_factory
     from huggingface_hub.utils._http import default_client_factory
 
     def limited() -> Any:
         session = default_client_factory()
-        session.timeout = SILENT_S  # type: ignore[assignment]  # the setter takes seconds
+        session.timeout = UPLOAD_TIMEOUT_S  # type: ignore[assignment]  # the setter takes seconds
         return session
 
     set_client_factory(limited)
 
 
-def _draw_progress_on_terminals() -> None:
+def _hide_progress_without_terminal() -> None:
     from huggingface_hub.utils.tqdm import disable_progress_bars
 
     if not sys.stderr.isatty():
@@ -209,10 +209,10 @@ def _draw_progress_on_terminals() -> None:
 
 
 def _patterns(kind: Kind, files: Sequence[str] = ()) -> dict[str, Any]:
-    return {"allow_patterns": list(files or FILES[kind]), "ignore_patterns": list(NOT_FETCHED[kind])}
+    return {"allow_patterns": list(files or FILES[kind]), "ignore_patterns": list(SKIPPED_FILES[kind])}
 
 
-def _is_no_answer(error: Exception) -> bool:
+def _is_unreachable(error: Exception) -> bool:
     """Return whether the hub was unreachable or failed, so the error is not about the repository."""
     status = getattr(getattr(error, "response", None), "status_code", None)
     return status is None or status >= 500
@@ -236,7 +236,7 @@ def _refusal(kind: Kind, name: str, revision: str, error: Exception) -> Settings
         )
     if isinstance(error, RevisionNotFoundError):
         return SettingsError(f"{what}: {constants.ENDPOINT} has no such branch, tag or commit of it")
-    if not _is_no_answer(error):
+    if not _is_unreachable(error):
         return SettingsError(f"{what}: {constants.ENDPOINT} refused it: {_line(error)}")
     why = "HF_HUB_OFFLINE is set" if constants.HF_HUB_OFFLINE else f"{constants.ENDPOINT}: {_line(error)}"
     option = "" if kind is Kind.MODEL else f" --repo-type {kind}"

@@ -25,7 +25,7 @@ from protocol.host.curve_keys import KEY_BYTES, load_authorized, load_pair, load
 
 CONTEXT = b"tether weights 1"
 """HKDF context, which separates these proofs from all other uses of the keys."""
-KEYS = "_TETHER_CURVE_DIR"
+KEY_DIR_VARIABLE = "_TETHER_CURVE_DIR"
 """Environment variable: directory of the keys with which an engine's processes fetch weights."""
 
 
@@ -48,9 +48,9 @@ class Challenge(NamedTuple):
 def fetch_with_keys(directory: str) -> None:
     """Set the key directory with which this process and its engine processes fetch weights; empty: none."""
     if directory:
-        os.environ[KEYS] = str(Path(directory).absolute())
+        os.environ[KEY_DIR_VARIABLE] = str(Path(directory).absolute())
     else:
-        os.environ.pop(KEYS, None)
+        os.environ.pop(KEY_DIR_VARIABLE, None)
 
 
 class SenderKeys:

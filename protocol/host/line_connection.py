@@ -66,9 +66,9 @@ class LineConnection:
             missing -= len(part)
         return b"".join(parts)
 
-    def send(self, message: dict[str, Any], remaining: Remaining, behind: bytes = b"") -> None:
+    def send(self, message: dict[str, Any], remaining: Remaining, payload: bytes = b"") -> None:
         """Send a line, followed by raw bytes. Raises OSError."""
-        self.send_raw(json.dumps(message).encode() + b"\n" + behind, remaining)
+        self.send_raw(json.dumps(message).encode() + b"\n" + payload, remaining)
 
     def send_raw(self, data: bytes, remaining: Remaining) -> None:
         """Send bytes. Raises OSError."""
@@ -108,7 +108,7 @@ class LineConnection:
 
 
 class TimedLine:
-    """Connection with a deadline, which implements `protocol.device.pair_group.Line`."""
+    """Connection with a deadline, which implements `protocol.device.pair_group.JsonConnection`."""
 
     def __init__(self, connection: LineConnection, remaining: Remaining) -> None:
         self._connection = connection

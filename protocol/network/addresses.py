@@ -46,7 +46,7 @@ def advertised_host(template: str) -> str:
     return urlsplit(template.replace(HOST, socket.gethostname()).replace(PORT, "1")).hostname or ""
 
 
-def fault_of_advertised(template: str) -> str:
+def invalid_url_reason(template: str) -> str:
     """Return why clients could not use an advertised URL; empty if the URL is well-formed."""
     if "{" in template.replace(HOST, "").replace(PORT, ""):
         return f"has a placeholder other than {HOST} and {PORT}"

@@ -21,12 +21,12 @@ def request_logger(name: str) -> logging.Logger:
     Port scanners would fill the log, and a quoted request may contain a key in its path.
     """
     logger = logging.getLogger(name)
-    if _is_no_bad_request not in logger.filters:
-        logger.addFilter(_is_no_bad_request)
+    if _is_not_bad_request not in logger.filters:
+        logger.addFilter(_is_not_bad_request)
     return logger
 
 
-def _is_no_bad_request(record: logging.LogRecord) -> bool:
+def _is_not_bad_request(record: logging.LogRecord) -> bool:
     """Return whether a record does not report a malformed HTTP request."""
     return not (record.exc_info and isinstance(record.exc_info[1], HttpProcessingError))
 
@@ -45,7 +45,7 @@ class LimitedListener:
             full: body of the 503 response, JSON.
         """
         self._max, self._header_s, self._full = max_connections, header_s, full
-        self._silent: set[web.RequestHandler] = set()
+        self._headless: set[web.RequestHandler] = set()
         """Connections that have not sent the head of a request, each for at most `header_s`."""
         self._server: asyncio.Server | None = None
 
@@ -75,11 +75,11 @@ class LimitedListener:
         served = server
 
         def connected() -> asyncio.Protocol:
-            if self._is_full(len(served.connections), counts_silent=tls is not None):
+            if self._is_full(len(served.connections), counts_headless=tls is not None):
                 return _Full(self._full)
             handler = served()
-            self._silent.add(handler)
-            loop.call_later(self._header_s, self._close_silent, handler)
+            self._headless.add(handler)
+            loop.call_later(self._header_s, self._close_headless, handler)
             return handler
 
         for number in range(port, port + ports):
@@ -96,16 +96,16 @@ class LimitedListener:
         found = self._server.sockets[0].getsockname()
         return f"{'https' if tls else 'http'}://{bracketed(found[0])}:{found[1]}"
 
-    def _is_full(self, connected: int, *, counts_silent: bool) -> bool:
+    def _is_full(self, connected: int, *, counts_headless: bool) -> bool:
         """Return whether one more connection exceeds the limit.
 
         With TLS, the runner counts a connection only from the end of its handshake. A connection without a
         head therefore counts for `header_s`, even if it is already closed.
         """
         return connected >= self._max or (
-            counts_silent
-            and connected + len(self._silent) >= self._max
-            and connected + sum(handler.transport is None for handler in self._silent) >= self._max
+            counts_headless
+            and connected + len(self._headless) >= self._max
+            and connected + sum(handler.transport is None for handler in self._headless) >= self._max
         )
 
     def close(self) -> None:
@@ -116,12 +116,12 @@ class LimitedListener:
     @web.middleware
     async def note(self, request: web.Request, handler: Handler) -> web.StreamResponse:
         """Record that a connection has sent a request; must be a middleware of the application."""
-        self._silent.discard(request.protocol)
+        self._headless.discard(request.protocol)
         return await handler(request)
 
-    def _close_silent(self, handler: web.RequestHandler) -> None:
-        if handler in self._silent:
-            self._silent.remove(handler)
+    def _close_headless(self, handler: web.RequestHandler) -> None:
+        if handler in self._headless:
+            self._headless.remove(handler)
             if handler.transport is not None:
                 handler.transport.abort()
 

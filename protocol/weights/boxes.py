@@ -69,11 +69,11 @@ def remainder(box: Box, holes: Iterable[Box]) -> list[Box]:
     """Return disjoint boxes that cover a box without the holes."""
     left = [box] if size_of(box) else []
     for hole in holes:
-        left = [part for piece in left for part in _without(piece, hole)]
+        left = [part for piece in left for part in _subtract(piece, hole)]
     return left
 
 
-def _without(box: Box, hole: Box) -> Iterator[Box]:
+def _subtract(box: Box, hole: Box) -> Iterator[Box]:
     shared = intersection(box, hole)
     if shared is None:
         yield box
@@ -84,20 +84,20 @@ def _without(box: Box, hole: Box) -> Iterator[Box]:
                 yield (*shared[:dim], side, *box[dim + 1 :])
 
 
-def split(box: Box, most: int) -> list[Box]:
-    """Cut a box along its first dimensions into boxes of at most `most` elements, at least 1, in order."""
-    if size_of(box) <= most:
+def split(box: Box, max_elements: int) -> list[Box]:
+    """Cut a box along its first dimensions into boxes of at most `max_elements` >= 1 elements, in order."""
+    if size_of(box) <= max_elements:
         return [box]
     dim = next(i for i, (start, stop) in enumerate(box) if stop - start > 1)
     start, stop = box[dim]
     each = size_of(box) // (stop - start)
-    if each > most:
+    if each > max_elements:
         cuts = [(i, i + 1) for i in range(start, stop)]
     else:
-        parts = -(-(stop - start) // (most // each))
+        parts = -(-(stop - start) // (max_elements // each))
         rows = -(-(stop - start) // parts)  # makes the last part about as large as the others
         cuts = [(i, min(i + rows, stop)) for i in range(start, stop, rows)]
-    return [part for cut in cuts for part in split((*box[:dim], cut, *box[dim + 1 :]), most)]
+    return [part for cut in cuts for part in split((*box[:dim], cut, *box[dim + 1 :]), max_elements)]
 
 
 def box_of(shape: Sequence[int], offset: int, size: Sequence[int], stride: Sequence[int]) -> Box | None:
@@ -141,17 +141,17 @@ def dense_span(shape: Sequence[int], box: Box) -> tuple[int, int]:
     From the first dimension in which the box has several indices, the span includes all inner elements of
     each index.
     """
-    base, (start, stop), behind = _several(shape, box)
+    base, (start, stop), behind = _leading_indices(shape, box)
     return base + start * behind, base + stop * behind
 
 
-def dense_blocks(shape: Sequence[int], box: Box, most: int) -> Iterator[Box]:
-    """Cut a box into blocks, in order, whose `dense_span` has at most `most` elements or covers one index."""
+def dense_blocks(shape: Sequence[int], box: Box, max_elements: int) -> Iterator[Box]:
+    """Cut a box into blocks, in order, whose `dense_span` has `max_elements` at most or covers one index."""
     if not size_of(box):
         return
-    _, (start, stop), behind = _several(shape, box)
+    _, (start, stop), behind = _leading_indices(shape, box)
     dim = next((i for i, (a, b) in enumerate(box) if b - a > 1), None)
-    rows = max(1, most // behind)
+    rows = max(1, max_elements // behind)
     if dim is None:
         yield box
         return
@@ -159,7 +159,7 @@ def dense_blocks(shape: Sequence[int], box: Box, most: int) -> Iterator[Box]:
         yield (*box[:dim], (first, min(first + rows, stop)), *box[dim + 1 :])
 
 
-def _several(shape: Sequence[int], box: Box) -> tuple[int, tuple[int, int], int]:
+def _leading_indices(shape: Sequence[int], box: Box) -> tuple[int, tuple[int, int], int]:
     """Return the offset of the box's leading single indices, the next range, and the elements per index."""
     base, behind = 0, math.prod(shape)
     for (start, stop), n in zip(box, shape, strict=True):

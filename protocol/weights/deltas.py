@@ -18,9 +18,9 @@ from protocol.weights.boxes import Box, is_within, size_of, whole
 from protocol.weights.buckets import DTYPE_BYTES
 
 INDEX = "delta.msgpack"
-WIDTHS = (1, 2, 4)
+GAP_WIDTHS = (1, 2, 4)
 """Bytes per gap."""
-NOTHING = WeightLink("", 0, 0)
+NO_BASE = WeightLink("", 0, 0)
 """Placeholder for the link before an anchor."""
 WHOLE = 0
 """Placeholder for the gap width if the elements themselves follow."""
@@ -79,7 +79,7 @@ def check_change(change: TensorChange, sizes: Sequence[int], entry: TensorEntry)
     itemsize = DTYPE_BYTES[entry.dtype]
     nbytes = sizes[change.file] if 0 <= change.file < len(sizes) else 0
     end = change.offset + coded_bytes(change.width, change.count, itemsize)
-    if change.offset < 0 or change.count < 0 or end > nbytes or change.width not in (WHOLE, *WIDTHS):
+    if change.offset < 0 or change.count < 0 or end > nbytes or change.width not in (WHOLE, *GAP_WIDTHS):
         raise WeightError(f"tensor {entry.name}: its changes exceed the delta file")
     box = change.box or whole(entry.shape)
     if not is_within(box, entry.shape):

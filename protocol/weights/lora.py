@@ -13,12 +13,12 @@ from typing import Annotated
 from annotated_types import Interval
 
 from protocol.errors import SettingsError
-from protocol.paths import FilePath, set_first
+from protocol.paths import FilePath, basic_setting
 
 PREFIX = "base_model.model."
 WEIGHT = ".weight"
 ALL_LINEAR = "all-linear"
-LINEAR = (
+LINEAR_LAYERS = (
     "q_proj",
     "k_proj",
     "v_proj",
@@ -44,7 +44,7 @@ class LoraConfig:
     With a rank above 0, only adapters are trained and published; the model's own weights are frozen.
     """
 
-    rank: Annotated[int, Interval(ge=0, le=10**5)] = set_first(0)
+    rank: Annotated[int, Interval(ge=0, le=10**5)] = basic_setting(0)
     """Rank of A and B; 0: no adapters, all parameters are trained."""
     alpha: Annotated[float, Interval(gt=0, le=1e6)] = 16.0
     """Numerator of the scaling alpha / rank."""
@@ -123,27 +123,31 @@ def adapter_targets(shapes: Mapping[str, tuple[int, ...]], config: LoraConfig) -
     """
     if config.rank < 1 or config.alpha <= 0:
         raise SettingsError(f"setting lora: rank {config.rank} and alpha {config.alpha:g} must be above 0")
-    asked = config.target_modules
+    target_modules = config.target_modules
     found = [
         AdapterTarget(name, (shape[0], shape[1]))
         for name, shape in shapes.items()
-        if name.endswith(WEIGHT) and len(shape) == 2 and _is_asked(name.removesuffix(WEIGHT), asked)
+        if name.endswith(WEIGHT) and len(shape) == 2 and _is_target(name.removesuffix(WEIGHT), target_modules)
     ]
-    names = LINEAR if isinstance(asked, str) else sorted(set(asked) - {target.last for target in found})
-    if not found or (names and not isinstance(asked, str)):
+    names = (
+        LINEAR_LAYERS
+        if isinstance(target_modules, str)
+        else sorted(set(target_modules) - {target.last for target in found})
+    )
+    if not found or (names and not isinstance(target_modules, str)):
         missing = ", ".join(names) or "(target_modules is empty)"
         raise SettingsError(
             f"setting lora.target_modules: the model has no linear layer {missing}"
-            f"{' outside experts; name its layers' if isinstance(asked, str) else ''}"
+            f"{' outside experts; name its layers' if isinstance(target_modules, str) else ''}"
         )
     return found
 
 
-def _is_asked(module: str, asked: tuple[str, ...] | str) -> bool:
+def _is_target(module: str, target_modules: tuple[str, ...] | str) -> bool:
     *path, last = module.split(".")
-    if isinstance(asked, str):
-        return last in LINEAR and not any("expert" in part for part in path)
-    return last in asked
+    if isinstance(target_modules, str):
+        return last in LINEAR_LAYERS and not any("expert" in part for part in path)
+    return last in target_modules
 
 
 def adapter_shapes(targets: list[AdapterTarget], rank: int) -> dict[str, tuple[int, ...]]:

@@ -10,7 +10,7 @@ from protocol.host.json_file import read_object
 from protocol.weights.lora import AdapterTarget, LoraConfig, adapter_shapes
 
 CONFIG, TENSORS = "adapter_config.json", "adapter_model.safetensors"
-PLAIN: dict[str, Any] = {
+SUPPORTED_VALUES: dict[str, Any] = {
     "peft_type": "LORA",
     "bias": "none",
     "fan_in_fan_out": False,
@@ -20,7 +20,7 @@ PLAIN: dict[str, Any] = {
     "modules_to_save": None,
 }
 """Field of adapter_config.json -> its only supported value, which is also the value of a missing field."""
-SAME = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
+MATCHING_SETTINGS = {"r": "rank", "lora_alpha": "alpha", "use_rslora": "use_rslora"}
 """Field of adapter_config.json -> setting of [lora] that must have the same value."""
 
 
@@ -37,7 +37,7 @@ def check_peft(targets: Sequence[AdapterTarget], config: LoraConfig) -> None:
     directory = Path(config.path)
     what = f"setting lora.path: {directory}"
     found = _read_config(directory / CONFIG, what)
-    for field, name in SAME.items():
+    for field, name in MATCHING_SETTINGS.items():
         value, own = found.get(field, False), getattr(config, name)
         if value != own:
             raise SettingsError(f"{what}: {field} is {value!r}; set lora.{name} to it, which is {own!r}")
@@ -95,7 +95,7 @@ def target_modules(names: Iterable[str]) -> list[str]:
 
 def _read_config(path: Path, what: str) -> dict[str, Any]:
     found = read_object(path, f"{what}: {CONFIG}")
-    for field, plain in PLAIN.items():
+    for field, plain in SUPPORTED_VALUES.items():
         if (value := found.get(field, plain)) != plain and value:
             raise SettingsError(f"{what}: {field} is {value!r}; only {plain!r} is supported")
     return found

@@ -6,7 +6,7 @@ If a version stays on the trainer's ranks, the manifest lists the pieces of each
 
 The sums h of `digests.py` verify the received bytes. The engine rank computes the sums of the received cuts.
 Each trainer rank computes the sums of the unsent rest of partly sent pieces from its published bytes. Rank 0
-sends the sums of all untouched pieces, collected for the manifest. All sums add up to the tensor's sums, so
+sends the sums of all unrequested pieces, collected for the manifest. All sums add up to the tensor's sums, so
 every engine rank verifies the digest of every whole tensor although it receives only parts.
 """
 
@@ -54,7 +54,7 @@ class Cut(NamedTuple):
     nbytes: int
 
 
-class Rest(NamedTuple):
+class UnsentBoxes(NamedTuple):
     """The unsent boxes of a partly sent piece."""
 
     piece: int
@@ -72,12 +72,13 @@ class Transfer:
     """Plan of the cuts and sums that one trainer rank sends to one engine rank, in order."""
 
     buckets: tuple[tuple[Cut, ...], ...]
-    rests: tuple[Rest, ...]
-    untouched: tuple[tuple[int, int], ...]
+    unsent: tuple[UnsentBoxes, ...]
+    unrequested: tuple[tuple[int, int], ...]
     """(rank, index of the piece) of all ranks' pieces without a requested element; only rank 0 sends their
     sums."""
     spans: tuple[Span, ...]
-    """Spans of the sums that follow the buckets: one per rest, and one per tensor with untouched pieces."""
+    """Spans of the sums that follow the buckets: one per entry of `unsent`, and one per tensor with
+    unrequested pieces."""
 
     @property
     def rows(self) -> int:
@@ -100,34 +101,34 @@ class BucketSizes(NamedTuple):
 
 
 def transfer_of(
-    manifest: WeightManifest, part: int, wanted: Wanted, sizes: BucketSizes, forgotten: Collection[str] = ()
+    manifest: WeightManifest, part: int, wanted: Wanted, sizes: BucketSizes, discarded: Collection[str] = ()
 ) -> Transfer:
     """Plan the transfer of rank `part`: every requested element of its pieces once; equal on both ends.
 
-    Cuts of `forgotten` tensors do not share buckets with other cuts, which may be sent as deltas.
+    Cuts of `discarded` tensors do not share buckets with other cuts, which may be sent as deltas.
     """
     pieces = manifest.parts[part].pieces
     cuts: list[tuple[int, WeightPiece, Box]] = []
-    rests: list[Rest] = []
+    unsent: list[UnsentBoxes] = []
     for number, piece in enumerate(pieces):
         entry = manifest.tensors[piece.tensor]
         found = [
             box for want in wanted.get(entry.name, ()) if (box := intersection(piece.box, want)) is not None
         ]
         if left := remainder(piece.box, found) if found else []:
-            rests.append(Rest(number, piece.tensor, tuple(left)))
+            unsent.append(UnsentBoxes(number, piece.tensor, tuple(left)))
         most = max(1, sizes.bucket_bytes // DTYPE_BYTES[entry.dtype])
         cuts += [(number, piece, small) for box in found for small in split(box, most)]
-    untouched = _untouched(manifest, wanted) if part == 0 else ()
+    unrequested = _unrequested(manifest, wanted) if part == 0 else ()
     spans = [
-        (rest.tensor, *sum_span(manifest.tensors[rest.tensor], pieces[rest.piece].box)) for rest in rests
+        (rest.tensor, *sum_span(manifest.tensors[rest.tensor], pieces[rest.piece].box)) for rest in unsent
     ]
-    for tensor in sorted({manifest.parts[other].pieces[number].tensor for other, number in untouched}):
+    for tensor in sorted({manifest.parts[other].pieces[number].tensor for other, number in unrequested}):
         spans.append((tensor, 0, rows_of(manifest.tensors[tensor].nbytes)))
-    kept = [cut for cut in cuts if manifest.tensors[cut[1].tensor].name not in forgotten]
-    others = [cut for cut in cuts if manifest.tensors[cut[1].tensor].name in forgotten]
+    kept = [cut for cut in cuts if manifest.tensors[cut[1].tensor].name not in discarded]
+    others = [cut for cut in cuts if manifest.tensors[cut[1].tensor].name in discarded]
     buckets = (*_packed(manifest, kept, sizes), *_packed(manifest, others, sizes))
-    return Transfer(buckets, tuple(rests), untouched, tuple(spans))
+    return Transfer(buckets, tuple(unsent), unrequested, tuple(spans))
 
 
 def _packed(
@@ -173,21 +174,21 @@ def senders_of(manifest: WeightManifest, wanted: Wanted) -> list[int]:
     found = [
         part
         for part in range(1, len(manifest.parts))
-        if any(_is_touched(manifest, piece, wanted) for piece in manifest.parts[part].pieces)
+        if any(_is_requested(manifest, piece, wanted) for piece in manifest.parts[part].pieces)
     ]
     return [*found, 0]
 
 
-def _untouched(manifest: WeightManifest, wanted: Wanted) -> tuple[tuple[int, int], ...]:
+def _unrequested(manifest: WeightManifest, wanted: Wanted) -> tuple[tuple[int, int], ...]:
     return tuple(
         (part, number)
         for part, found in enumerate(manifest.parts)
         for number, piece in enumerate(found.pieces)
-        if size_of(piece.box) and not _is_touched(manifest, piece, wanted)
+        if size_of(piece.box) and not _is_requested(manifest, piece, wanted)
     )
 
 
-def _is_touched(manifest: WeightManifest, piece: WeightPiece, wanted: Wanted) -> bool:
+def _is_requested(manifest: WeightManifest, piece: WeightPiece, wanted: Wanted) -> bool:
     wants = wanted.get(manifest.tensors[piece.tensor].name, ())
     return any(intersection(piece.box, want) is not None for want in wants)
 
@@ -204,23 +205,23 @@ def all_of(manifest: WeightManifest) -> Wanted:
     return {entry.name: (whole(entry.shape),) for entry in manifest.tensors}
 
 
-def encode_wanted(wanted: Wanted, forgotten: Collection[str] = ()) -> bytes:
+def encode_wanted(wanted: Wanted, discarded: Collection[str] = ()) -> bytes:
     """Encode a request, and the tensors whose elements the engine rank discards before the next version."""
-    return msgspec.msgpack.encode((dict(wanted), sorted(forgotten)))
+    return msgspec.msgpack.encode((dict(wanted), sorted(discarded)))
 
 
 _decoder = msgspec.msgpack.Decoder(tuple[dict[str, tuple[tuple[tuple[int, int], ...], ...]], frozenset[str]])
 
 
 def decode_wanted(data: bytes, manifest: WeightManifest) -> tuple[Wanted, frozenset[str]]:
-    """Decode an engine rank's request for boxes of a version, and its `forgotten` tensors.
+    """Decode an engine rank's request for boxes of a version, and its `discarded` tensors.
 
     Raises:
         WeightError: the request is malformed, names an unknown tensor or box, or requests an element twice.
     """
     shapes = {entry.name: entry.shape for entry in manifest.tensors}
     try:
-        wanted, forgotten = _decoder.decode(data)
+        wanted, discarded = _decoder.decode(data)
     except msgspec.DecodeError as error:
         raise WeightError(f"a receiver's slices cannot be read: {error}") from error
     for name, boxes in wanted.items():
@@ -232,7 +233,7 @@ def decode_wanted(data: bytes, manifest: WeightManifest) -> tuple[Wanted, frozen
         # overlapping boxes would be sent twice
         if sum(size_of(box) for box in boxes) > size_of(tuple((0, n) for n in whole_shape)):
             raise WeightError(f"a receiver requests elements of {name} twice")
-    return wanted, forgotten
+    return wanted, discarded
 
 
 def check_parts(manifest: WeightManifest) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from protocol.choices import Entry, Registry, load
 from protocol.errors import RewardError, SettingsError
-from protocol.user_code import located, own_copy, returned_number
+from protocol.user_code import located, mutable_copy, returned_number
 from protocol.validation import validated
 from reward.group import ResponseGroup, Verdict
 from reward.verifiers.base import AwaitedVerifier, LoadedVerifier
@@ -102,7 +102,7 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | Awa
     def score(prompt_text: str, response: str, metadata: Mapping[str, Any]) -> float:
         if not is_own:
             return float(module.score(prompt_text, response, metadata, bound))
-        returned = module.score(prompt_text, response, own_copy(metadata), bound)
+        returned = module.score(prompt_text, response, mutable_copy(metadata), bound)
         try:
             return returned_number(returned)
         except ValueError as shown:

@@ -274,7 +274,7 @@ def _decode_group(
 ) -> ResponseGroup | str:
     """Return the group of a frame, or the error in its metadata."""
     try:
-        check_shape(packed, most_depth=METADATA_DEPTH)
+        check_shape(packed, max_depth=METADATA_DEPTH)
         metadata = msgspec.msgpack.decode(packed, type=dict[str, Any])
     except Exception as error:  # the decoder may raise any exception
         return f"{type(error).__name__}: {error}"[:MAX_ERROR]

@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from protocol.choices import NameIn
 from protocol.errors import Unsupported
 from protocol.messages import WeightManifest
-from protocol.paths import FilePath, ProgramPath, set_first
+from protocol.paths import FilePath, ProgramPath, basic_setting
 
 
 class KvPolicy(StrEnum):
@@ -32,22 +32,22 @@ class KvPolicy(StrEnum):
 class EngineConfig:
     """Section `[engine]`. Engines refuse settings that they do not support; the error names the field."""
 
-    name: Annotated[str, Predicate(NameIn("rollout.engines.registry:ENGINES"))] = set_first("vllm")
+    name: Annotated[str, Predicate(NameIn("rollout.engines.registry:ENGINES"))] = basic_setting("vllm")
     """Engine in `rollout/engines/registry.py`, or your own as `MODULE:NAME` (docs/own_code.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Options of your own engine."""
     dtype: Literal["bfloat16", "float16", "float32"] = "float32"
     """Data type of the engine's parameters and of published weights; the trainer may use another."""
-    tensor_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = set_first(1)
+    tensor_parallel_size: Annotated[int, Interval(ge=1, le=4096)] = basic_setting(1)
     """Number of tensor-parallel ranks of an engine, one GPU each."""
-    memory_fraction: Annotated[float, Interval(gt=0, le=1)] = set_first(0.85)
+    memory_fraction: Annotated[float, Interval(gt=0, le=1)] = basic_setting(0.85)
     """Fraction of GPU memory for weights and KV cache; auto: 0.85, or 0.4 on a GPU shared with the trainer.
     Ignored on CPU."""
     kv_cache_mb: Annotated[int, Interval(ge=1, le=10**9)] = 64
     """Size of the KV cache on CPU, MiB."""
-    max_model_len: Annotated[int, Interval(ge=1, le=10**8)] = set_first(1024)
+    max_model_len: Annotated[int, Interval(ge=1, le=10**8)] = basic_setting(1024)
     """Maximum length of prompt plus completion, tokens."""
-    max_running: Annotated[int, Interval(ge=1, le=10**6)] = set_first(64)
+    max_running: Annotated[int, Interval(ge=1, le=10**6)] = basic_setting(64)
     """Maximum batch size of decoding, requests; vllm and sglang run fewer while the KV cache is full. auto:
     512 for vllm and sglang on GPU, else 64."""
     enforce_eager: bool = True

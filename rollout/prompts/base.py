@@ -11,7 +11,7 @@ import xxhash
 from annotated_types import Interval
 from numpy.typing import NDArray
 
-from protocol.paths import HubPath, set_first
+from protocol.paths import HubPath, basic_setting
 from rollout.prompts.named_source import PLACE, MixtureConfig, SourceConfig, unused_by
 
 NOT_IN_FINGERPRINT = frozenset(
@@ -40,12 +40,12 @@ NOT_IN_FINGERPRINT_BY_DEFAULT = frozenset({"pass_rate_field", "easy_first"})
 class PromptConfig:
     """Section `[prompts]`: training prompts, their order, and the held-out prompts."""
 
-    source: str = set_first("jsonl")
+    source: str = basic_setting("jsonl")
     """Prompt source, a name in `rollout/prompts/registry.py`: jsonl, hf, reasoning_gym or textarena; or your
     own as `MODULE:NAME` (docs/own_code.md)."""
     options: dict[str, Any] = field(default_factory=dict)
     """Keyword arguments of your own source."""
-    path: HubPath = set_first("")
+    path: HubPath = basic_setting("")
     """jsonl: a file. hf: a data set name on the Hugging Face hub, such as "openai/gsm8k", a directory in the
     same format, a directory written by `save_to_disk`, or a Parquet or JSON file."""
     subset: str = ""
@@ -55,7 +55,7 @@ class PromptConfig:
     revision: str = ""
     """hf: branch, tag or commit on the hub. Empty: main. The commit of the first start is recorded and
     reused."""
-    prompt_field: str = set_first("prompt")
+    prompt_field: str = basic_setting("prompt")
     """jsonl, hf: field with the question, or with a list of messages `{role, content}`."""
     answer_field: str = "answer"
     """jsonl, hf: field that becomes `answer` in the metadata. Empty: no answer. All other fields become
@@ -87,10 +87,10 @@ class PromptConfig:
     """jsonl, hf: sort each pass by descending pass rate; prompts with an unknown rate come last."""
     passes: Annotated[int, Interval(ge=0, le=2**30)] = 0
     """Number of passes over the prompts. 0: unlimited."""
-    held_out: Annotated[int, Interval(ge=0, le=2**20)] = set_first(0)
+    held_out: Annotated[int, Interval(ge=0, le=2**20)] = basic_setting(0)
     """Number of prompts, from the end, reserved for evaluation and never trained on. With `held_out_path`:
     number of prompts from that file; 0: all."""
-    held_out_path: HubPath = set_first("")
+    held_out_path: HubPath = basic_setting("")
     """jsonl, hf: file or directory with evaluation prompts."""
     mixture: tuple[MixtureConfig, ...] = ()
     """Weighted mixture of several sources, instead of one source."""

@@ -262,7 +262,7 @@ def encoded_prompt(prompt: Prompt) -> bytes:
     """Return a prompt without its index, as MessagePack. Raises SettingsError if it cannot be encoded."""
     try:
         packed = msgspec.msgpack.encode((prompt.text, prompt.messages, prompt.metadata), order="sorted")
-        check_shape(packed, most_depth=METADATA_DEPTH + 1)
+        check_shape(packed, max_depth=METADATA_DEPTH + 1)
     except (TypeError, OverflowError, ValueError, RecursionError, ProtocolError) as error:
         raise SettingsError(
             f"prompt {prompt.text[:40]!r} has {_unsendable(prompt)} that cannot be sent: {error}"

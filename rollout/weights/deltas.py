@@ -19,7 +19,7 @@ from protocol.weights.boxes import relative, whole
 from protocol.weights.buckets import DTYPE_BYTES, bucket_name, layout_digest
 from protocol.weights.deltas import (
     INDEX,
-    NOTHING,
+    NO_BASE,
     Delta,
     TensorChange,
     chain_after,
@@ -66,7 +66,7 @@ class VersionImage:
         is_apart = known < 0 and links[0].apart
         base, missing = links[max(known, 0)], links[max(known, 0) + 1 :]
         if is_apart:
-            base, missing = NOTHING, links
+            base, missing = NO_BASE, links
         with range_reader(root, deadline) as files:
             indexes = files.contents(f"{link.directory}/{INDEX}" for link in missing)
             deltas = []

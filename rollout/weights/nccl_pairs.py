@@ -35,7 +35,7 @@ from protocol.device.changes import Changes, apply
 from protocol.device.cut_memory import cuts_in, words_in
 from protocol.device.pair_group import BACKENDS, RECEIVER, abort, join_pair
 from protocol.messages import WeightManifest
-from protocol.weights.deltas import WHOLE, WIDTHS, coded_bytes
+from protocol.weights.deltas import GAP_WIDTHS, WHOLE, coded_bytes
 from protocol.weights.slices import BucketSizes, Cut
 from rollout.weights.channel import AHEAD, PartTransfer, memory_of
 from rollout.weights.sender_connection import parse_location
@@ -116,7 +116,7 @@ class PairSlices:
         if (width, count) == (WHOLE, len(words)):
             return None
         nbytes = coded_bytes(width, count, words.itemsize)
-        if width not in WIDTHS or count < 0 or nbytes >= words.nbytes:
+        if width not in GAP_WIDTHS or count < 0 or nbytes >= words.nbytes:
             raise ValueError(f"the sender announced {count} changes of {len(words)} elements, width {width}")
         return Changes(width, count, torch.empty(nbytes, dtype=torch.uint8, device=self._device))
 

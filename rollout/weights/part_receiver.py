@@ -38,8 +38,8 @@ class Plans:
     boxes: bytes
     """Encoded wanted slices."""
     encoded: bytes
-    """Encoded wanted slices including `forgotten`."""
-    forgotten: frozenset[str]
+    """Encoded wanted slices including `discarded`."""
+    discarded: frozenset[str]
     """Tensors without a destination; their values are lost by the next version."""
     place: Destination
     """Destinations of the slices."""
@@ -103,11 +103,11 @@ class PartReceiver:
         known = self._plans
         if (layout, boxes, place) == (known.layout, known.boxes, known.place):
             return True
-        forgotten = frozenset(
+        discarded = frozenset(
             name for name, found in wanted.items() if any(place(name, box) is None for box in found)
         )
-        encoded = encode_wanted(wanted, forgotten)
-        self._plans = Plans(layout, boxes, encoded, forgotten, place, senders_of(manifest, wanted))
+        encoded = encode_wanted(wanted, discarded)
+        self._plans = Plans(layout, boxes, encoded, discarded, place, senders_of(manifest, wanted))
         return False
 
     def _from_part(
@@ -127,7 +127,7 @@ class PartReceiver:
             key = part, channel.sizes(answer)
             plan = self._plans.by_part.get(key)
             if plan is None:
-                plan = transfer_of(manifest, part, wanted, key[1], self._plans.forgotten)
+                plan = transfer_of(manifest, part, wanted, key[1], self._plans.discarded)
                 self._plans.by_part[key] = plan
             transfer = PartTransfer(there, part, answer, plan, deadline, receiver.disconnected, line, place)
             for bucket in map(list, channel.slices(transfer)):

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 from protocol.errors import SettingsError, WeightError
-from protocol.host.key_proof import KEYS
+from protocol.host.key_proof import KEY_DIR_VARIABLE
 from protocol.host.line_connection import LineConnection
 from protocol.messages import WeightManifest
 from protocol.weights.buckets import layout_digest
@@ -37,7 +37,7 @@ class SenderConnection(LineConnection):
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._wanted = b""
         self._confirmed = False
-        if directory := os.environ.get(KEYS, ""):
+        if directory := os.environ.get(KEY_DIR_VARIABLE, ""):
             try:
                 self._prove(directory, deadline)
             except BaseException as error:

@@ -122,7 +122,7 @@ async def _archive_loop(process: Process, reconciler: LedgerReconciler, spool: S
         SettingsError: the spool was deleted or replaced.
     """
     while not await process.stopped_within(ARCHIVE_S):
-        await asyncio.to_thread(spool.check_place)
+        await asyncio.to_thread(spool.check_not_replaced)
         try:
             process.metrics.count("events.archived", await reconciler.reconcile_and_archive())
         except OSError as error:

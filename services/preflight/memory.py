@@ -133,7 +133,7 @@ def _sharded_workload(settings: Settings, model: ModelFacts) -> ShardedWorkload:
         for role, path in fetch_frozen(settings).items()
     ]
     if "reference" in apart and not settings.reference.path:
-        frozen.append(FrozenSpec("reference", model.place, apart=True))
+        frozen.append(FrozenSpec("reference", model.place, is_remote=True))
     return read_workload(
         model.place,
         settings.parallel,

@@ -39,19 +39,21 @@ def own_code_problems(settings: Settings, prompts: Sequence[Prompt]) -> Iterator
 def _check_algorithm(settings: Settings) -> None:
     """Run the user's algorithm on a small synthetic batch."""
     if is_own(settings.algorithm.name):
-        from trainer.step.probe import probe_made  # imports torch, which built-in algorithms do not need here
+        from trainer.step.probe import (
+            probe_synthetic,  # imports torch, which built-in algorithms do not need here
+        )
 
-        probe_made(make_algorithm(settings.algorithm), settings.sampling.kept_samples)
+        probe_synthetic(make_algorithm(settings.algorithm), settings.sampling.kept_samples)
 
 
 def _check_filter(settings: Settings, prompts: Sequence[Prompt]) -> None:
     """Call the user's filter with a synthetic group of the first prompt."""
     if settings.algorithm.group_filter:
         from trainer.data.group_filter import group_filter
-        from trainer.step.probe import made_groups
+        from trainer.step.probe import synthetic_groups
 
         keeps = group_filter(settings.algorithm)
-        made = made_groups(settings.sampling.kept_samples)[0]
+        made = synthetic_groups(settings.sampling.kept_samples)[0]
         names = [settings.reward.verifiers[number].component for number in primaries(settings.reward)]
         if ENVIRONMENTS.get(settings.environment.name, EnvironmentEntry("")).gives_reward:
             names.append(ENVIRONMENT)

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from urllib.parse import urlsplit
 
 from protocol.choices import is_own
-from protocol.network.addresses import HOST, PORT, advertised_host, fault_of_advertised, is_loopback
+from protocol.network.addresses import HOST, PORT, advertised_host, invalid_url_reason, is_loopback
 from rollout.config import EnvironmentConfig
 from rollout.environments.registry import ENVIRONMENTS
 from services.preflight.problem import Problem
@@ -76,7 +76,7 @@ def _server_elsewhere(config: EnvironmentConfig) -> str:
 
 def _advertise_problems(settings: Settings) -> Iterator[Problem]:
     config, template = settings.environment, settings.environment.advertise
-    if fault := fault_of_advertised(template):
+    if fault := invalid_url_reason(template):
         yield Problem(f"it {fault}", "write it as https://rollout.example:{port}", ADVERTISE, template)
         return
     is_plain = urlsplit(template).scheme == "http"

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from protocol.device.shared_layout import DESCRIBED, TRANSPORT, description_file
+from protocol.device.shared_layout import DESCRIPTION_KEY, TRANSPORT, description_file
 from protocol.errors import EngineError, SettingsError
 from protocol.host.key_proof import fetch_with_keys
 from protocol.topics import CALLS, ROLLOUTS, WEIGHTS, Role
@@ -148,7 +148,7 @@ async def _start(process: Process, engine: Engine, shared: Path | None) -> None:
         began = time.monotonic()
         await engine.start()
         process.info["draft_digest"] = engine.draft_digest or None
-        process.info |= {DESCRIBED: str(shared)} if shared else {}
+        process.info |= {DESCRIPTION_KEY: str(shared)} if shared else {}
         process.metrics.seconds.labels("engine_start").observe(time.monotonic() - began)
     await process.ready("engine")
 

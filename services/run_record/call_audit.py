@@ -280,7 +280,7 @@ def read_spool(spool: Spool, store: CallStore, archived: Set[int]) -> tuple[list
         if group not in archived
         for payload in spool.find([group])
     }
-    calls = [call.payload for call in store.of_groups({*records, *store.groups()} - archived)]
+    calls = [call.payload for call in store.group_calls({*records, *store.groups()} - archived)]
     kept = set(store.record_groups())
     return [payload for group, payload in records.items() if group in kept], calls
 

@@ -15,7 +15,7 @@ from services.settings.resume import EARLIER
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import MANIFEST
 from trainer.storage.checksums import FILE, damaged_document, damaged_files, listed_files
-from trainer.storage.spool import Spool, is_made
+from trainer.storage.spool import Spool, is_initialized_spool
 from trainer.storage.write_ahead_log import damage_in_log
 
 Damage = Iterator[tuple[Path, str]]
@@ -93,7 +93,7 @@ def _spool(path: Path) -> Damage:
         # before SQLite opens and truncates the log; twice, because a run may be writing to it
         if (problem := damage_in_log(log)) is not None and problem == damage_in_log(log):
             yield log, problem
-        elif is_made(path):
+        elif is_initialized_spool(path):
             with closing(Spool(path, read_only=True)) as spool:
                 for item in spool.damaged():
                     yield path, f"{item.what} is not what was written"

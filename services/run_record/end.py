@@ -11,7 +11,7 @@ import msgspec
 from protocol.errors import SettingsError, TetherError, innermost
 from protocol.host.atomic_file import write_atomically
 from protocol.host.file_lock import try_lock
-from protocol.host.full_disk import describe_full, is_for_want_of_room, is_full
+from protocol.host.full_disk import describe_full, is_disk_full_error, is_full
 from services.ledger.event_log.archiver import FILE as EVENTS
 from services.run_record.evaluations import FILE as EVALUATIONS
 from services.run_record.halts import explain_halt
@@ -85,7 +85,7 @@ def explaining_full_disk(run_dir: Path) -> Iterator[None]:
     except SettingsError:
         raise
     except Exception as error:
-        if is_for_want_of_room(error):
+        if is_disk_full_error(error):
             raise SettingsError(f"{_full(run_dir)} ({error})") from error
         raise
 

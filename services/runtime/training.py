@@ -13,22 +13,22 @@ from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS, make_algorithm
 from trainer.backends.base import Backend, FrozenSpec
-from trainer.execution.role_follower import CriticFollower, FrozenFollower, RoleSeat
-from trainer.ranks.process_group import seat_of, take_seat
+from trainer.execution.role_follower import CriticFollower, FollowerLink, FrozenFollower
+from trainer.ranks.process_group import join_model_ranks, rank_assignment
 from trainer.ranks.wire import BetweenModels
 from trainer.registry import (
     make_backend,
     make_critic,
-    make_critic_apart,
     make_draft_training,
-    make_frozen,
+    make_remote_critic,
+    make_remote_frozen,
 )
 from trainer.roles.config import REWARD_MODEL
 from trainer.roles.critic import Critic, CriticSpec
 from trainer.roles.drafts import DraftTraining
 from trainer.roles.entropy import EntropyControl
-from trainer.roles.models import FrozenModels, FrozenRole, RankModels
-from trainer.roles.placed import PlacedCritic, PlacedRole, RoleLink
+from trainer.roles.models import FrozenModels, LocalFrozenModel, RankModels
+from trainer.roles.remote import RemoteCritic, RemoteFrozenModel, RoleLink
 from trainer.step.train_command import TrainCommand
 
 HEAD_ITEM_BYTES = 20
@@ -46,9 +46,9 @@ def build_models(settings: Settings) -> RankModels:
     policy, algorithm = build_backend(settings), make_algorithm(settings.algorithm)
     control = EntropyControl(settings.algorithm) if settings.algorithm.entropy_target else None
     roles = {
-        spec.role: PlacedRole(links.get(spec.role), policy.replicas)
-        if spec.apart
-        else FrozenRole(policy.load_frozen(spec), policy.device, offload=spec.offload)
+        spec.role: RemoteFrozenModel(links.get(spec.role), policy.replicas)
+        if spec.is_remote
+        else LocalFrozenModel(policy.load_frozen(spec), policy.device, offload=spec.offload)
         for spec in frozen_specs(settings)
     }
     models = RankModels(
@@ -76,21 +76,21 @@ def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticF
         SettingsError: the model cannot be loaded.
     """
     placement = settings.placement
-    seat = seat_of(process, settings.parallel.world_size, placement.ranks)
-    if not seat.role:
+    assignment = rank_assignment(process, settings.parallel.world_size, placement.ranks)
+    if not assignment.role:
         return None
     add_user_modules(settings)
     fix_order_of_sums(settings)
-    parallel, trainer = placement.layout(seat.role), settings.trainer
-    if seat.role == "critic":
+    parallel, trainer = placement.layout(assignment.role), settings.trainer
+    if assignment.role == "critic":
         own = CriticSpec(fetch_critic(settings), fetch_model(settings), settings.critic, settings.optimizer)
-        wire = _wires(settings)[seat.role]
-        critic, replicas = make_critic_apart(own, parallel=parallel, trainer=trainer)
-        return CriticFollower(critic, RoleSeat(wire, seat.rank, replicas))
-    spec = next(spec for spec in frozen_specs(settings) if spec.role == seat.role)
-    wire = _wires(settings)[seat.role]
-    model, replicas = make_frozen(spec, parallel=parallel, trainer=trainer)
-    return FrozenFollower(seat.role, model, RoleSeat(wire, seat.rank, replicas))
+        wire = _wires(settings)[assignment.role]
+        critic, replicas = make_remote_critic(own, parallel=parallel, trainer=trainer)
+        return CriticFollower(critic, FollowerLink(wire, assignment.rank, replicas))
+    spec = next(spec for spec in frozen_specs(settings) if spec.role == assignment.role)
+    wire = _wires(settings)[assignment.role]
+    model, replicas = make_remote_frozen(spec, parallel=parallel, trainer=trainer)
+    return FrozenFollower(assignment.role, model, FollowerLink(wire, assignment.rank, replicas))
 
 
 def fix_order_of_sums(settings: Settings) -> None:
@@ -109,7 +109,7 @@ def _wires(settings: Settings) -> Mapping[str, BetweenModels]:
     if not settings.placement.total:
         return {}
     trainer = settings.trainer
-    return take_seat(
+    return join_model_ranks(
         settings.parallel.world_size,
         settings.placement.ranks,
         on_gpu=trainer.device != "cpu" and torch.cuda.is_available(),
@@ -125,12 +125,14 @@ def frozen_specs(settings: Settings) -> tuple[FrozenSpec, ...]:
     Raises:
         SettingsError: as `fetch_frozen`.
     """
-    apart = settings.placement.ranks
+    remote_ranks = settings.placement.ranks
     found = dict(fetch_frozen(settings))
-    if "reference" in apart:
+    if "reference" in remote_ranks:
         found.setdefault("reference", fetch_model(settings))
     return tuple(
-        FrozenSpec(role, directory, getattr(settings, role).offload, role in apart, role == REWARD_MODEL)
+        FrozenSpec(
+            role, directory, getattr(settings, role).offload, role in remote_ranks, role == REWARD_MODEL
+        )
         for role, directory in found.items()
     )
 
@@ -140,7 +142,7 @@ def _critic(settings: Settings, policy: Backend, link: RoleLink | None) -> Criti
     if not settings.needs_critic:
         return None
     if settings.placement.critic:
-        return PlacedCritic(link, policy.replicas, settings.critic)
+        return RemoteCritic(link, policy.replicas, settings.critic)
     return make_critic(
         policy,
         fetch_critic(settings),

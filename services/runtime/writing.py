@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from protocol.errors import SpoolError, TetherError
-from protocol.host.full_disk import describe_full, is_for_want_of_room
+from protocol.host.full_disk import describe_full, is_disk_full_error
 from services.observability.service_rows import ROOM
 from services.runtime.process import Process
 
@@ -74,7 +74,7 @@ async def until_room(
         StoppedWaiting: the process is to stop.
         Exception: the error of `check`, or an error of `work` other than a full disk.
     """
-    return await _repeated(process, work, place_of, check, is_for_want_of_room)
+    return await _repeated(process, work, place_of, check, is_disk_full_error)
 
 
 async def _repeated(
@@ -114,7 +114,7 @@ async def waiting_for_room(
     """
     process.metrics.count("writes.refused")
     log.error("write.refused error=%s", error)
-    is_full = is_for_want_of_room(error)
+    is_full = is_disk_full_error(error)
     what = f"{ROOM}: {describe_full(place or process.settings.run_dir)}" if is_full else "the spool"
     with process.waiting(what):
         with contextlib.suppress(TetherError, TimeoutError):  # the ledger may be on the same disk
@@ -125,4 +125,4 @@ async def waiting_for_room(
 
 
 def _is_waited_for(error: BaseException) -> bool:
-    return isinstance(error, SpoolError) or is_for_want_of_room(error)
+    return isinstance(error, SpoolError) or is_disk_full_error(error)

@@ -85,7 +85,7 @@ def _check_recipe(settings: Settings) -> None:
         settings.optimizer,
         settings.lora,
         samples=settings.bound.groups_per_step * settings.sampling.kept_samples,
-        each=f"sampling.{'keep_first' if settings.sampling.keep_first else 'samples_per_prompt'}",
+        samples_setting=f"sampling.{'keep_first' if settings.sampling.keep_first else 'samples_per_prompt'}",
     )
 
 

@@ -145,13 +145,13 @@ def _check_profile(base: EngineConfig, pool: Sequence[PoolEntry]) -> None:
     if len(versions) != 2 or versions[0] > versions[1]:
         raise SettingsError(
             f"setting engine.profile_versions: {list(versions)} is not the first and the last version to "
-            "watch, such as [10, 12]"
+            "profile, such as [10, 12]"
         )
     for name in engine_names(base, pool):
         if name not in (able := ENGINES.having("profiles")):
             raise SettingsError(
-                f"setting engine.profile_versions: torch.profiler cannot watch engine {name!r}; leave it "
-                f"out, or use {' or '.join(able)}"
+                f"setting engine.profile_versions: torch.profiler cannot profile engine {name!r}; "
+                f"remove the setting, or use {' or '.join(able)}"
             )
 
 

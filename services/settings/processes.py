@@ -7,7 +7,7 @@ from typing import Annotated
 from annotated_types import Interval
 
 from protocol.errors import SettingsError
-from protocol.paths import set_first
+from protocol.paths import basic_setting
 from reward.config import RewardConfig
 from services.settings.engine_pool import PoolEntry, pool_size
 from trainer.config import TrainerConfig
@@ -21,7 +21,7 @@ VISIBLE = "CUDA_VISIBLE_DEVICES"
 class ServicesConfig:
     """Section `[services]`: processes that `tether up` starts, and their GPUs."""
 
-    rollouts: Annotated[int, Interval(ge=0, le=10_000)] = set_first(1)
+    rollouts: Annotated[int, Interval(ge=0, le=10_000)] = basic_setting(1)
     """Number of rollout workers on `[engine]`. Ignored if `pool` is set."""
     pool: tuple[PoolEntry, ...] = ()
     """Rollout workers on different engines."""
@@ -122,7 +122,7 @@ def check_roles_apart(
     for role, ranks in placement.ranks.items():
         named = f"setting placement.{role}: {ranks}"
         tensor, backend = getattr(placement, f"{role}_tensor_parallel_size"), trainer.backend
-        if backend not in BACKENDS.having("frozen_apart"):
+        if backend not in BACKENDS.having("remote_frozen"):
             raise SettingsError(f"{named}: trainer.backend {backend!r} does not support separate models")
         if backend == "reference" and ranks > 1:
             raise SettingsError(f"{named}: trainer.backend 'reference' has one rank for a model; set it to 1")

@@ -16,7 +16,7 @@ from protocol.device.shared_layout import TRANSPORT
 from protocol.errors import SettingsError
 from protocol.host.hub import Kind, is_commit, is_hub_name, snapshot_dir
 from protocol.ids import checked_run_id
-from protocol.paths import FilePath, HubPath, set_first
+from protocol.paths import FilePath, HubPath, basic_setting
 from protocol.staleness import Bound, GroupsPerStep, MaxStaleness, Policy
 from protocol.weights.lora import LoraConfig
 from reward.config import RewardConfig
@@ -55,11 +55,11 @@ from trainer.roles.config import (
 class RunConfig:
     """Section `[run]`: name, directory and length of the run."""
 
-    name: Annotated[str, AfterValidator(checked_run_id)] = set_first("run")
+    name: Annotated[str, AfterValidator(checked_run_id)] = basic_setting("run")
     """Name of the run in the ledger: lower-case letters, digits, `-` and `_`."""
-    dir: FilePath = set_first("")
+    dir: FilePath = basic_setting("")
     """Directory for all files of the run. Empty: runs/NAME in the working directory."""
-    steps: Annotated[int, Interval(ge=1, le=10**9)] = set_first(100)
+    steps: Annotated[int, Interval(ge=1, le=10**9)] = basic_setting(100)
     """Number of optimizer steps after which the run is done."""
     deterministic: bool = False
     """Make the run reproducible bit for bit, with any number of workers and across crashes. The groups of a
@@ -84,11 +84,11 @@ class RunConfig:
 class BoundConfig:
     """Section `[bound]`: the staleness bound, and limits on failures that drop a group or halt the run."""
 
-    max_staleness: MaxStaleness = set_first(1)
+    max_staleness: MaxStaleness = basic_setting(1)
     """E: the largest lag, in versions, that a trained token may have. 0 is on-policy."""
-    groups_per_step: GroupsPerStep = set_first(8)
+    groups_per_step: GroupsPerStep = basic_setting(8)
     """B: number of prompt groups per step, the batch."""
-    staleness_policy: Policy = set_first(Policy.MASK)
+    staleness_policy: Policy = basic_setting(Policy.MASK)
     """Policy when B groups are scored and a straggler would become too late. `wait`: the step waits for the
     straggler. `drop`: the straggler is dropped. `mask`: the step does not wait, and only tokens within the
     bound are trained from late groups."""
@@ -131,7 +131,7 @@ class LedgerConfig:
 class ModelConfig:
     """Section `[model]`: a Hugging Face directory or name, or a small random model."""
 
-    path: HubPath = set_first("")
+    path: HubPath = basic_setting("")
     """Model directory with config.json, tokenizer and safetensors, or the name of a model on the Hugging Face
     hub, such as "Qwen/Qwen2.5-0.5B-Instruct". A model in fp8 or mxfp4 is copied to RUN_DIR/model in the dtype
     of its config.json."""
@@ -149,7 +149,7 @@ class ModelConfig:
 class RolloutConfig:
     """Section `[rollout]`: the rollout workers."""
 
-    groups_in_flight: Annotated[int, Interval(ge=1, le=10**5)] = set_first(32)
+    groups_in_flight: Annotated[int, Interval(ge=1, le=10**5)] = basic_setting(32)
     """Number of groups that one worker generates or holds at a time. auto: 32, or as many more as the bound
     allows and two batches of `engine.max_running` need; 32 for environments whose samples hold more than a
     request."""
@@ -182,7 +182,7 @@ class MonitorConfig:
 class EvalConfig:
     """Section `[eval]`: scores on held-out prompts, during and after the run."""
 
-    at_end: bool = set_first(False)
+    at_end: bool = basic_setting(False)
     """Whether `tether up` scores the first and the last model at the end of the run."""
     prompts: Annotated[int, Interval(ge=1, le=10**9)] = 200
     """Maximum number of held-out prompts per set to score."""
@@ -196,7 +196,7 @@ class EvalConfig:
     """Draw from the k most likely tokens. 0 is off."""
     success: Annotated[float, Interval(ge=-1e6, le=1e6)] = 1.0
     """Minimum reward of an answer that counts as correct for pass@k."""
-    every: Annotated[int, Interval(ge=0, le=10**9)] = set_first(0)
+    every: Annotated[int, Interval(ge=0, le=10**9)] = basic_setting(0)
     """Steps between two versions that are scored during the run; version 0 and the last version are scored,
     too. 0: none."""
     engine: dict[str, Any] = field(default_factory=dict)

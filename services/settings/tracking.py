@@ -8,7 +8,7 @@ from annotated_types import Interval
 from pydantic import BeforeValidator
 
 from protocol.errors import SettingsError
-from protocol.paths import set_first
+from protocol.paths import basic_setting
 
 Kind = Literal["tensorboard", "wandb", "mlflow", "trackio", "opentelemetry"]
 """Tracking library, named after the package's extra."""
@@ -28,7 +28,7 @@ def _as_list(value: Any) -> Any:
 class TrackingConfig:
     """Section `[tracking]`: libraries that get the metrics of every step and evaluation."""
 
-    kind: Annotated[tuple[Kind, ...], BeforeValidator(_as_list)] = set_first(())
+    kind: Annotated[tuple[Kind, ...], BeforeValidator(_as_list)] = basic_setting(())
     """Tracking libraries: `wandb`, `tensorboard`, `trackio`, `mlflow`, and `opentelemetry`, which gets spans
     instead of numbers. A list, or one name as a string. Empty: none."""
     project: str = "tether"

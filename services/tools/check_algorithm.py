@@ -18,7 +18,7 @@ from services.settings.sources import to_toml
 from services.tools.recorded.run import RecordedRun
 from trainer.algorithms.base import Algorithm
 from trainer.algorithms.registry import make_algorithm
-from trainer.step.probe import Probed, probe, probe_made
+from trainer.step.probe import ProbeResult, probe, probe_synthetic
 from trainer.step.train_command import TrainCommand, plan_command
 
 
@@ -88,11 +88,11 @@ def render_checked_algorithm(facts: dict[str, Any]) -> str:
     return "\n".join((*lines, "OK"))
 
 
-def _probed(settings: Settings, command: TrainCommand | None, name: str) -> Probed:
+def _probed(settings: Settings, command: TrainCommand | None, name: str) -> ProbeResult:
     own = settings.algorithm.options if is_own(name) else {}
     algorithm: Algorithm = make_algorithm(dataclasses.replace(settings.algorithm, name=name, options=own))
     if command is None:
-        return probe_made(algorithm, settings.sampling.kept_samples)
+        return probe_synthetic(algorithm, settings.sampling.kept_samples)
     return probe(algorithm, plan_command(command, algorithm))
 
 
@@ -110,7 +110,7 @@ def _range(values: torch.Tensor) -> tuple[float, float]:
     return float(values.min()), float(values.max())
 
 
-def _differences(probe: Probed, other: Probed) -> dict[str, float]:
+def _differences(probe: ProbeResult, other: ProbeResult) -> dict[str, float]:
     """Return the largest difference of each result."""
     return {
         "advantages": _distance(probe.advantages, other.advantages),

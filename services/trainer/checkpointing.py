@@ -19,7 +19,7 @@ from typing import Any
 import torch
 
 from protocol.errors import TetherError
-from protocol.host.full_disk import is_for_want_of_room
+from protocol.host.full_disk import is_disk_full_error
 from services.ledger.interface import LedgerStatus, StepRecord
 from services.runtime.writing import RETRY_S, waiting_for_room
 from services.trainer.model_runner import ModelRunner
@@ -178,7 +178,7 @@ class Checkpointer:
 
     def _note(self, error: TetherError) -> None:
         """Store why a checkpoint could not be written."""
-        if is_for_want_of_room(error):
+        if is_disk_full_error(error):
             log.error("checkpoint.no_room error=%s", error)
             self._no_room = error
         else:
@@ -300,7 +300,7 @@ class Checkpointer:
             except MissingRecords as missing:  # damaged, or forgotten by an earlier trainer
                 log.warning("archive.missing step=%d error=%s", record.step, missing)
                 continue
-            calls = CallStore(self._run.spool).of_groups([group.group for group in record.groups])
+            calls = CallStore(self._run.spool).group_calls([group.group for group in record.groups])
             self._run.archive.put(record.step, records, calls)
         self._run.archive.make_room()
 

@@ -19,7 +19,7 @@ from trainer.data.samples import check_scored
 from trainer.step.train_command import TrainCommand, decode_scored
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import Checkpoints
-from trainer.storage.spool import Spool, is_made
+from trainer.storage.spool import Spool, is_initialized_spool
 from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")
@@ -126,7 +126,9 @@ async def open_spool(process: Process) -> Spool:
     """Wait for the ingest to create the spool, then open it. The trainer itself never creates a spool."""
     path = process.settings.run_dir / "spool.sqlite"
     with process.waiting("the ingest to make the spool"):
-        while not await asyncio.to_thread(is_made, path) and not await process.stopped_within(SPOOL_S):
+        while not await asyncio.to_thread(is_initialized_spool, path) and not await process.stopped_within(
+            SPOOL_S
+        ):
             pass
     return await asyncio.to_thread(lambda: Spool(path, create=False))
 
@@ -138,7 +140,7 @@ async def watch_spool_loop(process: Process, spool: Spool) -> None:
         SettingsError: the file was replaced, or the ingest writes to another spool.
     """
     while True:
-        await asyncio.to_thread(spool.check_place)
+        await asyncio.to_thread(spool.check_not_replaced)
         known = [peer.info for peer in await process.ledger.peers(Role.INGEST) if "spool" in peer.info]
         newest = max(known, key=lambda info: float(info["started"]), default={"spool": spool.id})
         if newest["spool"] != spool.id:

@@ -13,7 +13,7 @@ import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
-from protocol.device.shared_layout import DESCRIBED
+from protocol.device.shared_layout import DESCRIPTION_KEY
 from protocol.device.shared_tensors import ProcessIdentity, owner_of
 from protocol.errors import TetherError, WeightError
 from protocol.messages import WeightManifest
@@ -146,9 +146,9 @@ class SharedEngine:
         """Return the live engines that describe their tensors -> file with the description."""
         peers = await self._process.ledger.peers(Role.ROLLOUT)
         return {
-            peer.incarnation: str(peer.info[DESCRIBED])
+            peer.incarnation: str(peer.info[DESCRIPTION_KEY])
             for peer in peers
-            if _owner_is_alive(str(peer.info.get(DESCRIBED, "")))
+            if _owner_is_alive(str(peer.info.get(DESCRIPTION_KEY, "")))
         }
 
     async def _serving(self, manifest: WeightManifest, described: dict[str, str]) -> str:

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import ClassVar, Protocol
 
 from protocol.errors import TetherError
-from protocol.host.full_disk import is_for_want_of_room
+from protocol.host.full_disk import is_disk_full_error
 from protocol.host.hub import upload_model
 from services.observability.metrics import Metrics
 from services.runtime.run_copies import (
@@ -130,7 +130,7 @@ class RemoteRun:
                 self.directory.upload_export(job.export)
             self.directory.upload(job.version, job.files)
         except RemoteError as error:
-            if is_for_want_of_room(error):
+            if is_disk_full_error(error):
                 with suppress(RemoteError):
                     self._make_room(job)
             raise

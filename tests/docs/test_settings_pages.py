@@ -6,7 +6,7 @@ from typing import Any, get_args
 import pytest
 
 from protocol.errors import SettingsError
-from protocol.paths import FIRST
+from protocol.paths import BASIC
 from protocol.validation import check_range, range_of
 from tests.docs.pages import program
 
@@ -26,7 +26,7 @@ def test_reference_has_forty_settings_that_people_set_first_and_the_rest_under_a
         f"{dotted}.{field.name}"
         for dotted, kind in SECTIONS.items()
         for field in dataclasses.fields(kind)
-        if field.metadata == FIRST and not dotted.startswith(("eval.", "prompts."))
+        if field.metadata == BASIC and not dotted.startswith(("eval.", "prompts."))
     }
     assert len(first) == 40
     section = PAGES.render_reference().partition("\n## [bound]\n")[2].partition("\n## [")[0]

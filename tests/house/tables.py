@@ -169,9 +169,9 @@ CONSTANTS = (
         "docs/security.md", r"`bus.max_frame_bytes` \((\d+) MiB\)", "protocol.codec.MAX_FRAME_BYTES", _mib
     ),
     Constant("docs/security.md", r"payloads over (\d+) MiB", "protocol.codec.SMALL_BYTES", _mib),
-    Constant("docs/security.md", r"at most 2\^(\d+) in", "protocol.msgpack_limits.MOST_ITEMS", _log2),
+    Constant("docs/security.md", r"at most 2\^(\d+) in", "protocol.msgpack_limits.MAX_ITEMS", _log2),
     Constant("docs/security.md", r"in a manifest 2\^(\d+)", "protocol.msgpack_limits.MANIFEST_ITEMS", _log2),
-    Constant("docs/security.md", r"in (\d+) levels", "protocol.msgpack_limits.MOST_DEPTH"),
+    Constant("docs/security.md", r"in (\d+) levels", "protocol.msgpack_limits.MAX_DEPTH"),
     Constant(
         "docs/weights.md",
         r"(\d+) MiB of transfer buffers",

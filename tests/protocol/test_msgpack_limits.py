@@ -11,7 +11,7 @@ from protocol import codec
 from protocol.codec import SMALL_BYTES, decode_payload, encode_payload
 from protocol.errors import ProtocolError
 from protocol.messages import Ack, AnyMessage, TensorEntry, WeightManifest, WeightPart, WeightPiece
-from protocol.msgpack_limits import MANIFEST_ITEMS, MOST_ITEMS, check_shape
+from protocol.msgpack_limits import MANIFEST_ITEMS, MAX_ITEMS, check_shape
 from tests.changes import slow_unless_changed
 from tests.protocol.samples import SAMPLES
 
@@ -54,11 +54,11 @@ def test_hostile_documents_are_refused(document: bytes) -> None:
 
 
 def test_limits_are_exact() -> None:
-    check_shape(msgspec.msgpack.encode([[1, 2], 3]), most_items=5, most_depth=2)
+    check_shape(msgspec.msgpack.encode([[1, 2], 3]), max_items=5, max_depth=2)
     with pytest.raises(ProtocolError, match="declares 5 values; at most 4"):
-        check_shape(msgspec.msgpack.encode([[1, 2], 3]), most_items=4)
+        check_shape(msgspec.msgpack.encode([[1, 2], 3]), max_items=4)
     with pytest.raises(ProtocolError, match="deeper than 1 levels"):
-        check_shape(msgspec.msgpack.encode([[1, 2], 3]), most_depth=1)
+        check_shape(msgspec.msgpack.encode([[1, 2], 3]), max_depth=1)
 
 
 def crowd(words: int) -> bytes:
@@ -100,7 +100,7 @@ def test_a_small_payload_decodes_to_a_bounded_size() -> None:
 
 
 def test_a_large_payload_of_many_values_is_refused_before_decoding() -> None:
-    peak, found = spent(crowd(MOST_ITEMS // 2 + 1))
+    peak, found = spent(crowd(MAX_ITEMS // 2 + 1))
     assert isinstance(found, ProtocolError)
     assert peak < 1 << 20
 
@@ -133,7 +133,7 @@ def test_a_manifest_of_many_tensors_in_pieces_on_several_ranks_passes() -> None:
         parts=tuple(parts),
     )
     payload = encode_payload(manifest)
-    with pytest.raises(ProtocolError, match=f"at most {MOST_ITEMS}"):
+    with pytest.raises(ProtocolError, match=f"at most {MAX_ITEMS}"):
         check_shape(payload)
     assert decode_payload(payload) == manifest
 

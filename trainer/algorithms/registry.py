@@ -89,7 +89,7 @@ def check_turn_scores(config: AlgorithmConfig, *, reward_model: str = "") -> Non
     if reward_model:
         raise SettingsError(
             f"setting reward_model.path: {reward_model!r} scores whole samples, and a verifier scores turns: "
-            "leave one of the two out"
+            "remove one of the two settings"
         )
     entry = ALGORITHMS[config.name]
     if config.use_kl_in_reward and not (entry.has_critic or entry.whitened):

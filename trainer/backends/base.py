@@ -79,20 +79,20 @@ class FrozenSpec:
     """Hugging Face directory."""
     offload: bool = False
     """Whether the model is in host memory between its passes."""
-    apart: bool = False
+    is_remote: bool = False
     """Whether the model has ranks of its own, so the policy's ranks do not load it."""
     is_classifier: bool = False
     """Whether the model scores samples instead of computing log-probabilities of tokens."""
 
 
-def keeps_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequence[FrozenSpec]) -> bool:
+def reference_is_copy(algorithm: AlgorithmConfig, adapters: LoraConfig, frozen: Sequence[FrozenSpec]) -> bool:
     """Return whether the reference model is a copy of the policy's initial weights.
 
     Otherwise no reference is needed, a path names another model, or the reference is the frozen base of
     adapters.
     """
-    given = any(spec.role == "reference" for spec in frozen)
-    return algorithm.kl_coef > 0 and not adapters.rank and not given
+    has_reference_spec = any(spec.role == "reference" for spec in frozen)
+    return algorithm.kl_coef > 0 and not adapters.rank and not has_reference_spec
 
 
 @dataclass(frozen=True, slots=True)

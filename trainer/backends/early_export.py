@@ -38,11 +38,11 @@ class EarlyExport:
             export: returns the iterator, which waits for each tensor by `await_final`.
             updates: number of updates in the step, each of which may be skipped.
         """
-        self._begin, self._export, self._left = begin, export, updates
+        self._begin, self._export, self._remaining_updates = begin, export, updates
         self._changed = threading.Condition()
         self._final: dict[int, torch.cuda.Event | None] = {}
         """Identity of a final parameter -> event after which it is final on a GPU, or None."""
-        self._begun = self._done = self._failed = False
+        self._started = self._done = self._failed = False
 
     @contextmanager
     def step(self) -> Iterator[None]:
@@ -62,16 +62,16 @@ class EarlyExport:
         """
         if self._begin is None or self._export is None:
             return
-        if self._begun:
+        if self._started:
             raise RuntimeError("another update would change parameters that are being published")
-        self._left -= 1
-        if not self._left:
-            self._begun = True
+        self._remaining_updates -= 1
+        if not self._remaining_updates:
+            self._started = True
             self._begin(self._export(self))
 
     def add(self, parameters: Iterable[torch.Tensor], event: torch.cuda.Event | None) -> None:
         """Record that an update has computed parameters; GPU parameters are final after the event."""
-        if self._begun:
+        if self._started:
             with self._changed:
                 self._final |= {id(parameter): event for parameter in parameters}
                 self._changed.notify_all()

@@ -66,31 +66,33 @@ class Transfers:
         slices: Sequence[HostSlice],
         device: torch.device,
         *,
-        arriving: torch.dtype,
-        leaving: torch.dtype,
+        gradient_dtype: torch.dtype,
+        parameter_dtype: torch.dtype,
     ) -> None:
         """Allocate buffers for two chunks in each direction, page-locked for a GPU.
 
         Args:
             slices: slices in stepping order.
-            arriving: dtype of the gradients.
-            leaving: dtype of the parameters.
+            gradient_dtype: dtype of the gradients.
+            parameter_dtype: dtype of the parameters.
         """
         self.device = device
         self._cuda = device.type == "cuda"
         self._chunks = list(_chunks(slices))
-        room = max((sum(part.size for part in chunk) for chunk in self._chunks), default=0)
-        places = min(2, len(self._chunks))
+        chunk_elements = max((sum(part.size for part in chunk) for chunk in self._chunks), default=0)
+        count = min(2, len(self._chunks))
 
-        def rows(dtype: torch.dtype) -> list[torch.Tensor]:
+        def buffers(dtype: torch.dtype) -> list[torch.Tensor]:
             if not self._cuda:
-                return [torch.empty(room, dtype=dtype) for _ in range(places)]
-            return [page_locked(room * dtype.itemsize).view(dtype) for _ in range(places)]
+                return [torch.empty(chunk_elements, dtype=dtype) for _ in range(count)]
+            return [page_locked(chunk_elements * dtype.itemsize).view(dtype) for _ in range(count)]
 
-        self._arriving, self._leaving = rows(arriving), rows(leaving)
-        self._down, self._up = (torch.cuda.Stream(device) if self._cuda else None for _ in range(2))
-        self._arrived: list[Any] = [None, None]
-        self._left: list[Any] = [None, None]
+        self._gradient_buffers, self._parameter_buffers = buffers(gradient_dtype), buffers(parameter_dtype)
+        self._download_stream, self._upload_stream = (
+            torch.cuda.Stream(device) if self._cuda else None for _ in range(2)
+        )
+        self._gradient_events: list[Any] = [None, None]
+        self._parameter_events: list[Any] = [None, None]
 
     def chunks(
         self, factor: float, sent: Callable[[list[torch.Tensor], Any], None]
@@ -103,51 +105,51 @@ class Transfers:
             factor: factor of the gradients, at most 1.
             sent: called with the parameters of each chunk, and the event after which they are on the GPU.
         """
-        if factor < 1.0 and self._arriving and self._arriving[0].dtype is torch.float32:
+        if factor < 1.0 and self._gradient_buffers and self._gradient_buffers[0].dtype is torch.float32:
             torch._foreach_mul_([part.gradient for chunk in self._chunks for part in chunk], factor)
             factor = 1.0
         if self._cuda:
-            self._down.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
-            self._up.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
+            self._download_stream.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
+            self._upload_stream.wait_stream(torch.cuda.current_stream())  # type: ignore[union-attr]
         for number in range(len(self._chunks)):
             if number == 0:
                 self._fetch(0)
             if number + 1 < len(self._chunks):
                 self._fetch(number + 1)
-            _wait(self._arrived[number % 2])
+            _wait(self._gradient_events[number % 2])
             chunk = self._chunks[number]
             sizes = [part.size for part in chunk]
-            rows = self._arriving[number % 2][: sum(sizes)].float()
+            rows = self._gradient_buffers[number % 2][: sum(sizes)].float()
             yield chunk, list((rows.mul_(factor) if factor < 1.0 else rows).split(sizes))
             self._send(number)
-            sent([part.parameter for part in chunk], self._left[number % 2])
+            sent([part.parameter for part in chunk], self._parameter_events[number % 2])
         if self._cuda:
-            torch.cuda.current_stream().wait_stream(self._up)  # type: ignore[arg-type]
+            torch.cuda.current_stream().wait_stream(self._upload_stream)  # type: ignore[arg-type]
 
     def _fetch(self, number: int) -> None:
         """Copy a chunk's gradients to the host, into the buffer of a chunk that is already stepped."""
-        with self._on(self._down):
-            for part, row in self._rows(number, self._arriving):
+        with self._on_stream(self._download_stream):
+            for part, row in self._rows(number, self._gradient_buffers):
                 if part.has_gradient:
                     row.copy_(part.gradient, non_blocking=self._cuda)
-        self._arrived[number % 2] = self._event(self._down)
+        self._gradient_events[number % 2] = self._event(self._download_stream)
 
     def _send(self, number: int) -> None:
         """Copy a chunk's masters to the parameters."""
-        _wait(self._left[number % 2])  # the buffer is in use until its previous chunk has left
-        for part, row in self._rows(number, self._leaving):
+        _wait(self._parameter_events[number % 2])  # the buffer is in use until its previous chunk has left
+        for part, row in self._rows(number, self._parameter_buffers):
             row.copy_(part.master.view(-1))
-        with self._on(self._up):
-            for part, row in self._rows(number, self._leaving):
+        with self._on_stream(self._upload_stream):
+            for part, row in self._rows(number, self._parameter_buffers):
                 part.values.copy_(row, non_blocking=self._cuda)
-        self._left[number % 2] = self._event(self._up)
+        self._parameter_events[number % 2] = self._event(self._upload_stream)
 
-    def _rows(self, number: int, rooms: list[torch.Tensor]) -> Iterator[tuple[HostSlice, torch.Tensor]]:
+    def _rows(self, number: int, buffers: list[torch.Tensor]) -> Iterator[tuple[HostSlice, torch.Tensor]]:
         chunk = self._chunks[number]
         sizes = [part.size for part in chunk]
-        return zip(chunk, rooms[number % 2][: sum(sizes)].split(sizes), strict=True)
+        return zip(chunk, buffers[number % 2][: sum(sizes)].split(sizes), strict=True)
 
-    def _on(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
+    def _on_stream(self, stream: torch.cuda.Stream | None) -> AbstractContextManager[object]:
         return nullcontext() if stream is None else torch.cuda.stream(stream)
 
     def _event(self, stream: torch.cuda.Stream | None) -> Any:

@@ -30,13 +30,13 @@ Named = Iterator[tuple[str, "torch.Tensor"]]
 FIELD = "quantization_config"
 SCALES = ("_scale_inv", "_scale")
 """Suffixes of the names of a tensor's scales, in search order."""
-OF_ACTIVATIONS = (".activation_scale", ".input_scale")
+ACTIVATION_SCALES = (".activation_scale", ".input_scale")
 BLOCKS, EXPONENTS = "_blocks", "_scales"
 FP4 = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """Values of the 3 magnitude bits of e2m1; the fourth bit is the sign."""
 BIAS = 127
 """Exponent bias of e8m0."""
-LEFT_S = 6 * 3600.0
+ABANDONED_AFTER_S = 6 * 3600.0
 """Age, seconds, from which an incomplete copy counts as abandoned."""
 
 
@@ -72,7 +72,7 @@ def write_plain(source: Path, directory: Path) -> None:
     if directory.exists():
         return
     directory.parent.mkdir(parents=True, exist_ok=True)
-    _remove_left(directory)
+    _remove_abandoned_copies(directory)
     with TemporaryDirectory(prefix=f".{directory.name}.", dir=directory.parent) as scratch:
         shards, aside = Path(scratch, "shards"), Path(scratch, "model")
         shards.mkdir()
@@ -92,11 +92,11 @@ def write_plain(source: Path, directory: Path) -> None:
                 raise
 
 
-def _remove_left(directory: Path) -> None:
+def _remove_abandoned_copies(directory: Path) -> None:
     """Remove incomplete copies of killed processes."""
     for left in directory.parent.glob(f".{directory.name}.*"):
         with suppress(FileNotFoundError):  # its process has finished
-            if time.time() - left.stat().st_mtime > LEFT_S:
+            if time.time() - left.stat().st_mtime > ABANDONED_AFTER_S:
                 shutil.rmtree(left, ignore_errors=True)
 
 
@@ -119,7 +119,7 @@ def _plain_fp8(reader: Any, dtype: "torch.dtype") -> Named:
     block = (quantization_of(reader.model_dir) or {}).get("weight_block_size")
     scales = {name: name + end for name in reader.names for end in SCALES[::-1] if name + end in reader.names}
     for name in sorted(reader.names - {*scales.values()}):
-        if name.endswith(OF_ACTIVATIONS):
+        if name.endswith(ACTIVATION_SCALES):
             continue
         tensor = reader.whole(name)
         if name in scales:

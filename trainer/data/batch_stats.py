@@ -64,9 +64,9 @@ class StepTally:
         """Group -> newest version of a sampled token."""
         self._generate_s: list[float] = []
         self._score_s: list[float] = []
-        self._rewards_of: dict[str, list[float]] = {}
+        self._rewards_by_source: dict[str, list[float]] = {}
         """Source -> sum and number of the rewards of its samples."""
-        self._scores_of: dict[str, list[float]] = {}
+        self._scores_by_verifier: dict[str, list[float]] = {}
         """Verifier -> sum and number of its scores, before weighting."""
         self._tokens = self._truncated_tokens = self._read_tokens = self._cached_tokens = 0
         self._cancelled: list[int] = []
@@ -82,16 +82,16 @@ class StepTally:
         """
         rollout, group = scored.rollout, scored.rollout.group
         if group in self._counts:
-            raise ProtocolError(f"group {group}: comes twice in the batch of step {self.step}")
+            raise ProtocolError(f"group {group}: appears twice in the batch of step {self.step}")
         self._counts[group], self._newest[group] = {}, int(NO_VERSION)
         if rollout.generate_s > 0:
             self._generate_s.append(rollout.generate_s)
         if scored.score_s > 0:
             self._score_s.append(scored.score_s)
         if source := _source(rollout.metadata):
-            _count(self._rewards_of, source, scored.rewards)
+            _count(self._rewards_by_source, source, scored.rewards)
         for verifier, scores in scored.components.items():
-            _count(self._scores_of, verifier, scores)
+            _count(self._scores_by_verifier, verifier, scores)
         self._read_tokens += rollout.read_tokens
         self._cached_tokens += rollout.cached_tokens
         self._cancelled += cancelled_lengths(rollout)
@@ -175,8 +175,8 @@ class StepTally:
             shaped_reward_mean=float(shaped.double().mean()) if truncated == "shape" else None,
             generate_s=_mean(self._generate_s),
             prefix_hit_rate=self._cached_tokens / self._read_tokens if self._read_tokens > 0 else None,
-            reward_by_source=_means(self._rewards_of),
-            score_by_verifier=_means(self._scores_of),
+            reward_by_source=_means(self._rewards_by_source),
+            score_by_verifier=_means(self._scores_by_verifier),
             score_s=_mean(self._score_s),
             cancelled_samples=len(self._cancelled) or None,
             cancelled_tokens=sum(self._cancelled) if self._cancelled else None,

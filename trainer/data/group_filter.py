@@ -13,7 +13,7 @@ import numpy as np
 
 from protocol.errors import SettingsError
 from protocol.messages import ScoredRollout
-from protocol.user_code import import_attribute, located, taken_names
+from protocol.user_code import accepted_parameters, import_attribute, located
 from trainer.config import AlgorithmConfig
 from trainer.data.samples import has_signal
 
@@ -48,7 +48,7 @@ def _own_filter(path: str) -> Keeps:
     setting = "setting algorithm.group_filter"
     function, file = import_attribute(path, setting)
     what = f"{setting}: {path} in {file}"
-    names = taken_names(what, function, ARGUMENTS)
+    names = accepted_parameters(what, function, ARGUMENTS)
 
     def keeps(scored: ScoredRollout) -> bool:
         """Call the user's function. Raises SettingsError if the call raises or does not return a bool."""

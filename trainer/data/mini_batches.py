@@ -71,12 +71,12 @@ def _balanced(units: Sequence[RowFamily], costs: Costs, replicas: int) -> Replic
     )
 
 
-def _parts(family: RowFamily, samples: Sequence[int], most: int) -> list[RowFamily]:
-    """Cut a family into at most `most` parts with about equal numbers of samples."""
+def _parts(family: RowFamily, samples: Sequence[int], max_parts: int) -> list[RowFamily]:
+    """Cut a family into at most `max_parts` parts with about equal numbers of samples."""
     order: dict[int, int] = {}
     for row in family.rows:
         order.setdefault(samples[row], len(order))
-    count = min(most, len(order))
+    count = min(max_parts, len(order))
     places: list[list[int]] = [[] for _ in range(count)]
     for place, row in enumerate(family.rows):
         places[order[samples[row]] * count // len(order)].append(place)
@@ -90,7 +90,7 @@ class MiniBatches:
     Sizes differ by at most one sample. The draw depends only on the seed and the number of the step.
     """
 
-    of_sample: torch.Tensor
+    by_sample: torch.Tensor
     """int64 [N]: mini-batch of each sample."""
     totals: tuple[StepTotals, ...]
     """[M]: totals of each mini-batch."""
@@ -107,8 +107,8 @@ class MiniBatches:
         count = max(min(count, samples), 1)
         if count == 1:
             return cls(torch.zeros(samples, dtype=torch.int64), (step,), (seed, tally.step), rows)
-        of_sample = torch.empty(samples, dtype=torch.int64)
-        of_sample[torch.tensor(_shuffled(samples, seed, tally.step))] = (
+        by_sample = torch.empty(samples, dtype=torch.int64)
+        by_sample[torch.tensor(_shuffled(samples, seed, tally.step))] = (
             torch.arange(samples) * count // samples
         )
         trained, fresh = torch.tensor(tally.trained_tokens), torch.tensor(tally.fresh)
@@ -119,9 +119,9 @@ class MiniBatches:
                 lag_max=step.lag_max,
                 fresh=bool(fresh[chosen].any()),
             )
-            for chosen in (of_sample == mini_batch for mini_batch in range(count))
+            for chosen in (by_sample == mini_batch for mini_batch in range(count))
         )
-        return cls(of_sample, tuple(totals), (seed, tally.step), rows)
+        return cls(by_sample, tuple(totals), (seed, tally.step), rows)
 
     def weights(self, algorithm: Algorithm, sampled_tokens: torch.Tensor) -> torch.Tensor:
         """Return the loss weight of each trained token of a sample, float32 [N].
@@ -134,14 +134,14 @@ class MiniBatches:
         """
         weights = torch.empty(len(sampled_tokens))
         for mini_batch in range(len(self.totals)):
-            chosen = self.of_sample == mini_batch
+            chosen = self.by_sample == mini_batch
             weights[chosen] = algorithm.sample_weights(sampled_tokens[chosen])
         return weights
 
     @property
-    def of_row(self) -> torch.Tensor:
+    def by_row(self) -> torch.Tensor:
         """Mini-batch of each row, int64 [R]."""
-        return self.of_sample[self.rows]
+        return self.by_sample[self.rows]
 
     def order(self, epochs: int) -> tuple[int, ...]:
         """Return the mini-batch of each update. Every epoch is a new permutation of the mini-batches."""
@@ -168,7 +168,7 @@ class MiniBatches:
         """
         own: list[list[RowFamily]] = [[] for _ in self.totals]
         for family, mini_batch in zip(
-            families, self.of_row[[family.rows[0] for family in families]].tolist(), strict=True
+            families, self.by_row[[family.rows[0] for family in families]].tolist(), strict=True
         ):
             own[mini_batch].append(family)
         samples = self.rows.tolist()

@@ -29,14 +29,14 @@ def balance(costs: Sequence[float], pieces: int) -> list[list[int]]:
 
 
 def pack(
-    lengths: Sequence[int], budget: int, most: int, counts: Sequence[int] | None = None
+    lengths: Sequence[int], budget: int, max_rows: int, counts: Sequence[int] | None = None
 ) -> list[list[int]]:
     """Pack items (samples or families) into micro-batches by first-fit decreasing.
 
     Args:
         lengths: tokens of each item.
         budget: tokens per micro-batch; a longer item gets its own micro-batch.
-        most: samples per micro-batch.
+        max_rows: samples per micro-batch.
         counts: samples of each item; None: 1.
 
     Returns:
@@ -59,7 +59,7 @@ def pack(
             place = len(passes)
             passes.append([])
             rooms.append(budget)
-            places.append(most)
+            places.append(max_rows)
         passes[place].append(sample)
         rooms[place] -= lengths[sample]
         places[place] -= counts[sample]
@@ -92,13 +92,13 @@ def fill_groups(passes: Sequence[Sequence[int]], lengths: Sequence[int], size: i
     return found + [[]] * (-len(found) % size)
 
 
-def pack_padded(lengths: Sequence[int], budget: int, most: int) -> list[list[int]]:
+def pack_padded(lengths: Sequence[int], budget: int, max_rows: int) -> list[list[int]]:
     """Pack samples into micro-batches that are padded to their longest sample, with little padding.
 
     Args:
         lengths: tokens of each sample.
         budget: tokens per micro-batch including padding; a longer sample gets its own micro-batch.
-        most: samples per micro-batch.
+        max_rows: samples per micro-batch.
 
     Returns:
         Sample indices of each micro-batch. Samples and micro-batches are ordered longest first.
@@ -106,7 +106,7 @@ def pack_padded(lengths: Sequence[int], budget: int, most: int) -> list[list[int
     passes: list[list[int]] = []
     for sample in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
         last = passes[-1] if passes else []
-        if last and len(last) < most and (len(last) + 1) * lengths[last[0]] <= budget:
+        if last and len(last) < max_rows and (len(last) + 1) * lengths[last[0]] <= budget:
             last.append(sample)
         else:
             passes.append([sample])
@@ -118,7 +118,7 @@ Size = Callable[[RowFamily], int]
 
 
 def pack_families(
-    families: Sequence[RowFamily], budget: int, *, most: int, size: Size = attrgetter("tokens")
+    families: Sequence[RowFamily], budget: int, *, max_rows: int, size: Size = attrgetter("tokens")
 ) -> list[list[RowFamily]]:
     """Return the families of each micro-batch; one empty micro-batch if there are no families.
 
@@ -127,20 +127,20 @@ def pack_families(
     Args:
         families: families of all rows.
         budget: token limit of a micro-batch; only a single row may exceed it.
-        most: row limit of a micro-batch.
+        max_rows: row limit of a micro-batch.
         size: size of a family.
     """
-    parts = [part for family in families for part in _fitting(family, budget, most, size)]
-    found = pack([size(part) for part in parts], budget, most, [len(part.rows) for part in parts])
+    parts = [part for family in families for part in _fitting_parts(family, budget, max_rows, size)]
+    found = pack([size(part) for part in parts], budget, max_rows, [len(part.rows) for part in parts])
     return [[parts[index] for index in one] for one in found] or [[]]
 
 
-def _fitting(family: RowFamily, budget: int, most: int, size: Size) -> Iterator[RowFamily]:
+def _fitting_parts(family: RowFamily, budget: int, max_rows: int, size: Size) -> Iterator[RowFamily]:
     """Yield parts of a family. Each part fits a micro-batch or is a single row."""
-    for part in family.cut(budget, most):
+    for part in family.cut(budget, max_rows):
         rows = len(part.rows)
         if rows == 1 or size(part) <= budget:
             yield part
             continue
         for half in (range(rows // 2), range(rows // 2, rows)):
-            yield from _fitting(part.part(half), budget, most, size)
+            yield from _fitting_parts(part.part(half), budget, max_rows, size)

@@ -114,14 +114,14 @@ class RowFamily:
         most = window - 1 if window else max(self.lengths, default=0)
         return sum(min(start, most) for _, _, start, stop, _ in nodes if stop > start)
 
-    def cut(self, limit: int, most: int) -> Iterator["RowFamily"]:
-        """Yield parts of at most `limit` computed tokens and `most` rows. A longer row is a part of its own.
+    def cut(self, limit: int, max_rows: int) -> Iterator["RowFamily"]:
+        """Yield parts of at most `limit` computed tokens and `max_rows` rows. A longer row is its own part.
 
         Each part recomputes the tokens that it shares with rows of other parts.
         """
         first, tokens = 0, 0
         for row, (length, shared) in enumerate(zip(self.lengths, self.shared, strict=True)):
-            if row > first and (tokens + length - shared > limit or row - first == most):
+            if row > first and (tokens + length - shared > limit or row - first == max_rows):
                 yield self.part(range(first, row))
                 first, tokens = row, 0
             tokens += length - (shared if row > first else 0)
@@ -193,16 +193,16 @@ def _family(indices: Sequence[int], rows: Sequence[NDArray[Any]], cost: float) -
     texts = [row.tobytes() for row in rows]
     order = sorted(range(len(rows)), key=texts.__getitem__) if len(rows) > 1 else [0]
     width = max(1, *(row[:1].nbytes for row in rows))
-    shared = [0, *(_in_common(texts[a], texts[b]) // width for a, b in pairwise(order))]
+    shared = [0, *(_common_prefix_bytes(texts[a], texts[b]) // width for a, b in pairwise(order))]
     lengths = [len(rows[place]) for place in order]
     kept = _worthwhile(lengths, shared, cost)
     return RowFamily(tuple(indices[place] for place in order), tuple(lengths), kept)
 
 
-def _in_common(one: bytes, other: bytes) -> int:
+def _common_prefix_bytes(left: bytes, right: bytes) -> int:
     """Return the length of the common prefix in bytes."""
-    size = min(len(one), len(other))
-    differ = np.frombuffer(one, np.uint8, size) != np.frombuffer(other, np.uint8, size)
+    size = min(len(left), len(right))
+    differ = np.frombuffer(left, np.uint8, size) != np.frombuffer(right, np.uint8, size)
     return int(differ.argmax()) if differ.any() else size
 
 

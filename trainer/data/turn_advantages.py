@@ -32,7 +32,7 @@ class TurnAdvantages:
     for_critic: bool
     """Whether a critic computes the advantages, from per-token rewards."""
 
-    def of_tokens(self, row: int, sample: BatchSample) -> NDArray[np.float32]:
+    def token_advantages(self, row: int, sample: BatchSample) -> NDArray[np.float32]:
         """Return the advantage of each token of a row, [P + T_i]; 0 outside the turns."""
         values = np.zeros(len(sample), dtype=np.float32)
         start = len(sample.prompt)

@@ -39,7 +39,7 @@ from trainer.execution.state_writer import CHECKPOINT, EXPORT, StateWriter
 from trainer.ranks.collectives import broadcast_message, is_distributed, wait_for_ranks
 from trainer.ranks.wire import receive_part, send_part
 from trainer.roles.models import RankModels
-from trainer.roles.placed import RoleLink, StepDivision
+from trainer.roles.remote import RoleLink, StepDivision
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand, plan_command, schedule_updates
 from trainer.step.update import make_updates
@@ -146,8 +146,8 @@ class Executor:
             case SaveCommand():
                 self._writer.begin(models.copy_state(), Path(command.directory))
             case FinishSaveCommand():
-                own, apart = self._writer.finish(), models.finish_save()
-                return ({CHECKPOINT: apart} if apart else {}) | own
+                own_failures, remote_failure = self._writer.finish(), models.finish_save()
+                return ({CHECKPOINT: remote_failure} if remote_failure else {}) | own_failures
             case RestoreCommand():
                 models.restore(Path(command.directory))
             case AttachCommand():
@@ -191,9 +191,9 @@ class Executor:
             pieces: rows of each replica of the policy.
         """
         costs = self.models.policy.costs
-        apart, _ = plan.mini_batches.divide(families, costs, len(link.replicas))
-        division = StepDivision(plan.lengths.tolist(), pieces, apart)
-        link.send_step([plan.part(piece) for piece in apart], division)
+        remote_rows, _ = plan.mini_batches.divide(families, costs, len(link.replicas))
+        division = StepDivision(plan.lengths.tolist(), pieces, remote_rows)
+        link.send_step([plan.part(piece) for piece in remote_rows], division)
 
     def _offload(self) -> None:
         """Move this rank's device state to the host, and wait until every rank has done so.

@@ -1,4 +1,4 @@
-"""Executes rank 0's commands on a rank of a model apart from the policy: a frozen model or a critic."""
+"""Executes rank 0's commands on a remote rank, of a frozen model or a critic outside the policy's ranks."""
 
 import dataclasses
 from pathlib import Path
@@ -25,7 +25,7 @@ from trainer.step.update import batches_of
 from trainer.storage.host_state import HostState
 
 
-class RoleSeat:
+class FollowerLink:
     """The model's end of a `RoleLink`, on one of its ranks."""
 
     def __init__(self, wire: BetweenModels, rank: int, replicas: Replicas) -> None:
@@ -38,7 +38,7 @@ class RoleSeat:
         """
         self.wire, self._rank, self._replicas = wire, rank, replicas
 
-    def say_ready(self) -> None:
+    def announce_ready(self) -> None:
         """Report from rank 0 that the model is loaded."""
         self.send_message(msgspec.msgpack.encode([list(ranks) for ranks in self._replicas]))
 
@@ -60,35 +60,35 @@ class RoleSeat:
 class FrozenFollower:
     """Rank of a frozen model, which computes its numbers for the tokens of each step."""
 
-    def __init__(self, role: str, model: FrozenModel, seat: RoleSeat) -> None:
+    def __init__(self, role: str, model: FrozenModel, link: FollowerLink) -> None:
         """Take ownership of a loaded model, and notify rank 0.
 
         Args:
             role: section of the model's settings.
         """
-        self._role, self._model, self._seat = role, model, seat
-        seat.say_ready()
+        self._role, self._model, self._link = role, model, link
+        link.announce_ready()
 
     def follow(self) -> None:
         """Compute the numbers of each step, until `ExitCommand`; other commands are ignored."""
-        while not isinstance(command := decode_command(receive_bytes(self._seat.wire)), ExitCommand):
+        while not isinstance(command := decode_command(receive_bytes(self._link.wire)), ExitCommand):
             if isinstance(command, StepCommand):
                 self._step(command)
 
     def _step(self, command: StepCommand) -> None:
-        part = receive_part(self._seat.wire)
+        part = receive_part(self._link.wire)
         if self._role != "reference" or command.schedule.reference_logprobs:
-            self._seat.send_rows(self._model.evaluate(part))
+            self._link.send_rows(self._model.evaluate(part))
 
 
 class CriticFollower:
     """Rank of a critic, which computes values, trains on returns, and saves and restores its state."""
 
-    def __init__(self, critic: Critic, seat: RoleSeat) -> None:
+    def __init__(self, critic: Critic, link: FollowerLink) -> None:
         """Take ownership of a loaded critic, and notify rank 0."""
-        self._critic, self._seat = critic, seat
+        self._critic, self._link = critic, link
         self._writer = StateWriter()
-        seat.say_ready()
+        link.announce_ready()
 
     def follow(self) -> None:
         """Execute the commands that affect the critic, until `ExitCommand`.
@@ -96,7 +96,7 @@ class CriticFollower:
         Raises:
             SettingsError: a checkpoint cannot be restored; rank 0 has received the reason.
         """
-        while not isinstance(command := decode_command(receive_bytes(self._seat.wire)), ExitCommand):
+        while not isinstance(command := decode_command(receive_bytes(self._link.wire)), ExitCommand):
             match command:
                 case StepCommand():
                     self._step(command.schedule)
@@ -104,7 +104,7 @@ class CriticFollower:
                     own = HostState({}, parts={CRITIC: self._critic.copy_state()})
                     self._writer.begin(own, Path(command.directory))
                 case FinishSaveCommand():
-                    self._say(self._writer.finish().get(CHECKPOINT, ""))
+                    self._send_reason(self._writer.finish().get(CHECKPOINT, ""))
                 case RestoreCommand():
                     self._restore(Path(command.directory))
                 case _:
@@ -113,25 +113,25 @@ class CriticFollower:
         self._critic.close()
 
     def _step(self, schedule: UpdateSchedule) -> None:
-        part = receive_part(self._seat.wire)
+        part = receive_part(self._link.wire)
         if torch.cuda.is_initialized():  # the critic reports the peak of its step
             torch.cuda.reset_peak_memory_stats()
         values = self._critic.values(part)
-        self._seat.send_rows(values)
-        returns = self._seat.receive_rows(len(values))
+        self._link.send_rows(values)
+        returns = self._link.receive_rows(len(values))
         part = dataclasses.replace(part, values=values, returns=returns)
         for batch in batches_of(part, schedule):
             stats = self._critic.train_step(batch)
-            self._seat.send_message(msgspec.msgpack.encode(stats))
+            self._link.send_message(msgspec.msgpack.encode(stats))
 
     def _restore(self, directory: Path) -> None:
         own = critic_directory(directory)  # if missing, the policy's ranks raise the same error
         try:
             self._critic.restore(own)
         except SettingsError as error:
-            self._say(str(error))
+            self._send_reason(str(error))
             raise
-        self._say("")
+        self._send_reason("")
 
-    def _say(self, reason: str) -> None:
-        self._seat.send_message(msgspec.msgpack.encode(reason))
+    def _send_reason(self, reason: str) -> None:
+        self._link.send_message(msgspec.msgpack.encode(reason))

@@ -34,7 +34,7 @@ class DividedLowRank(LowRank):
     def added(self, output: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
         own = self(x)
         if own.shape[-1] != output.shape[-1]:  # the plan gathers the layer's output
-            own = _moved(own, self._mesh, Shard(-1), Replicate())
+            own = _redistributed(own, self._mesh, Shard(-1), Replicate())
         return output + own
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -46,13 +46,15 @@ class DividedLowRank(LowRank):
             alike = DTensor.from_local(low, self._mesh, [Replicate()], run_check=False)
             return self.scaling * F.linear(alike.to_local(grad_placements=[Partial()]), b)
         if x.shape[-1] != a.shape[-1]:  # the plan divides the layer's input
-            x = _moved(x, self._mesh, Replicate(), Shard(-1))
+            x = _redistributed(x, self._mesh, Replicate(), Shard(-1))
         rank, ranks = self._mesh.get_local_rank(TENSOR), self._mesh.size()
-        low = _moved(F.linear(self.dropped(x, rank, ranks), a), self._mesh, Partial(), Replicate())
+        low = _redistributed(F.linear(self.dropped(x, rank, ranks), a), self._mesh, Partial(), Replicate())
         return self.scaling * F.linear(low, b)
 
 
-def _moved(tensor: torch.Tensor, mesh: DeviceMesh, here: Placement, there: Placement) -> torch.Tensor:
+def _redistributed(
+    tensor: torch.Tensor, mesh: DeviceMesh, source: Placement, target: Placement
+) -> torch.Tensor:
     """Return this rank's shard of a tensor after redistributing it from one placement to another."""
-    placed = DTensor.from_local(tensor, mesh, [here], run_check=False)
-    return placed.redistribute(placements=[there]).to_local()
+    placed = DTensor.from_local(tensor, mesh, [source], run_check=False)
+    return placed.redistribute(placements=[target]).to_local()

@@ -36,13 +36,13 @@ from trainer.layers.attention.kernels import choose_backend
 from trainer.lora import merged, with_dropout, without_adapters
 from trainer.memory.plan import MemoryPlan
 from trainer.ranks.process_group import check_world, join_ranks, own_gpu
-from trainer.ranks.publication import Publication, shared_out
+from trainer.ranks.publication import Publication, assign_writers
 from trainer.reference.backend import DTYPES, choose_device
 from trainer.reference.frozen import frozen
 from trainer.reference.lora import attach
 from trainer.reference.shards import DATA, TENSOR, gathered
 from trainer.reference.state import CheckpointedModel
-from trainer.roles.row_scores import numbers_of
+from trainer.roles.row_scores import token_evaluator
 from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import PassResult, StepMeasures
 
@@ -80,7 +80,7 @@ class FsdpBackend(CheckpointedModel, Backend):
         torch.manual_seed(trainer.seed)
         self.mesh, self._owns_group = join_mesh(parallel, trainer)
         with ExitStack() as failed:
-            failed.callback(self._leave)
+            failed.callback(self._destroy_group)
             work = read_workload(
                 model_dir, parallel, trainer, optimizer, adapters, algorithm.config, frozen, critic_dir
             )
@@ -93,7 +93,7 @@ class FsdpBackend(CheckpointedModel, Backend):
             self._model = ShardedModel(model_dir, "model.path", self.mesh, trainer, prepare=prepare)
             model = self._model.module
             self.architecture = type(model).__name__.removeprefix("FSDP")
-            self._trained = self._trained_of(model)
+            self._trained = self._trained_parameters(model)
             self._tensors = {name: t for name, t in model_tensors(model).items() if ".lora." not in name}
             self._views = tensor_views(model, self._tensors)
             self._published, self._plan = self._plan_versions(model)
@@ -121,7 +121,7 @@ class FsdpBackend(CheckpointedModel, Backend):
         share = ShardPlan.make(views_of(published, self.mesh), published, self.mesh)
         return (views_of(published), published), share
 
-    def _trained_of(self, model: Any) -> dict[str, torch.nn.Parameter]:
+    def _trained_parameters(self, model: Any) -> dict[str, torch.nn.Parameter]:
         """Return the trained parameters by the names of their tensors."""
         parameters = dict(model.named_parameters())
         if not self.lora.rank:
@@ -203,7 +203,7 @@ class FsdpBackend(CheckpointedModel, Backend):
     def load_frozen(self, spec: FrozenSpec) -> FrozenModel:
         model = load_frozen(spec, self.mesh, self._trainer)
         self._models.append(model)
-        return frozen(model.module, numbers_of(spec, partial(self._evaluate, model)))
+        return frozen(model.module, token_evaluator(spec, partial(self._evaluate, model)))
 
     def last_states(self, batch: Batch) -> LastStates:
         return self._retry.run_optional(lambda: self._model.last_states(batch))
@@ -226,7 +226,7 @@ class FsdpBackend(CheckpointedModel, Backend):
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
-        owners = shared_out({view.name: math.prod(view.whole) for view in self._views}, self.mesh.size())
+        owners = assign_writers({view.name: math.prod(view.whole) for view in self._views}, self.mesh.size())
         halves = {half: owners[target.weight] for target in self.targets for half in (target.a, target.b)}
         adapter = dict(self._gathered(*self._published, halves)) if self.targets else {}
         targets = {target.weight: target for target in self.targets}
@@ -254,9 +254,9 @@ class FsdpBackend(CheckpointedModel, Backend):
     def close(self) -> None:
         self._reference = None
         super().close()
-        self._leave()
+        self._destroy_group()
 
-    def _leave(self) -> None:
+    def _destroy_group(self) -> None:
         if self._owns_group and dist.is_initialized():
             dist.destroy_process_group()
 
@@ -273,7 +273,7 @@ class FsdpBackend(CheckpointedModel, Backend):
         lora = f"rank {self.lora.rank} scaling {self.lora.scaling:g}" if self.lora.rank else "none"
         return {"backend": "fsdp", "architecture": self.architecture, "lora": lora}
 
-    def _accumulate(self, one: Pass, part: Batch, measures: StepMeasures) -> torch.Tensor:
+    def _accumulate(self, forward_pass: Pass, part: Batch, measures: StepMeasures) -> torch.Tensor:
         """Add one micro-batch's gradient to the shards' gradients; return its measurements."""
         tokens = trained_tokens(part)
 
@@ -282,7 +282,7 @@ class FsdpBackend(CheckpointedModel, Backend):
             loss.backward()
             return vector
 
-        return self._model.run(one, part, tokens.place, backward)
+        return self._model.run(forward_pass, part, tokens.place, backward)
 
     def _gathered(
         self,

@@ -100,10 +100,10 @@ class FsdpCritic(CheckpointedModel, Critic):
     def _identity(self) -> dict[str, str]:
         return {"backend": "fsdp", "role": "critic", "architecture": self._architecture}
 
-    def _accumulate(self, one: Pass, part: Batch, measures: ValueMeasures) -> torch.Tensor:
+    def _accumulate(self, forward_pass: Pass, part: Batch, measures: ValueMeasures) -> torch.Tensor:
         """Add one pass's gradient to the shards' gradients; return its measurements."""
         tokens = trained_tokens(part)
-        with self._passes.inputs(one, part) as inputs:
+        with self._passes.inputs(forward_pass, part) as inputs:
             values = self._model(inputs.arguments, inputs.rows[tokens.place])
             loss, vector = measures.micro_batch_loss(tokens, values)
             loss.backward()

@@ -18,7 +18,7 @@ OTHER_LAYERS = "name other layers, use 'all-linear', or set parallel.tensor_mode
 TENSOR_SIZE = "parallel.tensor_model_parallel_size"
 KNOWN_TYPES = frozenset({"full_attention", "sliding_attention"})
 """Layer types, as in config.json, whose attention the kernels of both backends support."""
-DIVIDING = "transformers.distributed.tensor_parallel"
+TP_MODULE = "transformers.distributed.tensor_parallel"
 """Module of transformers that shards layers."""
 TABLES = ("embed_tokens", "lm_head")
 """Usual names of a model's embedding and output layer."""
@@ -37,21 +37,24 @@ def tensor_rank_refusals(parallel: ParallelConfig, trainer: TrainerConfig) -> It
     """Yield (cause, remedy) for each reason why the requested tensor-parallel ranks are unsupported."""
     if parallel.tensor_model_parallel_size == 1:
         return
-    asked = {"compiled (trainer.compile)": trainer.compile, "in FP8 (trainer.fp8)": trainer.fp8 != "off"}
-    for name, is_set in asked.items():
+    unsupported = {
+        "compiled (trainer.compile)": trainer.compile,
+        "in FP8 (trainer.fp8)": trainer.fp8 != "off",
+    }
+    for name, is_set in unsupported.items():
         if is_set:
             cause = f"layers of tensor-parallel ranks of trainer.backend 'fsdp' are not {name}"
-            yield cause, "leave one of them out"
-    if not _divides():
-        cause = f"trainer.backend 'fsdp' divides layers by {DIVIDING}, which transformers"
+            yield cause, "remove one of the two settings"
+    if not _supports_tensor_parallelism():
+        cause = f"trainer.backend 'fsdp' divides layers by {TP_MODULE}, which transformers"
         yield f"{cause} {version('transformers')} lacks", "use data-parallel ranks, or a newer transformers"
 
 
-def _divides() -> bool:
+def _supports_tensor_parallelism() -> bool:
     """Return whether the installed transformers can shard a model's layers, without importing it."""
     found = find_spec("transformers")
     places = found.submodule_search_locations if found else None
-    file = Path(*DIVIDING.split(".")[1:]).with_suffix(".py")
+    file = Path(*TP_MODULE.split(".")[1:]).with_suffix(".py")
     return any((Path(place) / file).is_file() for place in places or ())
 
 

@@ -58,7 +58,7 @@ def load_shards(
         log.warning("trainer.whole model=%s reason='its files have no range for each shard'", model_dir)
         full = load_model(model_dir, setting, with_head=with_head)
         tensors, conversions = _cut(model, model_tensors(full), mesh), full._weight_conversions
-    give(model, tensors, torch.device("cpu"))
+    assign_shards(model, tensors, torch.device("cpu"))
     device, ranks = torch.device(mesh.device_type), mesh[TENSOR].size()
     try:
         traits = probe(model, device, DTYPES[trainer.dtype], divided=ranks > 1)
@@ -90,7 +90,7 @@ def _check_traits(traits: Traits, model_type: str, place: str, attention: Attent
         )
 
 
-def give(model: Any, tensors: Tensors, device: torch.device) -> None:
+def assign_shards(model: Any, tensors: Tensors, device: torch.device) -> None:
     """Replace a model's meta parameters by shards, on a device, in the parameters' dtypes."""
     held: dict[str, torch.Tensor] = {}
     tied = model.all_tied_weights_keys

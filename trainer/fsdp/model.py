@@ -11,7 +11,7 @@ from trainer.backends.base import FrozenSpec
 from trainer.backends.last_states import LastStates, read_by_output
 from trainer.batch import Batch
 from trainer.config import TrainerConfig
-from trainer.fsdp.loading import give, load_shards
+from trainer.fsdp.loading import assign_shards, load_shards
 from trainer.fsdp.output_layer import Tokens
 from trainer.fsdp.passes import Pass, Passes
 from trainer.fsdp.sharding import divide, resharded_at_end, shard
@@ -62,11 +62,11 @@ class ShardedModel:
             prepare(self.module)
         shard(self.module, self.module, mesh, trainer)
         held = prepare is not None and trainer.offload_parameters
-        give(self.module, tensors, torch.device("cpu") if held else self.passes.device)
+        assign_shards(self.module, tensors, torch.device("cpu") if held else self.passes.device)
 
     def run(
         self,
-        one: Pass,
+        forward_pass: Pass,
         part: Batch,
         place: torch.Tensor,
         finish: Callable[[torch.Tensor, torch.Tensor], T],
@@ -78,7 +78,7 @@ class ShardedModel:
             place: int64 [k], requested tokens of the part.
             finish: (log-probabilities [k], entropies [k]) -> result; may run the backward pass.
         """
-        with self.passes.inputs(one, part) as inputs:
+        with self.passes.inputs(forward_pass, part) as inputs:
             tokens = Tokens(inputs.rows[place], part.tokens[place].long(), part.temperature)
             return finish(*self._logprobs(inputs.arguments, tokens))
 
@@ -141,14 +141,14 @@ class ShardedValues:
             in_dtype(self.module.requires_grad_(False), DTYPES[trainer.dtype])
         shard(self.module, self.module.model, mesh, trainer)
         held = is_trained and trainer.offload_parameters
-        give(self.module.model, tensors, torch.device("cpu") if held else self.passes.device)
+        assign_shards(self.module.model, tensors, torch.device("cpu") if held else self.passes.device)
 
     @torch.no_grad()
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Return the values of a batch's sampled tokens, 0 elsewhere: float32 [t], on the CPU."""
 
-        def compute(one: Pass, part: Batch) -> torch.Tensor:
-            with self.passes.inputs(one, part) as inputs:
+        def compute(forward_pass: Pass, part: Batch) -> torch.Tensor:
+            with self.passes.inputs(forward_pass, part) as inputs:
                 values: torch.Tensor = self.module(inputs.arguments, inputs.rows[part.sampled_mask])
                 return values
 

@@ -31,11 +31,11 @@ class OutputLayer:
 
     def __init__(self, layer: torch.nn.Linear) -> None:
         self._layer = layer
-        self._asked: Tokens | torch.Tensor | None = None
+        self._pending: Tokens | torch.Tensor | None = None
         layer.forward = self._forward  # type: ignore
 
     @classmethod
-    def suits(cls, model: Any, device: torch.device) -> bool:
+    def can_replace(cls, model: Any, device: torch.device) -> bool:
         """Return whether a model's logits equal its output layer's output, and the layer has no bias.
 
         The call replaces the model's output layer.
@@ -44,31 +44,31 @@ class OutputLayer:
         if not isinstance(layer, torch.nn.Linear) or layer.bias is not None:
             return False
         output = cls(layer)
-        output._asked = torch.tensor([[PROBE]], device=device)
+        output._pending = torch.tensor([[PROBE]], device=device)
         ids = torch.zeros(1, 1, dtype=torch.int64, device=device)
         given = model(input_ids=ids, use_cache=False).logits
-        output._asked = None
+        output._pending = None
         return bool(given.flatten().tolist() == list(PROBE))
 
     def logprobs(
         self, model: Any, inputs: dict[str, Any], tokens: Tokens
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log-probabilities and entropies of tokens, float32 [k]; no entropies without gradients."""
-        self._asked = tokens
+        self._pending = tokens
         try:
             found = model(**inputs, use_cache=False).logits[0]
         finally:
-            self._asked = None
+            self._pending = None
         return found[0], found[-1]
 
     def _forward(self, hidden: torch.Tensor) -> torch.Tensor:
-        weight, asked = self._layer.weight, self._asked
-        if asked is None:
+        weight, pending = self._layer.weight, self._pending
+        if pending is None:
             return F.linear(hidden, weight)
-        if isinstance(asked, torch.Tensor):
-            return asked
-        rows = hidden.flatten(0, 1).index_select(0, asked.rows)
-        facts: dict[str, Any] = {"vocabulary": len(weight), "temperature": asked.temperature}
+        if isinstance(pending, torch.Tensor):
+            return pending
+        rows = hidden.flatten(0, 1).index_select(0, pending.rows)
+        facts: dict[str, Any] = {"vocabulary": len(weight), "temperature": pending.temperature}
         if not torch.is_grad_enabled():
-            return linear_logprobs_no_grad(rows, weight, asked.targets, **facts)[None, None]
-        return torch.stack(linear_logprobs(rows, weight, asked.targets, **facts))[None]
+            return linear_logprobs_no_grad(rows, weight, pending.targets, **facts)[None, None]
+        return torch.stack(linear_logprobs(rows, weight, pending.targets, **facts))[None]

@@ -104,7 +104,7 @@ class Passes:
         self.device, self._mesh, self._trainer = torch.device(mesh.device_type), mesh, trainer
         self.micro_batch_tokens = trainer.micro_batch_tokens or FIRST_TOKENS[mesh.device_type]
         """Token budget of a pass, reduced after running out of memory."""
-        self._most = 1 if _rope_types(model) & set(BY_LENGTH) else trainer.micro_batch_size
+        self._max_rows = 1 if _rope_types(model) & set(BY_LENGTH) else trainer.micro_batch_size
         self.why_rows = why_rows
         """Why samples are rows with right padding; empty if samples are packed."""
         if self.why_rows:
@@ -113,7 +113,7 @@ class Passes:
     @property
     def shares_prefixes(self) -> bool:
         """Whether a common prefix of samples in a group is computed once."""
-        return self._trainer.share_prefixes == "auto" and not self.why_rows and self._most > 1
+        return self._trainer.share_prefixes == "auto" and not self.why_rows and self._max_rows > 1
 
     def divide(self, batch: Batch) -> list[Pass]:
         """Return the passes over a batch on the host; the last passes may be empty. A collective."""
@@ -140,38 +140,38 @@ class Passes:
     def _own(self, batch: Batch) -> list[Pass]:
         budget = self.micro_batch_tokens
         if self.why_rows:
-            rows = pack_padded(batch.lengths.tolist(), budget, self._most)
+            rows = pack_padded(batch.lengths.tolist(), budget, self._max_rows)
             return [Pass.padded(samples, batch.lengths) for samples in rows]
         families = (
             batch_families(batch)
             if self.shares_prefixes
             else single_row_families((batch.lengths - 1).tolist())
         )
-        packed = pack_families(families, budget, most=self._most)
+        packed = pack_families(families, budget, max_rows=self._max_rows)
         return [Pass.packed(one, batch.lengths) for one in packed]
 
     @contextmanager
-    def inputs(self, one: Pass, part: Batch) -> Iterator[Inputs]:
+    def inputs(self, forward_pass: Pass, part: Batch) -> Iterator[Inputs]:
         """Yield the inputs of a pass; its backward pass must end within the block.
 
         Args:
             part: samples of the pass, on the device; an empty pass computes one token.
         """
-        if one.tree is not None:
-            with self._stretches(one, one.tree, part) as inputs:
+        if forward_pass.tree is not None:
+            with self._stretches(forward_pass, forward_pass.tree, part) as inputs:
                 yield inputs
-        elif len(one.samples):
+        elif len(forward_pass.samples):
             ids, sample, position = padded(part)
             yield Inputs({"input_ids": ids}, sample * ids.size(1) + position - 1)
         else:
             ids = torch.zeros(1, 1, dtype=torch.int64, device=self.device)
-            yield Inputs({"input_ids": ids}, one.samples.to(self.device))
+            yield Inputs({"input_ids": ids}, forward_pass.samples.to(self.device))
 
     @contextmanager
-    def _stretches(self, one: Pass, tree: PrefixTree, part: Batch) -> Iterator[Inputs]:
+    def _stretches(self, forward_pass: Pass, tree: PrefixTree, part: Batch) -> Iterator[Inputs]:
         """Yield the concatenated stretches of a tree, at the positions of their samples."""
         division = Division.of(tree.lengths, 1)
-        computed = ComputedTokens.of(one.starts, tree, division, 0)
+        computed = ComputedTokens.of(forward_pass.starts, tree, division, 0)
         lengths, keys = stretches_of(tree)
         tokens = to_device(computed.tokens, self.device)
         ids = torch.zeros(1, division.size, dtype=torch.int64, device=self.device)

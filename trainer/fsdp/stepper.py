@@ -112,21 +112,23 @@ class HostStepper(ShardStepper):
         self, trained: Mapping[str, torch.nn.Parameter], config: OptimizerConfig, mesh: DeviceMesh
     ) -> None:
         """Copy this rank's shards from the device of its passes to the host."""
-        self._held = {
+        self._host_shards = {
             name: torch.nn.Parameter(local_tensor(parameter.detach()).cpu().clone())
             for name, parameter in trained.items()
         }
         super().__init__(trained, config, mesh)
         _fuse(self.optimizer)
-        slices = [ShardSlice(parameter, self._held[name]) for name, parameter in trained.items()]
-        self._transfers = Transfers(slices, self._device, arriving=torch.float32, leaving=torch.float32)
+        slices = [ShardSlice(parameter, self._host_shards[name]) for name, parameter in trained.items()]
+        self._transfers = Transfers(
+            slices, self._device, gradient_dtype=torch.float32, parameter_dtype=torch.float32
+        )
 
     def stepped(self, name: str) -> torch.nn.Parameter:
-        return self._held[name]
+        return self._host_shards[name]
 
     def loaded(self) -> None:
         for name, parameter in self.masters.items():
-            self._held[name].detach().copy_(local_tensor(parameter.detach()))
+            self._host_shards[name].detach().copy_(local_tensor(parameter.detach()))
 
     def tensors(self) -> list[torch.Tensor]:
         return list(self.masters.values())
@@ -137,7 +139,7 @@ class HostStepper(ShardStepper):
             step_chunk(self.optimizer, chunk, gradients)
 
 
-class HeldStepper(ShardStepper):
+class HostShardStepper(ShardStepper):
     """Optimizer of shards that are in host memory."""
 
     def __init__(
@@ -160,7 +162,7 @@ def make_stepper(
     """Return the optimizer of float32 parameters, sharded or whole, that passes use on a device."""
     if not config.cpu_offload:
         return ShardStepper(trained, config, mesh)
-    kind = HeldStepper if trainer.offload_parameters else HostStepper
+    kind = HostShardStepper if trainer.offload_parameters else HostStepper
     return kind(trained, config, mesh)
 
 

@@ -59,22 +59,28 @@ def probe(model: Any, device: torch.device, dtype: torch.dtype, *, divided: bool
         _outputs(model, torch.arange(SAMPLE, device=device)[None] % model.config.get_text_config().vocab_size)
         model.reshard()
     with torch.no_grad():
-        leaves_logits = OutputLayer.suits(model, device)
+        leaves_logits = OutputLayer.can_replace(model, device)
         ids = torch.arange(SAMPLE + SAMPLE // 2, device=device) % model.config.get_text_config().vocab_size
         alike = SAMPLE // 2
-        apart = [_outputs(model, one[None]) for one in (ids[:SAMPLE], torch.cat([ids[:alike], ids[SAMPLE:]]))]
-        is_finite = all(bool(one.isfinite().all()) for one in apart)
+        separate_outputs = [
+            _outputs(model, one[None]) for one in (ids[:SAMPLE], torch.cat([ids[:alike], ids[SAMPLE:]]))
+        ]
+        is_finite = all(bool(one.isfinite().all()) for one in separate_outputs)
         traits = Traits(
             leaves_logits,
-            _packing_refusal(model, ids, torch.cat([apart[0], apart[1][alike:]]), dtype),
-            _difference(apart[0][:alike], apart[1][:alike]) <= EXACT,
+            _packing_refusal(
+                model, ids, torch.cat([separate_outputs[0], separate_outputs[1][alike:]]), dtype
+            ),
+            _difference(separate_outputs[0][:alike], separate_outputs[1][:alike]) <= EXACT,
             is_finite,
         )
     model.reshard()
     return traits
 
 
-def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor, dtype: torch.dtype) -> str:
+def _packing_refusal(
+    model: Any, ids: torch.Tensor, separate_outputs: torch.Tensor, dtype: torch.dtype
+) -> str:
     """Return why a model's samples cannot be packed; empty: they can.
 
     Two samples have a common prefix. Their outputs in one packed pass, which computes the prefix once, are
@@ -83,7 +89,7 @@ def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor, dtype: 
 
     Args:
         ids: int64 [t], the first sample, then the second sample without the prefix.
-        apart: outputs of separate passes, in the order of `ids`.
+        separate_outputs: outputs of separate passes, in the order of `ids`.
         dtype: dtype of the trainer's passes.
     """
     unknown = set(getattr(model.config, "layer_types", None) or ()) - KNOWN_TYPES
@@ -100,7 +106,7 @@ def _packing_refusal(model: Any, ids: torch.Tensor, apart: torch.Tensor, dtype: 
         raise
     except (ValueError, RuntimeError, TypeError, LookupError) as error:
         return f"its attention cannot be replaced: {error}"
-    difference = _difference(together, apart)
+    difference = _difference(together, separate_outputs)
     return (
         "" if difference <= EXACT else f"outputs of packed samples are off by {difference:.2g} of the largest"
     )

@@ -22,8 +22,8 @@ STYLES = Registry(
 """`optimizer.lr_decay_style` -> function that computes the rate."""
 
 
-def learning_rate(config: OptimizerConfig, made: int) -> float:
-    """Return the learning rate of the step after `made` steps.
+def learning_rate(config: OptimizerConfig, update: int) -> float:
+    """Return the learning rate of the step after `update` steps.
 
     Linear warm-up, then the schedule `lr_decay_style`, with `min_lr` from step `lr_decay_steps` on. Equals
     Megatron-core's OptimizerParamScheduler, except that the first warm-up step has a rate above 0.
@@ -31,11 +31,11 @@ def learning_rate(config: OptimizerConfig, made: int) -> float:
     Raises:
         SettingsError: a user's schedule cannot be loaded, raises, or does not return a rate.
     """
-    step = made + 1
+    step = update + 1
     if step <= config.lr_warmup_steps:
         return config.lr * step / config.lr_warmup_steps
     if is_own(config.lr_decay_style):
-        return _own_rate(config, made)
+        return _own_rate(config, update)
     if config.lr_decay_style == "constant":
         return config.lr
     first = config.lr_warmup_steps
@@ -46,18 +46,18 @@ def learning_rate(config: OptimizerConfig, made: int) -> float:
     return config.min_lr + kept * (config.lr - config.min_lr)
 
 
-def _own_rate(config: OptimizerConfig, made: int) -> float:
+def _own_rate(config: OptimizerConfig, update: int) -> float:
     setting = "setting optimizer.lr_decay_style"
     function, file = import_attribute(config.lr_decay_style, setting)
     what = f"{setting}: {config.lr_decay_style} in {file}"
     try:
-        returned = function(made, config)
+        returned = function(update, config)
     except Exception as error:  # the user's code may raise anything
-        raise SettingsError(f"{what} raised for update {made} at {located(error)}") from error
+        raise SettingsError(f"{what} raised for update {update} at {located(error)}") from error
     try:
         rate = returned_number(returned)
     except ValueError as error:
-        raise SettingsError(f"{what} returned {error} for update {made}; return a finite number") from None
+        raise SettingsError(f"{what} returned {error} for update {update}; return a finite number") from None
     if rate < 0:
-        raise SettingsError(f"{what} returned {rate:g} for update {made}; return 0 or more")
+        raise SettingsError(f"{what} returned {rate:g} for update {update}; return 0 or more")
     return rate

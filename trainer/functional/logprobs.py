@@ -24,7 +24,7 @@ class _Selected(torch.autograd.Function):
     def forward(
         ctx: Any, logits_RV: torch.Tensor, tokens_R: torch.Tensor, temperature: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        logprobs_R = torch.empty(len(tokens_R), dtype=_wide(logits_RV), device=logits_RV.device)
+        logprobs_R = torch.empty(len(tokens_R), dtype=_softmax_dtype(logits_RV), device=logits_RV.device)
         entropy_R, lse_R = torch.empty_like(logprobs_R), torch.empty_like(logprobs_R)
         for rows in _slices(logits_RV):
             scaled = logits_RV[rows].to(logprobs_R.dtype) / temperature
@@ -73,7 +73,7 @@ def token_logprobs(logits: LogitsKV, tokens: IntK, temperature: float = 1.0) -> 
     return logprobs, entropy
 
 
-def _wide(logits: torch.Tensor) -> torch.dtype:
+def _softmax_dtype(logits: torch.Tensor) -> torch.dtype:
     return torch.float64 if logits.dtype == torch.float64 else torch.float32
 
 

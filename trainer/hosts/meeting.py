@@ -72,7 +72,7 @@ class Ending(msgspec.Struct, frozen=True):
     reason: str
 
 
-class Beats:
+class HeartbeatMonitor:
     """Counters of other hosts, and the times of their last increments."""
 
     def __init__(self, numbers: Iterable[int], limit_s: float, now: float) -> None:
@@ -103,7 +103,7 @@ class Meeting:
         self._facts = msgspec.structs.replace(facts, incarnation=new_incarnation(f"host.{place.number}"))
         self._server: TCPStore | None = None
         self._store: TCPStore | None = None
-        self._left = threading.Event()
+        self._left_event = threading.Event()
         self._watched_at = 0.0
         self._threads: list[threading.Thread] = []
 
@@ -129,7 +129,7 @@ class Meeting:
             except RuntimeError as error:  # the store: host 0 has ended and may restart
                 cause = str(error)
             if self._place.number == 0 or time.monotonic() > end:
-                raise TetherError(f"{self._at()}: {cause}")
+                raise TetherError(f"{self._setting()}: {cause}")
             time.sleep(BEAT_S)
 
     def watch(self, on_end: Callable[[Ending], None]) -> None:
@@ -138,11 +138,11 @@ class Meeting:
         once = threading.Lock()
 
         def end(ending: Ending) -> None:
-            if once.acquire(blocking=False) and not self._left.is_set():
+            if once.acquire(blocking=False) and not self._left_event.is_set():
                 on_end(ending)
 
         self._start(lambda: self._watch(end), "watch")
-        self._start(lambda: self._guard(end), "guard")
+        self._start(lambda: self._report_stall(end), "guard")
 
     def leave(self, ending: Ending | None = None) -> None:
         """Leave the generation: end all hosts with an ending, or wait until all hosts end successfully.
@@ -151,7 +151,7 @@ class Meeting:
         """
         limit = time.monotonic() + (self._config.peer_timeout_s if ending is None else 4 * BEAT_S)
         if ending is not None:
-            self._left.set()  # this host ignores the ending
+            self._left_event.set()  # this host ignores the ending
         try:
             if self._store is not None:
                 if ending is None:
@@ -164,7 +164,7 @@ class Meeting:
                 time.sleep(BEAT_S / 5)
         except RuntimeError as error:
             log.debug("hosts.left_without_store error=%s", error)
-        self._left.set()
+        self._left_event.set()
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join(2 * BEAT_S)
@@ -200,7 +200,7 @@ class Meeting:
                 self._server = self._client(is_master=True)
             except RuntimeError as error:
                 raise TetherError(
-                    f"{self._at()}: host 0 cannot listen on or connect to this address ({error}); is it "
+                    f"{self._setting()}: host 0 cannot listen on or connect to this address ({error}); is it "
                     "this machine's, and is the port free?"
                 ) from None
         logged = time.monotonic()
@@ -213,7 +213,7 @@ class Meeting:
             now = time.monotonic()
             if now > end:
                 raise TetherError(
-                    f"{self._at()}: host 0 did not answer within {self._config.join_timeout_s:g} s "
+                    f"{self._setting()}: host 0 did not answer within {self._config.join_timeout_s:g} s "
                     f"(cluster.join_timeout_s): {cause}; is it started, with TETHER_NODE_RANK=0?"
                 )
             if now - logged > LOG_S:
@@ -261,7 +261,7 @@ class Meeting:
                     f"(cluster.join_timeout_s); missing: {numbers}. Start `python -m services.trainer` there "
                     "with its TETHER_NODE_RANK"
                     if self._place.number == 0
-                    else f"{self._at()}: host 0 still waited after {self._config.join_timeout_s:g} s "
+                    else f"{self._setting()}: host 0 still waited after {self._config.join_timeout_s:g} s "
                     "(cluster.join_timeout_s)"
                 )
                 self._set_end(Ending(Consequence.RESTART, reason))
@@ -275,7 +275,7 @@ class Meeting:
         """Increment this host's counter until it leaves."""
         try:
             store = self._client()
-            while not self._left.wait(BEAT_S):
+            while not self._left_event.wait(BEAT_S):
                 store.add(f"beat/{self._place.number}", 1)
         except RuntimeError as error:  # `_watch` detects the failure, too
             log.debug("hosts.beat_failed error=%s", error)
@@ -284,27 +284,27 @@ class Meeting:
         """Monitor the other hosts (host 0) or host 0 (other hosts) until this host leaves."""
         place = self._place
         others = range(1, place.hosts) if place.number == 0 else [0]
-        beats = Beats(others, self._config.peer_timeout_s, time.monotonic())
+        beats = HeartbeatMonitor(others, self._config.peer_timeout_s, time.monotonic())
         try:
             store = self._client()
-            while not self._left.wait(BEAT_S):
+            while not self._left_event.wait(BEAT_S):
                 if store.check(["end"]):
                     return end(msgspec.json.decode(store.get("end"), type=Ending))
                 for number in beats.numbers:
                     beats.note(number, store.add(f"beat/{number}", 0), time.monotonic())
                 self._watched_at = time.monotonic()
                 if silent := beats.silent(self._watched_at):
-                    return end(Ending(Consequence.RESTART, self._silence(*silent)))
+                    return end(Ending(Consequence.RESTART, self._silence_reason(*silent)))
         except RuntimeError as error:
             end(Ending(Consequence.RESTART, f"host 0 at {place.address}:{place.port} has ended: {error}"))
 
-    def _guard(self, end: Callable[[Ending], None]) -> None:
+    def _report_stall(self, end: Callable[[Ending], None]) -> None:
         """Report the end if `_watch` is blocked: a call to a disconnected host does not return."""
-        while not self._left.wait(BEAT_S):
+        while not self._left_event.wait(BEAT_S):
             if time.monotonic() - self._watched_at > self._config.peer_timeout_s:
-                return end(Ending(Consequence.RESTART, self._silence(0)))
+                return end(Ending(Consequence.RESTART, self._silence_reason(0)))
 
-    def _silence(self, *numbers: int) -> str:
+    def _silence_reason(self, *numbers: int) -> str:
         return (
             f"no sign of life from host {', '.join(map(str, numbers))} of the trainer for "
             f"{self._config.peer_timeout_s:g} s (cluster.peer_timeout_s)"
@@ -334,7 +334,7 @@ class Meeting:
         self._threads.append(thread)
         thread.start()
 
-    def _at(self) -> str:
+    def _setting(self) -> str:
         return f"setting cluster.rendezvous: {self._config.rendezvous}"
 
 

@@ -49,7 +49,7 @@ def check_cluster(config: ClusterConfig, ranks: int) -> None:
     if config.nodes > 1:
         _check_hosts(config.nodes, "setting cluster.nodes", config, ranks)
         if config.node_rank >= config.nodes:
-            raise _beyond("setting cluster.node_rank", config.node_rank, config.nodes)
+            raise _rank_error("setting cluster.node_rank", config.node_rank, config.nodes)
 
 
 def find_place(config: ClusterConfig, ranks: int, environ: Mapping[str, str]) -> HostPlace:
@@ -85,7 +85,7 @@ def find_place(config: ClusterConfig, ranks: int, environ: Mapping[str, str]) ->
                 f"({' and '.join(NODE_RANKS)} are not set)"
             )
     if number >= hosts:
-        raise _beyond(numbered if numbered in NODE_RANKS else f"setting {numbered}", number, hosts)
+        raise _rank_error(numbered if numbered in NODE_RANKS else f"setting {numbered}", number, hosts)
     address, port = split_endpoint(config.rendezvous)
     return HostPlace(number, hosts, address, port, f"{numbered}, {counted}")
 
@@ -127,7 +127,7 @@ def _divisors(ranks: int) -> str:
     return f"{', '.join(most)} or {last}" if most else last
 
 
-def _beyond(what: str, number: int, hosts: int) -> SettingsError:
+def _rank_error(what: str, number: int, hosts: int) -> SettingsError:
     return SettingsError(
         f"{what}: {number} is not the number of one of {hosts} hosts; they count from 0 to {hosts - 1}"
     )

@@ -48,7 +48,7 @@ def use_fp8(model: Any, trainer: TrainerConfig, device_type: str) -> None:
 
     output, names = model.get_output_embeddings(), list[str]()
 
-    def suits(module: Any, name: str) -> bool:
+    def is_convertible(module: Any, name: str) -> bool:
         if module is output or not is_multiplied(module, name):
             return False
         names.append(name)
@@ -56,7 +56,7 @@ def use_fp8(model: Any, trainer: TrainerConfig, device_type: str) -> None:
 
     # the weight gradient sums over the tokens of a pass, whose number need not be a multiple of SIDE
     config = replace(Float8LinearConfig.from_recipe_name(trainer.fp8), pad_inner_dim=True)
-    convert_to_float8_training(model, config=config, module_filter_fn=suits)
+    convert_to_float8_training(model, config=config, module_filter_fn=is_convertible)
     if not names:
         kind = type(model).__name__
         raise SettingsError(f"setting trainer.fp8: {kind} has no layer that supports FP8; remove the setting")

@@ -95,7 +95,7 @@ def linear_logprobs_no_grad(
     """
     part = VocabularyPart(vocabulary, rank, size, group)
     count = weight.size(0)
-    valid, local, mine = _local_targets(targets, part, count)
+    valid, local, is_local = _local_targets(targets, part, count)
     sums = _no_sums(len(hidden), hidden.device)
     chunk = _chunk_rows(hidden, count)
     room = hidden.new_empty(min(chunk, len(hidden)), count)
@@ -107,7 +107,7 @@ def linear_logprobs_no_grad(
             logits += bias
         kernels = _kernels(logits)
         sums[:, span] = kernels.statistics_in_place(logits, local[span], valid, temperature, softcap)
-    sums = _over_ranks(sums, mine, part)[0]
+    sums = _over_ranks(sums, is_local, part)[0]
     return sums[3] - sums[1].log()
 
 
@@ -148,7 +148,7 @@ class _LinearLogprobs(torch.autograd.Function):
         softcap: float,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, count = len(hidden), weight.size(0)
-        valid, local, mine = _local_targets(targets, part, count)
+        valid, local, is_local = _local_targets(targets, part, count)
         sums = _no_sums(rows, hidden.device)
         chunk = _chunk_rows(hidden, count)
         nbytes = rows * count * hidden.element_size()
@@ -160,11 +160,13 @@ class _LinearLogprobs(torch.autograd.Function):
             sums[:, span] = _kernels(logits).statistics(logits, local[span], valid, temperature, softcap)
             if keep:
                 logits_kept.append(logits)
-        sums, highest = _over_ranks(sums, mine, part)
+        sums, highest = _over_ranks(sums, is_local, part)
         _, total, weighted, chosen = sums
         log_total = total.log()
         entropies = log_total - weighted / total
-        ctx.save_for_backward(hidden, weight, bias, local, mine, highest + log_total, entropies, *logits_kept)
+        ctx.save_for_backward(
+            hidden, weight, bias, local, is_local, highest + log_total, entropies, *logits_kept
+        )
         ctx.temperature, ctx.softcap, ctx.valid, ctx.chunk = temperature, softcap, valid, chunk
         ctx.set_materialize_grads(False)
         return chosen - log_total, entropies
@@ -172,7 +174,7 @@ class _LinearLogprobs(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *gradients: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
-        hidden, weight, bias, local, mine, normalizer, entropies, *logits_kept = ctx.saved_tensors
+        hidden, weight, bias, local, is_local, normalizer, entropies, *logits_kept = ctx.saved_tensors
         zeros = torch.zeros_like(entropies)
         logprobs_grad, entropies_grad = (zeros if given is None else given.float() for given in gradients)
         hidden_grad = torch.zeros_like(hidden)
@@ -184,7 +186,7 @@ class _LinearLogprobs(torch.autograd.Function):
             _kernels(logits).to_slopes(
                 logits,
                 local[span],
-                mine[span],
+                is_local[span],
                 normalizer[span],
                 entropies[span],
                 logprobs_grad[span],
@@ -216,8 +218,8 @@ def _local_targets(
     """Return the rank's number of unpadded rows, local target indices, and which targets are on this rank."""
     valid = min(max(part.vocabulary - part.rank * count, 0), count)
     local = targets - part.rank * count
-    mine = (local >= 0) & (local < valid)
-    return valid, torch.where(mine, local, 0), mine
+    is_local = (local >= 0) & (local < valid)
+    return valid, torch.where(is_local, local, 0), is_local
 
 
 def _no_sums(rows: int, device: torch.device) -> torch.Tensor:
@@ -232,7 +234,7 @@ def _no_sums(rows: int, device: torch.device) -> torch.Tensor:
 
 
 def _over_ranks(
-    sums: torch.Tensor, mine: torch.Tensor, part: VocabularyPart
+    sums: torch.Tensor, is_local: torch.Tensor, part: VocabularyPart
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the sums over the whole vocabulary relative to its highest logit, and this logit.
 
@@ -245,7 +247,7 @@ def _over_ranks(
         scale = shift.exp()
         sums[2] = scale * (sums[2] + shift * sums[1])
         sums[1] *= scale
-    sums[3] = torch.where(mine, sums[3] - highest, 0.0)
+    sums[3] = torch.where(is_local, sums[3] - highest, 0.0)
     if part.size > 1:
         dist.all_reduce(sums[1:], group=part.group)
     return sums, highest

@@ -74,7 +74,7 @@ def _totals(logits: torch.Tensor, local: torch.Tensor, temperature: float, softc
 def to_slopes(
     logits: torch.Tensor,
     local: torch.Tensor,
-    mine: torch.Tensor,
+    is_local: torch.Tensor,
     normalizer: torch.Tensor,
     entropies: torch.Tensor,
     logprobs_grad: torch.Tensor,
@@ -88,7 +88,7 @@ def to_slopes(
     Args:
         logits: [c, v].
         local: int64 [c]: index of the target.
-        mine: bool [c]: whether the target is on this rank.
+        is_local: bool [c]: whether the target is on this rank.
         normalizer: float32 [c]: log sum exp of the scaled logits over the whole vocabulary.
         entropies: float32 [c].
         logprobs_grad: float32 [c]: gradient of the loss with respect to the log-probability.
@@ -106,7 +106,7 @@ def to_slopes(
         log_p = (bounded / temperature).sub_(normalizer[one, None])
         factor = (log_p + entropies[one, None]).mul_(-entropies_grad[one, None])
         slope = log_p.exp_().mul_(factor.sub_(logprobs_grad[one, None]))
-        slope.scatter_add_(-1, local[one, None], (logprobs_grad[one] * mine[one])[:, None])
+        slope.scatter_add_(-1, local[one, None], (logprobs_grad[one] * is_local[one])[:, None])
         if softcap:
             slope.mul_(inner)
         logits[one, :valid] = slope.div_(temperature)

@@ -41,7 +41,7 @@ statistics_in_place = statistics
 def to_slopes(
     logits: torch.Tensor,
     local: torch.Tensor,
-    mine: torch.Tensor,
+    is_local: torch.Tensor,
     normalizer: torch.Tensor,
     entropies: torch.Tensor,
     logprobs_grad: torch.Tensor,
@@ -55,7 +55,7 @@ def to_slopes(
     _to_slopes[(rows, triton.cdiv(width, SLOPE_BLOCK))](
         logits,
         local,
-        mine.to(torch.int8),
+        is_local.to(torch.int8),
         normalizer,
         entropies,
         logprobs_grad,
@@ -112,7 +112,7 @@ def _statistics(
 def _to_slopes(
     logits,
     local,
-    mine,
+    is_local,
     normalizer,
     entropies,
     logprobs_grad,
@@ -140,6 +140,6 @@ def _to_slopes(
     scaled *= scale
     log_p = scaled - tl.load(normalizer + row)
     slope = tl.exp(log_p) * (-logprob_grad - entropy_grad * (log_p + tl.load(entropies + row)))
-    chosen = (column == tl.load(local + row)) & (tl.load(mine + row) != 0)
+    chosen = (column == tl.load(local + row)) & (tl.load(is_local + row) != 0)
     slope = tl.where(chosen, slope + logprob_grad, slope) * scale * inner
     tl.store(base + column, tl.where(inside, slope, 0.0).to(logits.dtype.element_ty), mask=column < width)

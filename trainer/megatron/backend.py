@@ -15,7 +15,7 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig, adapter_targets
 from protocol.weights.peft import check_peft
 from trainer.algorithms.base import Algorithm
-from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Replicas, StepStats, keeps_copy
+from trainer.backends.base import Backend, FrozenModel, FrozenSpec, Replicas, StepStats, reference_is_copy
 from trainer.backends.early_export import EarlyExport, Tensors
 from trainer.backends.engine_attach import check_model_buffers, check_parameters, take_parameters
 from trainer.backends.host_offload import HostOffload, Offloadable
@@ -43,7 +43,7 @@ from trainer.megatron.part import ModelPart
 from trainer.megatron.roles.frozen import load_part, shapes_of
 from trainer.memory.expected import FIRST_TOKENS
 from trainer.memory.plan import MemoryPlan
-from trainer.ranks.publication import Publication, shared_out
+from trainer.ranks.publication import Publication, assign_writers
 from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import PassResult, StepMeasures
 from trainer.storage.host_state import HostCopies, HostState
@@ -235,7 +235,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
 
     @torch.no_grad()
     def export_model(self) -> Iterator[tuple[str, torch.Tensor]]:
-        owners = shared_out(
+        owners = assign_writers(
             {plan.name: math.prod(plan.shape) for plan in self._plan}, self._part.layout.ranks
         )
         halves = {half: owners[target.weight] for target in self.targets for half in (target.a, target.b)}
@@ -248,7 +248,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
 
     def export_ahead(self, begin: Callable[[Tensors], None] | None, updates: int) -> EarlyExport:
         begin = None if self.lora.rank else begin  # adapters are small
-        self._optimizer.early = self._exporter.ahead(self._published, begin, updates)
+        self._optimizer.early = self._exporter.early_export(self._published, begin, updates)
         return self._optimizer.early
 
     @property
@@ -295,7 +295,7 @@ class MegatronBackend(parallel.GroupMember, Offloadable, Backend):
             trainer=self._trainer,
             optimizer=config,
             adapters=adapters,
-            reference=keeps_copy(self.algorithm.config, adapters, frozen),
+            reference=reference_is_copy(self.algorithm.config, adapters, frozen),
             frozen=shapes_of(frozen),
             shared=shared,
             critic=read_critic(critic_dir) if critic_dir else None,
@@ -344,10 +344,10 @@ def initialize(config: ParallelConfig, trainer: TrainerConfig) -> parallel.Posit
     return parallel.initialize(config, trainer.device, trainer.seed, trainer.process_group_timeout_s)
 
 
-def load_frozen_apart(
+def load_remote_frozen(
     spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[FrozenModel, Replicas]:
-    """Load a model that is never trained; arguments as in `trainer.registry.make_frozen`. A collective.
+    """Load a model that is never trained; as `trainer.registry.make_remote_frozen`. A collective.
 
     Raises:
         SettingsError: the model is not supported, or does not fit the layout. The message names the setting.

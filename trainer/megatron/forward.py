@@ -122,7 +122,7 @@ class Runner:
             finish: computes the loss of a micro-batch.
             measures: merges the vectors of all micro-batches.
         """
-        packing = self._together(self._packing(batch))
+        packing = self._pad_to_replicas(self._packing(batch))
         for router in self.routers:
             router.forget()
         outputs = self._run(batch, packing, finish)
@@ -149,7 +149,7 @@ class Runner:
         The values are log-probabilities or a critic's values: float32 [t] on the CPU, on every rank of the
         replica.
         """
-        packing = self._together(self._packing(batch))
+        packing = self._pad_to_replicas(self._packing(batch))
         outputs = self._run(batch, packing)
         result = torch.zeros(len(batch.tokens), dtype=torch.float32, device=self.position.device)
         for place, values in outputs:
@@ -161,7 +161,7 @@ class Runner:
             dist.all_reduce(result, group=mpu.get_context_parallel_group())
         return result.cpu()
 
-    def _together(self, packing: Packing) -> Packing:
+    def _pad_to_replicas(self, packing: Packing) -> Packing:
         """Pad a part to the highest number of micro-batches among replicas that share experts.
 
         In every pass, ranks that share experts wait for each other's tokens.

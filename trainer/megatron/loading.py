@@ -68,11 +68,11 @@ def check_names(reader: SafetensorsReader, architecture: Architecture, layout: L
     unmapped = sorted(name for name in reader.names - set(shapes) if not ignorable(architecture, name))
     if unmapped:
         raise SettingsError(
-            f"{reader.model_dir}: no rule of {architecture.model_type} maps {_some(unmapped)}"
+            f"{reader.model_dir}: no rule of {architecture.model_type} maps {_shortened_list(unmapped)}"
         )
     missing = sorted(set(shapes) - reader.names - set(VALUE_HEAD))
     if missing:
-        raise SettingsError(f"{reader.model_dir} lacks {_some(missing)}, required by config.json")
+        raise SettingsError(f"{reader.model_dir} lacks {_shortened_list(missing)}, required by config.json")
     for name, shape in shapes.items():
         if name not in reader.names:
             continue
@@ -112,10 +112,10 @@ def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], 
     names = [rule.parameter for rule in rules]
     doubled = sorted({name for name in names if names.count(name) > 1})
     if doubled:
-        raise SettingsError(f"more than one rule maps {_some(doubled)}")
+        raise SettingsError(f"more than one rule maps {_shortened_list(doubled)}")
     unmatched = sorted(set(names) ^ set(parameters))
     if unmatched:
-        raise SettingsError(f"rules and model differ in {_some(unmatched)}")
+        raise SettingsError(f"rules and model differ in {_shortened_list(unmatched)}")
     for rule in rules:
         shape = tuple(parameters[rule.parameter].shape)
         wanted = rule.local_shape(layout.grid(expert=rule.expert))
@@ -123,5 +123,5 @@ def check_parameters(rules: list[Rule], parameters: Mapping[str, torch.Tensor], 
             raise SettingsError(f"{rule.parameter} has shape {shape}, its rule says {wanted}")
 
 
-def _some(names: list[str]) -> str:
+def _shortened_list(names: list[str]) -> str:
     return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")

@@ -104,7 +104,7 @@ class Packing:
         ranks = position.config.context_parallel_size
         budget, stages = micro_batch_tokens * ranks, position.config.pipeline_model_parallel_size
         size = partial(_size, copies)
-        pack_into = partial(pack_families, families, most=micro_batch_size, size=size)
+        pack_into = partial(pack_families, families, max_rows=micro_batch_size, size=size)
         packed = pack_into(budget) if stages == 1 else _filling_stages(pack_into, families, budget, position)
         trees = tuple(map(PrefixTree.of, packed))
         return cls(

@@ -210,7 +210,7 @@ class Optimizer:
         self._parameters: dict[str, Any] = dict(parameters)
         if separate_masters and dtype is torch.float32:
             for optimizer in self.torch_optimizers:
-                _set_apart(optimizer)
+                _detach_masters(optimizer)
         self.masters: dict[str, torch.Tensor] = {
             name: parameter.main_param for name, parameter in self._parameters.items()
         }
@@ -360,7 +360,7 @@ def _shards(inner: DistributedOptimizer) -> Iterator[MasterPart]:
                 yield MasterPart(parameter, found.start, found.end, master, inner.optimizer)
 
 
-def _set_apart(optimizer: torch.optim.Optimizer) -> None:
+def _detach_masters(optimizer: torch.optim.Optimizer) -> None:
     """Replace an optimizer's parameters by copies, with the same gradients and megatron attributes."""
     for group in optimizer.param_groups:
         for position, parameter in enumerate(group["params"]):

@@ -59,7 +59,9 @@ class ModelStepper:
             scale = self.optimizer.loss_scale = LossScale(optimizer)
             config.grad_scale_func = lambda loss: loss * scale.value
         self.passes = retry_of(position, tokens, self.optimizer.zero_grad)
-        config.finalize_model_grads_func = self.passes.agreeing_before(config.finalize_model_grads_func)
+        config.finalize_model_grads_func = self.passes.exchange_outcomes_before(
+            config.finalize_model_grads_func
+        )
 
     def step(
         self,

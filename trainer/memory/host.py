@@ -71,36 +71,36 @@ class HostRun(ABC, Generic[Work]):
         """Yield settings that may need less memory, each with its run, cheapest first."""
 
 
-def host_refusal(given: HostRun[Any], room: int, setting: str) -> str:
+def host_refusal(run: HostRun[Any], available: int, setting: str) -> str:
     """Return why a run does not fit into a host's memory, in one sentence with settings that would fit.
 
     Args:
-        given: the run.
-        room: available bytes.
-        setting: verb phrase for `room`, such as "has" or "has free".
+        run: the run.
+        available: available bytes.
+        setting: verb phrase for `available`, such as "has" or "has free".
 
     Returns:
         An empty string if the run fits.
     """
-    needed = given.expected()
-    if needed.total <= room:
+    needed = run.expected()
+    if needed.total <= available:
         return ""
     return (
-        f"the trainer's {given.ranks} rank(s) on a host are expected to take {needed} of its memory, and "
-        f"this host {setting} {room / GIB:.1f} GiB; {_remedy(given, room)}"
+        f"the trainer's {run.ranks} rank(s) on a host are expected to take {needed} of its memory, and "
+        f"this host {setting} {available / GIB:.1f} GiB; {_remedy(run, available)}"
     )
 
 
-def host_alternatives(given: HostRun[Any], room: int) -> Iterator[tuple[str, HostRun[Any]]]:
+def host_alternatives(run: HostRun[Any], available: int) -> Iterator[tuple[str, HostRun[Any]]]:
     """Yield settings that fit, cheapest first, and finally the smallest number of hosts that fits."""
-    for name, changed in given.alternatives():
-        if changed != given and changed.expected().total <= room:
+    for name, changed in run.alternatives():
+        if changed != run and changed.expected().total <= available:
             yield name, changed
-    ranks = given.ranks * given.hosts
-    for hosts in range(given.hosts + 1, ranks + 1):
-        more = dataclasses.replace(given, hosts=hosts)
-        if ranks % hosts == 0 and more.expected().total <= room:
-            yield f"cluster.nodes = {hosts}", more
+    ranks = run.ranks * run.hosts
+    for hosts in range(run.hosts + 1, ranks + 1):
+        spread = dataclasses.replace(run, hosts=hosts)
+        if ranks % hosts == 0 and spread.expected().total <= available:
+            yield f"cluster.nodes = {hosts}", spread
             return
 
 
@@ -115,8 +115,8 @@ def transfer_bytes(stepped: int, largest: int, item: int) -> int:
     return BUFFERS * min(stepped, max(CHUNK_ELEMENTS, largest)) * item
 
 
-def _remedy(given: HostRun[Any], room: int) -> str:
-    remedies = [_described(given, name, changed) for name, changed in host_alternatives(given, room)]
+def _remedy(run: HostRun[Any], available: int) -> str:
+    remedies = [_described(run, name, changed) for name, changed in host_alternatives(run, available)]
     if not remedies:
         return (
             "no setting of its ranks would fit: spread them over more hosts ([parallel], cluster.nodes), or "
@@ -125,9 +125,9 @@ def _remedy(given: HostRun[Any], room: int) -> str:
     return f"it would fit with {', or with '.join(remedies)}"
 
 
-def _described(given: HostRun[Any], name: str, changed: HostRun[Any]) -> str:
+def _described(run: HostRun[Any], name: str, changed: HostRun[Any]) -> str:
     size = f"{changed.expected().total / GIB:.1f} GiB"
-    if changed.work.optimizer == given.work.optimizer:
+    if changed.work.optimizer == run.work.optimizer:
         return f"{name} ({size})"
-    least = changed.work.expected(1024).peak / GIB
-    return f"{name} ({size}, and at least {least:.1f} GiB of each GPU)"
+    peak_gib = changed.work.expected(1024).peak / GIB
+    return f"{name} ({size}, and at least {peak_gib:.1f} GiB of each GPU)"

@@ -78,18 +78,21 @@ class OomRetry:
         self._replicas, self._can_abort = replicas, can_abort
         self._warnings: list[str] = []
         """Messages about passes since the last step."""
-        self._agrees = False
+        self._must_exchange = False
         """Whether the ranks must still exchange outcomes in this attempt."""
 
-    def agreeing_before(self, add_up: Callable[..., None]) -> Callable[..., None]:
-        """Return a function that exchanges outcomes in every step, then reduces gradients with `add_up`."""
+    def exchange_outcomes_before(self, reduce_gradients: Callable[..., None]) -> Callable[..., None]:
+        """Return a function that exchanges outcomes in every step, then calls `reduce_gradients`."""
 
-        def agree_and_add_up(*args: Any, **options: Any) -> None:
-            if self._agrees and (outcome := self._agreed(Outcome.DONE, self.tokens)) is not Outcome.DONE:
+        def exchange_and_reduce(*args: Any, **options: Any) -> None:
+            if (
+                self._must_exchange
+                and (outcome := self._exchange_outcome(Outcome.DONE, self.tokens)) is not Outcome.DONE
+            ):
                 raise _DroppedPasses(outcome)
-            add_up(*args, **options)
+            reduce_gradients(*args, **options)
 
-        return agree_and_add_up
+        return exchange_and_reduce
 
     def step(self, runner: Budgeted, batch: Batch, passes: Callable[[], T]) -> tuple[T, tuple[str, ...]]:
         """Run the passes of a step, which end with the gradient reduction over the replicas.
@@ -132,7 +135,7 @@ class OomRetry:
     def _repeat(self, runner: Budgeted, batch: Batch, passes: Callable[[], T], *, together: bool) -> T:
         first, cause = self.tokens, ""
         while True:
-            self._agrees = together and self._can_abort
+            self._must_exchange = together and self._can_abort
             runner.micro_batch_tokens = self.tokens
             found: Outcome | None = None
             try:
@@ -150,7 +153,7 @@ class OomRetry:
             self._clear()
             outcome = found
             if outcome is None:
-                outcome = self._shrunk(cause, runner.counts(batch), together)
+                outcome = self._halve_budget(cause, runner.counts(batch), together)
             if outcome is Outcome.SMALLEST:
                 raise SettingsError(
                     f"the trainer ran out of memory with one sample per micro-batch ({cause}): {REMEDY}"
@@ -163,15 +166,15 @@ class OomRetry:
         if self._device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def _shrunk(self, cause: str, counts: Sequence[tuple[int, int]], together: bool) -> Outcome:
+    def _halve_budget(self, cause: str, counts: Sequence[tuple[int, int]], together: bool) -> Outcome:
         """Halve the budget on the rank that ran out of memory."""
-        if not self._can_abort or (together and not self._agrees):
+        if not self._can_abort or (together and not self._must_exchange):
             raise self._cannot_retry_error(cause)
         divisible = any(samples > 1 for samples, _ in counts)
         tokens = max(1, min(self.tokens, max(tokens for _, tokens in counts)) // 2)
         outcome = Outcome.REPEAT if divisible and tokens < self.tokens else Outcome.SMALLEST
         if together:
-            return self._agreed(outcome, tokens)
+            return self._exchange_outcome(outcome, tokens)
         self.tokens = tokens
         return outcome
 
@@ -182,9 +185,9 @@ class OomRetry:
             f"trainer.micro_batch_tokens; or {REMEDY}"
         )
 
-    def _agreed(self, outcome: Outcome, tokens: int) -> Outcome:
+    def _exchange_outcome(self, outcome: Outcome, tokens: int) -> Outcome:
         """Return the worst outcome of all replicas, and adopt the smallest budget. A collective."""
-        self._agrees = False
+        self._must_exchange = False
         state = torch.tensor([int(outcome), -tokens], device=self._device)
         dist.all_reduce(state, dist.ReduceOp.MAX)
         worst, smallest = state.tolist()

@@ -30,7 +30,7 @@ def control_device() -> torch.device:
     )
 
 
-def agreed(value: bool) -> bool:
+def broadcast_bool(value: bool) -> bool:
     """Return rank 0's value on every rank. A collective."""
     decision = torch.tensor([int(value)], device=control_device())
     dist.broadcast(decision, src=0)

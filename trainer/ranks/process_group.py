@@ -92,17 +92,17 @@ def join_ranks(
     if on_gpu:
         wait_for_ranks()
     if not alone:
-        atexit.register(_leave)
+        atexit.register(_destroy_process_group)
     return alone
 
 
-def _leave() -> None:
+def _destroy_process_group() -> None:
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankAssignment:
     """Position of a process among the processes of the trainer."""
 
     role: str
@@ -113,28 +113,29 @@ class Seat:
     """Number of ranks of the model."""
 
 
-def seat_of(process: int, policy: int, apart: Mapping[str, int]) -> Seat:
-    """Return the seat of a process: the policy has the first processes, other models the next ones.
+def rank_assignment(process: int, policy_ranks: int, remote_ranks: Mapping[str, int]) -> RankAssignment:
+    """Return the assignment of a process: the policy has the first processes, other models the next ones.
 
     Args:
         process: index of the process, as set by torchrun.
-        apart: role with ranks of its own -> number of ranks.
+        policy_ranks: number of ranks of the policy.
+        remote_ranks: role with ranks of its own -> number of ranks.
     """
     rank = process
-    for role, ranks in {"": policy, **apart}.items():
+    for role, ranks in {"": policy_ranks, **remote_ranks}.items():
         if rank < ranks:
-            return Seat(role, rank, ranks)
+            return RankAssignment(role, rank, ranks)
         rank -= ranks
-    raise ValueError(f"process {process}: the trainer has {policy + sum(apart.values())}")
+    raise ValueError(f"process {process}: the trainer has {policy_ranks + sum(remote_ranks.values())}")
 
 
-def take_seat(
-    policy: int, apart: Mapping[str, int], *, on_gpu: bool, timeout_s: float
+def join_model_ranks(
+    policy_ranks: int, remote_ranks: Mapping[str, int], *, on_gpu: bool, timeout_s: float
 ) -> Mapping[str, BetweenModels]:
     """Join the ranks of this process's model, under torchrun. Called once, on every process of the trainer.
 
     Args:
-        apart: role with ranks of its own -> number of ranks.
+        remote_ranks: role with ranks of its own -> number of ranks.
         on_gpu: whether the process computes on the GPU of its local rank.
 
     Returns:
@@ -143,14 +144,14 @@ def take_seat(
     """
     timeout = timedelta(seconds=timeout_s)
     store, process, _ = next(rendezvous("env://", timeout=timeout))
-    seat = seat_of(process, policy, apart)
+    assignment = rank_assignment(process, policy_ranks, remote_ranks)
     device = own_gpu() if on_gpu else torch.device("cpu")
-    own = PrefixStore(f"tether/ranks/{seat.role or 'policy'}", store)
-    join_ranks(device, seat.ranks, timeout_s, rank=seat.rank, store=own)
+    own = PrefixStore(f"tether/ranks/{assignment.role or 'policy'}", store)
+    join_ranks(device, assignment.ranks, timeout_s, rank=assignment.rank, store=own)
     links = {}
-    for role, ranks in apart.items():
-        if seat.role == role or (not seat.role and seat.rank == 0):
-            place = seat.rank + 1 if seat.role else 0
+    for role, ranks in remote_ranks.items():
+        if assignment.role == role or (not assignment.role and assignment.rank == 0):
+            place = assignment.rank + 1 if assignment.role else 0
             shared = PrefixStore(f"tether/between/{role}", store)
             links[role] = BetweenModels(dist.ProcessGroupGloo(shared, place, ranks + 1, timeout))
     return links

@@ -42,14 +42,14 @@ class Publication:
         return Publication.by_rank_0(dict(zip(self.names, self.shapes, strict=True)))
 
 
-def shared_out(elements: Mapping[str, int], ranks: int) -> dict[str, int]:
+def assign_writers(elements: Mapping[str, int], ranks: int) -> dict[str, int]:
     """Assign each whole tensor to the rank with the fewest elements so far, which writes it.
 
     Args:
         elements: name -> number of elements, in export order.
     """
-    held, found = [0] * ranks, {}
+    elements_of_rank, writers = [0] * ranks, {}
     for name, count in elements.items():
-        found[name] = rank = held.index(min(held))
-        held[rank] += count
-    return found
+        writers[name] = rank = elements_of_rank.index(min(elements_of_rank))
+        elements_of_rank[rank] += count
+    return writers

@@ -28,7 +28,7 @@ from trainer.reference.lora import attach
 from trainer.reference.optimizer_step import MasterStepper, masters_of
 from trainer.reference.state import CheckpointedModel
 from trainer.reference.values import ValueModel, values_at
-from trainer.roles.row_scores import numbers_of
+from trainer.roles.row_scores import token_evaluator
 from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import StepMeasures
 
@@ -219,15 +219,15 @@ def load_frozen(spec: FrozenSpec, trainer: TrainerConfig, device: torch.device) 
         classifier = ValueModel(spec.directory, setting).to(device)
         in_dtype(classifier, dtype)
         run = partial(evaluate, values_at, classifier, trainer=trainer)
-        return frozen(classifier, numbers_of(spec, run))
+        return frozen(classifier, token_evaluator(spec, run))
     model = in_dtype(load_model(spec.directory, setting).to(device), dtype)
     return frozen(model, partial(evaluate, logprobs_at, model, trainer=trainer))
 
 
-def load_frozen_apart(
+def load_remote_frozen(
     spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[FrozenModel, Replicas]:
-    """Load a frozen model; arguments as in `trainer.registry.make_frozen`.
+    """Load a frozen model; arguments as in `trainer.registry.make_remote_frozen`.
 
     Raises:
         SettingsError: transformers cannot load the model, or there are several ranks.

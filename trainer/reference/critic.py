@@ -94,10 +94,10 @@ class ReferenceCritic(CheckpointedModel, Critic):
         return vector
 
 
-def load_critic_apart(
+def load_remote_critic(
     spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[Critic, Replicas]:
-    """Load a critic on a separate rank; arguments as in `trainer.registry.make_critic_apart`.
+    """Load a critic on a separate rank; arguments as in `trainer.registry.make_remote_critic`.
 
     Raises:
         SettingsError: transformers cannot load the model, or there are several ranks.

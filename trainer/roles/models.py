@@ -18,11 +18,11 @@ from trainer.ranks.collectives import is_rank_0
 from trainer.roles.critic import Critic
 from trainer.roles.drafts import DraftTraining
 from trainer.roles.entropy import EntropyControl
-from trainer.roles.placed import NO_LINKS, PlacedRole, RoleLink
+from trainer.roles.remote import NO_LINKS, RemoteFrozenModel, RoleLink
 from trainer.storage.host_state import HostState
 
 
-class FrozenRole:
+class LocalFrozenModel:
     """A frozen model, optionally offloaded between its passes."""
 
     def __init__(self, model: FrozenModel, device: torch.device, *, offload: bool) -> None:
@@ -55,15 +55,15 @@ class FrozenRole:
 class FrozenModels:
     """Frozen models of a run."""
 
-    reference: FrozenRole | PlacedRole | None = None
+    reference: LocalFrozenModel | RemoteFrozenModel | None = None
     """None: the policy's backend keeps the reference model."""
-    teacher: FrozenRole | PlacedRole | None = None
-    reward_model: FrozenRole | PlacedRole | None = None
+    teacher: LocalFrozenModel | RemoteFrozenModel | None = None
+    reward_model: LocalFrozenModel | RemoteFrozenModel | None = None
     reward_weight: float = 1.0
     """Weight of the reward model's scores."""
 
     @property
-    def roles(self) -> tuple[FrozenRole | PlacedRole, ...]:
+    def roles(self) -> tuple[LocalFrozenModel | RemoteFrozenModel, ...]:
         """Models that are set."""
         given = self.reference, self.teacher, self.reward_model
         return tuple(role for role in given if role is not None)

@@ -21,7 +21,7 @@ Evaluate = Callable[[Batch], torch.Tensor]
 """Returns a number for each token of a replica's part, float32 [t] on the CPU. A collective."""
 
 
-def numbers_of(spec: FrozenSpec, evaluate: Evaluate) -> Evaluate:
+def token_evaluator(spec: FrozenSpec, evaluate: Evaluate) -> Evaluate:
     """Return the function that computes a frozen model's number for each token, given its evaluation."""
     return partial(score_rows, evaluate) if spec.is_classifier else evaluate
 

@@ -95,7 +95,7 @@ class StepPlan:
         if not shared:
             return families_by_sample((self.lengths - 1).tolist(), self.mini_batches.rows.tolist())
         inputs = [np.concatenate([row.prompt, row.tokens])[:-1] for row in self.samples]
-        groups = zip(self.mini_batches.of_row.tolist(), self.group_index.tolist(), strict=True)
+        groups = zip(self.mini_batches.by_row.tolist(), self.group_index.tolist(), strict=True)
         return find_families(inputs, list(groups))
 
     def part(self, samples: Sequence[int]) -> Batch:
@@ -121,7 +121,7 @@ class StepPlan:
             check_bound(self.samples[index], token_arrays["loss_mask"], self.step)
             token_advantages: Any = advantages[index]
             if self.turns is not None:
-                token_advantages = self.turns.of_tokens(index, self.samples[index])
+                token_advantages = self.turns.token_advantages(index, self.samples[index])
                 if self.turns.for_critic:
                     token_arrays["turn_rewards"] = self.turns.token_rewards(index, self.samples[index])
             token_arrays["advantages"] = np.where(token_arrays["loss_mask"], token_advantages, np.float32(0))
@@ -136,7 +136,7 @@ class StepPlan:
             rewards=self.rewards[rows],
             weights=self.weights[rows],
             measured=self.measured[rows],
-            mini_batch=self.mini_batches.of_row[rows],
+            mini_batch=self.mini_batches.by_row[rows],
             rows=self.mini_batches.rows[rows],
             shares=_shares(self.lengths, self.mini_batches.rows)[rows],
             temperature=self.temperature,

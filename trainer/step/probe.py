@@ -18,23 +18,23 @@ from trainer.step.loss import micro_batch_loss
 from trainer.step.measures import StepMeasures
 from trainer.step.plan import StepPlan, plan_step
 
-GROUPS = 3
+GROUP_COUNT = 3
 """Number of groups of a synthetic batch. All rewards of the last group are equal."""
-LONGEST = 12
+MAX_RESPONSE_TOKENS = 12
 """Largest number of tokens of a completion."""
 SEED = 28
 
 
-def made_groups(samples: int) -> list[ScoredRollout]:
+def synthetic_groups(samples: int) -> list[ScoredRollout]:
     """Return deterministic synthetic groups of `samples` completions each, of versions 0 and 1."""
     draw = np.random.RandomState(SEED)
-    return [_group(number, samples, draw) for number in range(GROUPS)]
+    return [_group(number, samples, draw) for number in range(GROUP_COUNT)]
 
 
 def _group(number: int, samples: int, draw: np.random.RandomState) -> ScoredRollout:
-    lengths = draw.randint(2, LONGEST + 1, samples)
+    lengths = draw.randint(2, MAX_RESPONSE_TOKENS + 1, samples)
     total = int(lengths.sum())
-    rewards = draw.rand(samples) if number + 1 < GROUPS else np.ones(samples)
+    rewards = draw.rand(samples) if number + 1 < GROUP_COUNT else np.ones(samples)
     spans = [row for i, n in enumerate(lengths.tolist()) for row in ((i, 1, 0), (i, n, 1))]
     rollout = Rollout(
         group=number,
@@ -52,12 +52,12 @@ def _group(number: int, samples: int, draw: np.random.RandomState) -> ScoredRoll
     return ScoredRollout(rollout=rollout, rewards=Array.of(rewards, "float32"))
 
 
-MOVED = 0.1
+LOGPROB_NOISE = 0.1
 """Standard deviation of the difference between the policy's and the engine's log-probabilities, nats."""
 
 
 @dataclass(frozen=True, slots=True)
-class Probed:
+class ProbeResult:
     """Result of an algorithm on a batch."""
 
     groups: int
@@ -71,7 +71,7 @@ class Probed:
     """float32 [k]: derivative of the loss by the log-probability of each trained token."""
 
 
-def probe(algorithm: Algorithm, plan: StepPlan) -> Probed:
+def probe(algorithm: Algorithm, plan: StepPlan) -> ProbeResult:
     """Compute the loss of a planned batch under a policy that differs slightly from the engine's.
 
     The difference is deterministic.
@@ -81,25 +81,25 @@ def probe(algorithm: Algorithm, plan: StepPlan) -> Probed:
     """
     batch = plan.part(range(len(plan.samples)))
     if algorithm.config.kl_coef:
-        batch = replace(batch, reference_logprobs=batch.behaviour_logprobs - MOVED)
+        batch = replace(batch, reference_logprobs=batch.behaviour_logprobs - LOGPROB_NOISE)
     tokens = trained_tokens(batch)
     noise = torch.randn(len(tokens.place), generator=torch.Generator().manual_seed(SEED))
-    logprobs = (tokens.behaviour_logprobs + MOVED * noise).clamp_max(0.0).requires_grad_()
+    logprobs = (tokens.behaviour_logprobs + LOGPROB_NOISE * noise).clamp_max(0.0).requires_grad_()
     measures = StepMeasures.of_batch(batch, algorithm.config)
     loss, _ = micro_batch_loss(algorithm, measures, tokens, logprobs, -logprobs)
     (gradient,) = torch.autograd.grad(loss, logprobs)
     _check_finite(algorithm, tokens, logprobs.detach(), float(loss.detach()), gradient)
     groups = len(plan.group_index.unique())
-    return Probed(groups, plan.advantages, plan.weights, float(loss.detach()), gradient)
+    return ProbeResult(groups, plan.advantages, plan.weights, float(loss.detach()), gradient)
 
 
-def probe_made(algorithm: Algorithm, samples: int) -> Probed:
+def probe_synthetic(algorithm: Algorithm, samples: int) -> ProbeResult:
     """Apply an algorithm to a small synthetic batch of groups of `samples` samples.
 
     Raises:
         SettingsError: the loss or gradient is not finite, or the algorithm raises or returns invalid values.
     """
-    groups = [(group, 1) for group in made_groups(samples)]
+    groups = [(group, 1) for group in synthetic_groups(samples)]
     return probe(algorithm, plan_step(groups, step=1, algorithm=algorithm, max_tokens=1))
 
 

@@ -152,7 +152,7 @@ def merged_updates(
         | {
             "trained_tokens": sum(totals.trained_tokens for totals in schedule.mini_batches),
             "skipped": "" if made else updates[0].skipped,
-            "warnings": (*warnings, *_skips(updates, made)),
+            "warnings": (*warnings, *_skip_warnings(updates, made)),
         }
     )
 
@@ -168,13 +168,15 @@ def _measured(
     """
     trained = [update.trained_tokens > 0 for update in updates]
     first = len(schedule.mini_batches) if schedule.start_logprobs else trained.index(True) + 1
-    once, whole = (_together(config, updates[:count], schedule) for count in (first, len(updates)))
+    once, whole = (_token_stats(config, updates[:count], schedule) for count in (first, len(updates)))
     return {name: getattr(once, name) for name in ONCE_PER_TOKEN} | {
         name: getattr(whole, name) for name in MEANS_OVER_UPDATES
     }
 
 
-def _together(config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule) -> StepStats:
+def _token_stats(
+    config: AlgorithmConfig, updates: Sequence[StepStats], schedule: UpdateSchedule
+) -> StepStats:
     """Return the statistics over the tokens of several updates."""
     totals = [schedule.mini_batches[number] for number in schedule.updates[: len(updates)]]
     measures = StepMeasures(
@@ -199,9 +201,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
-def _skips(updates: Sequence[StepStats], made: Sequence[StepStats]) -> tuple[str, ...]:
+def _skip_warnings(updates: Sequence[StepStats], applied: Sequence[StepStats]) -> tuple[str, ...]:
     """Return a warning if the step changed weights but skipped some updates."""
     skipped = [update.skipped for update in updates if update.skipped]
-    if not skipped or not made:
+    if not skipped or not applied:
         return ()
     return (f"{len(skipped)} of {len(updates)} updates were skipped, the last one because {skipped[-1]}",)

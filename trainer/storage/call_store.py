@@ -23,7 +23,7 @@ UNSCORED = "SELECT DISTINCT grp FROM calls WHERE grp NOT IN (SELECT grp FROM rec
 """Groups that have calls but no record."""
 NOT_HELD = "not_held"
 FULL = f"full: a sample has at most {MAX_CALLS} recorded calls and {MAX_BYTES >> 20} MiB"
-ANOTHER = "another call with this number is recorded"
+OTHER_CALL_RECORDED = "another call with this number is recorded"
 
 
 class CallStore:
@@ -41,7 +41,7 @@ class CallStore:
         """Store calls, each with its encoded message, with one fsync; return why each was not stored.
 
         The reason is empty for a call that is stored now or was stored before; otherwise `NOT_HELD`, `FULL`
-        or `ANOTHER`.
+        or `OTHER_CALL_RECORDED`.
 
         Raises:
             SpoolError: the disk is full, or the file cannot be written; no call was stored.
@@ -67,7 +67,7 @@ class CallStore:
             return []
         return [call.payload for *_, call in calls if call is not None]
 
-    def of_groups(self, groups: Iterable[int]) -> list[StoredMessage]:
+    def group_calls(self, groups: Iterable[int]) -> list[StoredMessage]:
         """Return the intact calls of groups, ordered by group, sample and number; skip damaged calls."""
         messages: list[StoredMessage] = []
         with self._spool.transaction("read", "BEGIN") as connection:
@@ -129,7 +129,7 @@ def _put(connection: sqlite3.Connection, call: Call, payload: bytes, now: int) -
         "SELECT payload FROM calls WHERE grp = ? AND sample = ? AND number = ?", (*place, call.number)
     ).fetchone()
     if stored is not None:
-        return "" if stored[0] == payload else ANOTHER
+        return "" if stored[0] == payload else OTHER_CALL_RECORDED
     count, size = connection.execute(
         "SELECT COUNT(*), COALESCE(SUM(LENGTH(payload)), 0) FROM calls WHERE grp = ? AND sample = ?", place
     ).fetchone()

@@ -37,10 +37,10 @@ COPIED = (
 """Files of the source model that an export copies."""
 FLOATS = {"F32": "float32", "BF16": "bfloat16", "F16": "float16", "F64": "float64"}
 """Floating-point dtype in safetensors -> in config.json."""
-FURTHER = 99_999
+EXTRA_LAYERS_RANK = 99_999
 """Pseudo-rank for files with untrained layers, which sort after all other files."""
 _LAYER = re.compile(r"model\.layers\.(\d+)\.")
-_FURTHER = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
+_MTP_TENSOR = re.compile(r"(?:model\.)?mtp(?:_layers)?\.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +123,7 @@ def write_shards(
 def finish_hf(directory: Path, source: Path, shard_bytes: int = SHARD_BYTES) -> None:
     """Make a model directory of all ranks' shards, with configuration and tokenizer.
 
-    Also copies the `further_layers` of the source, unless a rank has written them.
+    Also copies the `extra_layers` of the source, unless a rank has written them.
 
     Args:
         directory: target, replaced if it exists.
@@ -132,7 +132,7 @@ def finish_hf(directory: Path, source: Path, shard_bytes: int = SHARD_BYTES) -> 
     """
     shards = shards_of(directory)
     files = sorted(shards.iterdir())
-    write_shards(further_layers(source, _names(files)), shards, FURTHER, shard_bytes)
+    write_shards(extra_layers(source, _names(files)), shards, EXTRA_LAYERS_RANK, shard_bytes)
     with directory_written_aside(directory) as aside:
         finish_shards(sorted(shards.iterdir()), aside, source, _dtype(files))
     shards.rmdir()
@@ -148,11 +148,11 @@ def finish_shards(files: Sequence[Path], directory: Path, source: Path, dtype: s
     """
     dtype = dtype or _dtype(files)
     _name_shards(files, directory)
-    _copy_rest(source, directory, dtype)
+    _copy_config_and_tokenizer(source, directory, dtype)
     write_checksums(directory)
 
 
-def further_layers(source: Path, trained: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
+def extra_layers(source: Path, trained: Collection[str] = ()) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors of a checkpoint's multi-token prediction (MTP) layers, each once.
 
     These layers come after the layers counted in config.json, or are under `mtp`.
@@ -170,7 +170,7 @@ def further_layers(source: Path, trained: Collection[str] = ()) -> Iterator[tupl
             for name in file.keys():  # noqa: SIM118 (it is no mapping)
                 layer = _LAYER.match(name)
                 is_further = layer and layers is not None and int(layer[1]) >= layers
-                if (is_further or _FURTHER.match(name)) and name not in seen:
+                if (is_further or _MTP_TENSOR.match(name)) and name not in seen:
                     seen.add(name)
                     yield name, file.get_tensor(name)
 
@@ -215,7 +215,7 @@ def _name_shards(files: Sequence[Path], directory: Path) -> None:
     (directory / "model.safetensors.index.json").write_text(json.dumps(index_file, indent=1, sort_keys=True))
 
 
-def _copy_rest(source: Path, directory: Path, dtype: str) -> None:
+def _copy_config_and_tokenizer(source: Path, directory: Path, dtype: str) -> None:
     """Copy configuration and tokenizer, and set the exported dtype in the configuration."""
     for path in sorted({path for pattern in COPIED for path in source.glob(pattern) if path.is_file()}):
         shutil.copyfile(path, directory / path.name)

@@ -108,7 +108,7 @@ class Spool:
             self._connection = _connect(path, read_only=read_only, create=create)
             self.id = str(self._connection.execute("SELECT id FROM meta").fetchone()[0])
             """Random name of the spool, equal in every process that opens it."""
-            self._places = self._found_places()
+            self._file_ids = self._current_file_ids()
 
     def put_many(self, records: Iterable[tuple[int, str, bytes]]) -> set[tuple[int, str]]:
         """Store records (group, token, payload) with one fsync, either all or none.
@@ -220,13 +220,13 @@ class Spool:
         """
         return max((entry.ledger_sequence for entry in self.journal() if entry), default=0)
 
-    def check_place(self) -> None:
+    def check_not_replaced(self) -> None:
         """Check that the file at the path, and its write-ahead log, are still the open files.
 
         Raises:
             SettingsError: a file was deleted or replaced, so this process's writes would be lost.
         """
-        if self._found_places() != self._places:
+        if self._current_file_ids() != self._file_ids:
             raise SettingsError(
                 f"the spool {self.path} was deleted or replaced while the run was using it: nothing was "
                 "acknowledged since; leave the run directory as it is and start the run again, which "
@@ -254,14 +254,14 @@ class Spool:
             connection.close()
 
     @contextmanager
-    def transaction(self, doing: str, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
+    def transaction(self, operation: str, begin: str = "BEGIN IMMEDIATE") -> Iterator[sqlite3.Connection]:
         """Run the block in a transaction, rolled back if the block or the commit raises.
 
         Raises:
-            SettingsError: as `check_place`, after a write.
+            SettingsError: as `check_not_replaced`, after a write.
         """
         with self._lock:
-            with self._explained(doing):
+            with self._explained(operation):
                 if self._connection is None:
                     raise SpoolError(f"spool {self.path} is closed")
                 self._connection.execute(begin)
@@ -273,21 +273,21 @@ class Spool:
                         self._connection.execute("ROLLBACK")
                     raise
             if begin == "BEGIN IMMEDIATE":
-                self.check_place()
+                self.check_not_replaced()
 
-    def _found_places(self) -> list[tuple[int, int] | None]:
-        return [_place(self.path), _place(self.path.with_name(f"{self.path.name}-wal"))]
+    def _current_file_ids(self) -> list[tuple[int, int] | None]:
+        return [_file_id(self.path), _file_id(self.path.with_name(f"{self.path.name}-wal"))]
 
     @contextmanager
-    def _explained(self, doing: str) -> Iterator[None]:
+    def _explained(self, operation: str) -> Iterator[None]:
         try:
             yield
         # Damaged contents raise more than sqlite's errors; a damaged schema may even request endless memory.
         except (sqlite3.Error, ValueError, TypeError, OverflowError, RecursionError, MemoryError) as error:
-            raise SpoolError(f"spool {self.path}: cannot {doing}: {error}") from error
+            raise SpoolError(f"spool {self.path}: cannot {operation}: {error}") from error
 
 
-def is_made(path: Path) -> bool:
+def is_initialized_spool(path: Path) -> bool:
     """Return whether a file exists and is more than an empty database that its creator has not filled yet."""
     if not path.is_file():
         return False
@@ -299,16 +299,16 @@ def is_made(path: Path) -> bool:
 
 
 def read_calls(
-    connection: sqlite3.Connection, where: str = "1 = 1", values: Sequence[int] = ()
+    connection: sqlite3.Connection, condition: str = "1 = 1", values: Sequence[int] = ()
 ) -> Iterator[tuple[int, int, int, StoredMessage | None]]:
     """Yield (group, sample, number, call), in order; the call is None if damaged.
 
     Args:
         connection: connection of the spool, in a transaction.
-        where: condition on the columns, with a question mark for each of `values`.
+        condition: condition on the columns, with a question mark for each of `values`.
     """
     columns = "grp, sample, number, CAST(token AS BLOB), CAST(payload AS BLOB), CAST(sum AS BLOB)"
-    query = f"SELECT {columns} FROM calls WHERE {where} ORDER BY grp, sample, number"
+    query = f"SELECT {columns} FROM calls WHERE {condition} ORDER BY grp, sample, number"
     for group, sample, number, token, payload, checksum in connection.execute(query, values):
         yield group, sample, number, _opened(group, _text(token), payload, checksum, sample, number)
 
@@ -345,7 +345,7 @@ def _text(value: object) -> str:
     return value.decode(errors="replace") if isinstance(value, bytes) else str(value)
 
 
-def _place(path: Path) -> tuple[int, int] | None:
+def _file_id(path: Path) -> tuple[int, int] | None:
     try:
         found = path.stat()
     except OSError:

@@ -15,21 +15,21 @@ import msgspec
 from msgspec.structs import replace
 
 from protocol.messages import WeightLink, WeightManifest
-from protocol.weights.deltas import INDEX, NOTHING, Delta
+from protocol.weights.deltas import INDEX, NO_BASE, Delta
 from trainer.weights.part_layout import PartReport
 
 
 class VersionChain:
     """Anchor and deltas from which the newest version is read."""
 
-    def __init__(self, anchor_every: int, *, apart: bool) -> None:
+    def __init__(self, anchor_every: int, *, per_rank_files: bool) -> None:
         """Start with an anchor.
 
         Args:
             anchor_every: maximum number of versions in a chain.
-            apart: whether ranks also write anchors to files of their own.
+            per_rank_files: whether ranks also write anchors to files of their own.
         """
-        self._anchor_every, self._apart = anchor_every, apart
+        self._anchor_every, self._per_rank_files = anchor_every, per_rank_files
         self._newest: WeightManifest | None = None
         """Version to compare the next version with; None: no version, or a version is being written."""
         self._base: WeightManifest | None = None
@@ -61,17 +61,17 @@ class VersionChain:
             OSError: the index cannot be written.
         """
         base, nbytes = self._base, sum(manifest.buckets)
-        if base is not None or self._apart:
+        if base is not None or self._per_rank_files:
             nbytes = sum(part.nbytes for part in parts)
             changes = [change for part in parts for change in part.changes]
             delta = Delta(
-                base=base.digest if base is not None else NOTHING.digest,
+                base=base.digest if base is not None else NO_BASE.digest,
                 digest=manifest.digest,
                 changes=tuple(sorted(changes, key=lambda change: (change.tensor, change.box))),
                 sizes=tuple(part.nbytes for part in parts),
             )
             (aside / INDEX).write_bytes(msgspec.msgpack.encode(delta))
-        name, apart = Path(manifest.location).name, base is None and self._apart
+        name, apart = Path(manifest.location).name, base is None and self._per_rank_files
         links = base.chain if base is not None else ()
         return replace(manifest, chain=(*links, WeightLink(name, manifest.digest, nbytes, apart)))
 

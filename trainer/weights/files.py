@@ -42,13 +42,13 @@ REMEDIES = {
 
 
 def disk_sender(
-    config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None, *, apart: bool = False
+    config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None, *, per_rank_files: bool = False
 ) -> "FileSender":
     """Create the directory, and adopt versions that an earlier trainer of the run published there.
 
     Args:
         blank: as in `FileSender`.
-        apart: as in `FileSender`.
+        per_rank_files: as in `FileSender`.
 
     Raises:
         WeightError: the directory cannot be created or read.
@@ -57,11 +57,11 @@ def disk_sender(
     def root(_: WeightConfig, directory: Path) -> VersionRoot:
         return VersionRoot(str(directory))
 
-    return _lasting("disk", config, run_dir, blank, root, apart=apart)
+    return _directory_sender("disk", config, run_dir, blank, root, per_rank_files=per_rank_files)
 
 
 def http_sender(
-    config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None, *, apart: bool = False
+    config: WeightConfig, run_dir: Path, blank: WeightManifest | None = None, *, per_rank_files: bool = False
 ) -> "FileSender":
     """Return a sender as `disk_sender`, for engines that read the directory, or a copy of it, by URL.
 
@@ -71,24 +71,24 @@ def http_sender(
     """
     from trainer.weights.version_roots import url_root  # the module imports a web server
 
-    return _lasting("http", config, run_dir, blank, url_root, apart=apart)
+    return _directory_sender("http", config, run_dir, blank, url_root, per_rank_files=per_rank_files)
 
 
-def _lasting(
+def _directory_sender(
     transport: str,
     config: WeightConfig,
     run_dir: Path,
     blank: WeightManifest | None,
     make_root: Callable[[WeightConfig, Path], VersionRoot],
     *,
-    apart: bool,
+    per_rank_files: bool,
 ) -> "FileSender":
     directory = versions_in(config, run_dir)
     try:
         directory.mkdir(parents=True, exist_ok=True)
         root = make_root(config, directory)
         try:
-            return FileSender(transport, directory, config, root, blank, apart=apart)
+            return FileSender(transport, directory, config, root, blank, per_rank_files=per_rank_files)
         except BaseException:
             root.close()
             raise
@@ -137,7 +137,7 @@ class FileSender(WeightSender):
         blank: WeightManifest | None,
         release: Callable[[], None] | None = None,
         *,
-        apart: bool = False,
+        per_rank_files: bool = False,
     ) -> None:
         """Adopt the versions in a directory.
 
@@ -149,7 +149,7 @@ class FileSender(WeightSender):
                 bytes.
             release: called by `close` after all versions are removed. None: versions outlive the sender, and
                 each is synced to disk.
-            apart: whether the ranks are on several hosts, so each rank writes to files of its own.
+            per_rank_files: whether the ranks are on several hosts, so each rank writes to files of its own.
 
         Raises:
             OSError: the directory cannot be read.
@@ -164,7 +164,7 @@ class FileSender(WeightSender):
         assert blank is not None or not config.delta
         self._writer = VersionWriter(config, self._require_space)
         if blank is not None:
-            self._writer = PartWriter(config, self._require_space, blank, apart=apart)
+            self._writer = PartWriter(config, self._require_space, blank, per_rank_files=per_rank_files)
 
     def publish(self, epoch: str, version: int, tensors: Named, *, base_model: str = "") -> WeightManifest:
         try:

@@ -11,7 +11,7 @@ from typing import BinaryIO, Literal
 import msgspec
 import torch
 
-from protocol.device.changes import Changes, coded
+from protocol.device.changes import Changes, encode_changes
 from protocol.device.slice_digests import SliceSums, bits_of
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest, WeightPiece
@@ -88,7 +88,7 @@ class PartFiles:
                         old = self._held[number] if order.changes else None
                         changes += self._written(file, piece, elements, old)
                     if self._keeps:
-                        self._hold(number, elements)
+                        self._keep_elements(number, elements)
                 nbytes = 0
                 if file is not None:
                     nbytes = file.tell()
@@ -107,7 +107,7 @@ class PartFiles:
     ) -> list[TensorChange]:
         """Write the changes of a piece, or all of it if `old` is None; return their position, if any."""
         new = bits_of(elements).view(-1)
-        found = Changes.all_of(new) if old is None else coded(bits_of(old).view(-1), new)
+        found = Changes.all_of(new) if old is None else encode_changes(bits_of(old).view(-1), new)
         if not found.elements:
             return []
         offset = file.tell()
@@ -115,7 +115,7 @@ class PartFiles:
         box = () if piece.box == whole(self._blank.tensors[piece.tensor].shape) else piece.box
         return [TensorChange(piece.tensor, found.width, found.elements, offset, self._rank, box)]
 
-    def _hold(self, number: int, elements: torch.Tensor) -> None:
+    def _keep_elements(self, number: int, elements: torch.Tensor) -> None:
         if number in self._held:
             self._held[number].copy_(elements)
         else:

@@ -88,7 +88,7 @@ def make_sender(
     layout = blank if len(blank.parts) > 1 or config.delta else None
     if config.transport == "shm":
         return sender(config, run, layout, run_dir)
-    return sender(config, run_dir, layout, apart=len(blank.parts) > 1 and not _on_one_host())
+    return sender(config, run_dir, layout, per_rank_files=len(blank.parts) > 1 and not _on_one_host())
 
 
 def _follower(config: WeightConfig, run_dir: Path, rank: int, blank: WeightManifest) -> WeightSender | None:
@@ -112,13 +112,13 @@ def _blank(config: WeightConfig, backend: Backend, dtype: str, rank: int) -> Wei
     from trainer.weights.part_layout import blank_manifest  # imports torch
 
     publication = backend.publication.with_tensors(backend.extra_tensors)
-    if len(publication.parts) > 1 and (reason := _why_gathered(config)):
+    if len(publication.parts) > 1 and (reason := _gather_reason(config)):
         log.info("weights.gathered transport=%s reason=%s rank=%d", config.transport, reason, rank)
         publication = publication.gathered()
     return blank_manifest(publication, dtype, config.bucket_mb << 20, config.transport)
 
 
-def _why_gathered(config: WeightConfig) -> str:
+def _gather_reason(config: WeightConfig) -> str:
     """Return why rank 0 must publish the tensors of several ranks; empty if each rank can publish."""
     return "" if config.transport in ("disk", "http", "nccl") or _on_one_host() else "several_hosts"
 

@@ -27,7 +27,7 @@ from protocol.device.slice_digests import SliceSums
 from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.piece_rows import PieceRows
-from trainer.ranks.collectives import agreed, gather_bytes
+from trainer.ranks.collectives import broadcast_bool, gather_bytes
 from trainer.weights.base import WeightSender
 from trainer.weights.bucket_writer import Named, drain
 from trainer.weights.part_layout import PartReport, checked_pieces, complete_manifest
@@ -84,7 +84,7 @@ class SharedPartSender(WeightSender):
             manifest = replace(complete, location=str(self._files[-1]))
             self._sums.copy_(torch.from_numpy(np.concatenate(sums)))
             self._held.fill_(version)
-        if not agreed(not problem) and problem:
+        if not broadcast_bool(not problem) and problem:
             raise WeightError(f"version {version}: {problem}")
         return manifest
 

@@ -126,14 +126,14 @@ class CopiedRoot(VersionRoot):
                 raise
 
         try:
-            self._within(copy, lambda: self._try_to_remove([version.name]))
+            self._call_with_timeout(copy, lambda: self._try_to_remove([version.name]))
         except RemoteError as error:
             raise WeightError(str(error)) from error
 
     def remove(self, names: Sequence[str]) -> None:
         """Remove versions, or log why they stay; a removal that times out continues in its thread."""
         try:
-            self._within(lambda: self._try_to_remove(names), lambda: None)
+            self._call_with_timeout(lambda: self._try_to_remove(names), lambda: None)
         except RemoteError as error:
             log.warning("weights.not_removed versions=%s error=%s", ",".join(names), error)
 
@@ -144,7 +144,7 @@ class CopiedRoot(VersionRoot):
             except RemoteError as error:
                 log.warning("weights.not_removed version=%s error=%s", name, error)
 
-    def _within(self, function: Callable[[], None], undo: Callable[[], None]) -> None:
+    def _call_with_timeout(self, function: Callable[[], None], undo: Callable[[], None]) -> None:
         """Call a function in a thread, which is abandoned after the timeout. Raises RemoteError.
 
         Args:

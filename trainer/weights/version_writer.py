@@ -83,29 +83,38 @@ class PartWriter(VersionWriter):
     """
 
     def __init__(
-        self, config: WeightConfig, require_space: RequireSpace, blank: WeightManifest, *, apart: bool
+        self,
+        config: WeightConfig,
+        require_space: RequireSpace,
+        blank: WeightManifest,
+        *,
+        per_rank_files: bool,
     ) -> None:
         """Create the writer.
 
         Args:
             require_space: raises WeightError if the free space is insufficient for a number of bytes.
-            apart: whether each rank writes to files of its own.
+            per_rank_files: whether each rank writes to files of its own.
         """
         super().__init__(config, require_space)
-        self._blank, self._apart = blank, apart
+        self._blank, self._per_rank_files = blank, per_rank_files
         self._files = PartFiles(blank, 0, keeps=config.delta)
         self._chain: VersionChain | None = None
-        if config.delta or apart:
-            self._chain = VersionChain(config.anchor_every if config.delta else 1, apart=apart)
+        if config.delta or per_rank_files:
+            self._chain = VersionChain(
+                config.anchor_every if config.delta else 1, per_rank_files=per_rank_files
+            )
         self._reports: list[PartReport] = []
         """Reports of the ranks about the last written version."""
-        self._told = False
+        self._order_sent = False
         """Whether the other ranks have received an order for the version."""
 
     def write(self, tensors: Named, version: int, aside: Path, name: str) -> BucketContents:
         changes = self._chain is not None and self._chain.begin(version, name)
         # hosts may mount the directory under different paths; in shared memory only rank 0 knows it
-        order = PartOrder(aside.name if self._apart else str(aside), changes or self._apart, changes)
+        order = PartOrder(
+            aside.name if self._per_rank_files else str(aside), changes or self._per_rank_files, changes
+        )
         if not changes:
             self._require_space(sum(self._blank.buckets))
         if not order.own_files:
@@ -113,7 +122,7 @@ class PartWriter(VersionWriter):
                 bucket = _created(bucket_path(aside, index), nbytes)
                 if nbytes:
                     self._reserve(bucket, 0, nbytes)
-        self._tell(order)
+        self._send_order(order)
         self._reports = self._gathered(self._files.write(tensors, order, aside.parent))
         if problem := next((report.error for report in self._reports if report.error), ""):
             raise WeightError(f"version {version}: {problem}")
@@ -127,17 +136,17 @@ class PartWriter(VersionWriter):
         return manifest if self._chain is None else self._chain.completed(manifest, aside, self._reports)
 
     def published(self, manifest: WeightManifest) -> None:
-        self._told = False
+        self._order_sent = False
         if self._chain is not None:
             self._chain.published(manifest)
 
     def failed(self) -> None:
-        if not self._told:
-            self._tell(NO_VERSION)
-        self._told = False
+        if not self._order_sent:
+            self._send_order(NO_VERSION)
+        self._order_sent = False
 
-    def _tell(self, order: PartOrder) -> None:
-        self._told = True
+    def _send_order(self, order: PartOrder) -> None:
+        self._order_sent = True
         if len(self._blank.parts) > 1:
             broadcast_message(msgspec.msgpack.encode(order))
 

@@ -6,9 +6,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from protocol.device.changes import Changes, apply, coded
+from protocol.device.changes import Changes, apply, encode_changes
 from protocol.device.slice_digests import INTEGERS
-from protocol.weights.deltas import WHOLE, WIDTHS
+from protocol.weights.deltas import GAP_WIDTHS, WHOLE
 
 
 def decoded(found: Changes, old: np.ndarray) -> np.ndarray:
@@ -36,7 +36,7 @@ def test_changes_give_the_new_elements(
     new = old.copy()
     changed = random.random(size) < share
     new[changed] ^= np.array(1, new.dtype)
-    found = coded(torch.from_numpy(old), torch.from_numpy(new))
+    found = encode_changes(torch.from_numpy(old), torch.from_numpy(new))
     assert np.array_equal(decoded(found, old), new)
     target = torch.from_numpy(old.copy())
     data = torch.cat([torch.full((before,), 255, dtype=torch.uint8), found.data])[before:]
@@ -52,7 +52,7 @@ def test_changes_give_the_new_elements(
 def test_gpu_codes_as_the_cpu_does(share: float) -> None:
     old = torch.randint(-30_000, 30_000, (1 << 20,), dtype=torch.int16)
     new = torch.where(torch.rand(old.shape) < share, old ^ 1, old)
-    expected, found = coded(old, new), coded(old.cuda(), new.cuda())
+    expected, found = encode_changes(old, new), encode_changes(old.cuda(), new.cuda())
     assert found[:2] == expected[:2]
     assert torch.equal(found.data.cpu(), expected.data)
     target = old.cuda()
@@ -69,9 +69,9 @@ def test_gaps_take_the_width_with_the_fewest_bytes(gap: int, width: int) -> None
     old = torch.zeros(8 * (gap + 1), dtype=torch.int16)
     new = old.clone()
     new[gap :: gap + 1] = 7
-    found = coded(old, new)
+    found = encode_changes(old, new)
     assert np.array_equal(decoded(found, old.numpy()), new.numpy())
-    sizes = {w: 8 * (1 + gap // 256**w) * (w + 2) for w in WIDTHS}
+    sizes = {w: 8 * (1 + gap // 256**w) * (w + 2) for w in GAP_WIDTHS}
     assert len(found.data) == sizes[width] == min(sizes.values())
     assert found.width == width
 
@@ -81,13 +81,13 @@ def test_elements_whose_changes_take_more_bytes_come_whole() -> None:
     for step, whole in ((1, True), (2, False)):
         new = old.clone()
         new[::step] = 1
-        found = coded(old, new)
+        found = encode_changes(old, new)
         assert (found.width == WHOLE) == whole
         assert len(found.data) <= new.nbytes
 
 
 @given(
-    width=st.sampled_from(WIDTHS),
+    width=st.sampled_from(GAP_WIDTHS),
     itemsize=st.sampled_from([1, 2, 4, 8]),
     count=st.integers(0, 9),
     data=st.binary(min_size=108, max_size=108),

@@ -89,7 +89,10 @@ def test_a_trace_that_cannot_be_written_ends_no_loop(
     [
         (["engine.profile_versions=[3]"], "first and the last version"),
         (["engine.profile_versions=[3,2]"], "first and the last version"),
-        (["engine.profile_versions=[3,4]", "engine.name=scripted"], "'scripted'; leave it out, or use hf"),
+        (
+            ["engine.profile_versions=[3,4]", "engine.name=scripted"],
+            "'scripted'; remove the setting",
+        ),
     ],
 )
 def test_versions_to_profile_are_the_first_and_the_last_of_an_engine_that_can(

@@ -6,7 +6,7 @@ import pytest
 
 from protocol.errors import SpoolError, TetherError
 from protocol.host import full_disk
-from protocol.host.full_disk import is_for_want_of_room, is_full
+from protocol.host.full_disk import is_disk_full_error, is_full
 
 
 def refused_by_a_full_disk() -> TetherError:
@@ -21,14 +21,14 @@ def refused_by_a_full_disk() -> TetherError:
 
 
 def test_an_error_is_followed_to_its_cause() -> None:
-    assert is_for_want_of_room(refused_by_a_full_disk())
-    assert is_for_want_of_room(TetherError("rank 3: I/O error: No space left on device (os error 28)"))
-    assert is_for_want_of_room(SpoolError("spool x: cannot write: database or disk is full"))
-    assert not is_for_want_of_room(SpoolError("spool x: cannot write: attempt to write a readonly database"))
-    assert not is_for_want_of_room(None)
+    assert is_disk_full_error(refused_by_a_full_disk())
+    assert is_disk_full_error(TetherError("rank 3: I/O error: No space left on device (os error 28)"))
+    assert is_disk_full_error(SpoolError("spool x: cannot write: database or disk is full"))
+    assert not is_disk_full_error(SpoolError("spool x: cannot write: attempt to write a readonly database"))
+    assert not is_disk_full_error(None)
 
 
 def test_a_disk_is_full_without_free_space(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert not is_full(tmp_path)
-    monkeypatch.setattr(full_disk, "LEAST_BYTES", 1 << 70)
+    monkeypatch.setattr(full_disk, "MIN_FREE_BYTES", 1 << 70)
     assert is_full(tmp_path)

@@ -4,7 +4,7 @@ import socket
 
 import pytest
 
-from protocol.network.addresses import advertised_host, advertised_url, fault_of_advertised
+from protocol.network.addresses import advertised_host, advertised_url, invalid_url_reason
 
 
 def url_of(template: str, host: str = "0.0.0.0") -> str:
@@ -37,11 +37,11 @@ def test_an_advertised_url_names_the_machine_and_the_port_that_was_bound() -> No
     ],
 )
 def test_an_address_that_cannot_be_meant_is_refused(template: str, fault: str) -> None:
-    assert fault in fault_of_advertised(template)
+    assert fault in invalid_url_reason(template)
 
 
 @pytest.mark.parametrize(
     "template", ["https://{host}:{port}", "http://127.0.0.1:{port}", "https://gateway.example/{host}"]
 )
 def test_an_address_that_can_be_meant_is_not_refused(template: str) -> None:
-    assert fault_of_advertised(template) == ""
+    assert invalid_url_reason(template) == ""

@@ -108,7 +108,7 @@ async def test_a_program_killed_at_every_call_goes_on_after_it(tmp_path: Path, p
         killed = EnvironmentConfig("command", options, attempts=TURNS + 1)
         rollout = await generated(tmp_path, killed, n=1, recording=recording)
         calls = [
-            call for item in store.of_groups([7]) if isinstance(call := decode_payload(item.payload), Call)
+            call for item in store.group_calls([7]) if isinstance(call := decode_payload(item.payload), Call)
         ]
     assert list(kills.iterdir()) == []
     names = [name for turn in range(TURNS) for name in ("", f"turn {turn}")]

@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> Iterator[CallStore]:
 
 
 def journalled(store: CallStore) -> list[Call]:
-    return [call for item in store.of_groups([1]) if isinstance(call := decode_payload(item.payload), Call)]
+    return [call for item in store.group_calls([1]) if isinstance(call := decode_payload(item.payload), Call)]
 
 
 async def abandon(worker: Worker) -> None:
@@ -357,10 +357,10 @@ async def test_a_call_that_is_named_twice_or_not_at_all_is_found(store: CallStor
 
 async def test_a_call_sent_again_is_stored_once(store: CallStore) -> None:
     _, calls = await complete(store)
-    stored = store.of_groups([1])
+    stored = store.group_calls([1])
     payloads = [call.payload for call in stored]
     assert store.put_many(list(zip(calls, payloads, strict=True))) == ["", "", ""]
-    assert store.of_groups([1]) == stored
+    assert store.group_calls([1]) == stored
     other = msgspec.structs.replace(calls[0], finish_reason="length")
     assert store.put_many([(other, b"other")]) == ["another call with this number is recorded"]
 

@@ -37,7 +37,7 @@ def store(tmp_path: Path) -> Iterator[CallStore]:
 
 
 def journalled(store: CallStore) -> list[Call]:
-    return [call for item in store.of_groups([1]) if isinstance(call := decode_payload(item.payload), Call)]
+    return [call for item in store.group_calls([1]) if isinstance(call := decode_payload(item.payload), Call)]
 
 
 class Dice:

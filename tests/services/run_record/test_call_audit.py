@@ -78,10 +78,10 @@ async def test_a_record_without_calls_answers_for_those_of_its_own_lease_alone(t
 class Overtaken(CallStore):
     """The calls of a spool of which the trainer forgets group 1 just before they are read."""
 
-    def of_groups(self, groups: Iterable[int]) -> list[StoredMessage]:
+    def group_calls(self, groups: Iterable[int]) -> list[StoredMessage]:
         with closing(Spool(self._spool.path)) as trainer:
             trainer.forget([1])
-        return super().of_groups(groups)
+        return super().group_calls(groups)
 
 
 async def test_a_record_that_is_forgotten_meanwhile_is_not_compared(tmp_path: Path) -> None:
@@ -97,7 +97,7 @@ async def test_calls_move_to_the_archive_with_their_record(tmp_path: Path) -> No
     with closing(Spool(tmp_path / "spool.sqlite")) as spool:
         store = CallStore(spool)
         Archive(tmp_path / "archive", 1).put(
-            0, [StoredMessage.received(1, "first", payload)], store.of_groups([1])
+            0, [StoredMessage.received(1, "first", payload)], store.group_calls([1])
         )
         assert audit_calls(tmp_path).calls == TURNS  # both hold it until the spool forgets
         spool.forget([1])

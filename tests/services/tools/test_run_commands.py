@@ -147,7 +147,7 @@ def test_changes_of_a_run_that_is_over_are_refused(run_dir: Path) -> None:
 
 
 def test_a_run_that_a_full_disk_ended_says_so(run_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(full_disk, "LEAST_BYTES", 1 << 70)
+    monkeypatch.setattr(full_disk, "MIN_FREE_BYTES", 1 << 70)
     with (
         pytest.raises(SettingsError, match=r"is full: make room.*the ledger does not answer"),
         recording_end(run_dir),

@@ -12,7 +12,7 @@ import pytest
 import pytest_asyncio
 import torch
 
-from protocol.device.shared_layout import DESCRIBED
+from protocol.device.shared_layout import DESCRIPTION_KEY
 from protocol.device.shared_tensors import Description, ProcessIdentity
 from protocol.errors import SettingsError, TetherError
 from protocol.messages import WeightManifest
@@ -90,7 +90,7 @@ async def engine(settings: Settings, name: str, *, serves: bool = True) -> Async
     path = settings.run_dir / f"{name}.msgpack"
     path.write_bytes(msgspec.msgpack.encode(Description(ProcessIdentity.of(owner.pid), (), {})))
     async with open_process(Role.ROLLOUT, settings, name) as process, asyncio.TaskGroup() as tasks:
-        process.info[DESCRIBED] = str(path)
+        process.info[DESCRIPTION_KEY] = str(path)
         await process.register()
         if serves:
             await process.ledger.applied(process.incarnation, EPOCH, 0)
@@ -161,7 +161,7 @@ async def test_the_next_trainer_does_not_attach_to_an_engine_that_is_gone_and_st
         async with engine(settings, "gone") as gone:
             pass
         async with open_process(Role.ROLLOUT, settings, "other") as other:
-            other.info[DESCRIBED] = gone.info[DESCRIBED]
+            other.info[DESCRIPTION_KEY] = gone.info[DESCRIPTION_KEY]
             await other.register()
             await other.ledger.applied(other.incarnation, EPOCH, 0)
             async with engine(settings, "fresh"):

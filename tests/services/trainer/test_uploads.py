@@ -386,7 +386,7 @@ def test_a_hub_that_does_not_answer_is_left_after_a_while(
     with socket.create_server(("127.0.0.1", 0)) as silent:
         hub.url = f"http://127.0.0.1:{silent.getsockname()[1]}"
         hub.use(monkeypatch, run.directory / "cache")
-        monkeypatch.setattr(hub_client, "SILENT_S", 0.2)
+        monkeypatch.setattr(hub_client, "UPLOAD_TIMEOUT_S", 0.2)
         close_session()  # it is made anew, as the client does after an error
         run.send_to("some-org/mine")
         run.export(1)
@@ -395,4 +395,4 @@ def test_a_hub_that_does_not_answer_is_left_after_a_while(
     assert "ReadTimeout" in warning
     monkeypatch.undo()
     close_session()
-    assert get_session().timeout.read == hub_client.SILENT_S == 120
+    assert get_session().timeout.read == hub_client.UPLOAD_TIMEOUT_S == 120

@@ -38,7 +38,7 @@ def plan(mini_batches: int, *, seed: int = 0, step: int = STEP, name: str = "grp
 @pytest.mark.parametrize("count", [1, 2, 5, 12])
 def test_each_sample_is_in_one_mini_batch_and_their_sizes_differ_by_one_at_most(count: int) -> None:
     made = plan(count).mini_batches
-    sizes = made.of_sample.bincount().tolist()
+    sizes = made.by_sample.bincount().tolist()
     assert len(sizes) == len(made.totals) == count
     assert max(sizes) - min(sizes) <= 1
     assert sizes == [totals.samples for totals in made.totals]
@@ -53,7 +53,7 @@ def test_totals_are_those_of_the_samples() -> None:
     batch = whole(made)
     trained = torch.zeros(12, dtype=torch.int64).index_add(0, batch.sample_index, batch.loss_mask.long())
     for number, totals in enumerate(made.mini_batches.totals):
-        chosen = made.mini_batches.of_sample == number
+        chosen = made.mini_batches.by_sample == number
         assert totals.trained_tokens == int(trained[chosen].sum())
         assert totals.fresh == bool(trained[chosen & (made.group_index == 0)].any())
         assert totals.lag_max == made.totals.lag_max == 1
@@ -66,7 +66,7 @@ def test_weights_are_those_of_a_batch_of_the_mini_batch_alone(name: str) -> None
     sampled = torch.tensor([length for _ in range(3) for length in range(1, 5)])
     recipe = make_algorithm(AlgorithmConfig(name=name))
     for number in range(4):
-        chosen = made.mini_batches.of_sample == number
+        chosen = made.mini_batches.by_sample == number
         assert torch.equal(made.weights[chosen], recipe.sample_weights(sampled[chosen]))
     assert torch.equal(made.advantages, one.advantages)
     assert torch.equal(one.weights, recipe.sample_weights(sampled))
@@ -74,10 +74,10 @@ def test_weights_are_those_of_a_batch_of_the_mini_batch_alone(name: str) -> None
 
 def test_seed_and_step_alone_decide() -> None:
     made = plan(4).mini_batches
-    assert torch.equal(made.of_sample, plan(4).mini_batches.of_sample)
-    assert made.of_sample.tolist() == [0, 2, 0, 1, 2, 2, 3, 3, 0, 1, 3, 1]  # in every release
+    assert torch.equal(made.by_sample, plan(4).mini_batches.by_sample)
+    assert made.by_sample.tolist() == [0, 2, 0, 1, 2, 2, 3, 3, 0, 1, 3, 1]  # in every release
     others = [plan(4, seed=1).mini_batches, plan(4, step=STEP + 1).mini_batches]
-    assert not any(torch.equal(made.of_sample, other.of_sample) for other in others)
+    assert not any(torch.equal(made.by_sample, other.by_sample) for other in others)
 
 
 def test_an_epoch_has_each_mini_batch_once_in_an_order_of_its_own() -> None:
@@ -100,7 +100,7 @@ def test_replicas_share_each_mini_batch_evenly(replicas: int) -> None:
     pieces, imbalance = made.mini_batches.divide(made.families(shared=False), _alike, replicas)
     assert sorted(sample for piece in pieces for sample in piece) == list(range(12))
     for number in range(3):
-        chosen = made.mini_batches.of_sample == number
+        chosen = made.mini_batches.by_sample == number
         sizes = [sum(bool(chosen[sample]) for sample in piece) for piece in pieces]
         assert max(sizes) - min(sizes) <= 1
     assert imbalance == pytest.approx(2 * 3 / 4 - 1 if replicas == 3 else 0)

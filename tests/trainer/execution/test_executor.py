@@ -50,7 +50,7 @@ LATE = encode_payload(scored(GroupSpec(samples=[SampleSpec([5], [0])])))
             BoundViolation,
             "group 0: token 0 of version 0 has lag 1 in step 1, over",
         ),
-        (train([LATE, LATE], bound=1), ProtocolError, "group 0: comes twice"),
+        (train([LATE, LATE], bound=1), ProtocolError, "group 0: appears twice"),
         (train([encode_payload(Control(action=Action.ABORT))]), ProtocolError, "spool record is a Control"),
         (train([b"\x00"]), ProtocolError, "not a message"),
     ],

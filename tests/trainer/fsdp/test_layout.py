@@ -15,9 +15,9 @@ from tests.trainer.megatron.models import save_model
 from trainer.backends.base import FrozenSpec
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.fsdp import layout
-from trainer.fsdp.apart import load_frozen_apart
 from trainer.fsdp.layout import adapter_refusal, check_layout, division_refusal, plan_of, style_of
 from trainer.fsdp.loading import load_shards
+from trainer.fsdp.remote import load_remote_frozen
 from trainer.fsdp.sharding import divide
 from trainer.reference.frozen import load_model
 from trainer.reference.shards import DATA, TENSOR, joined, tensor_parallel_part
@@ -44,19 +44,19 @@ def test_sharded_ranks_pass() -> None:
 
 
 def test_compiled_layers_and_fp8_on_tensor_parallel_ranks_are_refused() -> None:
-    with pytest.raises(SettingsError, match=r"size: 2: .* are not in FP8 \(trainer\.fp8\); leave one of"):
+    with pytest.raises(SettingsError, match=r"size: 2: .* are not in FP8 \(trainer\.fp8\); remove one of"):
         check_layout(TWO, TrainerConfig(fp8="rowwise"))
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
         check_layout(TWO, TrainerConfig(compile=True))
     spec = FrozenSpec(role="reference", directory=Path("absent"))
     with pytest.raises(SettingsError, match=r"tensor_model_parallel_size: 2: .* are not compiled"):
-        load_frozen_apart(spec, TWO, TrainerConfig(compile=True))
+        load_remote_frozen(spec, TWO, TrainerConfig(compile=True))
 
 
 def test_tensor_parallel_ranks_are_refused_where_transformers_cannot_divide_layers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(layout, "DIVIDING", "transformers.distributed.absent")
+    monkeypatch.setattr(layout, "TP_MODULE", "transformers.distributed.absent")
     with pytest.raises(SettingsError, match=r"size: 2: .* by .*absent, which transformers 5\S+ lacks"):
         check_layout(TWO, TrainerConfig())
     check_layout(ParallelConfig(data_parallel_size=2), TrainerConfig())

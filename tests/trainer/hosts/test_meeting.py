@@ -10,7 +10,7 @@ import pytest
 
 from protocol.errors import SettingsError, TetherError
 from trainer.config import ClusterConfig
-from trainer.hosts.meeting import Beats, Consequence, Ending, HostFacts, Meeting
+from trainer.hosts.meeting import Consequence, Ending, HeartbeatMonitor, HostFacts, Meeting
 from trainer.hosts.place import HostPlace
 
 LIMIT_S = 60.0
@@ -141,7 +141,7 @@ def test_a_first_host_that_never_comes_is_named() -> None:
 
 
 def test_a_host_that_never_beats_is_silent_after_the_limit() -> None:
-    beats = Beats([1, 2], 10.0, 100.0)
+    beats = HeartbeatMonitor([1, 2], 10.0, 100.0)
     beats.note(1, 0, 101.0)
     assert beats.numbers == [1, 2]
     assert beats.silent(110.0) == []
@@ -150,7 +150,7 @@ def test_a_host_that_never_beats_is_silent_after_the_limit() -> None:
 
 
 def test_a_counter_that_does_not_rise_is_no_sign_of_life() -> None:
-    beats = Beats([1], 10.0, 0.0)
+    beats = HeartbeatMonitor([1], 10.0, 0.0)
     for now in range(1, 9):
         beats.note(1, now, float(now))
     for now in range(9, 19):

@@ -29,8 +29,8 @@ from trainer.reference.critic import ReferenceCritic
 from trainer.registry import make_backend, make_critic
 from trainer.roles.config import REWARD_MODEL
 from trainer.roles.critic import Critic
-from trainer.roles.models import FrozenModels, FrozenRole, RankModels
-from trainer.roles.placed import PlacedCritic, RoleLink
+from trainer.roles.models import FrozenModels, LocalFrozenModel, RankModels
+from trainer.roles.remote import RemoteCritic, RoleLink
 from trainer.step.plan import StepPlan
 
 NOT_OF_THE_RECIPE = (
@@ -57,7 +57,7 @@ def make_models(
     directory: Path,
     parallel: ParallelConfig | None = None,
     *,
-    critic_apart: RoleLink | Literal["no link"] | None = None,
+    remote_critic: RoleLink | Literal["no link"] | None = None,
 ) -> RankModels:
     """This rank's parts of all models of a case; the critic is apart if rank 0 has a link to it."""
     trainer = trainer_of(kind)
@@ -72,13 +72,15 @@ def make_models(
         trainer=trainer,
         algorithm=case.made(),
         frozen=specs,
-        critic_dir=directory if case.has_critic and critic_apart is None else None,
+        critic_dir=directory if case.has_critic and remote_critic is None else None,
     )
-    frozen = {spec.role: FrozenRole(policy.load_frozen(spec), policy.device, offload=True) for spec in specs}
+    frozen = {
+        spec.role: LocalFrozenModel(policy.load_frozen(spec), policy.device, offload=True) for spec in specs
+    }
     critic: Critic | None = None
-    link = None if critic_apart == "no link" else critic_apart
-    if critic_apart is not None:
-        critic = PlacedCritic(link, policy.replicas, CRITIC)
+    link = None if remote_critic == "no link" else remote_critic
+    if remote_critic is not None:
+        critic = RemoteCritic(link, policy.replicas, CRITIC)
     elif case.has_critic:
         critic = make_critic(policy, directory, optimizer=OPTIMIZER, trainer=trainer, config=CRITIC)
     models = RankModels(

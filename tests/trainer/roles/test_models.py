@@ -9,12 +9,12 @@ from protocol.errors import SettingsError
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from tests.trainer.megatron.models import OPTIMIZER, make_batch, save_model
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.backends.base import Backend, FrozenModel, FrozenSpec, keeps_copy
+from trainer.backends.base import Backend, FrozenModel, FrozenSpec, reference_is_copy
 from trainer.backends.scripted import ScriptedBackend
 from trainer.config import ParallelConfig, TrainerConfig
 from trainer.megatron.backend import MegatronBackend
 from trainer.reference.backend import ReferenceBackend
-from trainer.roles.models import FrozenModels, FrozenRole, RankModels
+from trainer.roles.models import FrozenModels, LocalFrozenModel, RankModels
 
 TRAINER = TrainerConfig(device="cpu", micro_batch_size=7)
 NEAR = AlgorithmConfig(kl_coef=0.1)
@@ -69,7 +69,7 @@ def test_a_copy_is_kept_only_where_nothing_else_is_the_reference(
     config: AlgorithmConfig, adapters: LoraConfig, roles: tuple[str, ...], copy: bool
 ) -> None:
     specs = [FrozenSpec(role, Path("elsewhere")) for role in roles]
-    assert keeps_copy(config, adapters, specs) == copy
+    assert reference_is_copy(config, adapters, specs) == copy
 
 
 def make_constant() -> FrozenModel:
@@ -85,7 +85,7 @@ def is_here(model: FrozenModel) -> bool:
 @pytest.mark.parametrize("offload", [False, True])
 def test_a_frozen_model_rests_where_the_setting_says(offload: bool) -> None:
     model = make_constant()
-    role = FrozenRole(model, torch.device("cpu"), offload=offload)
+    role = LocalFrozenModel(model, torch.device("cpu"), offload=offload)
     models = RankModels(ScriptedBackend(trainer=TRAINER), frozen=FrozenModels(teacher=role))
     for _ in range(2):
         assert is_here(model) is not offload
@@ -98,7 +98,7 @@ def test_a_frozen_model_rests_where_the_setting_says(offload: bool) -> None:
 
 
 def test_a_reference_at_a_path_is_not_replaced_by_the_policy() -> None:
-    role = FrozenRole(make_constant(), torch.device("cpu"), offload=False)
+    role = LocalFrozenModel(make_constant(), torch.device("cpu"), offload=False)
     models = RankModels(ScriptedBackend(trainer=TRAINER), frozen=FrozenModels(reference=role))
     models.keep_reference()
     batch = make_batch("qwen2", 0)

@@ -100,7 +100,7 @@ class PlainLoop:
         losses, scales = [], []
         seen, tokens, bonus = 0.0, 0, self.bonus if self.below else 0.0
         for number in plan.mini_batches.order(made.epochs):
-            chosen = plan.mini_batches.of_sample == number
+            chosen = plan.mini_batches.by_sample == number
             rows = chosen[torch.tensor(naive.owners(batch))]
             of_tokens = rows[batch.sample_index]
             part = dataclasses.replace(batch.select(rows.nonzero()[:, 0]), start_logprobs=start[of_tokens])

@@ -213,7 +213,7 @@ def test_lengths_must_sum_to_the_tokens() -> None:
 
 
 def test_a_group_twice_and_an_empty_batch_are_refused() -> None:
-    with pytest.raises(ProtocolError, match="group 7: comes twice"):
+    with pytest.raises(ProtocolError, match="group 7: appears twice"):
         plan(LATE, LATE)
     with pytest.raises(ProtocolError, match="no samples"):
         plan()

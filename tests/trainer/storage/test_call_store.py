@@ -79,7 +79,7 @@ def test_a_damaged_call_begins_its_sample_anew_and_no_other(
     with closing(sqlite3.connect(tmp_path / "spool.sqlite")) as connection:
         connection.execute("UPDATE calls SET payload = zeroblob(9) WHERE sample = 0 AND number = 1")
         connection.commit()
-    assert [call.number for call in store.of_groups([7])] == [0, 2, 0, 1, 2]
+    assert [call.number for call in store.group_calls([7])] == [0, 2, 0, 1, 2]
     assert (store.recall(7, 0), len(store.recall(7, 1))) == ([], 3)
     assert "calls.damaged group=7 sample=0 numbers=[1] forgotten=3" in caplog.text
     assert put(store, replace(CALL, number=0)) == [""]

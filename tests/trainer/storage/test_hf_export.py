@@ -15,7 +15,7 @@ from trainer.backends.base import Backend
 from trainer.config import OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.registry import make_backend
 from trainer.storage.checksums import FILE
-from trainer.storage.hf_export import further_layers, write_hf
+from trainer.storage.hf_export import extra_layers, write_hf
 
 
 def backend(model_dir: Path, dtype: str = "float32", name: str = "reference") -> Backend:
@@ -81,7 +81,7 @@ def test_layers_that_predict_further_tokens_are_exported_as_they_were(
     assert found.keys() == own.keys() | further.keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in (own | further).items())
     assert all(found[name].dtype is tensor.dtype for name, tensor in further.items())
-    again = dict(further_layers(tmp_path / "out"))
+    again = dict(extra_layers(tmp_path / "out"))
     assert again.keys() == further.keys()  # an export can be the source of the next run
 
 

@@ -345,10 +345,10 @@ CHANGES: dict[str, Callable[[Path], object]] = {
 def test_nothing_is_acknowledged_into_a_file_that_is_not_at_its_path(tmp_path: Path, change: str) -> None:
     spool = Spool(tmp_path / "spool.sqlite")
     spool.put_many([(1, "a", b"x")])
-    spool.check_place()
+    spool.check_not_replaced()
     CHANGES[change](spool.path)
     for use in (
-        spool.check_place,
+        spool.check_not_replaced,
         lambda: spool.put_many([(2, "a", b"x")]),
         lambda: spool.append([JournalEntry("accept", "e1", -1, (2,), 3)]),
     ):
@@ -364,4 +364,4 @@ def test_a_place_stays_the_same_while_others_open_and_close(tmp_path: Path) -> N
         other.close()
         spool.put_many([(1, "a", bytes(5_000_000))])
         spool.forget([1])
-        spool.check_place()
+        spool.check_not_replaced()

@@ -105,7 +105,7 @@ def main(directory: Path, *, apart: bool, delta: bool) -> None:
     layout = blank(config, ranks)
     sender: WeightSender = PartFollower(config, directory, rank, layout)
     if rank == 0:
-        sender = disk_sender(config, directory, layout, apart=apart)
+        sender = disk_sender(config, directory, layout, per_rank_files=apart)
     assert sender.in_parts
     whole_bytes = sum(entry.nbytes for entry in layout.tensors)
     current, late, chains = Engine(), Engine(), []

@@ -337,7 +337,7 @@ def test_anchor_of_files_of_its_own_is_read_without_a_second_copy(
     monkeypatch.setattr(deltas, "RUN_BYTES", 1 << 20)
     tensors = {f"t{number}": torch.full((1 << 19,), number, dtype=torch.uint8) for number in range(32)}
     config = WeightConfig(bucket_mb=1)
-    sender = disk_sender(config, tmp_path, layout_of(tensors.items(), config), apart=True)
+    sender = disk_sender(config, tmp_path, layout_of(tensors.items(), config), per_rank_files=True)
     manifest, image = sender.publish("e1", 0, tensors.items()), deltas.VersionImage()
     tracemalloc.start()  # numpy's memory and that of ranges
     buckets = image.advance(manifest, Deadline(manifest, 30))
@@ -354,7 +354,9 @@ def test_anchor_that_no_changes_follow_leaves_memory(tmp_path: Path, delta: bool
     config = WeightConfig(directory=str(tmp_path), delta=delta, anchor_every=4)
     image, held = deltas.VersionImage(), []
     tracemalloc.start()
-    with closing(disk_sender(config, tmp_path, layout_of(large.items(), config), apart=True)) as sender:
+    with closing(
+        disk_sender(config, tmp_path, layout_of(large.items(), config), per_rank_files=True)
+    ) as sender:
         for version in range(3):
             large["a"][version] += 1
             manifest = sender.publish("e1", version, large.items())

@@ -52,14 +52,14 @@ def test_versions_are_copied_to_a_store_and_removed_there(url: str, tmp_path: Pa
     assert torch.equal(receive(manifest)["b"], weights(3)[1][1])
 
 
-@pytest.mark.parametrize(("delta", "apart"), [(False, False), (False, True), (True, True)])
+@pytest.mark.parametrize(("delta", "per_rank_files"), [(False, False), (False, True), (True, True)])
 def test_files_that_a_listing_lacks_are_copied(
-    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delta: bool, apart: bool
+    url: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, delta: bool, per_rank_files: bool
 ) -> None:
     config = WeightConfig(bucket_mb=1, delta=delta, url=url)
-    layout = layout_of(weights(0), config) if delta or apart else None
+    layout = layout_of(weights(0), config) if delta or per_rank_files else None
     monkeypatch.setattr(Path, "rglob", lambda *_: iter(()))  # as a network file system may answer for a while
-    with closing(http_sender(config, tmp_path, layout, apart=apart)) as sender:
+    with closing(http_sender(config, tmp_path, layout, per_rank_files=per_rank_files)) as sender:
         for version in range(2):
             manifest = sender.publish("e1", version, weights(version))
             assert torch.equal(receive(manifest)["a"], weights(version)[0][1])

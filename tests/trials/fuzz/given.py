@@ -63,7 +63,7 @@ def prompts(data: bytes, scratch: Path) -> None:
     for index in range(min(source.size or 0, 3)):
         prompt = source.at(index)
         assert prompt.text or prompt.messages
-        check_shape(bytes(pack_metadata(prompt)), most_depth=METADATA_DEPTH)
+        check_shape(bytes(pack_metadata(prompt)), max_depth=METADATA_DEPTH)
 
 
 def keys(data: bytes, scratch: Path) -> None:

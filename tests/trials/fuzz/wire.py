@@ -125,7 +125,7 @@ def manifest(data: bytes, _: Path) -> None:
 def shape(data: bytes, _: Path) -> None:
     """What passes the check of counts and depth is readable by MessagePack's own reader, and not too deep."""
     try:
-        check_shape(data, most_items=1000, most_depth=20)
+        check_shape(data, max_items=1000, max_depth=20)
     except ProtocolError:
         return
     try:

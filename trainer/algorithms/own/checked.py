@@ -24,19 +24,19 @@ class CheckedAlgorithm:
     The algorithm receives copies and may change them: rewards are reported, and counted per turn, afterwards.
     """
 
-    def __init__(self, config: AlgorithmConfig, made: Any, what: str) -> None:
-        """Wrap the algorithm `made`. `what` is the prefix of errors: setting, path and file."""
-        self.config, self._made, self._what = config, made, what
+    def __init__(self, config: AlgorithmConfig, algorithm: Any, what: str) -> None:
+        """Wrap the algorithm `algorithm`. `what` is the prefix of errors: setting, path and file."""
+        self.config, self._algorithm, self._error_prefix = config, algorithm, what
 
     def advantages(self, rewards: torch.Tensor, group_index: torch.Tensor) -> torch.Tensor:
         """Return the user's advantages, float32 [N], all finite."""
         found = self._call("advantages", rewards.clone(), group_index.clone())
-        return self._numbers("advantages()", found, len(rewards))
+        return self._checked_values("advantages()", found, len(rewards))
 
     def sample_weights(self, sampled_tokens: torch.Tensor) -> torch.Tensor:
         """Return the user's weights, float32 [N], all finite."""
         found = self._call("sample_weights", sampled_tokens.clone())
-        return self._numbers("sample_weights()", found, len(sampled_tokens))
+        return self._checked_values("sample_weights()", found, len(sampled_tokens))
 
     def token_loss(
         self, tokens: TrainedTokens, logprobs: torch.Tensor, entropy: torch.Tensor | None = None
@@ -58,28 +58,30 @@ class CheckedAlgorithm:
     def _call(self, method: str, *arguments: Any) -> Any:
         """Call a method of the user's algorithm. Out-of-memory errors keep their type."""
         try:
-            return getattr(self._made, method)(*arguments)
+            return getattr(self._algorithm, method)(*arguments)
         except (torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # the user's code may raise anything
             raise self._error(f"{method}() raised at {located(error)}") from error
 
-    def _numbers(self, where: str, found: Any, count: int) -> torch.Tensor:
+    def _checked_values(self, description: str, value: Any, count: int) -> torch.Tensor:
         """Return the values as float32 [count]; raise for another shape or type, nan and infinities."""
-        self._check(where, found, count)
-        values: torch.Tensor = found.detach().float()
+        self._check(description, value, count)
+        values: torch.Tensor = value.detach().float()
         wrong = (~torch.isfinite(values)).nonzero()[:, 0]
         if len(wrong):
             first = int(wrong[0])
-            raise self._error(f"{where} has {float(values[first])} for sample {first}; return finite numbers")
+            raise self._error(
+                f"{description} has {float(values[first])} for sample {first}; return finite numbers"
+            )
         return values
 
-    def _check(self, where: str, found: Any, count: int) -> None:
-        if not isinstance(found, torch.Tensor) or not found.is_floating_point() or found.shape != (count,):
-            raise self._error(f"{where} is {_described(found)}; return float32 of the shape [{count}]")
+    def _check(self, description: str, value: Any, count: int) -> None:
+        if not isinstance(value, torch.Tensor) or not value.is_floating_point() or value.shape != (count,):
+            raise self._error(f"{description} is {_described(value)}; return float32 of the shape [{count}]")
 
     def _error(self, text: str) -> SettingsError:
-        return SettingsError(f"{self._what}: {text}")
+        return SettingsError(f"{self._error_prefix}: {text}")
 
 
 def load_algorithm(config: AlgorithmConfig) -> CheckedAlgorithm:
@@ -89,20 +91,22 @@ def load_algorithm(config: AlgorithmConfig) -> CheckedAlgorithm:
         SettingsError: the module or class is missing, either raises, the options do not fit, or a method is
             missing. The message names the file.
     """
-    found, file = import_attribute(config.name, "setting algorithm.name")
+    factory, file = import_attribute(config.name, "setting algorithm.name")
     what = f"setting algorithm.name: {config.name} in {file}"
-    made = call(what, found, "the section [algorithm] and algorithm.options", (config,), config.options)
+    algorithm = call(
+        what, factory, "the section [algorithm] and algorithm.options", (config,), config.options
+    )
     for method in METHODS:
-        if not callable(getattr(made, method, None)):
+        if not callable(getattr(algorithm, method, None)):
             raise SettingsError(
                 f"{what}: it has no {method}(); write it, or inherit it from an algorithm of "
                 "trainer.algorithms"
             )
-    return CheckedAlgorithm(config, made, what)
+    return CheckedAlgorithm(config, algorithm, what)
 
 
-def _described(found: Any) -> str:
+def _described(value: Any) -> str:
     """Return the type and shape of a value as text."""
-    if isinstance(found, torch.Tensor):
-        return f"{str(found.dtype).removeprefix('torch.')} {list(found.shape)}"
-    return type(found).__name__
+    if isinstance(value, torch.Tensor):
+        return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+    return type(value).__name__

@@ -18,7 +18,7 @@ from typing import Any
 from protocol.device.checkpoint_shapes import tensor_shapes
 from protocol.host.json_file import read_object
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
-from trainer.backends.base import FrozenSpec, keeps_copy
+from trainer.backends.base import FrozenSpec, reference_is_copy
 from trainer.config import AlgorithmConfig, OptimizerConfig, ParallelConfig, TrainerConfig
 from trainer.fsdp.layout import KNOWN_TYPES, plan_of, style_of
 from trainer.layers.limits import LOGITS_MOST_BYTES
@@ -90,7 +90,7 @@ class ModelSize:
             layer = found.group() if found else ""
             style = style_of(name, plan) if ranks > 1 else ""
             sizes[layer] = sizes.get(layer, 0) + prod(shape) // (ranks if style else 1)
-            kept[layer] = kept.get(layer, 0.0) + _kept(name, shape, share, _parts(style, ranks))
+            kept[layer] = kept.get(layer, 0.0) + _stored_per_token(name, shape, share, _parts(style, ranks))
         outside = sizes.pop("", 0)
         kept.pop("", None)
         hidden, vocabulary = int(config.get("hidden_size") or 0), int(config.get("vocab_size") or 0)
@@ -145,7 +145,7 @@ class ShardedWorkload:
             parameters=ceil(shards / ranks) + max(self._gathered(one) for one in models) * item,
             gradients=ceil(FLOAT32 * trained * held / ranks),
             optimizer=0 if self.optimizer.cpu_offload else ceil(2 * FLOAT32 * trained / ranks),
-            activations=max(self._kept(one, tokens) for one in models) * item,
+            activations=max(self._stored_elements(one, tokens) for one in models) * item,
             head=_head(self.model, tokens, item, trained=not self.adapters.rank),
             workspace=max(self._workspace(one, tokens, item) for one in models),
             update=0,
@@ -175,7 +175,7 @@ class ShardedWorkload:
             return model.parameters
         return model.outside + GATHERED * model.layer
 
-    def _kept(self, model: ModelSize, tokens: int) -> int:
+    def _stored_elements(self, model: ModelSize, tokens: int) -> int:
         """Return the number of elements that forward passes keep."""
         if self.trainer.recompute_granularity == "full":
             return tokens * model.hidden * model.layers
@@ -224,7 +224,7 @@ def _parts(style: str, ranks: int) -> tuple[int, int]:
     return ranks if style.endswith("colwise") else 1, ranks if style.endswith("rowwise") else 1
 
 
-def _kept(name: str, shape: tuple[int, ...], share: float, parts: tuple[int, int]) -> float:
+def _stored_per_token(name: str, shape: tuple[int, ...], share: float, parts: tuple[int, int]) -> float:
     """Return the inputs and outputs of a matrix per token; `share` is the active share of experts."""
     if len(shape) < 2:
         return 0.0
@@ -262,8 +262,8 @@ def read_workload(
     """
     ranks = parallel.tensor_model_parallel_size
     policy = read_size(model_dir, ranks)
-    others = [read_size(spec.directory, ranks).parameters for spec in frozen if not spec.apart]
-    if keeps_copy(algorithm, adapters, frozen):
+    others = [read_size(spec.directory, ranks).parameters for spec in frozen if not spec.is_remote]
+    if reference_is_copy(algorithm, adapters, frozen):
         others.append(policy.parameters)
     return ShardedWorkload(
         model=policy,

@@ -112,7 +112,7 @@ def joined_attention(
     k: torch.Tensor,
     v: torch.Tensor,
     keys: VisibleKeys | None,
-    own: Part,
+    own_part: Part,
     shared: Sequence[Part],
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -123,11 +123,11 @@ def joined_attention(
         k: [C T, kv heads, D].
         v: [C T, kv heads, D].
         keys: keys visible to each piece; None: only the piece's own keys.
-        own: attention to a piece's own keys and the copied keys before them.
+        own_part: attention to a piece's own keys and the copied keys before them.
         shared: attention to each of `keys.shared`.
         sinks: [heads], scores in the softmax without a value.
     """
-    out: torch.Tensor = _Joined.apply(q, k, v, sinks, keys, own, shared)
+    out: torch.Tensor = _Joined.apply(q, k, v, sinks, keys, own_part, shared)
     return out
 
 
@@ -140,11 +140,11 @@ class _Joined(torch.autograd.Function):
         v: torch.Tensor,
         sinks: torch.Tensor | None,
         keys: VisibleKeys | None,
-        own: Part,
+        own_part: Part,
         shared: Sequence[Part],
     ) -> torch.Tensor:
         join = _compiled() if q.is_cuda else _join
-        out, total = own.forward(q, seen_rows(k, keys), seen_rows(v, keys))
+        out, total = own_part.forward(q, seen_rows(k, keys), seen_rows(v, keys))
         calls = list(_calls(keys, shared))
         out = out.to(_sum_dtype(q, calls))
         for call, part in calls:
@@ -159,7 +159,7 @@ class _Joined(torch.autograd.Function):
             out = out * (alone - total).exp().t()[..., None]
         out = out.to(q.dtype)
         ctx.save_for_backward(q, k, v, sinks, out, total)
-        ctx.keys, ctx.own, ctx.calls = keys, own, calls
+        ctx.keys, ctx.own_part, ctx.calls = keys, own_part, calls
         return out
 
     @staticmethod
@@ -168,7 +168,7 @@ class _Joined(torch.autograd.Function):
         q, k, v, sinks, out, total = ctx.saved_tensors
         out_grad, keys = out_grad.contiguous(), ctx.keys
         visible = seen_rows(k, keys), seen_rows(v, keys)
-        q_grad, *copies = ctx.own.backward(out_grad, q, *visible, out, total)
+        q_grad, *copies = ctx.own_part.backward(out_grad, q, *visible, out, total)
         k_grad, v_grad = (add_copies(gradient, keys, len(k)) for gradient in copies)
         q_grad = q_grad.to(_sum_dtype(q, ctx.calls))
         for call, part in ctx.calls:
@@ -200,12 +200,12 @@ def _sum_dtype(q: torch.Tensor, calls: Sequence[object]) -> torch.dtype:
 
 
 def _join(
-    out: torch.Tensor, total: torch.Tensor, more: torch.Tensor, scores: torch.Tensor
+    out: torch.Tensor, total: torch.Tensor, other_out: torch.Tensor, other_total: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the merged output and log-sum-exp of n queries."""
-    joined = torch.logaddexp(total, scores)
-    first, second = ((part - joined).exp().t()[..., None] for part in (total, scores))
-    return (out * first + more * second).to(out.dtype), joined
+    joined = torch.logaddexp(total, other_total)
+    first, second = ((part - joined).exp().t()[..., None] for part in (total, other_total))
+    return (out * first + other_out * second).to(out.dtype), joined
 
 
 @functools.cache

@@ -51,7 +51,7 @@ class Exporter:
     """Export of a model by one rank."""
 
     def __init__(
-        self, layout: Layout, position: Position, dtype: torch.dtype, held: Callable[[str], torch.Tensor]
+        self, layout: Layout, position: Position, dtype: torch.dtype, get_part: Callable[[str], torch.Tensor]
     ) -> None:
         """Bind to a layout.
 
@@ -59,12 +59,12 @@ class Exporter:
             layout: layout of the model.
             position: position of this rank.
             dtype: dtype of the parameters.
-            held: returns this rank's part of a parameter by name.
+            get_part: returns this rank's part of a parameter by name.
         """
         self._layout = layout
         self._position = position
         self._dtype = dtype
-        self._held = held
+        self._get_part = get_part
         self._published: tuple[Sequence[TensorPlan], tuple[tuple[PublishedPiece, ...], ...]] = ((), ())
         """Cached plans and each rank's published pieces, whose planning takes milliseconds."""
 
@@ -80,7 +80,7 @@ class Exporter:
         """Yield this rank's pieces of the publication. Not a collective."""
         for piece in self._parts(plans)[self._position.rank]:
             plan = plans[piece.tensor]
-            yield plan.name, joined(plan, piece.rows, self._held(plan.parameter))
+            yield plan.name, joined(plan, piece.rows, self._get_part(plan.parameter))
 
     def gathered(
         self, plans: Iterable[TensorPlan], owners: Mapping[str, int] = MappingProxyType({})
@@ -93,19 +93,19 @@ class Exporter:
             else:
                 self._send(plan, owner)
 
-    def ahead(
+    def early_export(
         self, plans: Sequence[TensorPlan], begin: Callable[[Tensors], None] | None, updates: int
     ) -> EarlyExport:
         """Return an export that overlaps the optimizer step; a disabled one if ranks must gather tensors."""
         alone = self._layout.ranks == 1
-        return EarlyExport(begin if alone else None, partial(self._when_final, plans), updates)
+        return EarlyExport(begin if alone else None, partial(self._receive_when_final, plans), updates)
 
     @torch.no_grad()
-    def _when_final(
+    def _receive_when_final(
         self, plans: Iterable[TensorPlan], early: EarlyExport
     ) -> Iterator[tuple[str, torch.Tensor]]:
         for plan in plans:
-            early.await_final(self._held(plan.parameter))
+            early.await_final(self._get_part(plan.parameter))
             yield plan.name, self._receive(plan)
 
     def _parts(self, plans: Sequence[TensorPlan]) -> tuple[tuple[PublishedPiece, ...], ...]:
@@ -121,7 +121,7 @@ class Exporter:
             pieces = [piece for piece in plan.pieces if piece.rank == number]
             holder = self._layout.holder_of(plan.stage, number)
             if holder == self._position.rank:
-                rows = _views(plan, pieces, self._held(plan.parameter))
+                rows = _views(plan, pieces, self._get_part(plan.parameter))
             else:
                 lengths = [piece.length for piece in pieces]
                 shape = [*plan.shape] if pieces[0].matrix is None else [*plan.shape[1:]]
@@ -138,7 +138,7 @@ class Exporter:
         number = self._layout.number_of(place, expert=plan.expert)
         pieces = [piece for piece in plan.pieces if piece.rank == number]
         if pieces and self._position.rank == self._layout.holder_of(plan.stage, number):
-            views = _views(plan, pieces, self._held(plan.parameter))
+            views = _views(plan, pieces, self._get_part(plan.parameter))
             batched_p2p(dist.isend, torch.cat(views, plan.dim).contiguous(), owner)
 
 

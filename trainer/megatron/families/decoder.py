@@ -34,22 +34,22 @@ def embedding_rules(architecture: Architecture) -> list[Rule]:
 
 def layer_rules(architecture: Architecture, layer: int, local_layer: int) -> list[Rule]:
     """Return the rules of one layer: index `layer` in the model, `local_layer` in its model chunk."""
-    here, there = f"decoder.layers.{local_layer}.", f"model.layers.{layer}."
+    mcore_prefix, hf_prefix = f"decoder.layers.{local_layer}.", f"model.layers.{layer}."
 
     names = architecture.family.norms
 
     def norm(parameter: str) -> list[Rule]:
         if parameter not in names:
             return []
-        return _norm_rules(architecture, here + parameter, there + names[parameter])
+        return _norm_rules(architecture, mcore_prefix + parameter, hf_prefix + names[parameter])
 
     if architecture.experts.is_sparse(layer):
-        mlp = _sparse_mlp_rules(architecture, here + "mlp.", there)
+        mlp = _sparse_mlp_rules(architecture, mcore_prefix + "mlp.", hf_prefix)
     else:
-        mlp = _mlp_rules(architecture, here + "mlp.", there + "mlp.", architecture.intermediate)
+        mlp = _mlp_rules(architecture, mcore_prefix + "mlp.", hf_prefix + "mlp.", architecture.intermediate)
     return [
         *norm("input_layernorm"),
-        *_mixer_rules(architecture, layer, here + "self_attention.", there),
+        *_mixer_rules(architecture, layer, mcore_prefix + "self_attention.", hf_prefix),
         *norm("post_attention_layernorm"),
         *norm("pre_mlp_layernorm"),
         *mlp,
@@ -65,92 +65,110 @@ def _norm_rules(architecture: Architecture, parameter: str, name: str) -> list[R
     ]
 
 
-def _mixer_rules(architecture: Architecture, layer: int, here: str, there: str) -> list[Rule]:
+def _mixer_rules(architecture: Architecture, layer: int, mcore_prefix: str, hf_prefix: str) -> list[Rule]:
     """Return the rules of a layer's token mixer: attention or a gated delta net."""
     if architecture.delta and architecture.is_delta(layer):
         names = architecture.family.delta
-        return delta_rules(architecture.delta, names, architecture.hidden, here, there + "linear_attn.")
-    return _attention_rules(architecture, here, there + "self_attn.")
+        return delta_rules(
+            architecture.delta, names, architecture.hidden, mcore_prefix, hf_prefix + "linear_attn."
+        )
+    return _attention_rules(architecture, mcore_prefix, hf_prefix + "self_attn.")
 
 
-def _attention_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
+def _attention_rules(architecture: Architecture, mcore_prefix: str, hf_prefix: str) -> list[Rule]:
     hidden, head_dim = architecture.hidden, architecture.head_dim
     if architecture.latent:
-        return latent_rules(architecture.latent, hidden, architecture.heads, here, there)
+        return latent_rules(architecture.latent, hidden, architecture.heads, mcore_prefix, hf_prefix)
 
     def qkv(kind: str, columns: tuple[int, ...]) -> Rule:
         apart = FusedQKV(
-            parameter=f"{here}linear_qkv.{kind}",
-            names=(f"{there}q_proj.{kind}", f"{there}k_proj.{kind}", f"{there}v_proj.{kind}"),
+            parameter=f"{mcore_prefix}linear_qkv.{kind}",
+            names=(f"{hf_prefix}q_proj.{kind}", f"{hf_prefix}k_proj.{kind}", f"{hf_prefix}v_proj.{kind}"),
             groups=architecture.kv_heads,
             queries=architecture.heads // architecture.kv_heads,
             head_dim=head_dim,
             columns=columns,
             gated=architecture.family.output_gate,
         )
-        return _stacked(f"{there}qkv_proj.{kind}", apart) if architecture.family.fused_qkv else apart
+        return _stacked(f"{hf_prefix}qkv_proj.{kind}", apart) if architecture.family.fused_qkv else apart
 
     rules = [qkv("weight", (hidden,))]
     if architecture.qkv_bias:
         rules.append(qkv("bias", ()))
     for kind, heads in (("q", architecture.heads), ("k", architecture.kv_heads)):
-        parameter, name = f"{here}{kind}_layernorm.weight", f"{there}{kind}_norm.weight"
+        parameter, name = f"{mcore_prefix}{kind}_layernorm.weight", f"{hf_prefix}{kind}_norm.weight"
         if architecture.qk_norm == "head":
             rules.append(Direct(parameter=parameter, name=name, shape=(head_dim,)))
         elif architecture.qk_norm == "projection":
             size = (heads * head_dim,)
             rules.append(Split(parameter=parameter, name=name, shape=size, unit=head_dim))
-    out, out_name = (hidden, architecture.heads * head_dim), there + architecture.family.attention_output
-    rules.append(Split(parameter=here + "linear_proj.weight", name=out_name + ".weight", shape=out, dim=1))
+    out, out_name = (hidden, architecture.heads * head_dim), hf_prefix + architecture.family.attention_output
+    rules.append(
+        Split(parameter=mcore_prefix + "linear_proj.weight", name=out_name + ".weight", shape=out, dim=1)
+    )
     if architecture.family.sinks:
         sinks = (architecture.heads,)
-        rules.append(Split(parameter=here + "core_attention.sinks", name=there + "sinks", shape=sinks))
+        rules.append(
+            Split(parameter=mcore_prefix + "core_attention.sinks", name=hf_prefix + "sinks", shape=sinks)
+        )
     if "output" in architecture.biases:
-        rules.append(Direct(parameter=here + "linear_proj.bias", name=out_name + ".bias", shape=(hidden,)))
+        rules.append(
+            Direct(parameter=mcore_prefix + "linear_proj.bias", name=out_name + ".bias", shape=(hidden,))
+        )
     return rules
 
 
-def _mlp_rules(architecture: Architecture, here: str, there: str, wide: int) -> list[Rule]:
+def _mlp_rules(architecture: Architecture, mcore_prefix: str, hf_prefix: str, wide: int) -> list[Rule]:
     hidden = architecture.hidden
     out = architecture.family.mlp_names[-1]
     biased = "mlp" in architecture.biases
-    rules = [_into_mlp(architecture, here + "linear_fc1.weight", there, (wide, hidden))]
+    rules = [_mlp_input_rule(architecture, mcore_prefix + "linear_fc1.weight", hf_prefix, (wide, hidden))]
     if biased:
-        rules.append(_into_mlp(architecture, here + "linear_fc1.bias", there, (wide,)))
+        rules.append(_mlp_input_rule(architecture, mcore_prefix + "linear_fc1.bias", hf_prefix, (wide,)))
     down = Split(
-        parameter=here + "linear_fc2.weight", name=f"{there}{out}.weight", shape=(hidden, wide), dim=1
+        parameter=mcore_prefix + "linear_fc2.weight",
+        name=f"{hf_prefix}{out}.weight",
+        shape=(hidden, wide),
+        dim=1,
     )
     rules.append(down)
     if biased:
-        rules.append(Direct(parameter=here + "linear_fc2.bias", name=f"{there}{out}.bias", shape=(hidden,)))
+        rules.append(
+            Direct(parameter=mcore_prefix + "linear_fc2.bias", name=f"{hf_prefix}{out}.bias", shape=(hidden,))
+        )
     return rules
 
 
-def _into_mlp(architecture: Architecture, parameter: str, there: str, shape: tuple[int, ...]) -> Rule:
+def _mlp_input_rule(
+    architecture: Architecture, parameter: str, hf_prefix: str, shape: tuple[int, ...]
+) -> Rule:
     """Return the rule of a weight or bias of the first projections of an MLP."""
     kind = parameter.rpartition(".")[2]
-    names = [f"{there}{name}.{kind}" for name in architecture.family.mlp_names[:-1]]
+    names = [f"{hf_prefix}{name}.{kind}" for name in architecture.family.mlp_names[:-1]]
     if not architecture.family.gated:
         return Split(parameter=parameter, name=names[0], shape=shape)
     gate, up = names
     rule = GatedMLP(parameter=parameter, names=(gate, up), shape=shape)
-    return _stacked(f"{there}gate_up_proj.{kind}", rule) if architecture.family.fused_gate_up else rule
+    return _stacked(f"{hf_prefix}gate_up_proj.{kind}", rule) if architecture.family.fused_gate_up else rule
 
 
-def _sparse_mlp_rules(architecture: Architecture, here: str, there: str) -> list[Rule]:
+def _sparse_mlp_rules(architecture: Architecture, mcore_prefix: str, hf_prefix: str) -> list[Rule]:
     """Return the rules of router, experts, and the shared MLP."""
     experts, names = architecture.experts, architecture.family.experts
     if names is None:
         raise ValueError(f"family {architecture.model_type} has no names of experts")
-    there += f"{names.block}."
-    rules = expert_rules(experts, names, architecture.hidden, here, there)
+    hf_prefix += f"{names.block}."
+    rules = expert_rules(experts, names, architecture.hidden, mcore_prefix, hf_prefix)
     if experts.shared_intermediate:
         rules += _mlp_rules(
-            architecture, f"{here}shared.", f"{there}{names.shared}.", experts.shared_intermediate
+            architecture,
+            f"{mcore_prefix}shared.",
+            f"{hf_prefix}{names.shared}.",
+            experts.shared_intermediate,
         )
     if experts.shared_gate:
-        gate, shape = f"{there}{names.shared_gate}.weight", (1, architecture.hidden)
-        rules.append(Direct(parameter=f"{here}shared_gate.weight", name=gate, shape=shape))
+        gate, shape = f"{hf_prefix}{names.shared_gate}.weight", (1, architecture.hidden)
+        rules.append(Direct(parameter=f"{mcore_prefix}shared_gate.weight", name=gate, shape=shape))
     return rules
 
 

@@ -94,7 +94,7 @@ def check_generation(delta: DeltaNet | None) -> None:
         )
 
 
-def delta_rules(delta: DeltaNet, inputs: str, hidden: int, here: str, there: str) -> list[Rule]:
+def delta_rules(delta: DeltaNet, inputs: str, hidden: int, mcore_prefix: str, hf_prefix: str) -> list[Rule]:
     """Return the rules of a layer. A tensor rank has a share of the key heads, with their value heads.
 
     Args:
@@ -102,8 +102,8 @@ def delta_rules(delta: DeltaNet, inputs: str, hidden: int, here: str, there: str
         inputs: format of the input projection. `by_head`: two tensors interleave their rows by key head, one
             of them with strengths and decays. `apart`: each kind of rows is a separate block.
         hidden: hidden size.
-        here: prefix of the parameters in megatron.
-        there: prefix of the tensors in the checkpoint.
+        mcore_prefix: prefix of the parameters in megatron.
+        hf_prefix: prefix of the tensors in the checkpoint.
     """
     query, key, values, gates, strengths, decays = delta.sizes
     mixed = (query, key, values)
@@ -117,17 +117,27 @@ def delta_rules(delta: DeltaNet, inputs: str, hidden: int, here: str, there: str
             ("in_proj_b", (strengths,)),
             ("in_proj_a", (decays,)),
         ]
-    tables: Tables = [(f"{there}{name}.weight", rows, (hidden,)) for name, rows in found]
+    tables: Tables = [(f"{hf_prefix}{name}.weight", rows, (hidden,)) for name, rows in found]
     by_heads = (delta.value_heads,)
     return [
-        _by_key_head(delta, here + "in_proj.weight", tables),
-        _by_key_head(delta, here + "conv", [(there + "conv1d.weight", mixed, (1, delta.kernel))]),
-        Split(parameter=here + "dt_bias", name=there + "dt_bias", shape=by_heads, unit=delta.values_of_key),
-        Split(parameter=here + "a_log", name=there + "A_log", shape=by_heads, unit=delta.values_of_key),
-        Direct(parameter=here + "norm.weight", name=there + "norm.weight", shape=(delta.value,)),
+        _by_key_head(delta, mcore_prefix + "in_proj.weight", tables),
+        _by_key_head(delta, mcore_prefix + "conv", [(hf_prefix + "conv1d.weight", mixed, (1, delta.kernel))]),
         Split(
-            parameter=here + "out_proj.weight",
-            name=there + "out_proj.weight",
+            parameter=mcore_prefix + "dt_bias",
+            name=hf_prefix + "dt_bias",
+            shape=by_heads,
+            unit=delta.values_of_key,
+        ),
+        Split(
+            parameter=mcore_prefix + "a_log",
+            name=hf_prefix + "A_log",
+            shape=by_heads,
+            unit=delta.values_of_key,
+        ),
+        Direct(parameter=mcore_prefix + "norm.weight", name=hf_prefix + "norm.weight", shape=(delta.value,)),
+        Split(
+            parameter=mcore_prefix + "out_proj.weight",
+            name=hf_prefix + "out_proj.weight",
             shape=(hidden, delta.value_heads * delta.value),
             dim=1,
             unit=delta.values_of_key * delta.value,

@@ -183,21 +183,23 @@ def _groups(path: Path, config: dict[str, Any], count: int, names: ExpertNames) 
     return {"groups": groups, "groups_per_token": chosen}
 
 
-def expert_rules(experts: Experts, names: ExpertNames, hidden: int, here: str, there: str) -> list[Rule]:
+def expert_rules(
+    experts: Experts, names: ExpertNames, hidden: int, mcore_prefix: str, hf_prefix: str
+) -> list[Rule]:
     """Return the rules of a layer's router and experts.
 
     Args:
         experts: numbers of the model's experts.
         names: names in the checkpoint.
         hidden: hidden size.
-        here: prefix of the parameters in megatron.
-        there: prefix of the tensors in the checkpoint.
+        mcore_prefix: prefix of the parameters in megatron.
+        hf_prefix: prefix of the tensors in the checkpoint.
     """
-    rules = _router_rules(experts, hidden, f"{here}router.", f"{there}{names.router}.")
+    rules = _router_rules(experts, hidden, f"{mcore_prefix}router.", f"{hf_prefix}{names.router}.")
     if names.stacked:
-        return rules + _stacked_rules(experts, hidden, f"{here}experts.", f"{there}experts.")
-    wide, fc1, fc2 = experts.intermediate, f"{here}experts.fc1", f"{here}experts.fc2"
-    prefixes = [f"{there}experts.{number}." for number in range(experts.count)]
+        return rules + _stacked_rules(experts, hidden, f"{mcore_prefix}experts.", f"{hf_prefix}experts.")
+    wide, fc1, fc2 = experts.intermediate, f"{mcore_prefix}experts.fc1", f"{mcore_prefix}experts.fc2"
+    prefixes = [f"{hf_prefix}experts.{number}." for number in range(experts.count)]
     into = tuple(
         GatedMLP(
             parameter=fc1,
@@ -213,18 +215,20 @@ def expert_rules(experts: Experts, names: ExpertNames, hidden: int, here: str, t
     return [*rules, ExpertStack(parameter=fc1, rules=into), ExpertStack(parameter=fc2, dim=1, rules=out)]
 
 
-def _router_rules(experts: Experts, hidden: int, here: str, there: str) -> list[Rule]:
+def _router_rules(experts: Experts, hidden: int, mcore_prefix: str, hf_prefix: str) -> list[Rule]:
     count = (experts.count,)
-    rules: list[Rule] = [Direct(parameter=f"{here}weight", name=f"{there}weight", shape=(*count, hidden))]
+    rules: list[Rule] = [
+        Direct(parameter=f"{mcore_prefix}weight", name=f"{hf_prefix}weight", shape=(*count, hidden))
+    ]
     if experts.biases:
-        rules.append(Direct(parameter=f"{here}logit_bias", name=f"{there}bias", shape=count))
+        rules.append(Direct(parameter=f"{mcore_prefix}logit_bias", name=f"{hf_prefix}bias", shape=count))
     if experts.bias:
-        name = f"{there}e_score_correction_bias"
-        rules.append(Direct(parameter=f"{here}bias", name=name, shape=count, exact=True))
+        name = f"{hf_prefix}e_score_correction_bias"
+        rules.append(Direct(parameter=f"{mcore_prefix}bias", name=name, shape=count, exact=True))
     return rules
 
 
-def _stacked_rules(experts: Experts, hidden: int, here: str, there: str) -> list[Rule]:
+def _stacked_rules(experts: Experts, hidden: int, mcore_prefix: str, hf_prefix: str) -> list[Rule]:
     """Return the rules of experts with biases, whose matrices are transposed in the checkpoint.
 
     Gate and up columns are interleaved, so pairs of columns stay on one rank.
@@ -233,7 +237,11 @@ def _stacked_rules(experts: Experts, hidden: int, here: str, there: str) -> list
 
     def rule(parameter: str, name: str, *matrix: int, dim: int = 0, unit: int = 1) -> Rule:
         return ExpertTensor(
-            parameter=here + parameter, name=there + name, shape=(count, *matrix), dim=dim, unit=unit
+            parameter=mcore_prefix + parameter,
+            name=hf_prefix + name,
+            shape=(count, *matrix),
+            dim=dim,
+            unit=unit,
         )
 
     return [

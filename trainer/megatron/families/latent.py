@@ -58,24 +58,26 @@ def latent_of(path: Path, config: dict[str, Any]) -> Latent:
     )
 
 
-def latent_rules(latent: Latent, hidden: int, heads: int, here: str, there: str) -> list[Rule]:
+def latent_rules(latent: Latent, hidden: int, heads: int, mcore_prefix: str, hf_prefix: str) -> list[Rule]:
     """Return the rules of a layer. A tensor rank has a share of the heads, and all low-rank matrices.
 
     Args:
         latent: sizes of the attention.
         hidden: hidden size.
         heads: number of heads of the whole model.
-        here: prefix of the parameters in megatron.
-        there: prefix of the tensors in the checkpoint.
+        mcore_prefix: prefix of the parameters in megatron.
+        hf_prefix: prefix of the tensors in the checkpoint.
     """
 
     def whole(parameter: str, name: str, *shape: int) -> Rule:
-        return Direct(parameter=f"{here}{parameter}.weight", name=f"{there}{name}.weight", shape=shape)
+        return Direct(
+            parameter=f"{mcore_prefix}{parameter}.weight", name=f"{hf_prefix}{name}.weight", shape=shape
+        )
 
     def by_heads(parameter: str, name: str, rank: int, head_rows: int) -> Rule:
         return Split(
-            parameter=f"{here}{parameter}.weight",
-            name=f"{there}{name}.weight",
+            parameter=f"{mcore_prefix}{parameter}.weight",
+            name=f"{hf_prefix}{name}.weight",
             shape=(heads * head_rows, rank),
             unit=head_rows,
         )
@@ -93,8 +95,8 @@ def latent_rules(latent: Latent, hidden: int, heads: int, here: str, there: str)
         whole("kv_layernorm", "kv_a_layernorm", latent.kv_rank),
         by_heads("linear_kv_up_proj", "kv_b_proj", latent.kv_rank, latent.nope + latent.value),
         Split(
-            parameter=here + "linear_proj.weight",
-            name=there + "o_proj.weight",
+            parameter=mcore_prefix + "linear_proj.weight",
+            name=hf_prefix + "o_proj.weight",
             shape=(hidden, heads * latent.value),
             dim=1,
             unit=latent.value,

@@ -30,7 +30,7 @@ class Layer(TransformerLayer):
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute the layer, with the arguments and recomputation of megatron's layer."""
-        norm, discard = _discarding(self.input_layernorm, self.recompute_input_layernorm)
+        norm, discard = _with_recompute(self.input_layernorm, self.recompute_input_layernorm)
         attended = self.self_attention(
             norm(hidden_states),
             attention_mask=attention_mask,
@@ -39,7 +39,7 @@ class Layer(TransformerLayer):
         )
         discard(attended[0])
         hidden_states = self.self_attn_bda(self.training, False)(attended, hidden_states, 0.0)
-        norm, discard = _discarding(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm)
+        norm, discard = _with_recompute(self.pre_mlp_layernorm, self.recompute_pre_mlp_layernorm)
         normed, mlp = norm(hidden_states), partial(self.mlp, padding_mask=padding_mask)
         widened = checkpoint(mlp, False, normed) if self.recompute_mlp else mlp(normed)
         discard(widened[0])
@@ -70,7 +70,7 @@ class ParallelLayer(TransformerLayer):
         **unused: Any,
     ) -> tuple[torch.Tensor, None]:
         """Compute the layer, with the arguments and recomputation of megatron's layer."""
-        norm, discard = _discarding(self.input_layernorm, self.recompute_input_layernorm)
+        norm, discard = _with_recompute(self.input_layernorm, self.recompute_input_layernorm)
         normed = norm(hidden_states)
         attended = self.self_attention(
             normed,
@@ -99,7 +99,7 @@ def residual(training: bool, fused: bool, norm: RMSNorm | None = None) -> Any:
     return add
 
 
-def _discarding(
+def _with_recompute(
     norm: Any, recomputes: bool
 ) -> tuple[Callable[[torch.Tensor], Any], Callable[[torch.Tensor], object]]:
     """Return a norm, and a function to call with a result computed from its output.
@@ -108,12 +108,12 @@ def _discarding(
     recomputes it.
     """
     if not recomputes:
-        return norm, _keep
+        return norm, _keep_output
     kept = CheckpointWithoutOutput()
     return partial(kept.checkpoint, norm), kept.discard_output_and_register_recompute
 
 
-def _keep(result: torch.Tensor) -> None:
+def _keep_output(result: torch.Tensor) -> None:
     """Keep the output of a norm."""
 
 

@@ -92,7 +92,7 @@ class Workload:
             for recompute in RECOMPUTES[first:]:
                 changed = self.changed(recompute=recompute, cpu_offload=offload)
                 if changed != self:
-                    yield _named(self, changed), changed
+                    yield _changed_settings(self, changed), changed
 
     def changed(
         self, *, recompute: RecomputeGranularity | None = None, cpu_offload: bool | None = None
@@ -106,7 +106,7 @@ class Workload:
         return replace(self, trainer=trainer, optimizer=optimizer)
 
 
-def _named(work: Workload, changed: Workload) -> str:
+def _changed_settings(work: Workload, changed: Workload) -> str:
     names = []
     if changed.trainer != work.trainer:
         names.append(f'trainer.recompute_granularity = "{changed.trainer.recompute_granularity}"')
@@ -153,7 +153,7 @@ def memory_of_stage(work: Workload, tokens: int, stage: int) -> ExpectedMemory:
     table = _output_table(work)
     last = stage == pp - 1
     tied_gradient = table * item if last and work.architecture.tied and not work.adapters.rank else 0
-    most = max(_kept(work, tokens, chunk) for chunk in work.layout.stages[stage])
+    most = max(_stored_bytes(work, tokens, chunk) for chunk in work.layout.stages[stage])
     return ExpectedMemory(
         parameters=held * item + sum(frozen_bytes(work, stage, offload=False)),
         gradients=trained * gradient_item,
@@ -266,7 +266,7 @@ def _bytes_of_layers(
     return [found[kind] for kind in kinds]
 
 
-def _kept(work: Workload, tokens: int, layers: Sequence[int]) -> int:
+def _stored_bytes(work: Workload, tokens: int, layers: Sequence[int]) -> int:
     """Return the bytes that a chunk stores of a micro-batch, including the recomputation of one piece.
 
     Args:

@@ -36,16 +36,16 @@ class HostWorkload(HostRun[Workload]):
             yield "optimizer.cpu_offload = false", replace(self, work=on_device)
 
 
-def _host_bytes(given: HostWorkload, host: int) -> ExpectedHostMemory:
+def _host_bytes(workload: HostWorkload, host: int) -> ExpectedHostMemory:
     """Return the memory of one host. Hosts have consecutive ranks, and so do pipeline stages."""
     optimizer = transfers = checkpoint = model = 0
-    ranks = range(host * given.ranks, (host + 1) * given.ranks)
-    for work, rank in product(given.work.models, ranks):
+    ranks = range(host * workload.ranks, (host + 1) * workload.ranks)
+    for work, rank in product(workload.work.models, ranks):
         place = work.layout.place_of(rank)
         stepped = stepped_of_stage(work, place.pp)
         if work.parallel.use_distributed_optimizer or place.dp == place.cp == 0:
             checkpoint += stepped * STATE_BYTES  # replicated state is written by the first rank
-        model += _device_bytes(given, work, place.pp)
+        model += _device_bytes(workload, work, place.pp)
         if work.optimizer.cpu_offload:
             optimizer += stepped * STATE_BYTES
             transfers += _transfers(work, place.pp, stepped)
@@ -54,16 +54,16 @@ def _host_bytes(given: HostWorkload, host: int) -> ExpectedHostMemory:
         optimizer=optimizer,
         transfers=transfers,
         checkpoint=checkpoint,
-        export=_exported(given.work) // given.hosts,
+        export=_exported(workload.work) // workload.hosts,
     )
 
 
-def _device_bytes(given: HostWorkload, work: Workload, stage: int) -> int:
+def _device_bytes(workload: HostWorkload, work: Workload, stage: int) -> int:
     """Return a rank's bytes of models in host memory: without a device, or while offloaded."""
     found, resting = memory_of_stage(work, 1, stage), sum(frozen_bytes(work, stage, offload=True))
-    if not given.on_gpu:
+    if not workload.on_gpu:
         return found.parameters + found.gradients + found.optimizer + resting
-    return resting + (found.parameters + found.optimizer if given.turns else 0)
+    return resting + (found.parameters + found.optimizer if workload.turns else 0)
 
 
 def _transfers(work: Workload, stage: int, stepped: int) -> int:

@@ -95,7 +95,7 @@ class HostOptimizer(Optimizer):
             fused=True,
         )
         kind = ordered[0].gradient.dtype if ordered else dtype
-        self._transfers = Transfers(ordered, position.device, arriving=kind, leaving=dtype)
+        self._transfers = Transfers(ordered, position.device, gradient_dtype=kind, parameter_dtype=dtype)
 
     @property
     def torch_optimizers(self) -> list[torch.optim.Optimizer]:

@@ -110,10 +110,10 @@ class MegatronCritic(parallel.GroupMember, Offloadable, Critic):
         return [*self._parameters.values(), *kept], blank
 
 
-def load_critic_apart(
+def load_remote_critic(
     spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[Critic, Replicas]:
-    """Load a critic on separate ranks; arguments as in `trainer.registry.make_critic_apart`. A collective.
+    """Load a critic on separate ranks; arguments as in `trainer.registry.make_remote_critic`. A collective.
 
     Raises:
         SettingsError: the model is not supported, or does not fit the layout or its devices.

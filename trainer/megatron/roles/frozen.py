@@ -19,7 +19,7 @@ from trainer.megatron.parallel import Position
 from trainer.megatron.part import ModelPart
 from trainer.megatron.roles.value_runner import ValueRunner
 from trainer.memory.oom_retry import OomRetry
-from trainer.roles.row_scores import numbers_of
+from trainer.roles.row_scores import token_evaluator
 
 
 def load_part(spec: FrozenSpec, position: Position, trainer: TrainerConfig, passes: OomRetry) -> FrozenModel:
@@ -51,7 +51,7 @@ def load_part(spec: FrozenSpec, position: Position, trainer: TrainerConfig, pass
     def evaluate(batch: Batch) -> torch.Tensor:
         return passes.run_without_gradients(runner, batch, lambda: runner.evaluate(batch))
 
-    return FrozenModel(numbers_of(spec, evaluate), list(parameters.values()))
+    return FrozenModel(token_evaluator(spec, evaluate), list(parameters.values()))
 
 
 def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:
@@ -62,7 +62,7 @@ def shapes_of(specs: Sequence[FrozenSpec]) -> tuple[FrozenShape, ...]:
     """
     shapes = []
     for spec in specs:
-        if spec.apart:
+        if spec.is_remote:
             continue
         try:
             shapes.append(FrozenShape(_read(spec), spec.offload))

@@ -25,7 +25,7 @@ class PartChannel:
         self.device = device
         self.part = part
         self.sizes = sizes
-        self.forgotten: frozenset[str] = frozenset()
+        self.discarded: frozenset[str] = frozenset()
         """Tensors that the receiver discards before the next version."""
         self._wanted: bytes | None = None
         self._plan: Transfer | None = None
@@ -38,8 +38,8 @@ class PartChannel:
             WeightError: the receiver requests a slice that does not exist.
         """
         if self._plan is None or connection.wanted != self._wanted:
-            wanted, self.forgotten = decode_wanted(connection.wanted, manifest)
-            self._plan = transfer_of(manifest, self.part, wanted, self.sizes, self.forgotten)
+            wanted, self.discarded = decode_wanted(connection.wanted, manifest)
+            self._plan = transfer_of(manifest, self.part, wanted, self.sizes, self.discarded)
             self._wanted = connection.wanted
         return self._plan
 
@@ -66,25 +66,25 @@ class PartChannel:
         manifest, pieces = served.manifest, served.manifest.parts[self.part].pieces
         begins = list(accumulate((last - first for _, first, last in plan.spans), initial=0))
         spans = list(zip(plan.spans, begins, strict=False))
-        count = len(plan.rests)
-        rests = SliceSums(begins[count], self.device if count else torch.device("cpu"))
-        for rest, ((tensor, first, _), begin) in zip(plan.rests, spans[:count], strict=True):
+        count = len(plan.unsent)
+        unsent = SliceSums(begins[count], self.device if count else torch.device("cpu"))
+        for rest, ((tensor, first, _), begin) in zip(plan.unsent, spans[:count], strict=True):
             whole, origin = served.streamed.full(rest.piece, connection, end), pieces[rest.piece].box
             for box in rest.boxes:
-                rests.add(whole[relative(box, origin)], manifest.tensors[tensor].shape, box, begin - first)
-        rests.launch()
-        if not plan.untouched:
-            return rests.total
+                unsent.add(whole[relative(box, origin)], manifest.tensors[tensor].shape, box, begin - first)
+        unsent.launch()
+        if not plan.unrequested:
+            return unsent.total
         others = torch.zeros(plan.rows - begins[count], dtype=torch.int64)
         begin_of = {tensor: begin - begins[count] for (tensor, _, _), begin in spans[count:]}
-        rows = {part: _rows_before(manifest, part) for part in {part for part, _ in plan.untouched}}
-        for part, number in plan.untouched:
+        rows = {part: _rows_before(manifest, part) for part in {part for part, _ in plan.unrequested}}
+        for part, number in plan.unrequested:
             piece = manifest.parts[part].pieces[number]
             first, last = sum_span(manifest.tensors[piece.tensor], piece.box)
             begin, row = begin_of[piece.tensor] + first, rows[part][number]
             collected = served.collected.full(part, connection, end)[row : row + last - first]
             others[begin : begin + last - first] += collected
-        return torch.cat([rests.total, others.to(rests.total.device)])
+        return torch.cat([unsent.total, others.to(unsent.total.device)])
 
 
 def _rows_before(manifest: WeightManifest, part: int) -> Sequence[int]:

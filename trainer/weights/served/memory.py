@@ -7,7 +7,7 @@ import torch
 
 from protocol.device.bucket_handles import buckets_on
 from protocol.device.cut_memory import dtype_of, pieces_in
-from protocol.device.pair_group import ALONE, BACKENDS
+from protocol.device.pair_group import ALONE_BYTES_OF_BACKEND, BACKENDS
 from protocol.errors import SettingsError
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import shape_of
@@ -36,7 +36,7 @@ class PartMemory:
         self.backend, self.device = backend_of(config)
         self.part = part
         bucket_bytes = config.bucket_mb << 20
-        self.sizes = BucketSizes(bucket_bytes, min(bucket_bytes, ALONE[self.backend]))
+        self.sizes = BucketSizes(bucket_bytes, min(bucket_bytes, ALONE_BYTES_OF_BACKEND[self.backend]))
 
     def new(self, manifest: WeightManifest) -> ServedVersion:
         """Return a version without pieces; the caller adds the pieces to `ServedVersion.streamed`.

@@ -31,7 +31,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from protocol.device.changes import Changes, coded
+from protocol.device.changes import Changes, encode_changes
 from protocol.device.cut_memory import cuts_in, words_in
 from protocol.device.pair_group import SENDER, abort, join_pair
 from protocol.weights.boxes import relative
@@ -178,15 +178,15 @@ class PairChannel(PartChannel):
         manifest = served.manifest
         # zeros between the cuts, so the gaps do not look like changes
         new = words_in(self._packed(bucket, connection, served, end, torch.zeros), bucket, manifest)
-        if manifest.tensors[bucket[0].tensor].name in self.forgotten:  # and so are the bucket's others
+        if manifest.tensors[bucket[0].tensor].name in self.discarded:  # and so are the bucket's others
             changes = Changes.all_of(new)
         else:
             old = words_in(self._packed(bucket, connection, base, end, torch.zeros), bucket, manifest)
-            self._await_stream(connection, end)  # `coded` waits in the driver, now only for its own work
+            self._await_stream(connection, end)  # `encode_changes` waits in the driver, now only for its own
             if not CODING.acquire(timeout=remaining_s(end)):
                 raise TimeoutError("other receivers' changes are being coded")
             try:
-                changes = coded(old, new)
+                changes = encode_changes(old, new)
             finally:
                 CODING.release()
         connection.answer({"bucket": [changes.width, changes.elements]}, end)

@@ -26,7 +26,7 @@ class ReceiverConnection(LineConnection):
         self.wanted = b""
         """Last requested slices, as `protocol.weights.slices.encode_wanted`."""
         self.keeps = False
-        """Whether the receiver still has its last confirmed version, except for forgotten tensors."""
+        """Whether the receiver still has its last confirmed version, except for discarded tensors."""
 
     def request(self, end: float, *, slices: bool = True) -> dict[str, Any] | None:
         """Read the next line; None if the receiver disconnected before the line began.

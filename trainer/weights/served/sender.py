@@ -19,7 +19,7 @@ from protocol.host.key_proof import SenderKeys
 from protocol.messages import WeightDraft, WeightManifest
 from protocol.weights.piece_rows import PieceRows
 from trainer.config import WeightConfig
-from trainer.ranks.collectives import agreed, gather_bytes
+from trainer.ranks.collectives import broadcast_bool, gather_bytes
 from trainer.weights.bucket_writer import Named, drain
 from trainer.weights.part_layout import PartReport, checked_pieces, complete_manifest
 from trainer.weights.served.memory import MEMORIES
@@ -51,7 +51,7 @@ class PartSender:
         self._sends_changes = config.delta
         self._rows = PieceRows(blank)
         self._memory = MEMORIES[config.transport](config, self._blank, rank)
-        self._asked = self._blank
+        self._filled_manifest = self._blank
         """Manifest of the last `fill`, without digests."""
         self._filled: ServedVersion | None = None
         self._server = VersionServer(config, self._memory.channel, keys)
@@ -73,13 +73,13 @@ class PartSender:
         reports = [report]
         if self.in_parts:
             reports = [_decoder.decode(data) for data in gather_bytes(msgspec.msgpack.encode(report))]
-        manifest, problem = self._asked, None
+        manifest, problem = self._filled_manifest, None
         if reports:
             try:
                 manifest = self.collect(reports, base_model=base_model)
             except WeightError as error:
                 problem = error
-        self.settle(agreed(problem is None) if self.in_parts else problem is None)
+        self.serve_or_discard(broadcast_bool(problem is None) if self.in_parts else problem is None)
         self._wait_for_all()  # rank 0 announces the version only when every rank serves it
         if problem is not None:
             raise problem
@@ -97,12 +97,12 @@ class PartSender:
     def fill(self, epoch: str, version: int, tensors: Named) -> PartReport:
         """Copy and digest this rank's pieces, which may be overwritten afterwards.
 
-        The version is served after `settle` accepts it; receivers that know its draft are served earlier.
+        The version is served once `serve_or_discard` accepts it, and before to receivers that know its draft.
         """
-        self._asked = replace(self._blank, epoch=epoch, version=version)
+        self._filled_manifest = replace(self._blank, epoch=epoch, version=version)
         try:
             try:
-                sums = self._copied(self._begun(epoch, version), tensors)
+                sums = self._copied(self._version_to_fill(epoch, version), tensors)
             except (WeightError, torch.OutOfMemoryError) as error:
                 drain(tensors)
                 return PartReport(self.location, f"rank {self.rank}: {error}", b"")
@@ -118,16 +118,16 @@ class PartSender:
             WeightError: a rank failed to create its part; the message names the first such rank.
         """
         if problem := next((report.error for report in reports if report.error), ""):
-            raise WeightError(f"version {self._asked.version}: {problem}")
+            raise WeightError(f"version {self._filled_manifest.version}: {problem}")
         assert self._filled is not None
         sums = [np.frombuffer(report.sums, np.int64) for report in reports]
         locations = [report.location for report in reports]
         digests = self._rows.digests(sums)
-        manifest = complete_manifest(self._asked, digests, locations, base_model=base_model)
+        manifest = complete_manifest(self._filled_manifest, digests, locations, base_model=base_model)
         self._filled.collected.add([torch.from_numpy(part.copy()) for part in sums])
         return manifest
 
-    def settle(self, accepted: bool) -> None:
+    def serve_or_discard(self, accepted: bool) -> None:
         """Serve the filled version if `accepted`; otherwise discard it and keep the previous version."""
         if not accepted:
             self._cancel()
@@ -149,13 +149,13 @@ class PartSender:
         if self.in_parts:
             gather_bytes(b"")
 
-    def _begun(self, epoch: str, version: int) -> ServedVersion:
+    def _version_to_fill(self, epoch: str, version: int) -> ServedVersion:
         """Return the version's draft if it exists, else a version without pieces."""
         check_stuck()
         served = self._server.provisional
         if served is None or (served.manifest.epoch, served.manifest.version) != (epoch, version):
             self._cancel()
-            served = self._new(self._asked)
+            served = self._new(self._filled_manifest)
         self._filled = served
         return served
 

@@ -7,7 +7,7 @@ import torch
 
 from protocol.errors import SettingsError
 from trainer.algorithms import AlgorithmConfig, make_algorithm
-from trainer.step.probe import probe_made
+from trainer.step.probe import probe_synthetic
 
 MODULE = """
 from dataclasses import dataclass
@@ -72,7 +72,7 @@ def own(name: str, **options: object) -> AlgorithmConfig:
 
 def test_an_own_algorithm_replaces_a_part_of_a_built_in(module: str) -> None:
     config = own(f"{module}:Scaled", factor=3.0)
-    mine, grpo = (probe_made(make_algorithm(c), 4) for c in (config, AlgorithmConfig()))
+    mine, grpo = (probe_synthetic(make_algorithm(c), 4) for c in (config, AlgorithmConfig()))
     torch.testing.assert_close(mine.advantages, 3 * grpo.advantages)
     torch.testing.assert_close(mine.weights, grpo.weights)
     assert mine.loss != grpo.loss
@@ -87,7 +87,7 @@ def test_an_own_algorithm_may_change_what_it_is_given(module: str) -> None:
 
 
 def test_an_own_algorithm_of_all_parts_computes_its_loss(module: str) -> None:
-    found = probe_made(make_algorithm(own(f"{module}:Whole")), 4)
+    found = probe_synthetic(make_algorithm(own(f"{module}:Whole")), 4)
     assert found.groups == 3
     assert torch.isfinite(found.gradient).all()
     assert float(found.gradient.norm()) > 0
@@ -108,7 +108,7 @@ def test_an_own_algorithm_of_all_parts_computes_its_loss(module: str) -> None:
 )
 def test_a_wrong_result_of_an_own_algorithm_is_refused(module: str, wrong: str, words: str) -> None:
     with pytest.raises(SettingsError, match=words) as error:
-        probe_made(make_algorithm(own(f"{module}:Whole", wrong=wrong)), 4)
+        probe_synthetic(make_algorithm(own(f"{module}:Whole", wrong=wrong)), 4)
     assert f"{module}:Whole" in str(error.value)
 
 
@@ -133,6 +133,6 @@ def test_too_little_memory_stays_an_error_of_its_own(module: str) -> None:
     def raises(*_: object) -> None:
         raise torch.OutOfMemoryError
 
-    made._made.advantages = raises  # type: ignore[attr-defined]
+    made._algorithm.advantages = raises  # type: ignore[attr-defined]
     with pytest.raises(torch.OutOfMemoryError):
         made.advantages(torch.zeros(2), torch.zeros(2))

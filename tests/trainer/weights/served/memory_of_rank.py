@@ -53,10 +53,10 @@ def main(mib: int, ranks: int) -> None:
         for i, piece in enumerate(made.publication.parts[rank])
     ]
     sender.fill("e1", 0, held)  # imports and first uses of libraries
-    sender.settle(False)
+    sender.serve_or_discard(False)
     peak = Peak()
     report = sender.fill("e1", 1, held)
-    sender.settle(True)
+    sender.serve_or_discard(True)
     print(msgspec.msgpack.encode(report).hex(), flush=True)
     print(json.dumps(peak.mib()), flush=True)
     peak = Peak()

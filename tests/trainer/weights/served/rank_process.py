@@ -29,7 +29,7 @@ def main(transport: str, rank: int, ranks: int) -> None:
     made = made_of(transport, ranks)
     for version in (1, 2):
         report = made.senders[rank].fill("e1", version, made.pieces(rank, tensors(version)))
-        made.senders[rank].settle(True)
+        made.senders[rank].serve_or_discard(True)
         print(msgspec.msgpack.encode(report).hex(), flush=True)
     sys.stdin.read()
 

@@ -133,7 +133,7 @@ def test_engines_that_come_and_miss_versions_have_all_bits_of_each(
                 for number in fetching:
                     engines[number].fetch(provisional_manifest(manifest, version))
             for sender in ranks.senders:
-                sender.settle(True)
+                sender.serve_or_discard(True)
             for number in fetching:
                 one, wanted = engines[number], WHOLE if number == 0 else 0
                 if not is_draft:
@@ -189,7 +189,7 @@ def test_version_is_received_as_changes_while_it_is_made(two: TrainerRanks, engi
         engine.fetch(provisional_manifest(manifest, version))
         assert 0 < read(engine) < WHOLE / 50
         for sender in two.senders:
-            sender.settle(True)
+            sender.serve_or_discard(True)
         assert engine.staging.take(manifest).digest == digest_of(tensors)
         assert engine.holds(tensors)
 
@@ -204,7 +204,7 @@ def test_draft_that_is_given_up_is_followed_by_all_bytes(two: TrainerRanks, engi
     engine.fetch(provisional_manifest(given_up, 2))
     assert engine.holds(other)
     for sender in two.senders:
-        sender.settle(False)
+        sender.serve_or_discard(False)
     manifest = two.publish("e1", 2, tensors)
     engine.fetch(manifest)
     assert read(engine) >= WHOLE
@@ -388,7 +388,7 @@ def test_engine_that_is_killed_between_two_changes_harms_no_other(gpu: int | Non
             victim.process.kill()
             making.let()
             second = sender.collect([filling.result(DEADLINE_S)], base_model="")
-        sender.settle(True)
+        sender.serve_or_discard(True)
         assert survivor.answer() == {"staged": 2}
         assert survivor.ask("commit", second) == {"served": 2}
         assert survivor.ask("digest") == {"digest": digest_of(tensors)}

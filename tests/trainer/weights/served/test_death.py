@@ -68,7 +68,7 @@ def test_rank_that_is_killed_in_the_middle_leaves_the_engine_as_it_was(
     for version, report in zip((1, 2), reports, strict=True):
         own = ranks.senders[0].fill("e1", version, ranks.pieces(0, tensors(version)))
         manifests.append(ranks.senders[0].collect([own, report], base_model=""))
-        ranks.senders[0].settle(True)
+        ranks.senders[0].serve_or_discard(True)
     engine.serve(manifests[1])
     live = engine.ask("digest")
     engine.tell("wait", manifests[1])

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import trainer.weights.served.nccl_pairs as pairs
-from protocol.device.changes import Changes, coded
+from protocol.device.changes import Changes, encode_changes
 from protocol.errors import SettingsError, WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from rollout.weights.nccl_pairs import PairSlices
@@ -217,11 +217,11 @@ def test_changes_are_coded_for_one_receiver_at_a_time(monkeypatch: pytest.Monkey
         at_once.append(len(coding))
         with suppress(threading.BrokenBarrierError):
             meeting.wait(2)
-        found = coded(old, new)
+        found = encode_changes(old, new)
         coding.pop()
         return found
 
-    monkeypatch.setattr(pairs, "coded", counted)
+    monkeypatch.setattr(pairs, "encode_changes", counted)
     engines, tensors = [engine_rank() for _ in range(3)], first()
     with ExitStack() as stack:
         ranks = stack.enter_context(trainer_ranks(of_ranks(1), SHAPES, 1, dtype="bfloat16", delta=True))

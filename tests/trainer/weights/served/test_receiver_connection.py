@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protocol.errors import WeightError
-from protocol.host.key_proof import KEYS, ReceiverKeys, SenderKeys, fetch_with_keys
+from protocol.host.key_proof import KEY_DIR_VARIABLE, ReceiverKeys, SenderKeys, fetch_with_keys
 from protocol.messages import WeightManifest
 from rollout.weights.registry import make_receiver
 from services.bus.curve import create_keys
@@ -26,7 +26,7 @@ TENSORS = {"a": torch.arange(1000.0), "b": torch.ones(3)}
 
 @pytest.fixture(autouse=True)
 def without_keys(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(KEYS, "")
+    monkeypatch.setenv(KEY_DIR_VARIABLE, "")
 
 
 @pytest.fixture

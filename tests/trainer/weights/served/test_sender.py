@@ -125,7 +125,7 @@ def test_ranks_with_wider_tensors_have_the_values_of_each_version(transport: str
             if is_draft:
                 found[0].fetch(provisional_manifest(manifest, version))
             for sender in ranks.senders:
-                sender.settle(True)
+                sender.serve_or_discard(True)
             for engine in found[is_draft:]:
                 engine.fetch(manifest)
             for engine in found:
@@ -175,7 +175,7 @@ def test_version_that_a_rank_could_not_make_is_served_by_none(two: TrainerRanks)
     with pytest.raises(WeightError, match="version 2: rank 0: q: a piece of"):
         two.senders[0].collect(reports, base_model="")
     for sender in two.senders:
-        sender.settle(False)
+        sender.serve_or_discard(False)
     (engine,) = engines(1)
     engine.fetch(before)
     assert engine.holds(tensors(1))
@@ -209,7 +209,7 @@ def test_ranks_of_two_versions_are_not_mixed(two: TrainerRanks) -> None:
     manifest = two.publish("e1", 1, tensors(1))
     other = two.senders[1]
     other.fill("e1", 1, two.pieces(1, tensors(2)))
-    other.settle(True)
+    other.serve_or_discard(True)
     for engine in engines(2):
         with pytest.raises(WeightError, match="digest"):
             engine.fetch(manifest)
@@ -248,7 +248,7 @@ def test_receivers_of_a_draft_that_is_not_made_are_disconnected(drafting: Traine
         fetched = pool.submit(engine.fetch, provisional_manifest(before, 2))
         drafting.fill("e1", 2, tensors(2))
         for sender in drafting.senders:
-            sender.settle(False)
+            sender.serve_or_discard(False)
         with pytest.raises(WeightError, match="version 2"):
             fetched.result(DEADLINE_S)
     assert engine.staging.staged is None
@@ -373,7 +373,7 @@ def test_rank_that_publishes_takes_memory_for_its_part_and_a_few_buckets() -> No
             reports.append(sender.fill("e1", 1, held))
         manifest = made.senders[0].collect([*reports, theirs], base_model="")
         for sender in made.senders[:-1]:
-            sender.settle(True)
+            sender.serve_or_discard(True)
         shapes = dict(zip(made.publication.names, made.publication.shapes, strict=True))
         for boxes in tensor_ranks(shapes, 2):
             engine = EngineRank(boxes, shapes)

@@ -93,7 +93,7 @@ class TrainerRanks:
     def publish(self, epoch: str, version: int, tensors: Tensors) -> WeightManifest:
         manifest = self.senders[0].collect(self.fill(epoch, version, tensors), base_model="")
         for sender in self.senders:
-            sender.settle(True)
+            sender.serve_or_discard(True)
         return manifest
 
     def close(self) -> None:

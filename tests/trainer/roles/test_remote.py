@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.roles.placed import StepDivision
+from trainer.roles.remote import StepDivision
 
 
 @given(lengths=st.lists(st.integers(0, 4), min_size=1, max_size=8), data=st.data())
@@ -21,9 +21,9 @@ def test_each_replica_gets_the_numbers_of_its_rows_there_and_back(
     def of(rows: list[int]) -> torch.Tensor:
         return torch.cat([torch.zeros(0), *(numbers[row] for row in rows)])
 
-    sent = [of(rows) for rows in division.apart]
+    sent = [of(rows) for rows in division.remote_rows]
     assert [len(values) for values in sent] == [division.entries(replica) for replica in range(3)]
     whole = division.to_policy(sent)
-    assert torch.equal(whole, torch.cat([of(rows) for rows in division.policy]))
-    back = division.to_apart(whole)
+    assert torch.equal(whole, torch.cat([of(rows) for rows in division.policy_rows]))
+    back = division.to_remote(whole)
     assert [values.tolist() for values in back] == [values.tolist() for values in sent]

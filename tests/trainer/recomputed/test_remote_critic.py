@@ -35,6 +35,6 @@ def test_a_critic_apart_is_the_naive_loops(
 ) -> None:
     arguments = (backend, layout, *map(str, critic), str(directory), str(tmp_path), *names)
     ranks = LAYOUTS[layout].world_size + critic[0]
-    launch(ranks, "tests.trainer.recomputed.apart_ranks", *arguments, logs=tmp_path / "logs")
+    launch(ranks, "tests.trainer.recomputed.remote_ranks", *arguments, logs=tmp_path / "logs")
     for name in names:
         assert_naive(name, directory, tmp_path)

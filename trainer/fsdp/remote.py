@@ -15,26 +15,26 @@ from trainer.fsdp.model import load_frozen
 from trainer.memory.plan import MemoryPlan
 from trainer.reference.frozen import architecture_of, frozen
 from trainer.roles.critic import Critic, CriticSpec
-from trainer.roles.row_scores import numbers_of
+from trainer.roles.row_scores import token_evaluator
 
 
-def load_frozen_apart(
+def load_remote_frozen(
     spec: FrozenSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[FrozenModel, Replicas]:
-    """Load a frozen model; as `trainer.registry.make_frozen`. A collective.
+    """Load a frozen model; as `trainer.registry.make_remote_frozen`. A collective.
 
     Raises:
         SettingsError: transformers cannot load the model, or the backend does not support the layout.
     """
     mesh = _joined(parallel, trainer)
     model = load_frozen(spec, mesh, trainer)
-    return frozen(model.module, numbers_of(spec, model.evaluate)), _replicas(mesh)
+    return frozen(model.module, token_evaluator(spec, model.evaluate)), _replicas(mesh)
 
 
-def load_critic_apart(
+def load_remote_critic(
     spec: CriticSpec, parallel: ParallelConfig, trainer: TrainerConfig
 ) -> tuple[Critic, Replicas]:
-    """Load a critic; as `trainer.registry.make_critic_apart`. A collective.
+    """Load a critic; as `trainer.registry.make_remote_critic`. A collective.
 
     Raises:
         SettingsError: transformers cannot load the critic, the devices have too little memory, or the backend

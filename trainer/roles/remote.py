@@ -38,27 +38,27 @@ class StepDivision:
 
     lengths: Sequence[int]
     """[N], number of tokens in each row."""
-    policy: Sequence[Sequence[int]]
+    policy_rows: Sequence[Sequence[int]]
     """Rows of each replica of the policy."""
-    apart: Sequence[Sequence[int]]
+    remote_rows: Sequence[Sequence[int]]
     """Rows of each replica of the other model."""
 
     def entries(self, replica: int) -> int:
         """Return the number of tokens of a replica of the other model."""
-        return sum(self.lengths[row] for row in self.apart[replica])
+        return sum(self.lengths[row] for row in self.remote_rows[replica])
 
     def to_policy(self, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """Reorder values from the other model's replicas to the order of the policy's: float32 [T]."""
-        by_row = self._by_row(torch.cat(list(values)), self.apart)
-        return torch.cat([by_row[row] for row in chain(*self.policy)])
+        by_row = self._by_row(torch.cat(list(values)), self.remote_rows)
+        return torch.cat([by_row[row] for row in chain(*self.policy_rows)])
 
-    def to_apart(self, values: torch.Tensor) -> list[torch.Tensor]:
+    def to_remote(self, values: torch.Tensor) -> list[torch.Tensor]:
         """Split values in the order of the policy's replicas, float32 [T], by replica of the other model.
 
         The inverse of `to_policy`.
         """
-        by_row = self._by_row(values, self.policy)
-        return [torch.cat([values[:0], *(by_row[row] for row in rows)]) for rows in self.apart]
+        by_row = self._by_row(values, self.policy_rows)
+        return [torch.cat([values[:0], *(by_row[row] for row in rows)]) for rows in self.remote_rows]
 
     def _by_row(self, values: torch.Tensor, replicas: Sequence[Sequence[int]]) -> Mapping[int, torch.Tensor]:
         """Return the values of each row, given the concatenated values of a model's replicas."""
@@ -103,7 +103,7 @@ class RoleLink:
 
     def send_rows(self, values: torch.Tensor) -> None:
         """Send each rank its replica's part of values in the policy's order, float32 [T]."""
-        parts = self._division.to_apart(values)
+        parts = self._division.to_remote(values)
         for ranks, part in zip(self.replicas, parts, strict=True):
             for rank in ranks:
                 self._wire.send(part, rank + 1)
@@ -116,22 +116,22 @@ class RoleLink:
 NO_LINKS: Mapping[str, RoleLink] = {}
 
 
-class PlacedRole:
+class RemoteFrozenModel:
     """Frozen model on ranks of its own, as seen from a rank of the policy."""
 
-    def __init__(self, link: RoleLink | None, policy: Replicas) -> None:
+    def __init__(self, link: RoleLink | None, policy_replicas: Replicas) -> None:
         """Use rank 0's connection to the model.
 
         Args:
             link: on rank 0; None on other ranks.
-            policy: ranks of each replica of the policy.
+            policy_replicas: ranks of each replica of the policy.
         """
-        self._link, self._policy = link, policy
+        self._link, self._policy_replicas = link, policy_replicas
 
     def evaluate(self, batch: Batch) -> torch.Tensor:
         """Return this model's numbers for the batch's tokens, float32 [t] on the CPU. A collective."""
         whole = self._link.receive_rows() if self._link is not None else None
-        return divide_over_replicas(whole, len(batch.tokens), self._policy)
+        return divide_over_replicas(whole, len(batch.tokens), self._policy_replicas)
 
     def offload(self) -> None:
         """Return at once: the model has a device of its own."""
@@ -144,30 +144,30 @@ _stats = msgspec.msgpack.Decoder(StepStats)
 _reason = msgspec.msgpack.Decoder(str)
 
 
-class PlacedCritic(Critic):
+class RemoteCritic(Critic):
     """Critic on ranks of its own, as seen from a rank of the policy.
 
     The critic's ranks execute the commands themselves (`CriticFollower`).
     """
 
-    def __init__(self, link: RoleLink | None, policy: Replicas, config: CriticConfig) -> None:
+    def __init__(self, link: RoleLink | None, policy_replicas: Replicas, config: CriticConfig) -> None:
         """Use rank 0's connection to the critic.
 
         Args:
             link: on rank 0; None on other ranks.
-            policy: ranks of each replica of the policy.
+            policy_replicas: ranks of each replica of the policy.
         """
-        self.config, self._link, self._policy = config, link, policy
+        self.config, self._link, self._policy_replicas = config, link, policy_replicas
 
     def values(self, batch: Batch) -> torch.Tensor:
         whole = self._link.receive_rows() if self._link is not None else None
-        return divide_over_replicas(whole, len(batch.tokens), self._policy)
+        return divide_over_replicas(whole, len(batch.tokens), self._policy_replicas)
 
     def begin_updates(self, part: Batch) -> None:
         """Send the returns to the critic's ranks, which then begin the updates of the step. A collective."""
         if part.returns is None:
             raise RuntimeError("a critic's updates need returns")
-        whole = concatenate_replicas(part.returns, self._policy)
+        whole = concatenate_replicas(part.returns, self._policy_replicas)
         if self._link is not None:
             self._link.send_rows(whole)
 
