@@ -69,7 +69,8 @@ def describe_unscored(settings: Settings, first: int, last: int, evaluation: Sup
     unscored = unscored_versions(list(read_evaluations(settings.run_dir)), due)
     if not unscored:
         return ""
-    cause = f"; {evaluation.given_up}" if evaluation.given_up else " (not in time, see docs/evaluation.md)"
+    reason = evaluation.failure_reason
+    cause = f"; {reason}" if reason else " (not in time, see docs/evaluation.md)"
     return (
         f"evaluation: {len(due) - len(unscored)} of {len(due)} versions were scored, "
         f"not {describe_versions(unscored)}{cause}"
