@@ -26,7 +26,7 @@ from rollout.strays import Strays
 from services.evaluation.estimates import PromptScore, greedy_fields, sampled_fields
 from services.run_record.evaluations import Evaluation
 from services.runtime.user_modules import add_user_modules
-from services.settings.evaluation import eval_engine, ks_of
+from services.settings.evaluation import eval_engine, pass_at_k_values
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 
@@ -190,7 +190,7 @@ def evaluation_of(settings: Settings, manifest: WeightManifest, name: str, score
         error=next((score.error for score in every if score.error), "")[:300],
         samples=samples,
         **greedy_fields(greedy),
-        **(sampled_fields(sampled, ks_of(samples), settings.eval.success) if samples else {}),
+        **(sampled_fields(sampled, pass_at_k_values(samples), settings.eval.success) if samples else {}),
         engine=eval_engine(settings).name,
         seconds=round(scores.seconds, 3),
         time=time.time(),

@@ -37,7 +37,7 @@ from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import check_stream
 from services.runtime.user_modules import add_user_modules
-from services.runtime.writing import until_written
+from services.runtime.writing import retry_until_written
 from services.settings.evaluation import BestScore, HeldOutSets, best_score, eval_engine, read_sets
 from trainer.weights.version_directories import read_manifests
 
@@ -213,8 +213,8 @@ class Evaluator:
         scores = await self._scorer.score(prompts)
         evaluation = evaluation_of(self._settings, snapshot, name, scores)
         await asyncio.to_thread(self._best.keep, evaluation, snapshot)
-        await until_written(self._process, partial(append_evaluation, self._run_dir, evaluation))
-        await until_written(self._process, self._best.publish)
+        await retry_until_written(self._process, partial(append_evaluation, self._run_dir, evaluation))
+        await retry_until_written(self._process, self._best.publish)
         self._process.metrics.count("evaluation.scored")
         self._process.metrics.seconds.labels("evaluation").observe(evaluation.seconds)
         log.info("evaluation.scored %s", describe_evaluation(evaluation))

@@ -46,7 +46,7 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
         and not settings.placement.reference,
         frozen=tuple(frozen_shapes(settings)),
         shared=settings.shares_masters,
-        critic=critic_architecture(settings, model) if settings.critic_beside else None,
+        critic=critic_architecture(settings, model) if settings.is_critic_on_policy_ranks else None,
     )
 
 
@@ -142,7 +142,7 @@ def _sharded_workload(settings: Settings, model: ModelFacts) -> ShardedWorkload:
         settings.lora,
         settings.algorithm,
         frozen,
-        fetch_critic(settings) if settings.critic_beside else None,
+        fetch_critic(settings) if settings.is_critic_on_policy_ranks else None,
     )
 
 

@@ -168,7 +168,7 @@ def build_backend(settings: Settings) -> Backend:
         adapters=settings.lora,
         shared=settings.shares_masters,
         frozen=frozen_specs(settings),
-        critic_dir=fetch_critic(settings) if settings.critic_beside else None,
+        critic_dir=fetch_critic(settings) if settings.is_critic_on_policy_ranks else None,
         served=settings.served_bytes(_parameters(model_dir)) + head_bytes(settings),
     )
 
