@@ -231,7 +231,7 @@ class TrainLoop:
             engine = alarm.where.get("engine", "")
             if action == "stop":
                 await self._halt(alarm.sentence())
-            elif action == "quarantine" and engine and alarm.is_of_engine:
+            elif action == "quarantine" and engine and alarm.is_engine_fault:
                 # the ledger releases its groups and grants it no leases, even if it misses the broadcast
                 await self._process.ledger.unregister(engine, refuted=True)
                 self._run.broadcaster.publish(
