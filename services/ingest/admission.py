@@ -13,7 +13,7 @@ from services.ledger_recovery.journal_entries import accept_entry
 from services.observability.busy import BusyMeter
 from services.runtime.process import Process
 from services.runtime.user_modules import add_user_modules
-from services.runtime.writing import until_written
+from services.runtime.writing import retry_until_written
 from trainer.data.group_filter import group_filter
 from trainer.data.samples import check_scored, mean_reward
 from trainer.storage.spool import Spool
@@ -60,7 +60,7 @@ class Admission:
             (message.rollout.group, message.rollout.token, bytes(delivery.envelope.payload))
             for delivery, message, _ in checked
         ]
-        stored = await until_written(process, partial(self._spool.put_many, records))
+        stored = await retry_until_written(process, partial(self._spool.put_many, records))
         accepted, refused = list[tuple[Delivery, TakenGroup]](), list[tuple[Delivery, str]]()
         needless = set[tuple[int, str]]()
         for delivery, message, counts in checked:
@@ -74,13 +74,13 @@ class Admission:
         if accepted:
             sequence = (await process.ledger.head()).sequence
             entry = accept_entry(head.epoch, [group for _, group in accepted], sequence)
-            await until_written(process, partial(self._spool.append, [entry]))
+            await retry_until_written(process, partial(self._spool.append, [entry]))
         for delivery, _ in accepted:
             process.metrics.count("accepted")
             self._receiver.ack(delivery)
         # records that existed before, or whose duplicate was accepted, may be trained on
         if needless := (needless & stored) - {(group.group, group.token) for _, group in accepted}:
-            await until_written(process, partial(self._spool.remove, needless))
+            await retry_until_written(process, partial(self._spool.remove, needless))
         for delivery, why in refused:
             self._receiver.refuse(delivery, why)
 

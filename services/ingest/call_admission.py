@@ -19,7 +19,7 @@ from protocol.rollout_view import MAX_GROUPS, check_logprobs, checked_array, req
 from services.bus.receiver import Delivery, Receiver
 from services.ledger.interface import Ledger
 from services.runtime.process import Process
-from services.runtime.writing import until_written
+from services.runtime.writing import retry_until_written
 from trainer.storage.call_store import NOT_HELD, CallStore, recalled
 from trainer.storage.spool import Spool
 
@@ -108,7 +108,7 @@ class CallAdmission:
             if not calls:
                 return
             rows = [(call, bytes(delivery.envelope.payload)) for delivery, call in calls]
-            reasons = await until_written(self._process, functools.partial(self._store.put_many, rows))
+            reasons = await retry_until_written(self._process, functools.partial(self._store.put_many, rows))
             unknown = []
             for (delivery, call), reason in zip(calls, reasons, strict=True):
                 if not reason:
@@ -124,7 +124,7 @@ class CallAdmission:
         if not 0 <= recall.group < MAX_GROUPS or not 0 <= recall.sample < MAX_SAMPLES:
             self._refuse(delivery, f"group {recall.group} or sample {recall.sample} is out of range")
         elif await self._hold(delivery, recall.group, recall.token):
-            payloads = await until_written(
+            payloads = await retry_until_written(
                 self._process, lambda: self._store.recall(recall.group, recall.sample)
             )
             calls = [call for data in payloads if isinstance(call := decode_payload(data), Call)]
@@ -137,7 +137,7 @@ class CallAdmission:
 
         The query extends the lease: the ledger has no other query about a lease.
         """
-        if await until_written(self._process, lambda: self._store.is_held(group, token)):
+        if await retry_until_written(self._process, lambda: self._store.is_held(group, token)):
             return True
         try:
             await self._process.ledger.extend(group, token, self._lease_ms)
@@ -146,7 +146,7 @@ class CallAdmission:
                 raise
             self._refuse(delivery, str(refusal))
             return False
-        await until_written(self._process, lambda: self._store.hold(group, token))
+        await retry_until_written(self._process, lambda: self._store.hold(group, token))
         return True
 
     def _checked(self, delivery: Delivery) -> Call | None:

@@ -25,7 +25,7 @@ from trainer.memory.expected import GIB
 
 log = logging.getLogger("tether.turns")
 
-LOOK_S = 1.0
+HOLDERS_REFRESH_S = 1.0
 """Seconds between updates of the holders' names while the trainer waits for the device."""
 POLL_S = 0.01
 """Seconds between two attempts to lock the device."""
@@ -35,7 +35,7 @@ class TrainerGpuTurn:
     """The trainer's turn on the GPU. Rank 0 acquires and releases the device for all ranks."""
 
     def __init__(self, process: Process, device: DeviceLock) -> None:
-        self.mine = False
+        self.has_device = False
         """Whether the trainer has acquired the GPU and not released it."""
         self._process = process
         self._device = device
@@ -54,25 +54,25 @@ class TrainerGpuTurn:
         with self._process.waiting("engines to sleep") as set_detail:
             try:
                 async with asyncio.timeout(wait_s):
-                    looked = time.monotonic()
+                    refreshed_s = time.monotonic()
                     while not self._device.try_acquire(exclusive=True):
                         await asyncio.sleep(POLL_S)
-                        if time.monotonic() - looked > LOOK_S:
+                        if time.monotonic() - refreshed_s > HOLDERS_REFRESH_S:
                             set_detail(await holders(self._process, self._device))
-                            looked = time.monotonic()
+                            refreshed_s = time.monotonic()
             except TimeoutError:
                 names = await holders(self._process, self._device)
                 raise TetherError(
                     f"{names} still held the device after {wait_s:g} s (colocated.wait_s): it does not "
                     "sleep, or not that fast; end it, `tether up` starts another one"
                 ) from None
-        self.mine = True
+        self.has_device = True
         log.info("turn.trainer")
 
     async def release(self) -> None:
         """Release the device to the engines. The trainer must have freed all of its memory on the device."""
         log.info("turn.engines")
-        self.mine = False
+        self.has_device = False
         self._device.release()
         await self._write(Turn.ENGINES)
 

@@ -23,7 +23,7 @@ from services.runtime.errors import configure_logging, exit_with
 from services.runtime.event_loop import running_loops
 from services.runtime.main import service_main
 from services.runtime.process import Process
-from services.runtime.writing import StoppedWaiting, until_written
+from services.runtime.writing import StoppedWaiting, retry_until_written
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.trainer.checkpointing import Checkpointer
@@ -124,7 +124,7 @@ async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
     """Make steps, receive engines' answers, and watch the shared engine."""
     process = run.process
     reports = await process.ledger.reports(0)
-    await until_written(process, lambda: run.steps.backfill(reports), run.check_held)
+    await retry_until_written(process, lambda: run.steps.backfill(reports), run.check_ownership)
     loops = {"weights.answers": loop.answers_loop(), "audit": loop.audit.audit_loop()}
     if runner.shared_engine is not None:
         loops["engine.watch"] = runner.shared_engine.watch_loop()

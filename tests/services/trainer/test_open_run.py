@@ -50,12 +50,12 @@ def test_only_the_groups_that_refuse_a_batch_are_given_up(tmp_path: Path) -> Non
         [(spec.group, "t", encode_payload(scored(spec))) for spec in groups] + [(5, "t", b"noise")]
     )
     refused = ProtocolError("group 4: logprobs")
-    causes = open_run(spool).unreadable(taken(3, 4, 5, 6), refused).causes
+    causes = open_run(spool).find_unreadable(taken(3, 4, 5, 6), refused).causes
     assert list(causes) == [(4, "t"), (5, "t")]
     assert causes[4, "t"] == "group 4: logprobs of sample 0 has 2.64 for token 1, above 0"
     assert causes[5, "t"].startswith("group 5: not a message")
     with pytest.raises(ProtocolError, match="group 4: logprobs"):
-        open_run(spool).unreadable(taken(3, 6), refused)
+        open_run(spool).find_unreadable(taken(3, 6), refused)
 
 
 async def test_a_spool_that_the_ingest_does_not_write_to_ends_the_trainer(tmp_path: Path) -> None:
