@@ -23,7 +23,7 @@ from services.runtime.writing import retry_until_written
 from trainer.storage.call_store import NOT_HELD, CallStore, recalled
 from trainer.storage.spool import Spool
 
-KEPT_S = 3600.0
+RETENTION_S = 3600.0
 """Seconds to keep calls of ended groups, in addition to twice `environment.episode_s`.
 
 The session of an ended group may still run and send a record that refers to the calls.
@@ -37,11 +37,11 @@ class CallSweep:
         self,
         ledger: Ledger,
         store: CallStore,
-        kept_s: float,
+        retention_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep calls for `kept_s` seconds of `clock`, which must be monotonic."""
-        self._ledger, self._store, self._kept_s, self._clock = ledger, store, kept_s, clock
+        """Keep calls for `retention_s` seconds of `clock`, which must be monotonic."""
+        self._ledger, self._store, self._retention_s, self._clock = ledger, store, retention_s, clock
         self._ended_s: dict[int, float] = {}
         """Group -> time at which its end was first seen. At most one entry per group with calls."""
 
@@ -55,7 +55,7 @@ class CallSweep:
         ended = await self._ledger.ended(await asyncio.to_thread(self._store.unscored_groups))
         now = self._clock()
         self._ended_s = {group: self._ended_s.get(group, now) for group in ended}
-        due = [group for group, since in self._ended_s.items() if now - since >= self._kept_s]
+        due = [group for group, since in self._ended_s.items() if now - since >= self._retention_s]
         return await asyncio.to_thread(self._store.forget_unscored, due)
 
 
@@ -91,8 +91,8 @@ class CallAdmission:
 
         The trainer deletes the calls of groups that it dropped or archived.
         """
-        kept_s = KEPT_S + 2 * self._process.settings.environment.episode_s
-        sweep = CallSweep(self._process.ledger, self._store, kept_s)
+        retention_s = RETENTION_S + 2 * self._process.settings.environment.episode_s
+        sweep = CallSweep(self._process.ledger, self._store, retention_s)
         while True:
             try:
                 if count := await sweep.sweep():
@@ -103,7 +103,7 @@ class CallAdmission:
 
     async def _put(self, batch: Sequence[Delivery]) -> None:
         """Store calls with one fsync; ask the ledger about leases that the spool does not know."""
-        calls = [(item, call) for item in batch if (call := self._checked(item)) is not None]
+        calls = [(item, call) for item in batch if (call := self._check_call(item)) is not None]
         for is_last in (False, True):
             if not calls:
                 return
@@ -149,7 +149,7 @@ class CallAdmission:
         await retry_until_written(self._process, lambda: self._store.hold(group, token))
         return True
 
-    def _checked(self, delivery: Delivery) -> Call | None:
+    def _check_call(self, delivery: Delivery) -> Call | None:
         """Return a call that can be replayed; refuse other calls and return None."""
         call = delivery.message
         assert isinstance(call, Call)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SpoolError
-from services.ledger.event_log.hash_chain import damaged_lines, head_of
+from services.ledger.event_log.hash_chain import damaged_lines, head_path
 from services.settings.resume import EARLIER
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import MANIFEST
@@ -114,7 +114,7 @@ def _listed(path: Path) -> set[Path]:
 
 
 def _head(path: Path) -> set[Path]:
-    return {head_of(path)}
+    return {head_path(path)}
 
 
 def _beside_spool(path: Path) -> set[Path]:

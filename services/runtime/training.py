@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from protocol.device.checkpoint_shapes import count_parameters, tensor_shapes
-from services.ledger.interface import Taken
+from services.ledger.interface import TakenBatch
 from services.runtime.user_modules import add_user_modules
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
@@ -184,7 +184,7 @@ def _parameters(directory: Path) -> int:
 
 
 def train_command(
-    settings: Settings, batch: Taken, records: Sequence[bytes], *, mask_late: bool = True
+    settings: Settings, batch: TakenBatch, records: Sequence[bytes], *, mask_late: bool = True
 ) -> TrainCommand:
     """Return the command that trains on a taken batch.
 

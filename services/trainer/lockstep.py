@@ -10,7 +10,7 @@ generates, and a group that is leased again gets the same version again.
 import logging
 
 from protocol.lifecycle import GroupState
-from services.ledger.interface import Taken
+from services.ledger.interface import TakenBatch
 from services.runtime.process import Process
 from services.settings.sections import BoundConfig
 
@@ -49,7 +49,7 @@ async def wait_for_groups_before(process: Process, version: int) -> bool:
     return False
 
 
-def find_misplaced_group(batch: Taken, bound: BoundConfig) -> str:
+def find_misplaced_group(batch: TakenBatch, bound: BoundConfig) -> str:
     """Return which group of a batch is out of order, and why; empty if all groups are in order."""
     first, version = batch.step * bound.groups_per_step, max(0, batch.step - bound.max_staleness)
     for number, taken in enumerate(batch.groups, first):

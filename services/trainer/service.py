@@ -16,7 +16,7 @@ from protocol.host.prctl import die_with_parent
 from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
-from services.ledger_recovery.fencing import why_fenced
+from services.ledger_recovery.fencing import fence_reason
 from services.preflight.memory import check_host_memory
 from services.run_record.steps import StepLog
 from services.runtime.errors import configure_logging, exit_with
@@ -92,7 +92,7 @@ async def _train(run: OpenRun, runner: ModelRunner) -> None:
     except* Refused as refusals:
         if refusals.subgroup(_is_fenced) is None:
             raise
-        cause = await why_fenced(run.process.ledger, run.process.settings.run_dir, run.process.run)
+        cause = await fence_reason(run.process.ledger, run.process.settings.run_dir, run.process.run)
         raise TetherError(f"{cause}; this one ends, its epoch was {run.epoch}") from None
 
 

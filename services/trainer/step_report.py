@@ -12,7 +12,7 @@ import msgspec
 from protocol.lifecycle import NO_SIGNAL
 from protocol.messages import AnyMessage, StepReport, WeightApplied, WeightFailed
 from protocol.topics import Role
-from services.ledger.interface import LedgerStatus, Peer, Taken
+from services.ledger.interface import LedgerStatus, Peer, TakenBatch
 from services.observability.busy import BusyShare
 from services.runtime.process import Process
 from trainer.backends.base import StepStats
@@ -69,7 +69,7 @@ class StepClock:
 class TrainedStep:
     """An optimizer step that is not committed yet."""
 
-    taken: Taken
+    taken: TakenBatch
     plan: StepPlan
     stats: StepStats
     flops: float | None = None

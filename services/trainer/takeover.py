@@ -16,7 +16,7 @@ from protocol.codec import encode_payload
 from protocol.errors import ProtocolError, SettingsError, TetherError
 from protocol.ids import new_epoch
 from protocol.messages import WeightManifest
-from services.ledger.interface import LedgerStatus, Taken
+from services.ledger.interface import LedgerStatus, TakenBatch
 from services.runtime.writing import retry_while_full
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
@@ -155,7 +155,8 @@ async def _replay(
     reached, recorded = start, None
     for record in await run.process.ledger.step_records(start):
         try:
-            command = await asyncio.to_thread(run.read_command, Taken(step=record.step, groups=record.groups))
+            batch = TakenBatch(step=record.step, groups=record.groups)
+            command = await asyncio.to_thread(run.read_command, batch)
             await runner.train(command)
         except (MissingRecords, ProtocolError) as error:
             log.warning("replay.missing step=%d error=%s", record.step, error)

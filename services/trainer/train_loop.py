@@ -30,7 +30,7 @@ from protocol.staleness import Bound, Policy, is_published
 from protocol.topics import Role
 from services.audit.alarms import Alarm
 from services.audit.live import LiveAudit
-from services.ledger.interface import LedgerStatus, Peer, Taken
+from services.ledger.interface import LedgerStatus, Peer, TakenBatch
 from services.ledger_recovery.journal_entries import commit_entry
 from services.runtime.writing import retry_until_written
 from services.trainer.checkpointing import Checkpointer
@@ -119,7 +119,7 @@ class TrainLoop:
         if status.done:
             log.info("run.done version=%d", status.version)
 
-    async def _take(self) -> Taken | None:
+    async def _take(self) -> TakenBatch | None:
         """Wait for the next batch; return None if the process is to stop or no more groups can arrive."""
         delay, is_ordered = TAKE_POLL_S[0], self._process.settings.is_lockstep
         if is_ordered and self._model.version == 0 and not await wait_for_groups_before(self._process, 1):
@@ -158,7 +158,7 @@ class TrainLoop:
             await self._runner.run(drafts.update)
         return True
 
-    async def _step(self, batch: Taken) -> LedgerStatus | None:
+    async def _step(self, batch: TakenBatch) -> LedgerStatus | None:
         """Make a step on a batch; return the ledger status after its commit, None if discarded.
 
         A lockstep run discards the step if groups of its version will not be generated.
@@ -247,7 +247,7 @@ class TrainLoop:
             while not stop.is_set() and (await ledger.status()).halted:
                 await self._process.stopped_within(HALT_POLL_S)
 
-    async def _train(self, batch: Taken, bound: Bound, *, publishes: bool) -> TrainedStep:
+    async def _train(self, batch: TakenBatch, bound: Bound, *, publishes: bool) -> TrainedStep:
         """Make one optimizer step on a batch; make engines abort the groups that the take dropped."""
         dropped_lengths: list[list[int]] = []
         if batch.dropped:

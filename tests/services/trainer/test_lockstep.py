@@ -1,13 +1,13 @@
 """The places of groups in a run with `run.deterministic`."""
 
-from services.ledger.interface import Taken, TakenGroup
+from services.ledger.interface import TakenBatch, TakenGroup
 from services.settings.sections import BoundConfig
 from services.trainer.lockstep import find_misplaced_group
 
 
-def batch(step: int, *groups: tuple[int, int]) -> Taken:
+def batch(step: int, *groups: tuple[int, int]) -> TakenBatch:
     """A batch of groups, each with its number and its version."""
-    return Taken(
+    return TakenBatch(
         step, tuple(TakenGroup(group, "t", step, 1, version, {version: 1}) for group, version in groups)
     )
 

@@ -10,7 +10,7 @@ from protocol.codec import encode_payload
 from protocol.errors import ProtocolError, SettingsError
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
-from services.ledger.interface import Peer, RunSpec, Taken, TakenGroup
+from services.ledger.interface import Peer, RunSpec, TakenBatch, TakenGroup
 from services.runtime.process import Process
 from services.trainer.open_run import OpenRun, open_spool, watch_spool_loop
 from tests.contracts.memory_ledger.ledger import MemoryLedger
@@ -38,8 +38,8 @@ def test_a_record_that_cannot_be_read_does_not_end_the_run(tmp_path: Path) -> No
     assert open_run(spool).response_lengths([4]) == []
 
 
-def taken(*groups: int) -> Taken:
-    return Taken(0, tuple(TakenGroup(group, "t", 1, 1, 0, {0: 2}) for group in groups))
+def taken(*groups: int) -> TakenBatch:
+    return TakenBatch(0, tuple(TakenGroup(group, "t", 1, 1, 0, {0: 2}) for group in groups))
 
 
 def test_only_the_groups_that_refuse_a_batch_are_given_up(tmp_path: Path) -> None:

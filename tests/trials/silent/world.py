@@ -34,7 +34,7 @@ from services.audit.recompute import COMPARISON_DTYPES, Recomputer
 from services.audit.records import Expectations
 from services.audit.updates import Shadow
 from services.audit.versions import read_version
-from services.ledger.interface import Taken, TakenGroup
+from services.ledger.interface import TakenBatch, TakenGroup
 from services.run_record.evaluations import Evaluation
 from services.runtime.training import build_models, train_command
 from services.settings.sections import BoundConfig, ModelConfig, RunConfig, Settings
@@ -153,7 +153,7 @@ class World:
         fresh = await self._generated(GROUPS)
         batch, self._pending = self._pending + fresh[: GROUPS // 2], fresh[GROUPS // 2 :]
         bound = self.settings.bound.max_staleness
-        taken = Taken(
+        taken = TakenBatch(
             self.step,
             tuple(
                 TakenGroup(one.rollout.group, one.rollout.token, self.step + bound, bound, self.step, {})
