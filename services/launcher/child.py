@@ -19,7 +19,7 @@ from pathlib import Path
 from protocol.errors import SettingsError, TetherError
 from services.launcher.session import ForkedProcess, ServiceProcess, kill_session, start_session
 from services.launcher.spare import Spares
-from services.runtime.errors import EXIT_AWAY, EXIT_SETTINGS, SIGNALLED
+from services.runtime.errors import EXIT_SETTINGS, EXIT_UNAVAILABLE, FIRST_SIGNAL_CODE
 
 log = logging.getLogger("tether.up")
 
@@ -178,7 +178,7 @@ class SupervisedProcess:
         self._deaths.append(now)
         while now - self._deaths[0] > RESTART_WINDOW_S:
             self._deaths.popleft()
-        is_error = 0 < code < SIGNALLED and code != EXIT_AWAY
+        is_error = 0 < code < FIRST_SIGNAL_CODE and code != EXIT_UNAVAILABLE
         error = re.sub(r"\d+", "N", last_line) if is_error else ""
         is_equal = error and error == self._error and lived_s < MIN_PROGRESS_S
         self._equal_deaths = self._equal_deaths + 1 if is_equal else 1
