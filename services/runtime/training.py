@@ -83,9 +83,10 @@ def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticF
     fix_order_of_sums(settings)
     parallel, trainer = placement.layout(seat.role), settings.trainer
     if seat.role == "critic":
-        own = CriticSpec(fetch_critic(settings), fetch_model(settings), settings.critic, settings.optimizer)
+        directories = fetch_critic(settings), fetch_model(settings)
+        critic_spec = CriticSpec(*directories, settings.critic, settings.optimizer)
         wire = _wires(settings)[seat.role]
-        critic, replicas = make_critic_apart(own, parallel=parallel, trainer=trainer)
+        critic, replicas = make_critic_apart(critic_spec, parallel=parallel, trainer=trainer)
         return CriticFollower(critic, RoleSeat(wire, seat.rank, replicas))
     spec = next(spec for spec in frozen_specs(settings) if spec.role == seat.role)
     wire = _wires(settings)[seat.role]

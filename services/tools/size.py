@@ -23,7 +23,7 @@ from trainer.memory.expected import GIB, ITEM_BYTES, TOKENS_STEP, USED_SHARE, la
 
 ENGINE_OVERHEAD = 2 * GIB
 """Memory of an engine in addition to weights and cache: CUDA graphs, activations of a prompt."""
-SHOWN = 6
+MAX_SHOWN_LAYOUTS = 6
 """Maximum number of layouts printed."""
 
 
@@ -193,7 +193,7 @@ def render_sizes(sizes: Sizes) -> str:
     ]
     if sizes.layouts:
         lines.append(f"  {'TP':>3} {'PP':>3} {'CP':>3} {'EP':>3} {'DP':>3}  micro-batch  expected peak")
-    for layout in sizes.layouts[:SHOWN]:
+    for layout in sizes.layouts[:MAX_SHOWN_LAYOUTS]:
         p = layout.parallel
         ranks = (
             p.tensor_model_parallel_size,

@@ -13,7 +13,7 @@ from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import SettingsError, TetherError
 from protocol.messages import Action, Control
 from services.bus.broadcast import Broadcaster
-from services.gpu_sharing.device_lock import DeviceLock, given_device
+from services.gpu_sharing.device_lock import DeviceLock, inherited_device
 from services.gpu_sharing.memory_budget import check_budget
 from services.gpu_sharing.turn import TURN, Turn, holders
 from services.preflight.memory import expected_gb
@@ -98,7 +98,7 @@ async def first_turn(process: Process) -> AsyncIterator[TrainerGpuTurn | None]:
         yield None
         return
     await asyncio.to_thread(check_memory, settings)
-    with closing(given_device(settings.run_dir) or DeviceLock(settings.run_dir)) as device:
+    with closing(inherited_device(settings.run_dir) or DeviceLock(settings.run_dir)) as device:
         turn = TrainerGpuTurn(process, device)
         await turn.acquire()
         yield turn
@@ -112,7 +112,7 @@ def await_device(settings: Settings) -> None:
     Raises:
         TetherError: engines have not released the GPU within `colocated.wait_s`.
     """
-    device = given_device(settings.run_dir) if settings.colocated.enabled else None
+    device = inherited_device(settings.run_dir) if settings.colocated.enabled else None
     end = time.monotonic() + settings.colocated.wait_s
     while device is not None and not device.try_acquire(exclusive=True):
         if time.monotonic() > end:

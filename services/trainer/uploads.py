@@ -28,8 +28,8 @@ from services.runtime.run_copies import (
     RUN_FILES,
     CopyState,
     copy_lines,
-    note_copy,
-    noted_copy,
+    read_copy_state,
+    write_copy_state,
 )
 from services.settings.load import SPOOL
 from services.settings.resume import EARLIER
@@ -226,7 +226,7 @@ class Uploader:
     def resume(self, version: int, spool: Spool, export: Path) -> None:
         """Queue a copy of the checkpoint that the run continues from, unless it was copied before."""
         copied = CopyState(version, place=self._destination.place)
-        if noted_copy(self._run_dir, self._destination.name) != copied:
+        if read_copy_state(self._run_dir, self._destination.name) != copied:
             self.put(version, spool, export)
 
     def put(self, version: int, spool: Spool, export: Path) -> None:
@@ -347,7 +347,7 @@ class Uploader:
         with self._note_lock, suppress(OSError):
             if version == self._newest:
                 state = CopyState(version, problem, self._destination.place)
-                note_copy(self._run_dir, self._destination.name, state)
+                write_copy_state(self._run_dir, self._destination.name, state)
 
     def _release(self, job: Job) -> None:
         others = (other for other in (self._waiting, self._copying) if other not in (None, job))
