@@ -21,7 +21,7 @@ sys.path.insert(0, str(ROOT))
 from protocol.paths import BASIC  # noqa: E402
 from protocol.validation import describe_range, inner_dataclass, names_of, range_of  # noqa: E402
 from services.settings.automatic import AUTOMATIC  # noqa: E402
-from services.settings.paths import mark_of  # noqa: E402
+from services.settings.paths import path_mark  # noqa: E402
 from services.settings.resume_rules import RULES, ResumeRule  # noqa: E402
 from services.settings.sections import Settings  # noqa: E402
 from services.settings.sources import SHORT_NAMES, to_toml  # noqa: E402
@@ -185,7 +185,7 @@ def _variable(dotted: str) -> str:
 
 def _type_text(hint: Any) -> str:
     if hasattr(hint, "__metadata__"):
-        return "path" if mark_of(hint) else _type_text(hint.__origin__)
+        return "path" if path_mark(hint) else _type_text(hint.__origin__)
     if get_origin(hint) is UnionType:
         return _type_text(get_args(hint)[0])  # X | None
     if get_origin(hint) is tuple:

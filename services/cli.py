@@ -344,7 +344,7 @@ def evaluate(
     """Score models on prompts that were never trained on: greedy, sampled, and the best constant answer."""
     from services.settings.load import run_settings
 
-    overrides = _given({"eval.prompts": prompts, "eval.samples": samples})
+    overrides = _as_overrides({"eval.prompts": prompts, "eval.samples": samples})
     configure_logging("eval")
     _print_eval(run_settings(run_dir, overrides), checkpoint or [], as_json)
 
@@ -363,10 +363,10 @@ def _overrides(
 ) -> list[str]:
     """Return the overrides of a settings file from command line options."""
     counts = {"services.rollouts": rollouts, "services.rewards": rewards}
-    return [*(set_ or []), *_given({"run.steps": steps, "run.dir": run_dir, **counts})]
+    return [*(set_ or []), *_as_overrides({"run.steps": steps, "run.dir": run_dir, **counts})]
 
 
-def _given(options: Mapping[str, object]) -> list[str]:
+def _as_overrides(options: Mapping[str, object]) -> list[str]:
     """Convert the given options to overrides of their settings."""
     given = {name: value for name, value in options.items() if value is not None}
     return [f"{name}={to_toml(value)}" for name, value in given.items()]

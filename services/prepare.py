@@ -106,9 +106,9 @@ def main() -> None:
     """Prepare the run described by `TETHER_CONFIG` and the other environment variables."""
     try:
         configure_logging("prepare")
-        asked = load_settings()
-        lines = run_loop(prepare_run(asked, load_settings))
-        settings = run_settings(asked.run_dir)
+        requested = load_settings()
+        lines = run_loop(prepare_run(requested, load_settings))
+        settings = run_settings(requested.run_dir)
     except KeyboardInterrupt:
         sys.exit(1)
     except Exception as error:

@@ -75,20 +75,20 @@ def fork_spares(pipe: socket.socket, parent: int) -> socket.socket | None:
     """
     gc.freeze()  # garbage collections in a fork then copy none of this process's pages
     while pipe.recv(1):
-        mine, its = socket.socketpair()
+        own_end, peer_end = socket.socketpair()
         child = os.fork()
         if child == 0:
-            mine.close()
+            own_end.close()
             if os.fork():
                 os._exit(0)  # `tether up` adopts the grandchild
-            its.recv(1)
+            peer_end.recv(1)
             _begin(parent)
-            return its
-        its.close()
+            return peer_end
+        peer_end.close()
         os.waitpid(child, 0)
-        with mine:
-            mine.sendall(b"\n")
-            if not mine.recv(1):  # the fork ended without an order, as later forks would
+        with own_end:
+            own_end.sendall(b"\n")
+            if not own_end.recv(1):  # the fork ended without an order, as later forks would
                 break
     return None
 

@@ -5,12 +5,12 @@ from dataclasses import dataclass, field
 
 from protocol.messages import ScoredRollout
 
-OF_ENGINES = frozenset({"logprob", "sampling", "copy"})
+ENGINE_CHECKS = frozenset({"logprob", "sampling", "copy"})
 """Checks of numbers and tokens that an engine computes."""
 
 
 @dataclass(frozen=True, slots=True)
-class Culprit:
+class FindingOrigin:
     """Place of a finding: group, sample and the processes that produced it."""
 
     group: int = -1
@@ -20,7 +20,7 @@ class Culprit:
     scorer: str = ""
 
     @classmethod
-    def of(cls, scored: ScoredRollout, sample: int = -1) -> "Culprit":
+    def from_scored(cls, scored: ScoredRollout, sample: int = -1) -> "FindingOrigin":
         """Return the place of a scored group, or of one of its samples."""
         rollout = scored.rollout
         return cls(rollout.group, sample, rollout.engine, scored.scorer)
@@ -32,7 +32,7 @@ class Finding:
 
     check: str
     """Name of the check."""
-    place: Culprit
+    origin: FindingOrigin
     detail: str
 
 
@@ -55,9 +55,9 @@ class Alarm:
     """Sample of the smallest example; -1 without an example."""
 
     @property
-    def is_of_engine(self) -> bool:
+    def is_engine_fault(self) -> bool:
         """Whether the named engine computed the difference."""
-        return self.check in OF_ENGINES
+        return self.check in ENGINE_CHECKS
 
     @property
     def reproduction(self) -> str:

@@ -18,7 +18,7 @@ from services.audit.alarms import Alarm, Finding
 from services.audit.evidence import ALTERNATIVES, Evidence, FalseAlarms, rate_ratios
 from services.audit.recompute import Recomputer, RowScores
 from services.audit.records import Expectations, TrainedGroup, check_group
-from services.audit.residuals import RATE, NoiseFloor, Residuals
+from services.audit.residuals import OUTLIER_RATE, NoiseFloor, Residuals
 from services.audit.updates import Difference, Shadow
 from services.run_record.evaluations import Evaluation
 from trainer.backends.base import StepStats
@@ -31,7 +31,7 @@ FALSE_ALARM_RATE = 1e-3
 """Bound on the probability that a sequential test raises an alarm in a run without a fault."""
 LEARN_ROWS = 2
 """Number of rows per version from which the noise floor is learnt."""
-UNCHANGED = {"bfloat16": 8, "float16": 8}
+UNCHANGED_FAULT_STEPS = {"bfloat16": 8, "float16": 8}
 """Data type of versions -> number of consecutive unchanged steps that count as a fault, since small changes
 are rounded away; 1 for float32."""
 Tensors = Mapping[str, torch.Tensor]
@@ -48,13 +48,13 @@ class AuditedStep:
     digests: tuple[int, int]
     """Digests of the versions before and after the step; 0 if unknown."""
     unchanged: int = 0
-    """Count from `Unchanged.after`."""
+    """Count from `UnchangedSteps.count_step`."""
     exported: int = 0
     """Digest of the trainer's weights after the step, in the published dtype; 0 if not computed."""
 
 
 @dataclass(slots=True)
-class Unchanged:
+class UnchangedSteps:
     """Counter of consecutive steps that changed no weight although they should have. Must see every step."""
 
     dtype: str
@@ -64,9 +64,9 @@ class Unchanged:
     @property
     def is_fault(self) -> bool:
         """Whether there are more such steps than rounding explains."""
-        return self.count >= UNCHANGED.get(self.dtype, 1)
+        return self.count >= UNCHANGED_FAULT_STEPS.get(self.dtype, 1)
 
-    def after(self, stats: StepStats, digests: tuple[int, int], *, learns: bool) -> int:
+    def count_step(self, stats: StepStats, digests: tuple[int, int], *, learns: bool) -> int:
         """Return the number of consecutive unchanged steps, including this one.
 
         Args:
@@ -110,10 +110,10 @@ class Auditor:
         self._models, self._share, self._shadow = recomputer, share, shadow
         self._expectations = expectations
         self._dtype, self._stopped = dtype, stopped
-        self._chances = FalseAlarms(FALSE_ALARM_RATE)
-        self.residuals = Residuals(self._chances, NoiseFloor(), dtype, are_draws=expectations.are_draws)
+        self._false_alarms = FalseAlarms(FALSE_ALARM_RATE)
+        self.residuals = Residuals(self._false_alarms, NoiseFloor(), dtype, are_draws=expectations.are_draws)
         self._updates: dict[str, Evidence] = {}
-        self._raised = set[tuple[str, str]]()
+        self._reported = set[tuple[str, str]]()
         self.rows_left_out = 0
         """Number of rows that were skipped because their pass would need too much memory."""
         self.row_s = 0.0
@@ -124,7 +124,7 @@ class Auditor:
         """Whether log-probabilities are recomputed."""
         return self._models is not None
 
-    def recompute_with(self, models: tuple[Recomputer, Recomputer] | None) -> None:
+    def set_models(self, models: tuple[Recomputer, Recomputer] | None) -> None:
         """Set the models that recompute log-probabilities; None disables recomputation."""
         self._models = models
 
@@ -136,22 +136,22 @@ class Auditor:
             versions: published tensors of the versions that are still held.
         """
         number = step.plan.step
-        groups = TrainedGroup.chosen(step.plan, step.command, lambda group: is_audited(group, self._share))
-        found = [*self._contradictions(step)]
+        groups = TrainedGroup.select(step.plan, step.command, lambda group: is_audited(group, self._share))
+        alarms = [*self._contradictions(step)]
         for group in groups:
             if self._stopped():
-                return found
-            found += [
+                return alarms
+            alarms += [
                 alarm
                 for finding in check_group(group, self._expectations)
-                if (alarm := self._of(finding, number))
+                if (alarm := self._alarm_from(finding, number))
             ]
         if self._models is not None:
             self._recompute(number, groups, versions)
-            found += self.residuals.alarms(number)
+            alarms += self.residuals.alarms(number)
         if self._shadow is not None:
-            found += self._compare(step, versions)
-        return found
+            alarms += self._compare(step, versions)
+        return alarms
 
     def _contradictions(self, step: AuditedStep) -> Iterator[Alarm]:
         """Yield the alarms that follow from digests."""
@@ -161,41 +161,43 @@ class Auditor:
                 {"version": str(number + 1)},
                 f"published version {number + 1} is not the trainer's",
             )
-            yield from self._once("published", Alarm("published", number, number, where, detail))
-        if Unchanged(self._dtype, step.unchanged).is_fault:
+            yield from self._yield_if_new("published", Alarm("published", number, number, where, detail))
+        if UnchangedSteps(self._dtype, step.unchanged).is_fault:
             detail = f"version {number + 1} is bit for bit version {number}, though its gradient was not 0"
             since, where = number + 1 - step.unchanged, {"version": str(number + 1)}
-            yield from self._once("no_op", Alarm("no_op", number, since, where, detail))
+            yield from self._yield_if_new("no_op", Alarm("no_op", number, since, where, detail))
 
-    def _of(self, finding: Finding, step: int) -> Alarm | None:
-        place = finding.place
-        where = {"engine": place.engine} | ({"scorer": place.scorer} if finding.check == "reward" else {})
+    def _alarm_from(self, finding: Finding, step: int) -> Alarm | None:
+        origin = finding.origin
+        where = {"engine": origin.engine} | ({"scorer": origin.scorer} if finding.check == "reward" else {})
         alarm = Alarm(
-            finding.check, step, step, where, finding.detail, group=place.group, sample=place.sample
+            finding.check, step, step, where, finding.detail, group=origin.group, sample=origin.sample
         )
-        return next(self._once(f"{finding.check} {place.engine}", alarm), None)
+        return next(self._yield_if_new(f"{finding.check} {origin.engine}", alarm), None)
 
-    def new(self, alarms: Iterable[Alarm]) -> list[Alarm]:
+    def filter_new(self, alarms: Iterable[Alarm]) -> list[Alarm]:
         """Return the alarms that were not reported before."""
-        return [new for alarm in alarms for new in self._once(str(sorted(alarm.where.items())), alarm)]
+        return [
+            new for alarm in alarms for new in self._yield_if_new(str(sorted(alarm.where.items())), alarm)
+        ]
 
-    def _once(self, key: str, alarm: Alarm) -> Iterator[Alarm]:
-        if (alarm.check, key) not in self._raised:
-            self._raised.add((alarm.check, key))
+    def _yield_if_new(self, key: str, alarm: Alarm) -> Iterator[Alarm]:
+        if (alarm.check, key) not in self._reported:
+            self._reported.add((alarm.check, key))
             yield alarm
 
     def _recompute(self, step: int, groups: Sequence[TrainedGroup], versions: Mapping[int, Tensors]) -> None:
         """Recompute the rows of groups under every held version that sampled some of their tokens."""
         assert self._models is not None
-        model, better = self._models
+        model, comparison = self._models
         for version in sorted(
             {int(v) for g in groups for row in g.view.rows for v in row.versions[row.sampled]}
         ):
             if version not in versions or self._stopped():
                 continue
-            began, learnt = time.thread_time(), 0
+            began, learnt_rows = time.thread_time(), 0
             model.serve(versions[version])
-            better.serve(versions[version])
+            comparison.serve(versions[version])
             for group in groups:
                 temperature, scores = group.plan.temperature, dict[int, RowScores]()
                 for number, row in enumerate(group.view.rows):
@@ -204,11 +206,11 @@ class Auditor:
                     if version not in row.versions[row.sampled] or not self._fits(group, row):
                         continue
                     scores[number] = model.score(group.view.prompt, row, temperature)
-                    if learnt < LEARN_ROWS:
-                        learnt += 1
-                        again = better.score(group.view.prompt, row, temperature, powers=False)
-                        self.residuals.noise.learn(self._dtype, again, scores[number])
-                        self.row_s = time.thread_time() - began if learnt == 1 else self.row_s
+                    if learnt_rows < LEARN_ROWS:
+                        learnt_rows += 1
+                        rounded = comparison.score(group.view.prompt, row, temperature, powers=False)
+                        self.residuals.noise.learn(self._dtype, rounded, scores[number])
+                        self.row_s = time.thread_time() - began if learnt_rows == 1 else self.row_s
                 if scores:
                     self.residuals.add(step, group, version, scores)
 
@@ -240,13 +242,13 @@ class Auditor:
             evidence = self._updates.setdefault(name, Evidence(len(ALTERNATIVES)))
             for one in some:
                 hit = not one.relative <= self._shadow.limit
-                evidence.add(number, rate_ratios(int(hit), 1, RATE))
-            if some and evidence.log >= self._chances.limit(name):
-                where = _tensors(wrong, tensors) if name == "update" else {}
+                evidence.add(number, rate_ratios(int(hit), 1, OUTLIER_RATE))
+            if some and evidence.log >= self._false_alarms.limit(name):
+                where = _tensor_names(wrong, tensors) if name == "update" else {}
                 chance = math.exp(-min(evidence.log, 700.0))
                 detail = _detail(name, some[0])
                 alarm = Alarm(name, number, evidence.since, where, detail, chance)
-                yield from self._once(name, alarm)
+                yield from self._yield_if_new(name, alarm)
 
 
 def wrong_versions(lines: Iterable[Evaluation], digests: Mapping[int, int]) -> Iterator[Alarm]:
@@ -264,15 +266,15 @@ def wrong_versions(lines: Iterable[Evaluation], digests: Mapping[int, int]) -> I
             yield Alarm("evaluation", line.version, line.version, where, detail)
 
 
-def _detail(name: str, worst: Difference) -> str:
+def _detail(name: str, difference: Difference) -> str:
     return (
-        f"the {name} differs from the stored batch's: {worst.name} is {worst.relative:.2g} off, and "
-        f"{worst.ratio:.3g} times as large"
+        f"the {name} differs from the stored batch's: {difference.name} is {difference.relative:.2g} off, "
+        f"and {difference.ratio:.3g} times as large"
     )
 
 
-def _tensors(wrong: Sequence[Difference], every: Sequence[Difference]) -> dict[str, str]:
+def _tensor_names(wrong: Sequence[Difference], differences: Sequence[Difference]) -> dict[str, str]:
     """Return the names of the tensors whose update differs, or "all"."""
-    if len(wrong) == len(every):
+    if len(wrong) == len(differences):
         return {"tensors": "all"}
     return {"tensors": " ".join(sorted(one.name for one in wrong)[:4]) + (" ..." if len(wrong) > 4 else "")}

@@ -14,7 +14,7 @@ import math
 import numpy as np
 from numpy.typing import NDArray
 
-MOST_STARTS = 64
+MAX_STARTS = 64
 """Maximum number of starts; dropping one only reduces the evidence."""
 ALTERNATIVES = np.array([0.01, 0.03, 0.1, 0.3, 0.7, 0.97])
 """Alternative rates of an event, against a smaller rate under the hypothesis, [G]."""
@@ -28,7 +28,7 @@ class Evidence:
         self._starts = np.empty(0, dtype=np.int64)
         self._log = np.empty((0, alternatives))
         """Log of weight times likelihood ratio, [K, G]."""
-        self._opened = 0
+        self._start_count = 0
 
     def add(self, step: int, log_ratios: NDArray[np.float64]) -> None:
         """Add the evidence of a step; steps must be in ascending order.
@@ -39,13 +39,13 @@ class Evidence:
                 the denominator.
         """
         if not len(self._starts) or self._starts[-1] != step:
-            self._opened += 1
+            self._start_count += 1
             # The weights of all starts sum to 1, so the mixture stays an e-process.
-            weight = -math.log(self._opened * (self._opened + 1)) - math.log(self._log.shape[1])
+            weight = -math.log(self._start_count * (self._start_count + 1)) - math.log(self._log.shape[1])
             self._starts = np.append(self._starts, step)
             self._log = np.vstack([self._log, np.full((1, self._log.shape[1]), weight)])
         self._log += log_ratios
-        if len(self._starts) > MOST_STARTS:
+        if len(self._starts) > MAX_STARTS:
             kept = np.arange(len(self._starts)) != self._log[:-1].max(1).argmin()
             self._starts, self._log = self._starts[kept], self._log[kept]
 
@@ -54,8 +54,8 @@ class Evidence:
         """Natural logarithm of the evidence."""
         if not len(self._starts):
             return 0.0
-        most = float(self._log.max())
-        return most + math.log(float(np.exp(self._log - most).sum()))
+        largest = float(self._log.max())
+        return largest + math.log(float(np.exp(self._log - largest).sum()))
 
     @property
     def since(self) -> int:
@@ -70,8 +70,8 @@ def rate_ratios(hits: int, trials: int, rate: float) -> NDArray[np.float64]:
     """
     above = np.maximum(ALTERNATIVES, 2 * rate)
     missed = trials - hits
-    found: NDArray[np.float64] = hits * np.log(above / rate) + missed * np.log((1 - above) / (1 - rate))
-    return found
+    ratios: NDArray[np.float64] = hits * np.log(above / rate) + missed * np.log((1 - above) / (1 - rate))
+    return ratios
 
 
 class FalseAlarms:

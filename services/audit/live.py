@@ -30,12 +30,12 @@ from services.audit.auditor import (
     AuditedStep,
     Auditor,
     Tensors,
-    Unchanged,
+    UnchangedSteps,
     is_audited,
     wrong_versions,
 )
 from services.audit.budget import Budget, compute_alone
-from services.audit.recompute import Means, means_of, recomputers
+from services.audit.recompute import RecomputeResources, recompute_resources, recomputers
 from services.audit.records import Expectations
 from services.audit.second_worker import Rewards, second_worker
 from services.audit.versions import model_digest, read_version
@@ -53,23 +53,30 @@ log = logging.getLogger("tether.audit")
 
 FILE = "alarms.jsonl"
 """Name of the file in the run directory, one line per alarm."""
-MOST_WAITING = 2
+MAX_QUEUED = 2
 """Maximum number of queued versions and steps."""
-MOST_OPERATIONS = 1e12
+MAX_ROW_OPERATIONS = 1e12
 """Maximum floating-point operations per row, ten seconds of a processor: the run's end waits for a row."""
-START_S = 0.5
+MIN_START_S = 0.5
 """Processor time that must be available before an audit starts, seconds."""
-TIMES_DIGEST = 4.0
+DIGEST_BUDGET_FACTOR = 4.0
 """A digest of the trainer's weights is computed once the budget covers this many times its cost."""
-MOST_DIGESTS = 1024
+MAX_KEPT_DIGESTS = 1024
 """Number of versions whose digests are kept for later evaluations."""
-ONE_TURN = ("single_turn",)
+SINGLE_TURN_ENVIRONMENTS = ("single_turn",)
 """Environments whose samples end exactly as the engine ended them."""
-PLAIN_TURNS = (*ONE_TURN, "gsm8k", "guess_number", "tools", "textarena", "openenv")
+FULLY_TRAINED_ENVIRONMENTS = (
+    *SINGLE_TURN_ENVIRONMENTS,
+    "gsm8k",
+    "guess_number",
+    "tools",
+    "textarena",
+    "openenv",
+)
 """Environments in which all turns are trained."""
 
 
-def expectations_of(settings: Settings, rewards: Rewards) -> Expectations:
+def build_expectations(settings: Settings, rewards: Rewards) -> Expectations:
     """Return the parties that recompute records, where the settings imply a unique result.
 
     Args:
@@ -80,7 +87,8 @@ def expectations_of(settings: Settings, rewards: Rewards) -> Expectations:
         SettingsError: tokenizer or prompts cannot be read.
     """
     name, renderer = settings.environment.name, Renderer(settings.model_dir, settings.rendering)
-    plain_end, plain_turns = name in ONE_TURN and not settings.render.stop, name in PLAIN_TURNS
+    plain_end = name in SINGLE_TURN_ENVIRONMENTS and not settings.render.stop
+    plain_turns = name in FULLY_TRAINED_ENVIRONMENTS
     source = make_source(settings.prompts) if plain_turns else None
     return Expectations(
         prompt=(lambda group: renderer.prompt_tokens(source.at(group))) if source else None,
@@ -109,14 +117,14 @@ class LiveAudit:
         self.budget = budget or Budget(settings.audit.share)
         self._share = settings.audit.share
         self._path = settings.run_dir / FILE
-        self._work: asyncio.Queue[AuditedStep | WeightManifest] = asyncio.Queue(MOST_WAITING)
+        self._work: asyncio.Queue[AuditedStep | WeightManifest] = asyncio.Queue(MAX_QUEUED)
         """Input of `audit_loop`; while the queue is full, further steps and versions are skipped."""
-        self._unchanged = Unchanged(settings.engine.dtype)
-        self._reads = settings.engine.kv is not KvPolicy.KEEP
+        self._unchanged = UnchangedSteps(settings.engine.dtype)
+        self._reads_versions = settings.engine.kv is not KvPolicy.KEEP
         """Whether versions are read; false without models that could use them."""
-        self._queued: tuple[str, int] | None = None
+        self._last_queued: tuple[str, int] | None = None
         """Epoch and version queued last, which is held once it is read."""
-        self._held: dict[int, Tensors] = {}
+        self._held_versions: dict[int, Tensors] = {}
         self._auditor: Auditor | None = None
         self._digest_s = 0.0
         """Seconds of the last digest of the trainer's weights."""
@@ -128,7 +136,7 @@ class LiveAudit:
         """Epoch of the trainer at the last published version."""
         self._digests: dict[int, int] = {}
         """Version -> digest of its weights, for the newest versions."""
-        self._over = threading.Event()
+        self._ended = threading.Event()
         """Set when the audit ends."""
         self._alarms: list[Alarm] = []
 
@@ -136,24 +144,24 @@ class LiveAudit:
         """Hold a published version, unless the groups of a held version may still be trained."""
         self._epoch = manifest.epoch
         readable = manifest.transport in TRANSPORTS.having("files") and "://" not in manifest.location
-        if not (self._is_on and self._reads and self._has_time and readable):
+        if not (self._is_enabled and self._reads_versions and self._has_time and readable):
             return
-        if self._queued is not None and self._queued[0] == manifest.epoch:
-            last = self._queued[1] + self._settings.bound.max_staleness
+        if self._last_queued is not None and self._last_queued[0] == manifest.epoch:
+            last = self._last_queued[1] + self._settings.bound.max_staleness
         else:
             last = -1
         if manifest.version > last and not self._work.full():
-            self._queued = manifest.epoch, manifest.version
+            self._last_queued = manifest.epoch, manifest.version
             self._work.put_nowait(manifest)
 
     def is_due(self, plan: StepPlan) -> bool:
         """Return whether a step will be audited: a group of the step is audited, and the budget suffices."""
-        free = self._is_on and self._has_time and not self._work.full()
+        free = self._is_enabled and self._has_time and not self._work.full()
         return free and any(is_audited(group, self._share) for group in plan.trained_counts)
 
     def wants_digest(self, plan: StepPlan) -> bool:
         """Return whether to compute a digest of the trainer's weights, by the last digest's cost."""
-        return self.is_due(plan) and self.budget.covers(TIMES_DIGEST * self._digest_s)
+        return self.is_due(plan) and self.budget.covers(DIGEST_BUDGET_FACTOR * self._digest_s)
 
     def note_digest(self, seconds: float) -> None:
         """Record the duration of the trainer's digest."""
@@ -179,21 +187,21 @@ class LiveAudit:
             manifests: manifests of the last version published before the step and of its own; None without
                 one.
         """
-        if not self._is_on:
+        if not self._is_enabled:
             return
         self._digests[plan.step + 1] = digests[1]
-        self._digests.pop(plan.step + 1 - MOST_DIGESTS, None)
+        self._digests.pop(plan.step + 1 - MAX_KEPT_DIGESTS, None)
         compared = digests
         if self._settings.engine.trained_head:  # the head changes although the model does not
             compared = model_digest(manifests[0], plan.step), model_digest(manifests[1], plan.step + 1)
-        unchanged = self._unchanged.after(stats, compared, learns=is_learning(self._settings, plan.step))
+        unchanged = self._unchanged.count_step(stats, compared, learns=is_learning(self._settings, plan.step))
         if self.is_due(plan) or (self._unchanged.is_fault and not self._work.full()):
             self._work.put_nowait(AuditedStep(command, plan, stats, digests, unchanged, exported))
 
     def take_alarms(self) -> tuple[Alarm, ...]:
         """Return the alarms since the last call."""
-        found, self._alarms = tuple(self._alarms), []
-        return found
+        alarms, self._alarms = tuple(self._alarms), []
+        return alarms
 
     async def audit_loop(self) -> None:
         """Audit the queued steps, until cancelled or an audit fails. A failure never ends the run."""
@@ -212,16 +220,16 @@ class LiveAudit:
                             self._rewards = lambda rollout: None
                         finally:
                             self.budget.charge(time.monotonic() - began)
-                    found = await loop.run_in_executor(thread, self._carry_out, work)
-                    for alarm in found:
+                    alarms = await loop.run_in_executor(thread, self._carry_out, work)
+                    for alarm in alarms:
                         log.error("audit.alarm %s", alarm.sentence())
-                    self._alarms += found
+                    self._alarms += alarms
         except Exception:
             log.exception("audit.failed: the run continues without an audit")
         finally:
-            self._over.set()  # a working thread ends after its row
+            self._ended.set()  # a working thread ends after its row
             thread.shutdown(wait=False)
-            self._held = {}
+            self._held_versions = {}
             if self._auditor is not None and self._auditor.rows_left_out:
                 log.warning("audit.rows_left_out rows=%d", self._auditor.rows_left_out)
             self._auditor = None
@@ -231,7 +239,7 @@ class LiveAudit:
         withheld = [name for name in os.environ if name.startswith(CLOUDS)]
         return second_worker(config, add_user_modules(self._settings), withheld)
 
-    def _scored_again(self, rollout: Rollout) -> Sequence[float | None] | None:
+    def _rescore(self, rollout: Rollout) -> Sequence[float | None] | None:
         began = time.monotonic()
         try:
             return self._rewards(rollout) if self._rewards is not None else None
@@ -239,20 +247,20 @@ class LiveAudit:
             self.budget.charge(time.monotonic() - began)  # wall clock: workers' processor time is unknown
 
     @property
-    def _is_on(self) -> bool:
-        return bool(self._share) and not self._over.is_set()
+    def _is_enabled(self) -> bool:
+        return bool(self._share) and not self._ended.is_set()
 
     @cached_property
-    def _means(self) -> Means | None:
-        return means_of(self._settings, MOST_OPERATIONS)
+    def _resources(self) -> RecomputeResources | None:
+        return recompute_resources(self._settings, MAX_ROW_OPERATIONS)
 
     @property
     def _has_time(self) -> bool:
-        return self.budget.covers(0.0 if self._rewards is not None else START_S)
+        return self.budget.covers(0.0 if self._rewards is not None else MIN_START_S)
 
     def _is_stopped(self) -> bool:
         self.budget.note_thread()
-        return self._over.is_set() or not self.budget.covers()
+        return self._ended.is_set() or not self.budget.covers()
 
     def _carry_out(self, work: AuditedStep | WeightManifest) -> list[Alarm]:
         try:
@@ -264,19 +272,19 @@ class LiveAudit:
             self.budget.note_thread()
 
     def _audit(self, work: AuditedStep) -> list[Alarm]:
-        auditor = self._auditor = self._auditor or self._begun()
-        if self._held and not auditor.recomputes:
-            auditor.recompute_with(recomputers(self._settings, MOST_OPERATIONS))
-            self._reads = auditor.recomputes
-        found = auditor.audit(work, self._held)
+        auditor = self._auditor = self._auditor or self._make_auditor()
+        if self._held_versions and not auditor.recomputes:
+            auditor.set_models(recomputers(self._settings, MAX_ROW_OPERATIONS))
+            self._reads_versions = auditor.recomputes
+        alarms = auditor.audit(work, self._held_versions)
         lines = [one for one in read_evaluations(self._settings.run_dir) if one.epoch == self._epoch]
-        found += auditor.new(wrong_versions(lines, dict(self._digests)))
-        append_alarms(self._path, found)
-        return found
+        alarms += auditor.filter_new(wrong_versions(lines, dict(self._digests)))
+        append_alarms(self._path, alarms)
+        return alarms
 
-    def _begun(self) -> Auditor:
+    def _make_auditor(self) -> Auditor:
         """Return an auditor without models."""
-        expectations = expectations_of(self._settings, self._scored_again)
+        expectations = build_expectations(self._settings, self._rescore)
         return Auditor(
             None,
             share=self._share,
@@ -287,23 +295,23 @@ class LiveAudit:
 
     def _read(self, manifest: WeightManifest) -> None:
         """Hold a version in place of the previous one, if memory and time allow models that use it."""
-        self._reads = self._reads and self._means is not None
-        if not self._reads or self._means is None or self._over.is_set():
+        self._reads_versions = self._reads_versions and self._resources is not None
+        if not self._reads_versions or self._resources is None or self._ended.is_set():
             return
         is_loaded = self._auditor is not None and self._auditor.recomputes
         row_s = self._auditor.row_s if self._auditor is not None else 0.0
         # if reading a version used all time, none of its rows would be recomputed before its groups are
         # trained
-        if not self.budget.covers((0.0 if is_loaded else self._means.load_s) + self._read_s + row_s):
-            self._queued = None  # a later version is held instead
+        if not self.budget.covers((0.0 if is_loaded else self._resources.load_s) + self._read_s + row_s):
+            self._last_queued = None  # a later version is held instead
             return
-        self._held = {}  # frees memory for the next version
+        self._held_versions = {}  # frees memory for the next version
         began = time.thread_time()
         try:
-            self._held = {manifest.version: read_version(manifest, self._settings.weights.timeout_s)}
+            self._held_versions = {manifest.version: read_version(manifest, self._settings.weights.timeout_s)}
         except (WeightError, OSError) as error:  # the version was retired: the next one is held instead
             log.info("audit.version_missed version=%d error=%r", manifest.version, error)
-            self._queued = None
+            self._last_queued = None
             return
         self._read_s = time.thread_time() - began
 
@@ -312,10 +320,10 @@ def append_alarms(path: Path, alarms: Sequence[Alarm]) -> None:
     """Append alarms to a file, one JSON object per line. Raises OSError."""
     if alarms:
         with path.open("ab") as file:
-            file.writelines(msgspec.json.encode(line_of(alarm)) + b"\n" for alarm in alarms)
+            file.writelines(msgspec.json.encode(alarm_line(alarm)) + b"\n" for alarm in alarms)
 
 
-def line_of(alarm: Alarm) -> dict[str, Any]:
+def alarm_line(alarm: Alarm) -> dict[str, Any]:
     """Return an alarm as a line of alarms.jsonl."""
     fields = {**dataclasses.asdict(alarm), "where": dict(alarm.where)}
     return {**fields, "reproduction": alarm.reproduction, "sentence": alarm.sentence()}

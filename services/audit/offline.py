@@ -16,8 +16,8 @@ from protocol.errors import SettingsError
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from services.audit.alarms import Alarm
-from services.audit.auditor import AuditedStep, Auditor, Tensors, Unchanged, wrong_versions
-from services.audit.live import expectations_of, is_learning, line_of
+from services.audit.auditor import AuditedStep, Auditor, Tensors, UnchangedSteps, wrong_versions
+from services.audit.live import alarm_line, build_expectations, is_learning
 from services.audit.recompute import recomputers
 from services.audit.second_worker import Rewards, second_worker
 from services.audit.updates import Shadow
@@ -33,7 +33,7 @@ STEPS = 10**9
 HEAD_DIGESTS = "versions: their digests cover the head that engine.draft_lr trained, which is not made again"
 
 
-class Recorded(Protocol):
+class RecordedSteps(Protocol):
     """Steps of a run as recorded in its directory, see `services.tools.replay`."""
 
     settings: Settings
@@ -66,9 +66,9 @@ class Numerics:
     """Number of sampled tokens in the steps."""
     rows_left_out: int = 0
     """Number of rows whose log-probabilities were not recomputed for lack of memory."""
-    not_held: str = ""
+    stop_reason: str = ""
     """Why the next step could not be read or repeated; empty if all were."""
-    not_compared: str = ""
+    not_compared_reason: str = ""
     """Why no version can be exact; empty if one can."""
     alarms: list[Alarm] = field(default_factory=list)
 
@@ -79,13 +79,13 @@ class Numerics:
             "numerics_exact": self.exact,
             "numerics_tokens": self.tokens,
             **({"numerics_rows_left_out": self.rows_left_out} if self.rows_left_out else {}),
-            **({"numerics_not_held": self.not_held} if self.not_held else {}),
-            **({"numerics_not_compared": self.not_compared} if self.not_compared else {}),
-            "alarms": [line_of(alarm) for alarm in self.alarms],
+            **({"numerics_not_held": self.stop_reason} if self.stop_reason else {}),
+            **({"numerics_not_compared": self.not_compared_reason} if self.not_compared_reason else {}),
+            "alarms": [alarm_line(alarm) for alarm in self.alarms],
         }
 
 
-def audit_recorded(recorded: Recorded) -> Numerics:
+def audit_recorded(recorded: RecordedSteps) -> Numerics:
     """Recompute all records of a run.
 
     Raises:
@@ -94,40 +94,40 @@ def audit_recorded(recorded: Recorded) -> Numerics:
     return asyncio.run(_audit(recorded))
 
 
-async def _audit(recorded: Recorded) -> Numerics:
-    settings = next(map(recorded.settings_of, _logged(recorded)), recorded.settings)
+async def _audit(recorded: RecordedSteps) -> Numerics:
+    settings = next(map(recorded.settings_of, _logged_steps(recorded)), recorded.settings)
     async with second_worker(settings.reward, add_user_modules(settings)) as rewards:
         return await asyncio.to_thread(_audit_steps, recorded, settings, rewards)
 
 
-def _audit_steps(recorded: Recorded, settings: Settings, rewards: Rewards) -> Numerics:
-    shadow, algorithm, found = Shadow(settings), make_algorithm(settings.algorithm), Numerics()
+def _audit_steps(recorded: RecordedSteps, settings: Settings, rewards: Rewards) -> Numerics:
+    shadow, algorithm, results = Shadow(settings), make_algorithm(settings.algorithm), Numerics()
     dtype, digests = settings.engine.dtype, {}
-    found.not_compared = HEAD_DIGESTS if settings.engine.trained_head else ""
+    results.not_compared_reason = HEAD_DIGESTS if settings.engine.trained_head else ""
     exact = shadow.tensors()
-    unchanged = Unchanged(dtype)
+    unchanged = UnchangedSteps(dtype)
     auditor = Auditor(
         recomputers(settings) if exact else None,
         share=1.0,
         dtype=dtype,
-        expectations=expectations_of(settings, rewards),
+        expectations=build_expectations(settings, rewards),
         shadow=shadow,
     )
-    known: dict[int, Tensors] = {0: _in_dtype(exact, dtype)} if exact else {}
+    known: dict[int, Tensors] = {0: _cast(exact, dtype)} if exact else {}
     change = recorded.first_change()
-    for step in _logged(recorded):
+    for step in _logged_steps(recorded):
         if change is not None and step == change[0]:
-            found.not_held = f"steps from {step} on were made under other settings: {change[1]}"
+            results.stop_reason = f"steps from {step} on were made under other settings: {change[1]}"
             break
         try:
             command = recorded.command(step)
         except SettingsError as error:
-            found.not_held = str(error)
+            results.stop_reason = str(error)
             break
         plan, report = plan_command(command, algorithm), recorded.report(step)
         digests[step + 1] = recorded.step(step).record.digest
         if report.get("batch_digest", plan.digest) != plan.digest:
-            found.alarms.append(Alarm("batch", step, step, {}, "the stored batch is not the trained one"))
+            results.alarms.append(Alarm("batch", step, step, {}, "the stored batch is not the trained one"))
         stats = StepStats(
             trained_tokens=int(report.get("trained_tokens", 0)),
             skipped=report.get("skipped", ""),
@@ -137,22 +137,22 @@ def _audit_steps(recorded: Recorded, settings: Settings, rewards: Rewards) -> Nu
         pair = digests.get(step, 0), digests[step + 1]
         if (export := _export(settings, step + 1)) is not None:
             known[step + 1] = export
-        held = {version: tensors for version, tensors in known.items() if version > step - 8}
-        unchanged.after(stats, pair, learns=is_learning(settings, step))
-        found.alarms += auditor.audit(AuditedStep(command, plan, stats, pair, unchanged.count), held)
+        recent = {version: tensors for version, tensors in known.items() if version > step - 8}
+        unchanged.count_step(stats, pair, learns=is_learning(settings, step))
+        results.alarms += auditor.audit(AuditedStep(command, plan, stats, pair, unchanged.count), recent)
         if exact and shadow.digest(dtype) == digests[step + 1]:
-            found.exact += 1
-            known[step + 1] = _in_dtype(shadow.tensors(), dtype)
+            results.exact += 1
+            known[step + 1] = _cast(shadow.tensors(), dtype)
         known.pop(step - 8, None)
-        found.steps += 1
-        found.tokens += sum(int(sample.sampled.sum()) for sample in plan.samples)
-    found.rows_left_out = auditor.rows_left_out
-    found.alarms += _evaluations(settings, digests)
+        results.steps += 1
+        results.tokens += sum(int(sample.sampled.sum()) for sample in plan.samples)
+    results.rows_left_out = auditor.rows_left_out
+    results.alarms += _evaluations(settings, digests)
     shadow.close()
-    return found
+    return results
 
 
-def _logged(recorded: Recorded) -> Iterator[int]:
+def _logged_steps(recorded: RecordedSteps) -> Iterator[int]:
     """Yield the numbers of the logged steps, from 0."""
     for step in range(STEPS):
         try:
@@ -166,10 +166,10 @@ def _export(settings: Settings, version: int) -> Tensors | None:
     """Return the tensors of an exported version in the engines' dtype; None if it was not exported."""
     files = (settings.run_dir / "exports" / f"step_{version:08d}").glob("*.safetensors")
     tensors = {name: tensor for path in files for name, tensor in load_file(path).items()}
-    return _in_dtype(tensors, settings.engine.dtype) if tensors else None
+    return _cast(tensors, settings.engine.dtype) if tensors else None
 
 
-def _in_dtype(tensors: Tensors, dtype: str) -> dict[str, torch.Tensor]:
+def _cast(tensors: Tensors, dtype: str) -> dict[str, torch.Tensor]:
     return {name: tensor.to(getattr(torch, dtype)) for name, tensor in tensors.items()}
 
 
@@ -193,6 +193,7 @@ def shared_prompts(held_out: Mapping[str, Collection[str]], trained: Collection[
     """
     known = frozenset(trained)
     for name, texts in held_out.items():
-        if both := sorted(known.intersection(texts)):
-            detail = f"{len(both)} prompts that are scored are trained, too, the first is {both[0][:40]!r}"
+        if shared := sorted(known.intersection(texts)):
+            detail = f"{len(shared)} prompts that are scored are trained, too, the first is "
+            detail += f"{shared[0][:40]!r}"
             yield Alarm("evaluation", 0, 0, {"set": name}, detail)

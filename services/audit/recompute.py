@@ -33,7 +33,7 @@ log = logging.getLogger("tether.audit")
 
 POWERS = (0.5, 0.75, 0.9, 1.1, 1.35, 2.0)
 """Alternatives to the policy p, proportional to p ** power: other temperatures, [G]."""
-BETTER = {"float32": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
+COMPARISON_DTYPES = {"float32": torch.float64, "bfloat16": torch.bfloat16, "float16": torch.float16}
 """Engine's dtype -> dtype compared with float32 to measure rounding."""
 CHUNK = 64
 """Number of positions whose distributions over the vocabulary are held at a time, C."""
@@ -41,15 +41,15 @@ MEMORY_SHARE = 0.25
 """Share of the host's free memory for the models of an audit."""
 MODEL_BYTES = 12
 """Bytes per parameter of both models: float32, and the comparison dtype, at most float64."""
-ADAPTED = 3
+ADAPTER_MEMORY_FACTOR = 3
 """Memory factor for adapters: initial tensors are kept, and a merged version is built from them."""
 PARAMETER_S = 8e-9
 """Seconds of processor time per parameter to load both models; 6.3e-9 was measured with 135 M."""
-FEWEST_TOKENS = 256
+MIN_PASS_TOKENS = 256
 """Minimum tokens per pass that the operations must allow; otherwise too few rows justify the models."""
-QUANTISED = frozenset({"quantization", "kv_cache_dtype"})
+QUANTISING_ARGUMENTS = frozenset({"quantization", "kv_cache_dtype"})
 """Engine arguments that cause more rounding than the dtype."""
-TABLES = 3
+FLOAT64_TABLES = 3
 """Number of float64 tables [C, V] held at a time."""
 
 
@@ -71,7 +71,7 @@ class Recomputer:
         model_dir: Path,
         dtype: torch.dtype = torch.float32,
         lora: LoraConfig = NO_ADAPTERS,
-        room: float = math.inf,
+        max_row_bytes: float = math.inf,
         operations: float = math.inf,
     ) -> None:
         """Load the initial model of a run, whose versions may be adapters.
@@ -80,7 +80,7 @@ class Recomputer:
             model_dir: directory of the initial model.
             dtype: dtype of the computation.
             lora: adapters of the run.
-            room: maximum bytes of a row's pass, see `fits`.
+            max_row_bytes: maximum bytes of a row's pass, see `fits`.
             operations: maximum floating-point operations of a row's pass.
 
         Raises:
@@ -103,8 +103,8 @@ class Recomputer:
             parameter.data = parameter.data.to(dtype)
         self._model: Any = model.eval().requires_grad_(False)
         self._views = checkpoint_views(self._model, model_tensors(self._model))
-        self._lora, self._room, self._itemsize = lora, room, max(4, dtype.itemsize)
-        self._tokens = operations / (2 * sum(one.numel() for one in model.parameters()))
+        self._lora, self._max_row_bytes, self._itemsize = lora, max_row_bytes, max(4, dtype.itemsize)
+        self._max_tokens = operations / (2 * sum(one.numel() for one in model.parameters()))
         """Maximum number of tokens per pass."""
         self._base = {name: view.clone() for name, view in self._views.items()} if lora.rank else {}
 
@@ -128,7 +128,10 @@ class Recomputer:
         config = self._model.config.get_text_config()
         heads = getattr(config, "num_attention_heads", 0)  # absent: no attention
         scores = 2 * heads * length * length * self._itemsize  # before and after the softmax
-        return bool(length <= self._tokens and scores + CHUNK * config.vocab_size * 8 * TABLES <= self._room)
+        return bool(
+            length <= self._max_tokens
+            and scores + CHUNK * config.vocab_size * 8 * FLOAT64_TABLES <= self._max_row_bytes
+        )
 
     @torch.no_grad()
     def score(
@@ -139,16 +142,16 @@ class Recomputer:
         first = len(tokens) - len(row.tokens)
         ids = torch.from_numpy(tokens)
         hidden = self._model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state
-        both = np.zeros((len(row.tokens), 1 + len(POWERS) * powers))
+        columns = np.zeros((len(row.tokens), 1 + len(POWERS) * powers))
         for begin in range(max(first, 1), len(tokens), CHUNK):
             targets = ids[begin : begin + CHUNK, None]
             logits = self._logits(hidden[:, begin - 1 : begin - 1 + len(targets)])
             table = torch.log_softmax(logits.double() / temperature, -1)
             chosen = table.gather(-1, targets)[:, 0]
             tempered = [p * chosen - torch.logsumexp(p * table, -1) - chosen for p in POWERS if powers]
-            place = begin - first
-            both[place : place + len(targets)] = torch.stack([chosen, *tempered], -1).numpy()
-        return RowScores(both[:, 0], both[:, 1:])
+            offset = begin - first
+            columns[offset : offset + len(targets)] = torch.stack([chosen, *tempered], -1).numpy()
+        return RowScores(columns[:, 0], columns[:, 1:])
 
     def _logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits [C, V] of hidden states [1, C, H].
@@ -157,31 +160,31 @@ class Recomputer:
         in a pass of one token.
         """
 
-        def replaced(module: Any, given: Any, found: Any) -> Any:
-            found.last_hidden_state = hidden
-            return found
+        def replace_hidden(module: Any, inputs: Any, output: Any) -> Any:
+            output.last_hidden_state = hidden
+            return output
 
-        hook = self._model.base_model.register_forward_hook(replaced)
+        hook = self._model.base_model.register_forward_hook(replace_hidden)
         try:
-            found: torch.Tensor = self._model(
+            logits: torch.Tensor = self._model(
                 input_ids=torch.zeros(1, 1, dtype=torch.int64), use_cache=False
             ).logits[0]
         finally:
             hook.remove()
-        return found
+        return logits
 
 
 @dataclass(frozen=True, slots=True)
-class Means:
+class RecomputeResources:
     """Resources for the models that recompute log-probabilities."""
 
-    room: float
+    max_row_bytes: float
     """Maximum bytes of a row's pass."""
     load_s: float
     """Approximate processor time to load the models, seconds."""
 
 
-def means_of(settings: Settings, operations: float = math.inf) -> Means | None:
+def recompute_resources(settings: Settings, operations: float = math.inf) -> RecomputeResources | None:
     """Return the resources for recomputing log-probabilities.
 
     None if the host lacks memory for the models, if `operations` allow only short passes, if engines compute
@@ -191,17 +194,19 @@ def means_of(settings: Settings, operations: float = math.inf) -> Means | None:
         EngineError: the model's files cannot be read.
     """
     engine = settings.engine
-    if engine.kv is KvPolicy.KEEP or QUANTISED & engine.arguments.keys():
+    if engine.kv is KvPolicy.KEEP or QUANTISING_ARGUMENTS & engine.arguments.keys():
         return None
     free = memory_available()
     parameters = sum(math.prod(shape) for shape in checkpoint_shapes(settings.model_dir).values())
-    held = getattr(torch, engine.dtype).itemsize  # a version is a copy; adapters are small
-    needed = parameters * (MODEL_BYTES * ADAPTED if settings.lora.rank else MODEL_BYTES + held)
-    room = MEMORY_SHARE * free - needed
-    if room < 0 or operations < 2 * parameters * FEWEST_TOKENS:
+    version_bytes = getattr(torch, engine.dtype).itemsize  # a version is a copy; adapters are small
+    needed = parameters * (
+        MODEL_BYTES * ADAPTER_MEMORY_FACTOR if settings.lora.rank else MODEL_BYTES + version_bytes
+    )
+    max_row_bytes = MEMORY_SHARE * free - needed
+    if max_row_bytes < 0 or operations < 2 * parameters * MIN_PASS_TOKENS:
         log.warning("audit.no_recompute parameters=%d free_mb=%d", parameters, free >> 20)
         return None
-    return Means(room, PARAMETER_S * parameters)
+    return RecomputeResources(max_row_bytes, PARAMETER_S * parameters)
 
 
 def recomputers(settings: Settings, operations: float = math.inf) -> tuple[Recomputer, Recomputer] | None:
@@ -215,10 +220,11 @@ def recomputers(settings: Settings, operations: float = math.inf) -> tuple[Recom
         SettingsError: the model cannot be loaded.
         EngineError: the model's files cannot be read.
     """
-    if (means := means_of(settings, operations)) is None:
+    if (resources := recompute_resources(settings, operations)) is None:
         return None
-    kinds = torch.float32, BETTER[settings.engine.dtype]
+    dtypes = torch.float32, COMPARISON_DTYPES[settings.engine.dtype]
     first, second = (
-        Recomputer(settings.model_dir, kind, settings.lora, means.room, operations) for kind in kinds
+        Recomputer(settings.model_dir, dtype, settings.lora, resources.max_row_bytes, operations)
+        for dtype in dtypes
     )
     return first, second

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from protocol.messages import Rollout, ScoredRollout
 from protocol.rollout_view import RolloutView, decode_rollout
 from reward.workers.group_scoring import FELL_BACK, TIMED_OUT
-from services.audit.alarms import Culprit, Finding
+from services.audit.alarms import Finding, FindingOrigin
 from trainer.config import AlgorithmConfig
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand, decode_scored
@@ -60,17 +60,17 @@ class TrainedGroup:
     """Indices of the group's rows in the step."""
 
     @classmethod
-    def chosen(
-        cls, plan: StepPlan, command: TrainCommand, is_chosen: Callable[[int], bool]
+    def select(
+        cls, plan: StepPlan, command: TrainCommand, is_selected: Callable[[int], bool]
     ) -> list["TrainedGroup"]:
-        """Return the groups of a step for which `is_chosen` is true; other records are not decoded.
+        """Return the groups of a step for which `is_selected` is true; other records are not decoded.
 
         Raises:
             ProtocolError: a chosen record is not a scored rollout.
         """
         rows: dict[int, list[int]] = {}
         for index, sample in enumerate(plan.samples):
-            if is_chosen(sample.group):
+            if is_selected(sample.group):
                 rows.setdefault(sample.row, []).append(index)
         scored = {place: decode_scored(command.records[place]) for place in rows}
         return [
@@ -80,7 +80,7 @@ class TrainedGroup:
 
     def finding(self, check: str, detail: str, sample: int = -1) -> Finding:
         """Return a finding of this group."""
-        return Finding(check, Culprit.of(self.scored, sample), detail)
+        return Finding(check, FindingOrigin.from_scored(self.scored, sample), detail)
 
 
 def prompts(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
@@ -91,10 +91,12 @@ def prompts(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding
     for row in group.view.rows:
         found = [*group.view.prompt.tolist(), *row.tokens[: row.own_prompt].tolist()]
         if row.own_prompt == 0 and not len(row.context) and found != expected:
-            at = next(
+            position = next(
                 (i for i, pair in enumerate(zip(found, expected, strict=False)) if len({*pair}) > 1), -1
             )
-            place = f"token {at} differs" if at >= 0 else f"{len(found)} tokens, not {len(expected)}"
+            place = (
+                f"token {position} differs" if position >= 0 else f"{len(found)} tokens, not {len(expected)}"
+            )
             yield group.finding("prompt", f"the recorded prompt differs from the template's: {place}")
             return
 
@@ -154,11 +156,11 @@ def responses(group: TrainedGroup, expectations: Expectations) -> Iterator[Findi
 
 def rewards(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding]:
     """Compare rewards with a second call of the verifiers."""
-    if expectations.rewards is None or (second := expectations.rewards(group.scored.rollout)) is None:
+    if expectations.rewards is None or (recomputed := expectations.rewards(group.scored.rollout)) is None:
         return
     recorded, times = group.scored.rewards.numpy().tolist(), decided_by_time(group.scored)
-    for sample, (found, expected) in enumerate(zip(recorded, second, strict=True)):
-        if expected is not None and not times[sample] and _differ(found, expected):
+    for sample, (found, expected) in enumerate(zip(recorded, recomputed, strict=True)):
+        if expected is not None and not times[sample] and _differs(found, expected):
             detail = f"reward {found:g} is recorded, the verifiers give {expected:g}"
             yield group.finding("reward", detail, sample)
 
@@ -178,7 +180,7 @@ def advantages(group: TrainedGroup, expectations: Expectations) -> Iterator[Find
     expected = formula(group.scored.rewards.numpy().astype(float), config.advantage_eps)
     for row in group.rows:
         sample, found = plan.samples[row].sample, float(plan.advantages[row])
-        if _differ(found, expected[sample]):
+        if _differs(found, expected[sample]):
             detail = f"advantage {found:.5g} is trained, the rewards give {expected[sample]:.5g}"
             yield group.finding("advantage", detail, sample)
 
@@ -196,7 +198,7 @@ def weights(group: TrainedGroup, expectations: Expectations) -> Iterator[Finding
     for row in group.rows:
         number = plan.samples[row].sample
         found, expected = float(plan.weights[row]), 1 / (samples * max(1, tokens[number]))
-        if _differ(found / expected, 1):
+        if _differs(found / expected, 1):
             yield group.finding("weight", f"weight {found:.4g} is trained, not {expected:.4g}", number)
 
 
@@ -220,12 +222,12 @@ def check_group(group: TrainedGroup, expectations: Expectations) -> Iterator[Fin
 
 def turns_of(group: TrainedGroup) -> dict[int, list[tuple[int, int]]]:
     """Return row -> places (first, end) of the recorded turns; empty without turns."""
-    named: dict[int, list[tuple[int, int]]] = {}
+    turns: dict[int, list[tuple[int, int]]] = {}
     if group.scored.rollout.turns is not None:
         for _, row, first, end in group.scored.rollout.turns.numpy().tolist():
-            named.setdefault(row, []).append((first, end))
-    return named
+            turns.setdefault(row, []).append((first, end))
+    return turns
 
 
-def _differ(found: float, expected: float) -> bool:
+def _differs(found: float, expected: float) -> bool:
     return not abs(found - expected) <= TOLERANCE * max(1.0, abs(expected))

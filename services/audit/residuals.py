@@ -20,18 +20,18 @@ from services.audit.evidence import ALTERNATIVES, Evidence, FalseAlarms, rate_ra
 from services.audit.recompute import POWERS, RowScores
 from services.audit.records import TrainedGroup, turns_of
 
-RATE = 0.002
+OUTLIER_RATE = 0.002
 """Largest share of tokens with a difference above the limit in a run without a fault."""
-MARGIN = 8.0
+ROUNDING_MARGIN = 8.0
 """Limit of a difference, as a multiple of the largest rounding error in Hugging Face's model."""
-SMALLEST = 1e-6
+MIN_LIMIT = 1e-6
 """Smallest limit of a difference, nats."""
-COPIED = (0.05, 0.5)
+COPY_SHARES = (0.05, 0.5)
 """Alternatives to independent samples: shares of copies of the group's earlier samples."""
-CONFINED = 0.9
+MIN_CONFINED_SHARE = 0.9
 """Minimum share of differing tokens for a value of an axis to be named; all tokens must have less."""
 AXES = ("version", "lag", "position", "turn", "sample")
-MOST_STEPS = 64
+TALLY_STEPS = 64
 """Number of steps for which the places of tokens are kept."""
 
 
@@ -41,14 +41,14 @@ class NoiseFloor:
 
     largest: dict[str, float] = field(default_factory=dict)
 
-    def learn(self, dtype: str, found: RowScores, better: RowScores) -> None:
+    def learn(self, dtype: str, engine_scores: RowScores, better_scores: RowScores) -> None:
         """Update from a row computed in the engine's dtype and in a better one."""
-        apart = float(np.abs(found.logprobs - better.logprobs).max(initial=0.0))
-        self.largest[dtype] = max(self.largest.get(dtype, 0.0), apart)
+        difference = float(np.abs(engine_scores.logprobs - better_scores.logprobs).max(initial=0.0))
+        self.largest[dtype] = max(self.largest.get(dtype, 0.0), difference)
 
     def limit(self, dtype: str) -> float:
         """Return the limit of a difference, nats; infinite before the first update."""
-        return max(SMALLEST, MARGIN * self.largest[dtype]) if dtype in self.largest else math.inf
+        return max(MIN_LIMIT, ROUNDING_MARGIN * self.largest[dtype]) if dtype in self.largest else math.inf
 
 
 @dataclass(slots=True)
@@ -59,18 +59,22 @@ class Tally:
     hits: Counter[tuple[str, str]] = field(default_factory=Counter)
 
 
-def confined(tallies: Iterable[Tally]) -> dict[str, str]:
+def confined_axes(tallies: Iterable[Tally]) -> dict[str, str]:
     """Return the axes on which differing tokens share one value although other tokens do not."""
     trials, hits, found = Counter[tuple[str, str]](), Counter[tuple[str, str]](), dict[str, str]()
     for tally in tallies:
         trials += tally.trials
         hits += tally.hits
     for axis in AXES:
-        own = {value: count for (name, value), count in hits.items() if name == axis}
-        every = {value: count for (name, value), count in trials.items() if name == axis}
-        most = max(own, key=lambda value: own[value], default="")
-        if own and own[most] >= CONFINED * sum(own.values()) and every[most] < CONFINED * sum(every.values()):
-            found[axis] = most
+        hits_by_value = {value: count for (name, value), count in hits.items() if name == axis}
+        trials_by_value = {value: count for (name, value), count in trials.items() if name == axis}
+        top_value = max(hits_by_value, key=lambda value: hits_by_value[value], default="")
+        if (
+            hits_by_value
+            and hits_by_value[top_value] >= MIN_CONFINED_SHARE * sum(hits_by_value.values())
+            and trials_by_value[top_value] < MIN_CONFINED_SHARE * sum(trials_by_value.values())
+        ):
+            found[axis] = top_value
     return found
 
 
@@ -90,7 +94,7 @@ class Residuals:
         """(engine, step) -> token counts."""
         self._example: dict[tuple[str, str], tuple[int, int]] = {}
         self._largest: dict[str, float] = {}
-        self._raised = set[tuple[str, str]]()
+        self._reported = set[tuple[str, str]]()
 
     def add(self, step: int, group: TrainedGroup, version: int, scores: Mapping[int, RowScores]) -> None:
         """Add a group's rows; `scores` are indexed by row number, under `version`."""
@@ -98,29 +102,31 @@ class Residuals:
         ratios = {
             "logprob": np.zeros(len(ALTERNATIVES)),
             "sampling": np.zeros(len(POWERS)),
-            "copy": np.zeros(len(COPIED)),
+            "copy": np.zeros(len(COPY_SHARES)),
         }
         earlier: list[tuple[int, ...]] = []
-        for number, found in scores.items():
+        for number, row_scores in scores.items():
             row = group.view.rows[number]
-            chosen = row.sampled & (row.versions == version)
-            if not chosen.any():
+            is_selected = row.sampled & (row.versions == version)
+            if not is_selected.any():
                 continue
-            apart = np.abs(row.logprobs - found.logprobs)
-            over = chosen & ~(apart <= limit)
-            ratios["logprob"] += rate_ratios(int(over.sum()), int(chosen.sum()), RATE)
-            ratios["sampling"] += found.tempered[chosen].sum(0)
+            differences = np.abs(row.logprobs - row_scores.logprobs)
+            is_outlier = is_selected & ~(differences <= limit)
+            ratios["logprob"] += rate_ratios(int(is_outlier.sum()), int(is_selected.sum()), OUTLIER_RATE)
+            ratios["sampling"] += row_scores.tempered[is_selected].sum(0)
             if (row.versions[row.sampled] == version).all():
                 sampled = tuple(row.tokens[row.sampled].tolist())
-                copies = _copy_ratio(sampled, earlier, float(found.logprobs[chosen].sum()))
+                copies = _copy_ratio(sampled, earlier, float(row_scores.logprobs[is_selected].sum()))
                 ratios["copy"] += copies
                 if copies[0] > 0:
                     self._example["copy", engine] = (group.view.group, row.sample)
                 earlier.append(sampled)
-            self._count(group, number, chosen, over)
-            if over.any():
+            self._tally_tokens(group, number, is_selected, is_outlier)
+            if is_outlier.any():
                 self._example["logprob", engine] = (group.view.group, row.sample)
-                self._largest[engine] = max(self._largest.get(engine, 0.0), float(apart[over].max()))
+                self._largest[engine] = max(
+                    self._largest.get(engine, 0.0), float(differences[is_outlier].max())
+                )
         for name in self._names:
             key, values = (name, engine), ratios[name]
             self._evidence.setdefault(key, Evidence(len(values))).add(step, values)
@@ -129,16 +135,18 @@ class Residuals:
         """Yield the hypotheses that are newly refuted."""
         for key, evidence in self._evidence.items():
             name, engine = key
-            if key in self._raised or evidence.log < self._alarms.limit(f"{name} {engine}"):
+            if key in self._reported or evidence.log < self._alarms.limit(f"{name} {engine}"):
                 continue
-            self._raised.add(key)
+            self._reported.add(key)
             group, sample = self._example.get(key, (-1, -1))
-            where = {"engine": engine} | (self._where(engine, evidence.since) if name == "logprob" else {})
+            where = {"engine": engine} | (
+                self._confined_axes(engine, evidence.since) if name == "logprob" else {}
+            )
             detail, chance = self._detail(name, engine), math.exp(-min(evidence.log, 700.0))
             yield Alarm(name, step, evidence.since, where, detail, chance, group, sample)
 
-    def _where(self, engine: str, since: int) -> dict[str, str]:
-        return confined(
+    def _confined_axes(self, engine: str, since: int) -> dict[str, str]:
+        return confined_axes(
             tally for (name, step), tally in self._tallies.items() if name == engine and step >= since
         )
 
@@ -152,8 +160,8 @@ class Residuals:
             return "tokens are not drawn from the recorded distribution: temperature, top-p or seed"
         return "samples of a group are copies of each other, beyond chance"
 
-    def _count(
-        self, group: TrainedGroup, number: int, chosen: NDArray[np.bool_], over: NDArray[np.bool_]
+    def _tally_tokens(
+        self, group: TrainedGroup, number: int, is_selected: NDArray[np.bool_], is_outlier: NDArray[np.bool_]
     ) -> None:
         row, engine = group.view.rows[number], group.scored.rollout.engine
         tally = self._tallies[engine, group.plan.step]
@@ -164,18 +172,18 @@ class Residuals:
         )
         begins[[first for first, _ in turns_of(group).get(number, [])]] = True
         turns = begins.cumsum()
-        for place in chosen.nonzero()[0].tolist():
+        for place in is_selected.nonzero()[0].tolist():
             values = (
                 str(int(row.versions[place])),
                 str(group.plan.step - int(row.versions[place])),
-                _power(before + place),
+                _position_range(before + place),
                 str(turns[place]),
                 f"{group.view.group}/{row.sample}",
             )
             keys = list(zip(AXES, values, strict=True))
             tally.trials.update(keys)
-            tally.hits.update(keys if over[place] else ())
-        for key in [key for key in self._tallies if key[1] <= group.plan.step - MOST_STEPS]:
+            tally.hits.update(keys if is_outlier[place] else ())
+        for key in [key for key in self._tallies if key[1] <= group.plan.step - TALLY_STEPS]:
             del self._tallies[key]
 
 
@@ -184,13 +192,13 @@ def _copy_ratio(
 ) -> NDArray[np.float64]:
     """Return the log-ratios of a sample: shares of copies of earlier samples against an independent draw."""
     if not earlier:
-        return np.zeros(len(COPIED))
-    copied, shares = earlier.count(sampled) / len(earlier), np.array(COPIED)
-    found: NDArray[np.float64] = np.log(1 - shares + shares * copied / math.exp(max(logprob, -600.0)))
-    return found
+        return np.zeros(len(COPY_SHARES))
+    copied, shares = earlier.count(sampled) / len(earlier), np.array(COPY_SHARES)
+    ratios: NDArray[np.float64] = np.log(1 - shares + shares * copied / math.exp(max(logprob, -600.0)))
+    return ratios
 
 
-def _power(position: int) -> str:
+def _position_range(position: int) -> str:
     """Return the range of positions, from a power of two to the next, that contains a position."""
     low = 1 << max(position, 1).bit_length() - 1
     return f"{low}-{2 * low - 1}"

@@ -40,16 +40,16 @@ async def second_worker(
         def rewards(rollout: Rollout) -> Sequence[float | None] | None:
             scored = asyncio.run_coroutine_threadsafe(score_rollout(rollout, pool, "audit"), loop)
             try:
-                found = scored.result(SCORE_S)
+                result = scored.result(SCORE_S)
             except TimeoutError:
                 scored.cancel()
                 log.warning("audit.not_scored group=%d error=not within %g s", rollout.group, SCORE_S)
                 return None
-            if not isinstance(found, ScoredRollout):
-                log.warning("audit.not_scored group=%d error=%s", rollout.group, found.error)
+            if not isinstance(result, ScoredRollout):
+                log.warning("audit.not_scored group=%d error=%s", rollout.group, result.error)
                 return None
-            values: list[float] = found.rewards.numpy().tolist()
-            times = decided_by_time(found)
-            return [None if late else value for value, late in zip(values, times, strict=True)]
+            values: list[float] = result.rewards.numpy().tolist()
+            times = decided_by_time(result)
+            return [None if is_late else value for value, is_late in zip(values, times, strict=True)]
 
         yield rewards

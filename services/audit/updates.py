@@ -22,9 +22,9 @@ from trainer.reference.backend import ReferenceBackend
 from trainer.step.plan import StepPlan
 from trainer.step.train_command import TrainCommand
 
-PARAMETERS = 1 << 22
+MAX_COMPARED_ELEMENTS = 1 << 22
 """Maximum number of elements in the compared tensors, except for the first tensor."""
-LIMITS = {"float32": 0.02, "bfloat16": 0.3, "float16": 0.1, "fp8": 0.8}
+DIFFERENCE_LIMITS = {"float32": 0.02, "bfloat16": 0.3, "float16": 0.1, "fp8": 0.8}
 """Coarser dtype of trainer (fp8: `trainer.fp8`) and engines -> allowed relative difference of loss, gradient
 norm and update.
 
@@ -67,7 +67,7 @@ class Shadow:
         if settings.algorithm.kl_coef > 0:
             self._executor.lead(KeepReferenceCommand())
         computed = settings.trainer.dtype if settings.trainer.fp8 == "off" else "fp8"
-        self.limit = max(LIMITS[computed], LIMITS[settings.engine.dtype])
+        self.limit = max(DIFFERENCE_LIMITS[computed], DIFFERENCE_LIMITS[settings.engine.dtype])
         """Allowed relative difference."""
         backend = self._executor.models.policy
         assert isinstance(backend, ReferenceBackend)
@@ -75,8 +75,8 @@ class Shadow:
         self._views = views
         """Tensors that versions replace; empty for adapters, where the shadow continues from its own
         weights."""
-        self._chosen = _chosen(self._views)
-        self._drops = settings.lora.dropout > 0
+        self._compared_names = _compared_names(self._views)
+        self._has_dropout = settings.lora.dropout > 0
         """Whether dropout masks depend on the trainer's layout, so that repeated steps differ."""
 
     @torch.no_grad()
@@ -100,23 +100,27 @@ class Shadow:
             for name, view in self._views.items():
                 # a version is rounded, the trainer is not: keep values that round to the version's
                 view.copy_(torch.where(view.to(before[name].dtype) == before[name], view, before[name]))
-        starts = {name: self._views[name].clone() for name in self._chosen if after is not None}
+        starts = {name: self._views[name].clone() for name in self._compared_names if after is not None}
         with torch.enable_grad():
             plan, expected = self._executor.train(command)
-        if stats.skipped or expected.skipped or self._drops:
+        if stats.skipped or expected.skipped or self._has_dropout:
             return
         yield from _numbers(plan, stats, expected)
-        for name, begun in starts.items():
+        for name, initial in starts.items():
             assert after is not None
             # both are rounded as versions are
-            start, own = (
-                begun.to(after[name].dtype).double(),
+            start, repeated = (
+                initial.to(after[name].dtype).double(),
                 self._views[name].to(after[name].dtype).double(),
             )
-            found, made = after[name].double() - start, own - start
-            size = float(made.norm())
+            published_update, shadow_update = after[name].double() - start, repeated - start
+            size = float(shadow_update.norm())
             if size:
-                yield Difference(name, float((found - made).norm()) / size, float(found.norm()) / size)
+                yield Difference(
+                    name,
+                    float((published_update - shadow_update).norm()) / size,
+                    float(published_update.norm()) / size,
+                )
 
     def tensors(self) -> dict[str, torch.Tensor]:
         """Return copies of the shadow's own tensors; empty if adapters are trained."""
@@ -137,18 +141,18 @@ def _numbers(plan: StepPlan, stats: StepStats, expected: StepStats) -> Iterator[
     tokens = torch.tensor([float(sample.sampled.sum()) for sample in plan.samples])
     scale = float((sizes * tokens).sum())
     if stats.loss is not None and expected.loss is not None and scale:
-        apart = abs(stats.loss - expected.loss) / scale
-        yield Difference("loss", apart, stats.loss / expected.loss if expected.loss else 1.0)
+        relative = abs(stats.loss - expected.loss) / scale
+        yield Difference("loss", relative, stats.loss / expected.loss if expected.loss else 1.0)
     if stats.grad_norm is not None and expected.grad_norm:
         ratio = stats.grad_norm / expected.grad_norm
         yield Difference("gradient norm", abs(ratio - 1), ratio)
 
 
-def _chosen(tensors: Mapping[str, torch.Tensor]) -> list[str]:
-    """Return a fixed selection of tensor names with `PARAMETERS` elements in total."""
-    room, chosen = PARAMETERS, list[str]()
+def _compared_names(tensors: Mapping[str, torch.Tensor]) -> list[str]:
+    """Return a fixed selection of tensor names with `MAX_COMPARED_ELEMENTS` elements in total."""
+    remaining, names = MAX_COMPARED_ELEMENTS, list[str]()
     for name in sorted(tensors, key=lambda name: xxhash.xxh3_64_intdigest(name.encode())):
-        if tensors[name].numel() <= room or not chosen:
-            room -= tensors[name].numel()
-            chosen.append(name)
-    return chosen
+        if tensors[name].numel() <= remaining or not names:
+            remaining -= tensors[name].numel()
+            names.append(name)
+    return names

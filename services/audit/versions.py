@@ -19,9 +19,9 @@ def read_version(manifest: WeightManifest, timeout_s: float) -> dict[str, torch.
     Raises:
         WeightError: bytes are missing, or do not match the manifest.
     """
-    wanted = {entry.name: (tuple((0, n) for n in entry.shape),) for entry in manifest.tensors}
-    found = FileReceiver().slices(manifest, wanted, timeout_s)
-    return without_head({piece.entry.name: piece.tensor.clone() for pieces in found for piece in pieces})
+    slices = {entry.name: (tuple((0, n) for n in entry.shape),) for entry in manifest.tensors}
+    received = FileReceiver().slices(manifest, slices, timeout_s)
+    return without_head({piece.entry.name: piece.tensor.clone() for pieces in received for piece in pieces})
 
 
 def model_digest(manifest: WeightManifest | None, version: int) -> int:
@@ -43,8 +43,8 @@ def merged_version(
     """
     if not lora.rank:
         return dict(published)
-    whole = dict(base)
+    merged = dict(base)
     for target in adapter_targets({name: tuple(tensor.shape) for name, tensor in base.items()}, lora):
         change = published[target.b].float() @ published[target.a].float()
-        whole[target.weight] = (base[target.weight].float() + change).to(base[target.weight].dtype)
-    return whole
+        merged[target.weight] = (base[target.weight].float() + change).to(base[target.weight].dtype)
+    return merged

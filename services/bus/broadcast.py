@@ -98,7 +98,7 @@ class Broadcaster:
         frame = encode(message, run=self._run, id=new_token(), epoch=epoch)
         kind = type(message)
         if len(frame) > self._config.max_frame_bytes:
-            self._leave_out(kind, len(frame))
+            self._skip_oversized(kind, len(frame))
             return 0
         if kind in STICKY:
             self._newest[kind] = frame
@@ -129,16 +129,16 @@ class Broadcaster:
         self._router.close()
         self._answers.close()
 
-    def _leave_out(self, kind: type[Message], nbytes: int) -> None:
+    def _skip_oversized(self, kind: type[Message], nbytes: int) -> None:
         """Count and log a message that is too large; peers must not get an older message of its kind."""
         self.stats.dropped_full += 1
-        most = self._config.max_frame_bytes
+        max_bytes = self._config.max_frame_bytes
         log.error(
             "bus.too_large topic=%s message=%s bytes=%d (over bus.max_frame_bytes %d, which can be raised)",
             self._topic.name,
             kind.__name__,
             nbytes,
-            most,
+            max_bytes,
         )
         self._newest.pop(kind, None)
         for peer in self._peers.values():

@@ -27,7 +27,7 @@ DOMAIN = b"tether"
 AUTHORIZED = "authorized/client.key"
 KEY_FILES = ("server.key_secret", "server.key", "client.key_secret", "client.key", AUTHORIZED)
 """Key files in the order of installation; the last file marks a complete set."""
-MADE = ".made"
+NEW_KEYS_DIR = ".made"
 """Subdirectory with new keys until all of them are installed."""
 
 
@@ -40,15 +40,17 @@ def create_keys(directory: str | Path) -> None:
         SettingsError: keys exist already; replacing them would lock out running peers.
     """
     root = Path(directory)
-    keys = root / MADE
+    keys = root / NEW_KEYS_DIR
     if not keys.is_dir():
-        taken = [name for name in ("server.key", "client.key") if (root / name).exists()]
-        if taken:
-            raise SettingsError(f"{root}: {taken[0]} exists; use an empty directory or delete the old keys")
+        existing = [name for name in ("server.key", "client.key") if (root / name).exists()]
+        if existing:
+            raise SettingsError(
+                f"{root}: {existing[0]} exists; use an empty directory or delete the old keys"
+            )
         root.mkdir(mode=0o700, parents=True, exist_ok=True)
         root.chmod(0o700)
-        with directory_written_aside(keys) as aside:
-            _make_pairs(aside)
+        with directory_written_aside(keys) as draft:
+            _make_pairs(draft)
     (root / AUTHORIZED).parent.mkdir(mode=0o700, exist_ok=True)
     for name in KEY_FILES:
         with contextlib.suppress(FileNotFoundError):  # installed already

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 Discover = Callable[[], Awaitable[Mapping[str, str]]]
 """Reads the registry and returns receiver incarnation -> endpoint."""
-LOST_EVENTS = (
+DISCONNECT_EVENTS = (
     zmq.EVENT_DISCONNECTED
     | zmq.EVENT_CLOSED
     | zmq.EVENT_HANDSHAKE_FAILED_AUTH
@@ -59,7 +59,7 @@ class Link(Generic[T]):
         """Total number of messages that may be sent on this connection; -1: unlimited."""
         self.outstanding: dict[str, T] = {}
         """Unfinished messages sent on this link, by id, oldest first; maintained by the user of `Links`."""
-        self.heard_s = asyncio.get_running_loop().time()
+        self.last_frame_s = asyncio.get_running_loop().time()
         """Arrival time of the last frame, by the loop's clock."""
         self.lost = ""
         """Why the connection is unusable; empty while it is usable."""
@@ -80,7 +80,7 @@ class Link(Generic[T]):
                 self._socket.setsockopt(option, value)
             if owner.keys is not None:
                 owner.keys.secure(self._socket)
-            self._monitor = self._socket.get_monitor_socket(LOST_EVENTS)
+            self._monitor = self._socket.get_monitor_socket(DISCONNECT_EVENTS)
             self._socket.connect(endpoint)
         except BaseException:
             self._socket.disable_monitor()
@@ -117,9 +117,9 @@ class Link(Generic[T]):
         while not self.lost and self._monitor.poll(0):
             event = recv_monitor_message(self._monitor)["event"]
             self.lost = "unauthorized" if event == zmq.EVENT_HANDSHAKE_FAILED_AUTH else "disconnected"
-        if not self.lost and now_s - self.heard_s > timeout_s:
+        if not self.lost and now_s - self.last_frame_s > timeout_s:
             self.pump.drain()
-            if now_s - self.heard_s > timeout_s:
+            if now_s - self.last_frame_s > timeout_s:
                 self.lost = self.lost or "silent"
 
     def close(self) -> None:
@@ -137,7 +137,7 @@ class Link(Generic[T]):
             self._stats.malformed += 1
             return
         self._stats.bytes_in += len(frame)
-        self.heard_s = asyncio.get_running_loop().time()
+        self.last_frame_s = asyncio.get_running_loop().time()
         try:
             self._owner.on_frame(self, frame)
         except ProtocolError as error:
@@ -186,7 +186,8 @@ class Links(Generic[T]):
         self._links: dict[str, Link[T]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._discover_error = ""
-        self._refused_by: set[str] = set()  # receivers that refuse this process's key: logged once each
+        # receivers that refuse this process's key: logged once each
+        self._rejecting_receivers: set[str] = set()
         self._group = asyncio.TaskGroup()
         self._task: asyncio.Task[None] | None = None
 
@@ -253,7 +254,7 @@ class Links(Generic[T]):
             self._context = None
 
     def _reconcile(self, endpoints: Mapping[str, str]) -> None:
-        self._refused_by.intersection_update(endpoints)
+        self._rejecting_receivers.intersection_update(endpoints)
         for incarnation, link in list(self._links.items()):
             if endpoints.get(incarnation) != link.endpoint:
                 link.lost = link.lost or "vanished"
@@ -295,12 +296,12 @@ class Links(Generic[T]):
                 self._send_hello(link)
 
     def _remove(self, link: Link[T]) -> None:
-        if link.ready or (link.lost == "unauthorized" and link.incarnation not in self._refused_by):
+        if link.ready or (link.lost == "unauthorized" and link.incarnation not in self._rejecting_receivers):
             log.warning(
                 "bus.link_lost topic=%s receiver=%s reason=%s", self._topic.name, link.incarnation, link.lost
             )
         if link.lost == "unauthorized":
-            self._refused_by.add(link.incarnation)
+            self._rejecting_receivers.add(link.incarnation)
         del self._links[link.incarnation]
         link.close()
         self._on_lost(link)

@@ -131,7 +131,7 @@ class SenderSessions:
         """Bytes that an answer may have: a sender disconnects from whoever sends it a larger frame."""
         self._router = router
         self._stats = stats
-        self._held = unfinished
+        self._count_unfinished = unfinished
         self._sessions: dict[bytes, SenderSession] = {}
         self._unsent: dict[bytes, None] = {}  # connections with an unsent ack or credit, in order
         self._flushing = False
@@ -223,19 +223,20 @@ class SenderSessions:
             else:
                 self._send_ack(connection, session)
 
-    def _top_up(self, *, everybody: bool = False) -> None:
+    def _top_up(self, *, all_sessions: bool = False) -> None:
         window = self._topic.window
         if not window:
             return
-        if len(self._sessions) >= window and not everybody:
+        if len(self._sessions) >= window and not all_sessions:
             # Each session already has one promised message and no window is free, except for the sessions
             # with an unsent ack: only those need to be examined.
-            among, orphans = {c: self._sessions[c] for c in self._unsent if c in self._sessions}, window
+            candidates, orphans = {c: self._sessions[c] for c in self._unsent if c in self._sessions}, window
         else:
-            among = self._sessions
-            orphans = self._held() - sum(session.account.unfinished for session in among.values())
-        connections = {id(session.account): connection for connection, session in among.items()}
-        for account in top_up(window, [session.account for session in among.values()], orphans):
+            candidates = self._sessions
+            connected = sum(session.account.unfinished for session in candidates.values())
+            orphans = self._count_unfinished() - connected
+        connections = {id(session.account): connection for connection, session in candidates.items()}
+        for account in top_up(window, [session.account for session in candidates.values()], orphans):
             self._unsent[connections[id(account)]] = None
 
     def _send_ack(self, connection: bytes, session: SenderSession) -> bool:
@@ -265,7 +266,7 @@ class SenderSessions:
     def _on_timer(self) -> None:
         self._timer = asyncio.get_running_loop().call_later(self._heartbeat_s, self._on_timer)
         self._sequence += 1
-        self._top_up(everybody=True)
+        self._top_up(all_sessions=True)
         for connection, session in list(self._sessions.items()):
             self._send_heartbeat(connection, session)
 
@@ -299,11 +300,11 @@ class SenderSessions:
         return session.account.granted if self._topic.window else -1
 
 
-def _first_answers(answers: Mapping[str, bytes], most: int) -> dict[str, bytes]:
-    """Return the first answer, and the next answers while the total is at most `most` bytes."""
+def _first_answers(answers: Mapping[str, bytes], max_bytes: int) -> dict[str, bytes]:
+    """Return the first answer, and the next answers while the total is at most `max_bytes`."""
     total = itertools.accumulate(map(len, answers.values()))
     return dict(
         item
         for number, (item, size) in enumerate(zip(answers.items(), total, strict=True))
-        if not number or size <= most
+        if not number or size <= max_bytes
     )

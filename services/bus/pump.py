@@ -17,7 +17,7 @@ BATCH = 64
 """Maximum number of messages handled per wake, before other callbacks of the loop run."""
 FALLBACK_S = 0.25
 """Seconds between two reads by the timer."""
-KEPT_BYTES = 8 << 20
+MALLOC_KEPT_BYTES = 8 << 20
 """Freed blocks up to this size in bytes stay in the process."""
 _ZERO_COPY_RECV = 10
 """ZMQ_ZERO_COPY_RECV of zmq.h, which pyzmq does not define."""
@@ -32,10 +32,10 @@ def make_context() -> zmq.Context[zmq.Socket[bytes]]:
     By default ZeroMQ passes on the buffer itself. Each queued or held message, even a small one, then
     occupies 18 kB, and memory claimed during a pause of a process with many peers is not returned.
 
-    Allocating and freeing a block of `KEPT_BYTES` first makes glibc keep freed memory. Otherwise each frame
-    of 100 KB would be mapped, cleared and returned to the system.
+    Allocating and freeing a block of `MALLOC_KEPT_BYTES` first makes glibc keep freed memory. Otherwise each
+    frame of 100 KB would be mapped, cleared and returned to the system.
     """
-    bytes(KEPT_BYTES)
+    bytes(MALLOC_KEPT_BYTES)
     context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
     context.setsockopt(zmq.LINGER, 0)  # applies to every socket created later
     context.set(_ZERO_COPY_RECV, 0)

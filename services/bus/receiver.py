@@ -109,10 +109,10 @@ class Receiver:
         self._router.pump.resume()
         return delivery
 
-    async def receive_waiting(self, most: int) -> list[Delivery]:
-        """Wait for the next message; return it with the messages queued behind it, at most `most`."""
+    async def receive_waiting(self, max_messages: int) -> list[Delivery]:
+        """Wait for the next message; return it with the messages queued behind it, at most `max_messages`."""
         batch = [await self.receive()]
-        while self._inbox and len(batch) < most:
+        while self._inbox and len(batch) < max_messages:
             batch.append(await self.receive())
         return batch
 

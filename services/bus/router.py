@@ -21,7 +21,7 @@ FAILED_EVENTS = zmq.EVENT_HANDSHAKE_FAILED_PROTOCOL | zmq.EVENT_HANDSHAKE_FAILED
 """Failed handshakes for which ZeroMQ does not call the authenticator."""
 
 
-FIRST = zmq.NOBLOCK | zmq.SNDMORE
+IDENTITY_FLAGS = zmq.NOBLOCK | zmq.SNDMORE
 """Flags for the frame with the peer's identity."""
 
 
@@ -98,7 +98,7 @@ class Router:
         if socket.closed:
             return SendResult.UNREACHABLE
         try:
-            socket.send(peer, FIRST)
+            socket.send(peer, IDENTITY_FLAGS)
             socket.send(frame, zmq.NOBLOCK)
         except zmq.Again:
             return SendResult.FULL

@@ -117,9 +117,9 @@ class Sender(LinkedSocket):
             raise TypeError(f"topic {self._topic.name} does not carry {type(message).__name__}")
         id = id or new_token()
         frame = encode(message, run=self._run, id=id, epoch=epoch, group=group, token=token)
-        most = self._config.max_frame_bytes
-        if len(frame) > most:
-            raise FrameTooLarge(f"message {id} of {len(frame)} bytes is over bus.max_frame_bytes {most}")
+        max_bytes = self._config.max_frame_bytes
+        if len(frame) > max_bytes:
+            raise FrameTooLarge(f"message {id} of {len(frame)} bytes is over bus.max_frame_bytes {max_bytes}")
         self._check_new(id)
         async with self._slots:
             self._check_new(id)
@@ -140,9 +140,9 @@ class Sender(LinkedSocket):
             "receivers": {
                 link.incarnation: {
                     "outstanding": len(link.outstanding),
-                    "free": self._free(link),
+                    "free": self._free_credit(link),
                     "ready": link.ready,
-                    "silent_s": round(now_s - link.heard_s, 3),
+                    "silent_s": round(now_s - link.last_frame_s, 3),
                 }
                 for link in self._links.links.values()
             },
@@ -165,7 +165,7 @@ class Sender(LinkedSocket):
 
     def _dispatch(self, pending: Pending) -> bool:
         """Send a message to the receiver with the most free credit; return False if no receiver has any."""
-        while (link := self._pick()) is not None:
+        while (link := self._pick_link()) is not None:
             if link.send(pending.frame):
                 link.sent += 1
                 pending.link = link
@@ -174,21 +174,21 @@ class Sender(LinkedSocket):
                 return True
         return False
 
-    def _pick(self) -> Link[Pending] | None:
+    def _pick_link(self) -> Link[Pending] | None:
         """Return the live link with the most free credit; ties go to the fewest outstanding messages."""
         best: Link[Pending] | None = None
         best_free = 0
         for link in self._links.links.values():
             if not link.ready or link.full or link.lost:
                 continue
-            free = self._free(link)
+            free = self._free_credit(link)
             if free > best_free or (
                 best is not None and free == best_free and len(link.outstanding) < len(best.outstanding)
             ):
                 best, best_free = link, free
         return best
 
-    def _free(self, link: Link[Pending]) -> int:
+    def _free_credit(self, link: Link[Pending]) -> int:
         """Return the number of further messages that a link may carry."""
         if link.credit < 0:
             return self._config.max_outstanding - len(link.outstanding)
@@ -201,7 +201,7 @@ class Sender(LinkedSocket):
                 return
             del self._waiting[id]
 
-    def _send_again(self, pending: Pending, reason: str) -> None:
+    def _requeue(self, pending: Pending, reason: str) -> None:
         """Queue a message for resending, before messages that were never sent."""
         self.stats.resent += 1
         log.info("bus.resend topic=%s message=%s reason=%s", self._topic.name, pending.id, reason)
@@ -239,18 +239,18 @@ class Sender(LinkedSocket):
 
     def _on_heartbeat(self, link: Link[Pending], beat: Heartbeat) -> None:
         ids = frozenset(beat.held)
-        lost = []
+        missing = []
         for pending in link.outstanding.values():
             if pending.ordinal > beat.seen:
                 break
             if pending.id not in ids:
-                lost.append(pending)
-        for pending in reversed(lost):
-            self._send_again(pending, "not_held")
+                missing.append(pending)
+        for pending in reversed(missing):
+            self._requeue(pending, "not_held")
 
     def _on_lost(self, link: Link[Pending]) -> None:
         for pending in reversed(list(link.outstanding.values())):
-            self._send_again(pending, link.lost)
+            self._requeue(pending, link.lost)
         self._flush()
 
     # -- the end of a message

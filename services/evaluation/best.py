@@ -61,7 +61,7 @@ class BestCheckpoint:
     def __init__(self, settings: Settings, choice: BestScore) -> None:
         """Store the arguments. `choice.set` must name a set."""
         self._settings = settings
-        self._wanted = choice
+        self._choice = choice
         self._directory = settings.run_dir / "exports"
 
     def keep(self, evaluation: Evaluation, manifest: WeightManifest) -> None:
@@ -74,10 +74,10 @@ class BestCheckpoint:
             evaluation: evaluation that is not in eval.jsonl yet.
             manifest: manifest of the scored snapshot.
         """
-        kept = self._kept()
+        kept = self._kept_models()
         counted = counted_evaluations(self._settings.run_dir, evaluation)
         candidates = [e for e in counted if e is evaluation or e.key[:2] in kept]
-        if best_of(candidates, self._wanted) is not evaluation:
+        if best_of(candidates, self._choice) is not evaluation:
             return
         try:
             self._write(self._directory / f"best_step_{evaluation.version:08d}-{evaluation.digest}", manifest)
@@ -90,21 +90,21 @@ class BestCheckpoint:
         Nothing changes while eval.jsonl lacks a kept version: after a rewind, until a version is scored
         again.
         """
-        snapshots = self._kept()
+        snapshots = self._kept_models()
         counted = counted_evaluations(self._settings.run_dir)
-        best = best_of([e for e in counted if e.key[:2] in snapshots], self._wanted)
+        best = best_of([e for e in counted if e.key[:2] in snapshots], self._choice)
         if best is None:
             return
         name = snapshots[best.key[:2]]
         self._link(LINK, name)
         if (self._directory / f"adapter_{name}").is_dir():
             self._link(f"adapter_{LINK}", f"adapter_{name}")
-        score, stderr = best.score(self._wanted.metric)
+        score, stderr = best.score(self._choice.metric)
         facts = {
             "version": best.version,
             "step": best.step,
             "set": best.set,
-            "metric": self._wanted.metric,
+            "metric": self._choice.metric,
             "score": score,
             "stderr": stderr,
             "digest": best.digest,
@@ -116,7 +116,7 @@ class BestCheckpoint:
             if old.name not in (name, f"adapter_{name}"):
                 shutil.rmtree(old, ignore_errors=True)
 
-    def _kept(self) -> dict[tuple[int, str], str]:
+    def _kept_models(self) -> dict[tuple[int, str], str]:
         """Return (version, digest) -> directory of each kept model."""
         names = {}
         for path in self._directory.glob("best_step_*"):

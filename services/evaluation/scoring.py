@@ -26,7 +26,7 @@ from rollout.strays import Strays
 from services.evaluation.estimates import PromptScore, greedy_fields, sampled_fields
 from services.run_record.evaluations import Evaluation
 from services.runtime.user_modules import add_user_modules
-from services.settings.evaluation import eval_engine, ks_of
+from services.settings.evaluation import eval_engine, pass_at_k_values
 from services.settings.hub import fetch_model
 from services.settings.sections import Settings
 
@@ -89,15 +89,17 @@ class Scorer:
         """
         config, began = self._settings.eval, time.monotonic()
         greedy = await self._answers(prompts, self._sampling(temperature=0.0), 1)
-        drawn = self._sampling(temperature=config.temperature, top_p=config.top_p, top_k=config.top_k)
-        sampled = await self._answers(prompts, drawn, config.samples) if config.samples else []
+        sampling_options = self._sampling(
+            temperature=config.temperature, top_p=config.top_p, top_k=config.top_k
+        )
+        sampled = await self._answers(prompts, sampling_options, config.samples) if config.samples else []
         return SetScores(greedy, sampled, time.monotonic() - began)
 
-    def _sampling(self, **how: Any) -> Sampling:
+    def _sampling(self, **options: Any) -> Sampling:
         return Sampling(
             max_tokens=self._settings.sampling.max_tokens,
             stop_token_ids=self._renderer.stop_token_ids,
-            **how,
+            **options,
         )
 
     async def _answers(
@@ -190,7 +192,7 @@ def evaluation_of(settings: Settings, manifest: WeightManifest, name: str, score
         error=next((score.error for score in every if score.error), "")[:300],
         samples=samples,
         **greedy_fields(greedy),
-        **(sampled_fields(sampled, ks_of(samples), settings.eval.success) if samples else {}),
+        **(sampled_fields(sampled, pass_at_k_values(samples), settings.eval.success) if samples else {}),
         engine=eval_engine(settings).name,
         seconds=round(scores.seconds, 3),
         time=time.time(),
@@ -214,7 +216,7 @@ async def open_scorer(settings: Settings, name: str, lora: LoraConfig = NO_ADAPT
     fetch_with_keys(settings.bus.curve_dir)
     await asyncio.to_thread(fetch_model, settings)
     renderer = await asyncio.to_thread(Renderer, settings.model_dir, settings.rendering)
-    engine = await _started(settings, name, lora)
+    engine = await _start_with_retry(settings, name, lora)
     try:
         async with ScorePool(settings.reward, modules) as pool:
             scorer = Scorer(settings, engine, pool, renderer)
@@ -226,7 +228,7 @@ async def open_scorer(settings: Settings, name: str, lora: LoraConfig = NO_ADAPT
         await engine.close()
 
 
-async def _started(settings: Settings, name: str, lora: LoraConfig) -> Engine:
+async def _start_with_retry(settings: Settings, name: str, lora: LoraConfig) -> Engine:
     """Start an engine, with a second attempt after an engine error. Raises as `open_scorer`.
 
     vLLM refuses to start while another process frees memory on its GPU, such as a process of a run that has

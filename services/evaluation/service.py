@@ -24,7 +24,7 @@ from services.evaluation.best import BestCheckpoint
 from services.evaluation.scoring import Scorer, evaluation_of, open_scorer
 from services.observability.busy import BusyMeter
 from services.run_record.evaluations import (
-    LEFT_OUT,
+    SKIP_MARK,
     SNAPSHOTS,
     append_evaluation,
     describe_evaluation,
@@ -37,7 +37,7 @@ from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import check_stream
 from services.runtime.user_modules import add_user_modules
-from services.runtime.writing import until_written
+from services.runtime.writing import retry_until_written
 from services.settings.evaluation import BestScore, HeldOutSets, best_score, eval_engine, read_sets
 from trainer.weights.version_directories import read_manifests
 
@@ -55,26 +55,26 @@ def remove_snapshot(manifest: WeightManifest) -> None:
     shutil.rmtree(manifest.location, ignore_errors=True)
 
 
-def mark_left_out(manifest: WeightManifest) -> None:
+def mark_skipped(manifest: WeightManifest) -> None:
     """Mark a snapshot as skipped, for the end of the run."""
     with contextlib.suppress(OSError):  # being removed
-        (Path(manifest.location) / LEFT_OUT).touch()
+        (Path(manifest.location) / SKIP_MARK).touch()
 
 
-def forget_left_out(run_dir: Path) -> None:
-    """Remove all marks of `mark_left_out`, so that all snapshots are tried again."""
-    for path in (run_dir / SNAPSHOTS).glob(f"v*/{LEFT_OUT}"):
+def remove_skip_marks(run_dir: Path) -> None:
+    """Remove all marks of `mark_skipped`, so that all snapshots are tried again."""
+    for path in (run_dir / SNAPSHOTS).glob(f"v*/{SKIP_MARK}"):
         path.unlink(missing_ok=True)
 
 
-def keys_of(manifest: WeightManifest, sets: Collection[str]) -> list[Key]:
+def score_keys(manifest: WeightManifest, sets: Collection[str]) -> list[Key]:
     """Return the keys of a version, one per set."""
     return [(manifest.version, f"{manifest.digest:016x}", name) for name in sets]
 
 
 def is_scored(manifest: WeightManifest, scored: Collection[Key], sets: Collection[str]) -> bool:
     """Return whether a version was scored on every set."""
-    return all(key in scored for key in keys_of(manifest, sets))
+    return all(key in scored for key in score_keys(manifest, sets))
 
 
 def next_snapshot(
@@ -87,10 +87,10 @@ def next_snapshot(
         scored: keys with a line in eval.jsonl.
         sets: names of the held-out sets.
     """
-    left = [snapshot for snapshot in snapshots if not is_scored(snapshot, scored, sets)]
-    begun = [s for s in left if any(key in scored for key in keys_of(s, sets))]
-    first = [s for s in left if s.version == 0]
-    return next(iter([*begun, *first, *left[-1:]]), None)
+    unscored = [snapshot for snapshot in snapshots if not is_scored(snapshot, scored, sets)]
+    partly_scored = [s for s in unscored if any(key in scored for key in score_keys(s, sets))]
+    first = [s for s in unscored if s.version == 0]
+    return next(iter([*partly_scored, *first, *unscored[-1:]]), None)
 
 
 log = logging.getLogger("tether.evaluation")
@@ -147,8 +147,8 @@ class Evaluator:
         self._run_dir = process.settings.run_dir
         self._scorer = scorer
         self._sets = sets
-        wanted = best_score(self._settings.eval)
-        self._best = BestCheckpoint(self._settings, BestScore(wanted.set or next(iter(sets)), wanted.metric))
+        choice = best_score(self._settings.eval)
+        self._best = BestCheckpoint(self._settings, BestScore(choice.set or next(iter(sets)), choice.metric))
         self._failed: Counter[str] = Counter()
         """Directory of a snapshot -> number of failed attempts to stage it."""
         self._meter = BusyMeter()
@@ -156,7 +156,7 @@ class Evaluator:
 
     async def evaluate_loop(self) -> None:
         """Score snapshots as they arrive, until cancelled."""
-        await asyncio.to_thread(forget_left_out, self._run_dir)
+        await asyncio.to_thread(remove_skip_marks, self._run_dir)
         await asyncio.to_thread(self._best.publish)
         while True:
             snapshot = await asyncio.to_thread(self._next)
@@ -198,12 +198,12 @@ class Evaluator:
             log.error(
                 "evaluation.left_out snapshot=%s attempts=%d error=%s", snapshot.location, ATTEMPTS, error
             )
-            mark_left_out(snapshot)
+            mark_skipped(snapshot)
 
     async def _evaluate(self, snapshot: WeightManifest) -> None:
         """Score the served version on the sets without a line."""
         scored = {evaluation.key for evaluation in read_evaluations(self._run_dir)}
-        for key, (name, prompts) in zip(keys_of(snapshot, self._sets), self._sets.items(), strict=True):
+        for key, (name, prompts) in zip(score_keys(snapshot, self._sets), self._sets.items(), strict=True):
             if key not in scored:
                 with self._process.working(f"version {snapshot.version} on {name}"):
                     await self._evaluate_set(snapshot, name, prompts)
@@ -213,8 +213,8 @@ class Evaluator:
         scores = await self._scorer.score(prompts)
         evaluation = evaluation_of(self._settings, snapshot, name, scores)
         await asyncio.to_thread(self._best.keep, evaluation, snapshot)
-        await until_written(self._process, partial(append_evaluation, self._run_dir, evaluation))
-        await until_written(self._process, self._best.publish)
+        await retry_until_written(self._process, partial(append_evaluation, self._run_dir, evaluation))
+        await retry_until_written(self._process, self._best.publish)
         self._process.metrics.count("evaluation.scored")
         self._process.metrics.seconds.labels("evaluation").observe(evaluation.seconds)
         log.info("evaluation.scored %s", describe_evaluation(evaluation))

@@ -91,7 +91,7 @@ class DeviceLock:
         return False
 
 
-def given_device(run_dir: Path) -> DeviceLock | None:
+def inherited_device(run_dir: Path) -> DeviceLock | None:
     """Return the lock shared by all ranks of a trainer, if the process that started this rank serves it."""
     handle = receive_fd(os.getppid())
     return None if handle is None else DeviceLock(run_dir, handle)

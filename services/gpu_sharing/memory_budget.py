@@ -13,7 +13,7 @@ from trainer.algorithms.registry import ALGORITHMS
 from trainer.config import AlgorithmConfig, ParallelConfig, TrainerConfig, WeightConfig
 from trainer.memory.expected import GIB, ITEM_BYTES
 
-SIZED_BY_FRACTION = ("sglang", "vllm")
+FRACTION_SIZED_ENGINES = ("sglang", "vllm")
 """Engines that allocate `engine.memory_fraction` of the device for any model."""
 CONTEXT_GB = 1.5
 """Memory of one process that remains during sleep: CUDA context, libraries, graphs, communicators."""
@@ -35,10 +35,10 @@ class GpuMemory:
     """The trainer's state."""
 
     @property
-    def engines_turn(self) -> float:
+    def engine_turn_gb(self) -> float:
         return self.engines + self.staging + self.published + CONTEXT_GB
 
-    def trainers_turn(self, workers: int) -> float:
+    def trainer_turn_gb(self, workers: int) -> float:
         """Return the memory of the trainer's turn with `workers` sleeping engines, GiB."""
         return self.trainer + self.published + workers * CONTEXT_GB
 
@@ -73,7 +73,7 @@ def check_budget(
     staging_gb = engine.staging_mb / 1024 or version_gb / engine.tensor_parallel_size
     if engine.staging in ("host", "layers"):
         staging_gb = 0.0
-    if engine.name in SIZED_BY_FRACTION:
+    if engine.name in FRACTION_SIZED_ENGINES:
         engine_gb = engine.memory_fraction * total_gb
     else:
         engine_gb = weights_gb + engine.buffer_size_gb
@@ -104,14 +104,14 @@ def _check_fits(
     weights: WeightConfig,
 ) -> None:
     published = f"{memory.published:.1f} published (weights.transport {weights.transport})"
-    if memory.engines_turn > total_gb:
-        engine_source = "engine.memory_fraction" if engine.name in SIZED_BY_FRACTION else "the model"
+    if memory.engine_turn_gb > total_gb:
+        engine_source = "engine.memory_fraction" if engine.name in FRACTION_SIZED_ENGINES else "the model"
         raise SettingsError(
             f"the engines' turn does not fit on a GPU of {total_gb:.1f} GiB: {memory.engines:.1f} for "
             f"{workers} engine(s) ({engine_source}), {memory.staging:.1f} staging (engine.staging_mb), "
             f"{published}, {CONTEXT_GB:.1f} the trainer's context: lower engine.memory_fraction"
         )
-    if memory.trainers_turn(workers) > total_gb:
+    if memory.trainer_turn_gb(workers) > total_gb:
         raise SettingsError(
             f"the trainer's turn does not fit on a GPU of {total_gb:.1f} GiB: {memory.trainer:.1f} for "
             f"training ({trainer_source}), {published}, {workers * CONTEXT_GB:.1f} the context of {workers} "

@@ -13,7 +13,7 @@ from services.ledger_recovery.journal_entries import accept_entry
 from services.observability.busy import BusyMeter
 from services.runtime.process import Process
 from services.runtime.user_modules import add_user_modules
-from services.runtime.writing import until_written
+from services.runtime.writing import retry_until_written
 from trainer.data.group_filter import group_filter
 from trainer.data.samples import check_scored, mean_reward
 from trainer.storage.spool import Spool
@@ -22,7 +22,7 @@ log = logging.getLogger("tether.ingest")
 
 BATCH = 64
 """Maximum number of messages stored by one fsync."""
-NOT_HELD_ANY_MORE = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE})
+ENDED_LEASE_REASONS = frozenset({Reason.NOT_HELD, Reason.WRONG_STATE, Reason.UNKNOWN_GROUP, Reason.DUPLICATE})
 """Reasons for which a release is refused because the lease is already over."""
 
 
@@ -39,7 +39,7 @@ class Admission:
         self._spool = spool
         self._meter = BusyMeter()
         add_user_modules(process.settings)
-        self._keeps = group_filter(process.settings.algorithm)
+        self._passes_filter = group_filter(process.settings.algorithm)
         process.on_heartbeat.append(lambda: process.info.update(self._meter.reading()))
 
     async def admit_loop(self) -> None:
@@ -53,16 +53,16 @@ class Admission:
         """Store a batch (one fsync), accept its groups, journal the accepts (one fsync), then acknowledge."""
         process = self._process
         head = await process.ledger.head()
-        checked = await self._with_signal(await self._checked(batch, head.version))
+        checked = await self._with_signal(await self._check_batch(batch, head.version))
         if not checked:
             return
         records = [
             (message.rollout.group, message.rollout.token, bytes(delivery.envelope.payload))
             for delivery, message, _ in checked
         ]
-        stored = await until_written(process, partial(self._spool.put_many, records))
+        stored = await retry_until_written(process, partial(self._spool.put_many, records))
         accepted, refused = list[tuple[Delivery, TakenGroup]](), list[tuple[Delivery, str]]()
-        needless = set[tuple[int, str]]()
+        unneeded = set[tuple[int, str]]()
         for delivery, message, counts in checked:
             try:
                 accepted.append((delivery, await self._accept(message, counts)))
@@ -70,21 +70,21 @@ class Admission:
                 process.metrics.count(f"accept.refused.{refusal.reason}")
                 refused.append((delivery, str(refusal)))
                 if refusal.reason in LEASE_LOST:  # no checkpoint may ever cover this record
-                    needless.add((message.rollout.group, message.rollout.token))
+                    unneeded.add((message.rollout.group, message.rollout.token))
         if accepted:
             sequence = (await process.ledger.head()).sequence
             entry = accept_entry(head.epoch, [group for _, group in accepted], sequence)
-            await until_written(process, partial(self._spool.append, [entry]))
+            await retry_until_written(process, partial(self._spool.append, [entry]))
         for delivery, _ in accepted:
             process.metrics.count("accepted")
             self._receiver.ack(delivery)
         # records that existed before, or whose duplicate was accepted, may be trained on
-        if needless := (needless & stored) - {(group.group, group.token) for _, group in accepted}:
-            await until_written(process, partial(self._spool.remove, needless))
+        if unneeded := (unneeded & stored) - {(group.group, group.token) for _, group in accepted}:
+            await retry_until_written(process, partial(self._spool.remove, unneeded))
         for delivery, why in refused:
             self._receiver.refuse(delivery, why)
 
-    async def _checked(self, batch: Sequence[Delivery], version: int) -> list[Checked]:
+    async def _check_batch(self, batch: Sequence[Delivery], version: int) -> list[Checked]:
         """Return the trainable rollouts with their tokens per version; release or refuse all others."""
         checked = []
         for delivery in batch:
@@ -104,7 +104,7 @@ class Admission:
         """Return the groups to train on; drop the groups that `algorithm.filter_groups` excludes."""
         deliveries_with_signal = []
         for delivery, message, counts in checked:
-            if not self._keeps(message):
+            if not self._passes_filter(message):
                 await self._filter(delivery, message, sum(counts.values()))
             else:
                 deliveries_with_signal.append((delivery, message, counts))
@@ -113,9 +113,10 @@ class Admission:
     async def _filter(self, delivery: Delivery, message: ScoredRollout, tokens: int) -> None:
         """Drop a filtered group in the ledger and acknowledge it without storing it."""
         process, rollout = self._process, message.rollout
-        most = process.settings.algorithm.max_filtered_batches
+        max_batches = process.settings.algorithm.max_filtered_batches
         try:
-            await process.ledger.filter(rollout.group, rollout.token, tokens, mean_reward(message), most)
+            reward = mean_reward(message)
+            await process.ledger.filter(rollout.group, rollout.token, tokens, reward, max_batches)
         except Refused as refusal:
             process.metrics.count(f"filter.refused.{refusal.reason}")
             self._receiver.refuse(delivery, str(refusal))
@@ -142,6 +143,6 @@ class Admission:
             reason = f"reward:{failure.verifier}: {failure.error}"[:MAX_DETAIL]
             await self._process.ledger.release(failure.group, failure.token, reason)
         except Refused as refusal:
-            if refusal.reason not in NOT_HELD_ANY_MORE:
+            if refusal.reason not in ENDED_LEASE_REASONS:
                 raise
         self._receiver.ack(delivery)

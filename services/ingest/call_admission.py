@@ -19,11 +19,11 @@ from protocol.rollout_view import MAX_GROUPS, check_logprobs, checked_array, req
 from services.bus.receiver import Delivery, Receiver
 from services.ledger.interface import Ledger
 from services.runtime.process import Process
-from services.runtime.writing import until_written
+from services.runtime.writing import retry_until_written
 from trainer.storage.call_store import NOT_HELD, CallStore, recalled
 from trainer.storage.spool import Spool
 
-KEPT_S = 3600.0
+RETENTION_S = 3600.0
 """Seconds to keep calls of ended groups, in addition to twice `environment.episode_s`.
 
 The session of an ended group may still run and send a record that refers to the calls.
@@ -37,11 +37,11 @@ class CallSweep:
         self,
         ledger: Ledger,
         store: CallStore,
-        kept_s: float,
+        retention_s: float,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Keep calls for `kept_s` seconds of `clock`, which must be monotonic."""
-        self._ledger, self._store, self._kept_s, self._clock = ledger, store, kept_s, clock
+        """Keep calls for `retention_s` seconds of `clock`, which must be monotonic."""
+        self._ledger, self._store, self._retention_s, self._clock = ledger, store, retention_s, clock
         self._ended_s: dict[int, float] = {}
         """Group -> time at which its end was first seen. At most one entry per group with calls."""
 
@@ -55,7 +55,7 @@ class CallSweep:
         ended = await self._ledger.ended(await asyncio.to_thread(self._store.unscored_groups))
         now = self._clock()
         self._ended_s = {group: self._ended_s.get(group, now) for group in ended}
-        due = [group for group, since in self._ended_s.items() if now - since >= self._kept_s]
+        due = [group for group, since in self._ended_s.items() if now - since >= self._retention_s]
         return await asyncio.to_thread(self._store.forget_unscored, due)
 
 
@@ -91,8 +91,8 @@ class CallAdmission:
 
         The trainer deletes the calls of groups that it dropped or archived.
         """
-        kept_s = KEPT_S + 2 * self._process.settings.environment.episode_s
-        sweep = CallSweep(self._process.ledger, self._store, kept_s)
+        retention_s = RETENTION_S + 2 * self._process.settings.environment.episode_s
+        sweep = CallSweep(self._process.ledger, self._store, retention_s)
         while True:
             try:
                 if count := await sweep.sweep():
@@ -103,12 +103,12 @@ class CallAdmission:
 
     async def _put(self, batch: Sequence[Delivery]) -> None:
         """Store calls with one fsync; ask the ledger about leases that the spool does not know."""
-        calls = [(item, call) for item in batch if (call := self._checked(item)) is not None]
+        calls = [(item, call) for item in batch if (call := self._check_call(item)) is not None]
         for is_last in (False, True):
             if not calls:
                 return
             rows = [(call, bytes(delivery.envelope.payload)) for delivery, call in calls]
-            reasons = await until_written(self._process, functools.partial(self._store.put_many, rows))
+            reasons = await retry_until_written(self._process, functools.partial(self._store.put_many, rows))
             unknown = []
             for (delivery, call), reason in zip(calls, reasons, strict=True):
                 if not reason:
@@ -124,7 +124,7 @@ class CallAdmission:
         if not 0 <= recall.group < MAX_GROUPS or not 0 <= recall.sample < MAX_SAMPLES:
             self._refuse(delivery, f"group {recall.group} or sample {recall.sample} is out of range")
         elif await self._hold(delivery, recall.group, recall.token):
-            payloads = await until_written(
+            payloads = await retry_until_written(
                 self._process, lambda: self._store.recall(recall.group, recall.sample)
             )
             calls = [call for data in payloads if isinstance(call := decode_payload(data), Call)]
@@ -137,7 +137,7 @@ class CallAdmission:
 
         The query extends the lease: the ledger has no other query about a lease.
         """
-        if await until_written(self._process, lambda: self._store.is_held(group, token)):
+        if await retry_until_written(self._process, lambda: self._store.is_held(group, token)):
             return True
         try:
             await self._process.ledger.extend(group, token, self._lease_ms)
@@ -146,10 +146,10 @@ class CallAdmission:
                 raise
             self._refuse(delivery, str(refusal))
             return False
-        await until_written(self._process, lambda: self._store.hold(group, token))
+        await retry_until_written(self._process, lambda: self._store.hold(group, token))
         return True
 
-    def _checked(self, delivery: Delivery) -> Call | None:
+    def _check_call(self, delivery: Delivery) -> Call | None:
         """Return a call that can be replayed; refuse other calls and return None."""
         call = delivery.message
         assert isinstance(call, Call)

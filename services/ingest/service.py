@@ -41,12 +41,12 @@ class ClockWatch:
 
     async def compare(self) -> float:
         """Return by how many seconds the wall clock has jumped since the last call; warn above `JUMP_S`."""
-        asked_at = self._clock()
+        request_s = self._clock()
         wall_s = await self._wall_ms() / 1000
-        answered = self._clock()
-        if answered - asked_at > SLOW_S:
+        response_s = self._clock()
+        if response_s - request_s > SLOW_S:
             return 0.0
-        offset_s = wall_s - (asked_at + answered) / 2
+        offset_s = wall_s - (request_s + response_s) / 2
         jump_s = 0.0 if self._offset_s is None else offset_s - self._offset_s
         self._offset_s = offset_s
         if abs(jump_s) > JUMP_S:

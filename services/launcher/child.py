@@ -19,17 +19,17 @@ from pathlib import Path
 from protocol.errors import SettingsError, TetherError
 from services.launcher.session import ForkedProcess, ServiceProcess, kill_session, start_session
 from services.launcher.spare import Spares
-from services.runtime.errors import EXIT_AWAY, EXIT_SETTINGS, SIGNALLED
+from services.runtime.errors import EXIT_SETTINGS, EXIT_UNAVAILABLE, FIRST_SIGNAL_CODE
 
 log = logging.getLogger("tether.up")
 
 BACKOFF_S = (0.2, 5.0)
 RESTART_WINDOW_S = 60.0
-ALIKE_S = 600.0
+MIN_PROGRESS_S = 600.0
 """Seconds after which a process has made progress: its death resets the count of equal errors."""
 MAX_LOG_BYTES = 32 << 20
 """Size above which a service's log is truncated; its content replaces NAME.log.1."""
-EARLY_S = 10.0
+EARLY_EXIT_S = 10.0
 """After a spare's fork fails within this time in seconds, the next start uses a new process."""
 LOG_CHECK_S = 30.0
 """Seconds between two checks of a running service's log size."""
@@ -88,11 +88,11 @@ class SupervisedProcess:
         """Number of restarts so far."""
         self.finished = asyncio.Event()
         """Set when `keep_running` has returned."""
-        self.given_up = ""
+        self.failure_reason = ""
         """Why an optional service is no longer restarted; empty while it runs."""
-        self._allowed = restarts
+        self._max_restarts = restarts
         self._deaths: deque[float] = deque()
-        self._alike = 0
+        self._equal_deaths = 0
         """Number of consecutive deaths with the same error."""
         self._error = ""
         """Last output line of the last process, with numbers replaced."""
@@ -102,7 +102,7 @@ class SupervisedProcess:
         self._spares = spares or Spares(log_path.parent)
         self._on_exit = on_exit
         self._fork_failed = False
-        """Whether the last process was a fork of a spare and failed within `EARLY_S`."""
+        """Whether the last process was a fork of a spare and failed within `EARLY_EXIT_S`."""
         self._log_start = 0
         """Offset in the log at which the output of the last process begins."""
         self._is_log_cut = False
@@ -137,7 +137,7 @@ class SupervisedProcess:
         except (SettingsError, ServiceFailed) as error:
             if not self.spec.optional:
                 raise
-            self.given_up = str(error)
+            self.failure_reason = str(error)
             log.error("service.given_up name=%s reason=%s", self.spec.name, error)
         self.finished.set()
 
@@ -151,11 +151,11 @@ class SupervisedProcess:
                 break
             last_line = self._last_line()
             if code == EXIT_SETTINGS:
-                said = last_line.removeprefix("tether ")
-                raise SettingsError(said or f"{self.spec.name}: wrong settings, see {self.log_path}")
-            if often := self._too_often(code, last_line, time.monotonic() - began_s):
+                message = last_line.removeprefix("tether ")
+                raise SettingsError(message or f"{self.spec.name}: wrong settings, see {self.log_path}")
+            if frequency := self._count_death(code, last_line, time.monotonic() - began_s):
                 raise ServiceFailed(
-                    f"{self.spec.name} died {often}, last with exit code {code}: "
+                    f"{self.spec.name} died {frequency}, last with exit code {code}: "
                     f"{last_line or 'no output'} (see {self.log_path})"
                 )
             self.restarts += 1
@@ -168,7 +168,7 @@ class SupervisedProcess:
             )
             await asyncio.sleep(backoff_s(len(self._deaths)))
 
-    def _too_often(self, code: int, last_line: str, lived_s: float) -> str:
+    def _count_death(self, code: int, last_line: str, lived_s: float) -> str:
         """Count a death; return how often the service died if that is too often, else an empty string.
 
         Counting equal errors catches a service that starts slowly and always fails: it would otherwise die
@@ -178,15 +178,16 @@ class SupervisedProcess:
         self._deaths.append(now)
         while now - self._deaths[0] > RESTART_WINDOW_S:
             self._deaths.popleft()
-        is_error = 0 < code < SIGNALLED and code != EXIT_AWAY
+        is_error = 0 < code < FIRST_SIGNAL_CODE and code != EXIT_UNAVAILABLE
         error = re.sub(r"\d+", "N", last_line) if is_error else ""
-        self._alike = self._alike + 1 if error and error == self._error and lived_s < ALIKE_S else 1
+        is_equal = error and error == self._error and lived_s < MIN_PROGRESS_S
+        self._equal_deaths = self._equal_deaths + 1 if is_equal else 1
         self._error = error
-        if len(self._deaths) > self._allowed:
+        if len(self._deaths) > self._max_restarts:
             return f"{len(self._deaths)} times in a minute"
-        return (
-            f"{self._alike} times in a row with the same error" if self._alike > max(1, self._allowed) else ""
-        )
+        if self._equal_deaths > max(1, self._max_restarts):
+            return f"{self._equal_deaths} times in a row with the same error"
+        return ""
 
     async def _run_once(self) -> int:
         await asyncio.to_thread(cut_log, self.log_path)
@@ -206,8 +207,8 @@ class SupervisedProcess:
             self._kill_session()
         began_s = time.monotonic()
         try:
-            code = await self._ended(self._process)
-            is_early = code not in (0, -signal.SIGKILL) and time.monotonic() - began_s < EARLY_S
+            code = await self._wait_for_exit(self._process)
+            is_early = code not in (0, -signal.SIGKILL) and time.monotonic() - began_s < EARLY_EXIT_S
             self._fork_failed = is_early and isinstance(self._process, ForkedProcess)
             return code
         finally:
@@ -215,7 +216,7 @@ class SupervisedProcess:
             await self._process.wait()
             self._on_exit()
 
-    async def _ended(self, process: ServiceProcess) -> int:
+    async def _wait_for_exit(self, process: ServiceProcess) -> int:
         """Wait for the process and return its exit code; truncate its log in the meantime."""
         while True:
             with contextlib.suppress(TimeoutError):
@@ -234,11 +235,11 @@ class SupervisedProcess:
 
         A cancelled call can be repeated. The signal is sent only once, because a second one ends the drain.
         """
-        is_asked, self._stopping = self._stopping, True
+        was_stopping, self._stopping = self._stopping, True
         process = self._process
         if process is None or process.returncode is not None:
             return
-        if not is_asked:
+        if not was_stopping:
             with contextlib.suppress(ProcessLookupError):
                 process.send_signal(signal.SIGTERM)
         try:
@@ -304,5 +305,5 @@ def last_log_line(log_path: Path, limit: int = 1000, start: int = 0) -> str:
             lines = [
                 line.strip() for line in file.read().decode(errors="replace").splitlines() if line.strip()
             ]
-    closing = [line for line in lines if line.startswith("tether ")]
-    return next(iter((closing or lines)[-1:]), "")[:limit]
+    own_lines = [line for line in lines if line.startswith("tether ")]
+    return next(iter((own_lines or lines)[-1:]), "")[:limit]

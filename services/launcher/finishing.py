@@ -7,7 +7,7 @@ from pathlib import Path
 
 from services.launcher.child import SupervisedProcess
 from services.run_record.evaluations import (
-    LEFT_OUT,
+    SKIP_MARK,
     SNAPSHOTS,
     due_versions,
     read_evaluations,
@@ -17,7 +17,7 @@ from services.settings.sections import Settings
 from trainer.weights.version_directories import VERSION_NAME
 
 POLL_S = 0.2
-SHOWN = 10
+MAX_SHOWN_VERSIONS = 10
 """Maximum number of versions named in a line."""
 
 
@@ -50,7 +50,7 @@ async def finish_evaluation(
 
 def waiting_versions(run_dir: Path) -> list[int]:
     """Return the versions with a snapshot that is neither completely scored nor skipped."""
-    paths = [path for path in (run_dir / SNAPSHOTS).glob("v*") if not (path / LEFT_OUT).exists()]
+    paths = [path for path in (run_dir / SNAPSHOTS).glob("v*") if not (path / SKIP_MARK).exists()]
     return sorted({int(found[1]) for path in paths if (found := VERSION_NAME.fullmatch(path.name))})
 
 
@@ -69,7 +69,8 @@ def describe_unscored(settings: Settings, first: int, last: int, evaluation: Sup
     unscored = unscored_versions(list(read_evaluations(settings.run_dir)), due)
     if not unscored:
         return ""
-    cause = f"; {evaluation.given_up}" if evaluation.given_up else " (not in time, see docs/evaluation.md)"
+    reason = evaluation.failure_reason
+    cause = f"; {reason}" if reason else " (not in time, see docs/evaluation.md)"
     return (
         f"evaluation: {len(due) - len(unscored)} of {len(due)} versions were scored, "
         f"not {describe_versions(unscored)}{cause}"
@@ -78,6 +79,6 @@ def describe_unscored(settings: Settings, first: int, last: int, evaluation: Sup
 
 def describe_versions(versions: list[int]) -> str:
     """Return "version 2" or "versions 2, 4 and 7 more"."""
-    shown = ", ".join(map(str, versions[:SHOWN]))
-    more = f" and {len(versions) - SHOWN} more" if len(versions) > SHOWN else ""
+    shown = ", ".join(map(str, versions[:MAX_SHOWN_VERSIONS]))
+    more = f" and {len(versions) - MAX_SHOWN_VERSIONS} more" if len(versions) > MAX_SHOWN_VERSIONS else ""
     return f"version{'s' if len(versions) > 1 else ''} {shown}{more}"

@@ -45,7 +45,7 @@ FLUSH_MARGIN_S = 5.0
 OPTIONAL = (Role.EVALUATION, Role.MONITOR, Role.TRACKING)
 """Services without which the run continues."""
 SCALABLE = (Role.ROLLOUT, Role.REWARD)
-SPARED = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST)
+ROLES_WITH_SPARES = (Role.TRAINER, Role.ROLLOUT, Role.REWARD, Role.INGEST)
 """Roles with spares, since the run waits for them. A trainer of several ranks has none, because torchrun
 starts the ranks."""
 
@@ -192,7 +192,7 @@ class Fleet:
 
     def _has_spares(self, role: Role) -> bool:
         ranks = self._settings.trainer_ranks if role is Role.TRAINER else 1
-        return self._settings.services.spares and role in SPARED and ranks == 1
+        return self._settings.services.spares and role in ROLES_WITH_SPARES and ranks == 1
 
     def _variables(self, role: Role, index: int) -> dict[str, str]:
         """Return the environment variables of this process only."""
@@ -203,9 +203,9 @@ class Fleet:
             return pool_variables(services.pool, index) | rollout_variables(
                 services, self._settings.engine.tensor_parallel_size, index
             )
-        own = {
+        gpus_by_role = {
             Role.TRAINER: services.trainer_gpus,
             Role.EVALUATION: services.eval_gpus,
             Role.REWARD: services.reward_gpus,
         }
-        return gpu_variables(own.get(role, ""))
+        return gpu_variables(gpus_by_role.get(role, ""))

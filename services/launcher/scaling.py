@@ -29,7 +29,7 @@ log = logging.getLogger("tether.up")
 
 FILE = "scale.json"
 POLL_S = 0.2
-ASKED_S = 0.5
+LOCK_S = 0.5
 """Seconds that `tether up` waits for the lock, which queries for a running `tether up` hold briefly."""
 ANSWER_S = 120.0
 """Seconds that `tether scale` waits beyond `rollout.drain_s` per role: removed workers first release their
@@ -45,7 +45,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
     """
     with contextlib.ExitStack() as stack:
         try:
-            stack.enter_context(locked(run_dir / LOCK, create=True, timeout_s=ASKED_S))
+            stack.enter_context(locked(run_dir / LOCK, create=True, timeout_s=LOCK_S))
         except BlockingIOError:
             raise SettingsError(
                 f"another `tether up` is running in {run_dir}: stop it, or give --run-dir"
@@ -66,7 +66,7 @@ def parse_counts(arguments: list[str]) -> dict[Role, int]:
     for argument in arguments:
         name, _, text = argument.partition("=")
         if name not in names or not text.isascii() or not text.isdigit():
-            raise SettingsError(f"{argument!r}: write {' or '.join(f'{known}=N' for known in names)}")
+            raise SettingsError(f"{argument!r}: write {' or '.join(f'{option}=N' for option in names)}")
         check_range(ServicesConfig, name, int(text), repr(argument))
         counts[names[name]] = int(text)
     return counts
@@ -105,21 +105,21 @@ def request_scale(run_dir: Path, counts: Mapping[Role, int], drain_s: float = 0.
             "start it with --rollouts and --rewards, or start services yourself"
         )
     request = run_dir / FILE
-    aside = run_dir / f"{FILE}.{os.getpid()}"
-    aside.write_text(json.dumps([f"{role}s={count}" for role, count in counts.items()]))
+    draft = run_dir / f"{FILE}.{os.getpid()}"
+    draft.write_text(json.dumps([f"{role}s={count}" for role, count in counts.items()]))
     try:
-        os.link(aside, request)
+        os.link(draft, request)
     except FileExistsError:
         raise SettingsError(f"another `tether scale` on {run_dir} is under way: wait for it") from None
     finally:
-        aside.unlink()
+        draft.unlink()
     answer_s = ANSWER_S + len(counts) * drain_s
-    until = time.monotonic() + answer_s
+    deadline = time.monotonic() + answer_s
     while request.exists():
         if not is_up(run_dir):
             request.unlink(missing_ok=True)
             raise TetherError(f"`tether up` in {run_dir} ended before it applied the change; see its output")
-        if time.monotonic() > until:
+        if time.monotonic() > deadline:
             request.unlink(missing_ok=True)
             raise TetherError(
                 f"`tether up` in {run_dir} did not apply the change within {answer_s:.0f} s; see its output"

@@ -21,19 +21,19 @@ from services.spare import FORKS, READY
 
 log = logging.getLogger("tether.up")
 
-AFTER_S = 5.0
+REPLACE_DELAY_S = 5.0
 """Seconds before a used spare is replaced, so that its imports do not slow down the service's start."""
-AGAIN_S = 60.0
+RETRY_S = 60.0
 """Seconds before a spare is restarted that died unused or lacked memory."""
-TRIES = 3
+MAX_TRIES = 3
 """Number of consecutive spares of a kind that may die unused before no more are started."""
 READY_S = 300.0
 """Timeout of a spare's imports, seconds."""
-LATE_S = 30.0
+IMPORT_WAIT_S = 30.0
 """Seconds that a service waits for a spare's imports; a new process would take about as long."""
 ORDER_S = 10.0
 """Timeout of a fork and of sending its order, seconds."""
-ROOM_BYTES = 4 << 30
+MIN_FREE_BYTES = 4 << 30
 """Free memory on the host required to start a spare, bytes."""
 
 Kind = tuple[str, tuple[tuple[str, str], ...], frozenset[str]]
@@ -106,14 +106,20 @@ class Spares:
     ) -> ServiceProcess | None:
         """Start the service `name` from a spare, with output appended to `log_path`; None without a spare.
 
-        Waits up to `LATE_S` for a spare that is importing, since a new process would repeat the same imports.
+        Waits up to `IMPORT_WAIT_S` for a spare that is importing, since a new process would repeat the same
+        imports.
         """
         kind = _kind(module, environ, withheld)
         if importing := self._imports.get(kind):
             await importing.wait()
             if kind in self._imports:  # the spare may hang
-                see = self._log(self._kinds[kind])
-                log.warning("spare.late name=%s seconds=%g instead=a new process see=%s", name, LATE_S, see)
+                log_file = self._log(self._kinds[kind])
+                log.warning(
+                    "spare.late name=%s seconds=%g instead=a new process see=%s",
+                    name,
+                    IMPORT_WAIT_S,
+                    log_file,
+                )
         async with self._ordering:
             spare = self._ready.get(kind)
             if spare is None:
@@ -124,7 +130,7 @@ class Spares:
             with contextlib.suppress(OSError, TimeoutError, ValueError), contextlib.ExitStack() as undo:
                 undo.callback(kill_session, spare.process)  # also ends a fork without an order
                 async with asyncio.timeout(ORDER_S):
-                    process = await _forked(spare) if spare.forks else spare.process
+                    process = await _fork(spare) if spare.forks else spare.process
                     spare.writer.write(json.dumps({"name": name, "log": str(log_path)}).encode() + b"\n")
                     await spare.writer.drain()
                 undo.pop_all()
@@ -135,30 +141,30 @@ class Spares:
 
     async def _keep_loop(self, kind: Kind) -> None:
         name, tries = self._kinds[kind], 0
-        while tries < TRIES:
-            if not _has_room():
-                log.warning("spare.no_memory name=%s needs_mb=%d", name, ROOM_BYTES >> 20)
+        while tries < MAX_TRIES:
+            if not _has_free_memory():
+                log.warning("spare.no_memory name=%s needs_mb=%d", name, MIN_FREE_BYTES >> 20)
             elif await self._keep_one(kind):
                 tries = 0
-                await asyncio.sleep(AFTER_S)
+                await asyncio.sleep(REPLACE_DELAY_S)
                 continue
             else:
                 tries += 1
                 log.warning("spare.died name=%s tries=%d see=%s", name, tries, self._log(name))
-            await asyncio.sleep(AGAIN_S)
+            await asyncio.sleep(RETRY_S)
 
     async def _keep_one(self, kind: Kind) -> bool:
         """Start a spare and wait until it is used; return False if it failed or died unused."""
         async with contextlib.AsyncExitStack() as stack:
             try:
                 async with self._importing, asyncio.timeout(READY_S):
-                    with self._import_noted(kind):
+                    with self._mark_importing(kind):
                         spare = await self._start(kind)
                         stack.push_async_callback(self._end, kind, spare)
-                        said = await spare.reader.readline()
-                        if said not in (READY, FORKS):
+                        answer = await spare.reader.readline()
+                        if answer not in (READY, FORKS):
                             return False
-                        spare.forks = said == FORKS
+                        spare.forks = answer == FORKS
                         self._ready[kind] = spare
                 log.info("spare.ready name=%s pid=%d", self._kinds[kind], spare.process.pid)
                 if spare.forks:
@@ -173,14 +179,14 @@ class Spares:
             return spare.used.is_set()
 
     @contextlib.contextmanager
-    def _import_noted(self, kind: Kind) -> Iterator[None]:
+    def _mark_importing(self, kind: Kind) -> Iterator[None]:
         """Mark a kind as importing within the block, so that `take` waits."""
         self._imports[kind] = event = asyncio.Event()
-        late = asyncio.get_running_loop().call_later(LATE_S, event.set)
+        timer = asyncio.get_running_loop().call_later(IMPORT_WAIT_S, event.set)
         try:
             yield
         finally:
-            late.cancel()
+            timer.cancel()
             del self._imports[kind]
             event.set()
 
@@ -195,23 +201,28 @@ class Spares:
     async def _start(self, kind: Kind) -> Spare:
         module, environ, withheld = kind
         name = self._kinds[kind]
-        mine, its = socket.socketpair()
-        with its, contextlib.ExitStack() as opened:
-            opened.callback(mine.close)
+        own_end, spare_end = socket.socketpair()
+        with spare_end, contextlib.ExitStack() as cleanup:
+            cleanup.callback(own_end.close)
             with self._log(name).open("wb") as output:
                 process = await start_session(
-                    ("services.spare", module), dict(environ), f"spare.{name}", output, its.fileno(), withheld
+                    ("services.spare", module),
+                    dict(environ),
+                    f"spare.{name}",
+                    output,
+                    spare_end.fileno(),
+                    withheld,
                 )
-            opened.callback(kill_session, process)
-            reader, writer = await asyncio.open_unix_connection(sock=mine)
-            opened.pop_all()
+            cleanup.callback(kill_session, process)
+            reader, writer = await asyncio.open_unix_connection(sock=own_end)
+            cleanup.pop_all()
         return Spare(process, reader, writer, False, asyncio.Event())
 
     def _log(self, name: str) -> Path:
         return self._logs / f"spare.{name}.log"
 
 
-async def _forked(spare: Spare) -> ForkedProcess:
+async def _fork(spare: Spare) -> ForkedProcess:
     """Make a spare fork; return the child, which waits for its order.
 
     Raises:
@@ -227,8 +238,8 @@ def _kind(module: str, environ: Mapping[str, str], withheld: frozenset[str]) -> 
     return module, tuple(sorted(environ.items())), withheld
 
 
-def _has_room() -> bool:
+def _has_free_memory() -> bool:
     try:
-        return memory_available() >= ROOM_BYTES
+        return memory_available() >= MIN_FREE_BYTES
     except OSError:  # unknown on systems other than Linux
         return True

@@ -91,7 +91,7 @@ log = logging.getLogger("tether.up")
 
 EXIT_S, POLL_S = 5.0, 0.05
 """Seconds for killed processes to exit, and between two checks."""
-BEGUN_S = 1.0
+STEP_POLL_S = 1.0
 """Seconds between two queries whether a step was made."""
 
 
@@ -196,7 +196,7 @@ async def _supervise(
         async with asyncio.TaskGroup() as services:
             try:
                 async with running_loops(_watchers(settings, ledger, server, fleet, progress)):
-                    fleet.start(services, functools.partial(_stepped, ledger, first))
+                    fleet.start(services, functools.partial(_wait_for_step, ledger, first))
                     await _wait_until_over(ledger, settings, fleet, stop, progress)
                     await fleet.stop()
             finally:
@@ -219,12 +219,12 @@ async def _supervise(
     )
 
 
-async def _stepped(ledger: RedisLedger, first: int) -> None:
+async def _wait_for_step(ledger: RedisLedger, first: int) -> None:
     """Return once the run is beyond version `first`."""
     while True:
         if (await ledger.status()).version > first:
             return
-        await asyncio.sleep(BEGUN_S)
+        await asyncio.sleep(STEP_POLL_S)
 
 
 def _stop_on_signals(fleet: Fleet, progress: Progress) -> asyncio.Event:

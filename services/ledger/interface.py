@@ -72,7 +72,7 @@ class TakenGroup:
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
+class TakenBatch:
     """The batch of one step."""
 
     step: int
@@ -297,11 +297,11 @@ class Ledger(Protocol):
     async def drop(self, group: int, token: str, reason: str, wasted: int = 0, detail: str = "") -> None:
         """Drop a group for `reason`, one word; `detail` explains. Refuses NOT_HELD, WRONG_STATE (TAKEN)."""
 
-    async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
+    async def filter(self, group: int, token: str, tokens: int, reward: float, max_batches: int) -> None:
         """Drop a LEASED group that the ingest filters out, and free its place in rule F.
 
         The drop reason is `no_signal`, which `drop_share` ignores. The run halts once the groups filtered
-        since the last commit would fill `most_batches` steps; 0: never. An accepted group does not change.
+        since the last commit would fill `max_batches` steps; 0: never. An accepted group does not change.
         Refuses NOT_HELD, UNKNOWN_GROUP; DUPLICATE for a finished, forgotten group.
 
         Args:
@@ -309,7 +309,7 @@ class Ledger(Protocol):
             token: current lease token of the group.
             tokens: number of sampled tokens of the group, counted as wasted.
             reward: mean over the samples, for the event log.
-            most_batches: limit of filtered groups, in steps.
+            max_batches: limit of filtered groups, in steps.
         """
 
     # -- the trainer
@@ -326,7 +326,7 @@ class Ledger(Protocol):
         the ledger, older than the last `checkpointed` one, or differs from this epoch's earlier `resume`.
         """
 
-    async def take(self, epoch: str) -> Taken:
+    async def take(self, epoch: str) -> TakenBatch:
         """Take the batch of the next step; return the same batch while that step runs.
 
         The batch is short only if no more groups can arrive. Either the prompts are exhausted and no group is

@@ -9,18 +9,18 @@ from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.events import LedgerEvent, RebuildEvent, decode_fields, decode_line
 from services.ledger.interface import Ledger
 
-MOST_EVENTS = 10_000
+MAX_EVENTS = 10_000
 """Maximum number of unarchived events read; after a rebuild, the first one is its event."""
 
 
-async def why_fenced(ledger: Ledger, run_dir: Path, run: str) -> str:
+async def fence_reason(ledger: Ledger, run_dir: Path, run: str) -> str:
     """Return what fenced the trainer: a rebuild of the ledger, or another trainer.
 
     Reads the whole event log once. If the log cannot be read, the answer is another trainer.
     """
     with contextlib.suppress(TetherError, OSError):
         epoch = (await ledger.head()).epoch
-        events = await ledger.events(0, MOST_EVENTS)  # read before the archive, to which events move
+        events = await ledger.events(0, MAX_EVENTS)  # read before the archive, to which events move
         if any(_is_rebuild(decode_fields(event), epoch) for event in events) or await asyncio.to_thread(
             _is_archived_rebuild, run_dir / FILE, epoch
         ):

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 import msgspec
 
 from protocol.errors import ProtocolError
-from services.ledger.interface import JournalAccept, JournalCommit, JournalEvent, Taken, TakenGroup
+from services.ledger.interface import JournalAccept, JournalCommit, JournalEvent, TakenBatch, TakenGroup
 from trainer.storage.stored import JournalEntry
 
 
@@ -27,7 +27,7 @@ def accept_entry(epoch: str, accepted: Sequence[TakenGroup], sequence: int) -> J
 
 def commit_entry(
     epoch: str,
-    batch: Taken,
+    batch: TakenBatch,
     trained: Mapping[int, Mapping[int, int]],
     sequence: int,
     *,
@@ -73,7 +73,7 @@ def replayable_events(entry: JournalEntry) -> Iterator[JournalEvent]:
         raise ProtocolError(f"journal entry {entry.position}: {error}") from error
 
 
-def report_of(entry: JournalEntry) -> bytes | None:
+def entry_report(entry: JournalEntry) -> bytes | None:
     """Return the encoded `StepReport` of a commit; None if the entry has none."""
     report = entry.details.get("report")
     return None if report is None else base64.b64decode(report)

@@ -18,7 +18,7 @@ from services.ledger.event_log.archiver import Archiver, LostWrites, last_sequen
 from services.ledger.event_log.reader import read_events
 from services.ledger.interface import RunSpec
 from services.ledger.redis.ledger import RedisLedger
-from services.ledger_recovery.journal_entries import replayable_events, report_of
+from services.ledger_recovery.journal_entries import entry_report, replayable_events
 from services.ledger_recovery.restore import SnapshotBuilder
 from services.runtime.run_ledger import status_if_created
 from services.settings.load import FILE
@@ -28,13 +28,13 @@ from trainer.storage.stored import JournalEntry
 
 log = logging.getLogger("tether.keeper")
 
-CREATED = 1
+CREATE_SEQUENCE = 1
 """Number of the event that creates a run; a start may end before it writes the settings."""
 MAX_TRIES = 20
 """Maximum number of attempts at a rebuild, which restarts after a concurrent write to the ledger."""
 
 
-MANY_EVENTS = 100_000
+LARGE_REBUILD_EVENTS = 100_000
 """Number of events from which a rebuild takes seconds and is also logged at its start."""
 
 
@@ -85,14 +85,14 @@ class LedgerReconciler:
     async def _reconcile(self, server: str, reconciled: str) -> None:
         """Compare the ledger on a new server process with the files on disk."""
         last_known = await asyncio.to_thread(self._last_known)
-        last_event = await self._found()
+        last_event = await self._last_sequence()
         if last_event < 0 and not last_known:
             return  # the run is not created yet
         if last_event < last_known:
             log.warning("ledger.lost_writes found=%d known=%d", last_event, last_known)
             await self._rebuild()
-        elif reconciled and reconciled != server and (weak := await self._ledger.check_durability()):
-            log.warning("ledger.restarted %s", weak)
+        elif reconciled and reconciled != server and (problem := await self._ledger.check_durability()):
+            log.warning("ledger.restarted %s", problem)
             await self._rebuild()
         await self._ledger.set_reconciled_server(server)
         self._server = server
@@ -100,21 +100,21 @@ class LedgerReconciler:
     def _last_known(self) -> int:
         return max(last_sequence(self._archiver.path), self._spool.ledger_sequence)
 
-    async def _found(self) -> int:
+    async def _last_sequence(self) -> int:
         status = await status_if_created(self._ledger)
         return -1 if status is None else status.sequence
 
     async def _rebuild(self) -> None:
         """Rebuild the ledger from archive and journal; restart after a concurrent write."""
         began, known = time.monotonic(), await asyncio.to_thread(self._last_known)
-        if known >= MANY_EVENTS:
+        if known >= LARGE_REBUILD_EVENTS:
             path = self._archiver.path
             size = path.stat().st_size if path.is_file() else 0
             log.warning("ledger.rebuilding events=%d archive_bytes=%d", known, size)
         for _ in range(MAX_TRIES):
-            while await self._archive_rest():
+            while await self._archive_remaining():
                 pass
-            last_event = await self._found()
+            last_event = await self._last_sequence()
             builder, reports = await asyncio.to_thread(self._read)
             snapshot = builder.snapshot(
                 epoch=new_epoch(),
@@ -167,16 +167,16 @@ class LedgerReconciler:
     def _journal(self) -> list[JournalEntry]:
         """Return the journal. Raises SettingsError if an entry is damaged: its step would be repeated."""
         entries = self._spool.journal()
-        whole = [entry for entry in entries if entry is not None]
-        if len(whole) < len(entries):
+        intact = [entry for entry in entries if entry is not None]
+        if len(intact) < len(entries):
             damaged = next(item.what for item in self._spool.damaged() if item.group < 0)
             raise SettingsError(
                 f"the ledger lost writes, and {damaged} in {self._spool.path} is damaged, so it cannot be "
                 "rebuilt: check the disk, and start in a new run directory, from the newest export"
             )
-        return whole
+        return intact
 
-    async def _archive_rest(self) -> int:
+    async def _archive_remaining(self) -> int:
         """Archive events that the server still has."""
         try:
             return await self._archiver.archive()
@@ -207,7 +207,7 @@ class LedgerReconciler:
             if entry.ledger_sequence > archived:
                 for journal_event in replayable_events(entry):
                     builder.apply_journal(journal_event)
-            if (report := report_of(entry)) is not None:
+            if (report := entry_report(entry)) is not None:
                 reports[entry.step] = report
         return builder, reports
 
@@ -221,8 +221,8 @@ async def reconcile(ledger: RedisLedger, settings: Settings) -> None:
     """
     status = await status_if_created(ledger)
     run_dir = settings.run_dir
-    made_here = (run_dir / FILE).exists() or (run_dir / AUDIT_LOG).exists()
-    if status is not None and status.sequence > CREATED and not made_here:
+    has_local_files = (run_dir / FILE).exists() or (run_dir / AUDIT_LOG).exists()
+    if status is not None and status.sequence > CREATE_SEQUENCE and not has_local_files:
         raise SettingsError(
             f"run {settings.run.name} in this ledger was made in another directory: {run_dir} has neither "
             f"{FILE} nor {AUDIT_LOG}; continue it there, or give this run another run.name"

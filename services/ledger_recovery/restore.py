@@ -31,7 +31,7 @@ from services.ledger.event_log.events import (
     StepsEvent,
     TakeEvent,
     UnhaltEvent,
-    bound_of,
+    event_bound,
 )
 from services.ledger.interface import (
     JournalAccept,
@@ -56,17 +56,17 @@ class _Group:
     counts: dict[int, int] = field(default_factory=dict)
     step: int = -1
 
-    def taken(self, number: int) -> TakenGroup:
+    def to_taken_group(self, number: int) -> TakenGroup:
         return TakenGroup(number, self.token, self.deadline, self.max_staleness, self.version, self.counts)
 
-    def hold(self, lease: LeaseEvent | JournalAccept) -> None:
+    def set_lease(self, lease: LeaseEvent | JournalAccept) -> None:
         self.token, self.version = lease.token, lease.version
         self.deadline, self.max_staleness = lease.deadline, lease.bound
 
-    def wait(self) -> None:
+    def reset(self) -> None:
         self.state, self.token, self.counts, self.step = _S.WAITING, "", {}, -1
 
-    def newest(self) -> int:
+    def newest_version(self) -> int:
         return max((version for version, n in self.counts.items() if n), default=-1)
 
 
@@ -114,13 +114,13 @@ class SnapshotBuilder:
             case CreateEvent():
                 self.fingerprint, self.steps = event.fingerprint, event.steps
                 self.prompts = None if event.prompts < 0 else event.prompts
-                self.bound, self.pending = bound_of(event), None
+                self.bound, self.pending = event_bound(event), None
             case StepsEvent():
                 self.steps = event.steps
             case BoundEvent():
-                self.bound, self.pending = bound_of(event), None
+                self.bound, self.pending = event_bound(event), None
             case BoundPendingEvent():
-                self.pending = bound_of(event)
+                self.pending = event_bound(event)
             case DrainEvent():
                 self._draining = event.on
             case HaltEvent():
@@ -129,10 +129,10 @@ class SnapshotBuilder:
                 self._unhalt()
             case LeaseEvent():
                 group = self._groups.setdefault(event.group, _Group())
-                group.hold(event)
+                group.set_lease(event)
                 group.state, group.attempt = _S.LEASED, event.attempt
             case ReleaseEvent() | LostEvent():
-                self._groups[event.group].wait()
+                self._groups[event.group].reset()
             case AcceptEvent():
                 self._accept(event)
             case DropEvent():
@@ -213,7 +213,7 @@ class SnapshotBuilder:
             reasons=dict(self._reasons),
             halted=self._halted,
             draining=self._draining,
-            scored=tuple(group.taken(number) for number, group in sorted(scored.items())),
+            scored=tuple(group.to_taken_group(number) for number, group in sorted(scored.items())),
             waiting=dict(sorted(waiting.items())),
             attempts=attempts,
             steps=tuple(record for step, record in sorted(self._records.items()) if step >= self._checkpoint),
@@ -226,7 +226,7 @@ class SnapshotBuilder:
         """Undo leases and the running step."""
         for group in self._groups.values():
             if group.state is _S.LEASED:
-                group.wait()
+                group.reset()
             elif group.state is _S.TAKEN:
                 group.state = _S.SCORED
 
@@ -240,10 +240,10 @@ class SnapshotBuilder:
         ]
         for deadline, _, group in sorted(scored, key=lambda item: item[:2]):
             fits = self.bound.policy is Policy.MASK or admits(admitted, deadline, self.version, self.bound)
-            if fits and group.newest() <= self.version:
+            if fits and group.newest_version() <= self.version:
                 admitted.append(deadline)
             else:
-                group.wait()
+                group.reset()
 
     def _issue(self, issued: int) -> None:
         """Add the groups below `issued` whose lease events were lost."""
@@ -264,7 +264,7 @@ class SnapshotBuilder:
         self._issue(event.group + 1)  # the lease may be recorded only in the journal
         group = self._groups[event.group]
         if isinstance(event, JournalAccept):
-            group.hold(event)
+            group.set_lease(event)
             group.attempt = max(group.attempt, 1)
         group.state, group.counts = _S.SCORED, event.counts
         self._accepted.add((event.group, event.token))
@@ -281,31 +281,31 @@ class SnapshotBuilder:
         for number in waiting:
             group = self._groups[number]
             self._trained -= group.state is _S.TRAINED
-            group.wait()
+            group.reset()
             group.attempt = 0
         self._records = {step: record for step, record in self._records.items() if step < version}
         self.version = version
 
-    def _abandoned(self, version: int) -> list[int]:
+    def _abandoned_groups(self, version: int) -> list[int]:
         """Return the groups trained in step `version` or later, or scored with a token of a later version."""
         return [
             number
             for number, group in self._groups.items()
             if (group.state is _S.TRAINED and group.step >= version)
-            or (group.state is _S.SCORED and group.newest() > version)
+            or (group.state is _S.SCORED and group.newest_version() > version)
         ]
 
     def _commit(self, event: CommitEvent | JournalCommit) -> None:
         step = event.step
         if step < self.version:  # the rewind event was lost
-            self._rewind(step, self._abandoned(step))
+            self._rewind(step, self._abandoned_groups(step))
         if isinstance(event, JournalCommit):
             for accepted in event.accepted:
                 self._accept(accepted)
         for number in event.groups:
             self._groups[number].state, self._groups[number].step = _S.TRAINED, step
         batch = sorted(
-            (self._groups[number].taken(number) for number in event.groups),
+            (self._groups[number].to_taken_group(number) for number in event.groups),
             key=lambda group: (group.deadline, group.group),
         )
         self._trained += len(event.groups)
@@ -319,6 +319,6 @@ class SnapshotBuilder:
         self._issue(event.issued)
         self._undo()
         for number in event.waiting:
-            self._groups[number].wait()
+            self._groups[number].reset()
         self._epochs.append(event.epoch)
         self.pending = None

@@ -8,13 +8,13 @@ from typing import Annotated, Any
 import typer
 
 from protocol.errors import SettingsError, error_text
-from services.migration.maps import CARRIED, LEFT, kl_decided
-from services.migration.sources import nearest, read, source_of
+from services.migration.maps import CONVERSIONS, OMITTED, resolve_kl
+from services.migration.sources import detect_source, nearest, read
 from services.settings.sources import to_toml
 
 SYNCHRONOUS = {"bound.max_staleness": 0}
 """Default of the other trainers, which alternate generation and training."""
-ALWAYS_LEFT = (
+ALWAYS_OMITTED = (
     "the reward: [reward] verifiers (docs/own_code.md)",
     "settings that the file does not name: tether's own defaults hold, not those of {source}",
 )
@@ -42,68 +42,69 @@ def convert(file: Path) -> str:
         reason = error_text(error)
         raise SettingsError(f"{file} cannot be read: {reason}") from None
     try:
-        return _converted(text, file.name if file.name.isprintable() else ascii(file.name))
+        return _convert_text(text, file.name if file.name.isprintable() else ascii(file.name))
     except SettingsError as error:
         raise SettingsError(f"{file}: {error}") from None
     except RecursionError:  # of YAML, by an alias within its own anchor
         raise SettingsError(f"{file}: a value contains itself") from None
 
 
-def _converted(text: str, title: str) -> str:
+def _convert_text(text: str, title: str) -> str:
     """Convert the text of a file called `title` to the text of a settings file. Raises SettingsError."""
-    source = source_of(text)
-    given = read(text, source)
-    if hostile := [name for name in given if not name.isprintable()]:
+    source = detect_source(text)
+    source_settings = read(text, source)
+    if hostile := [name for name in source_settings if not name.isprintable()]:
         raise SettingsError(f"the name {hostile[0]!a} has characters that cannot be printed")
-    carried, left = CARRIED[source], LEFT[source]
-    reasons = {name: _reason(name, left) for name in given if name not in carried}
+    conversions, omitted = CONVERSIONS[source], OMITTED[source]
+    reasons = {name: _reason(name, omitted) for name in source_settings if name not in conversions}
     if unknown := [name for name, reason in reasons.items() if reason is None]:
-        listed = "; ".join(f"{name}{nearest(name, carried)}" for name in unknown)
+        listed = "; ".join(f"{name}{nearest(name, conversions)}" for name in unknown)
         raise SettingsError(f"not known of {source}: {listed}; take these out of the file")
-    settings, notes = _carried(source, given)
+    settings, notes = _convert_settings(source, source_settings)
     notes += [f"{name}: {reason}" for name, reason in reasons.items()]
-    notes += [note.format(source=source) for note in ALWAYS_LEFT]
-    return _render(f"From {title} of {source}.", _finished(settings), notes)
+    notes += [note.format(source=source) for note in ALWAYS_OMITTED]
+    return _render(f"From {title} of {source}.", _resolve_dependent(settings), notes)
 
 
-def _carried(source: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
+def _convert_settings(source: str, source_settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]]:
     """Return the settings of names with a counterpart, and notes on names without a value."""
     settings, notes = dict[str, Any](SYNCHRONOUS), []
-    for name in CARRIED[source]:  # in the order of the table: later names override earlier ones
-        if name not in given:
+    for name in CONVERSIONS[source]:  # in the order of the table: later names override earlier ones
+        if name not in source_settings:
             continue
-        found = {} if given[name] is None else _carry(source, name, given[name])
+        found = {} if source_settings[name] is None else _convert_value(source, name, source_settings[name])
         if not found:
-            notes.append(f"{name}: {'null' if given[name] is None else 'off'} there; tether's default holds")
+            state = "null" if source_settings[name] is None else "off"
+            notes.append(f"{name}: {state} there; tether's default holds")
         settings |= found
-    settings, more = kl_decided(settings)
+    settings, more = resolve_kl(settings)
     return settings, notes + more
 
 
-def _carry(source: str, name: str, value: Any) -> dict[str, Any]:
+def _convert_value(source: str, name: str, value: Any) -> dict[str, Any]:
     if "$" in str(value):
         raise SettingsError(f"{name} is {value}: write the variable's value instead")
     try:
-        return CARRIED[source][name](value)
+        return CONVERSIONS[source][name](value)
     except (ValueError, TypeError, OverflowError) as error:
         raise SettingsError(f"{name} = {value!r}: {error}") from None
 
 
-def _reason(name: str, left: Mapping[str, str]) -> str | None:
-    return next((reason for pattern, reason in left.items() if fnmatchcase(name, pattern)), None)
+def _reason(name: str, omitted: Mapping[str, str]) -> str | None:
+    return next((reason for pattern, reason in omitted.items() if fnmatchcase(name, pattern)), None)
 
 
-def _finished(settings: dict[str, Any]) -> dict[str, Any]:
+def _resolve_dependent(settings: dict[str, Any]) -> dict[str, Any]:
     """Resolve settings that depend on each other."""
     found = dict(settings)
     samples = found.pop("generation_batch_size", None)
     if samples is not None:
-        found["bound.groups_per_step"] = _divided(
+        found["bound.groups_per_step"] = _divide(
             "generation_batch_size", samples, "num_generations", found.get("sampling.samples_per_prompt", 8)
         )
     mini_batch = found.pop("ppo_mini_batch_size", None)
     if mini_batch is not None and "bound.groups_per_step" in found:
-        found["trainer.num_mini_batches"] = _divided(
+        found["trainer.num_mini_batches"] = _divide(
             "train_batch_size", found["bound.groups_per_step"], "ppo_mini_batch_size", mini_batch
         )
     lengths = (found.get("render.max_prompt_tokens"), found.get("sampling.max_tokens"))
@@ -115,9 +116,9 @@ def _finished(settings: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _divided(name: str, value: int, by: str, divisor: int) -> int:
+def _divide(name: str, value: int, divisor_name: str, divisor: int) -> int:
     if divisor <= 0 or value % divisor:
-        raise SettingsError(f"{name} = {value} is not a multiple of {by} = {divisor}")
+        raise SettingsError(f"{name} = {value} is not a multiple of {divisor_name} = {divisor}")
     return value // divisor
 
 

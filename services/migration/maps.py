@@ -1,7 +1,8 @@
 """Maps names of settings in TRL, verl and slime to tether's settings.
 
-Read in TRL 1.16.0 and verl 0.9.1 as installed, and in slime's quick start of 2026-11. A name is in `CARRIED`
-(with the conversion of its value), in `LEFT` (with the reason; `*` is a wildcard), or unknown.
+Read in TRL 1.16.0 and verl 0.9.1 as installed, and in slime's quick start of 2026-11. A name is in
+`CONVERSIONS` (with the conversion of its value), in `OMITTED` (with the reason; `*` is a wildcard), or
+unknown.
 """
 
 import math
@@ -9,7 +10,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 Settings = dict[str, Any]
-Carry = Callable[[Any], Settings]
+Conversion = Callable[[Any], Settings]
 
 
 def number(value: Any) -> float:
@@ -50,12 +51,12 @@ def file(value: Any) -> str:
     return text(files[0] if isinstance(files, list) else files)
 
 
-def to(*settings: str, read: Callable[[Any], Any] = text) -> Carry:
+def copy_to(*settings: str, read: Callable[[Any], Any] = text) -> Conversion:
     """Return a conversion that gives all `settings` the value."""
     return lambda value: dict.fromkeys(settings, read(value))
 
 
-def chosen(setting: str, names: Mapping[str, str]) -> Carry:
+def choice(setting: str, names: Mapping[str, str]) -> Conversion:
     """Return a conversion of a name; it rejects unknown names and lists the known ones."""
 
     def carry(value: Any) -> Settings:
@@ -66,7 +67,7 @@ def chosen(setting: str, names: Mapping[str, str]) -> Carry:
     return carry
 
 
-def every(setting: str) -> Carry:
+def positive(setting: str) -> Conversion:
     """Return a conversion of a number that is omitted if it is 0 or less."""
     return lambda value: {setting: integer(value)} if integer(value) > 0 else {}
 
@@ -84,126 +85,126 @@ def betas(value: Any) -> Settings:
 
 SAMPLES, TOKENS = "sampling.samples_per_prompt", "sampling.max_tokens"
 CLIP_LOW, CLIP_HIGH = "algorithm.clip_low", "algorithm.clip_high"
-PROMPTS = to("prompts.path", read=file)
-KL_COEF, KL_ON = to("kl_loss_coef", read=number), to("use_kl_loss", read=boolean)
-"""Two settings in other trainers, one in tether: see `kl_decided`."""
+PROMPTS = copy_to("prompts.path", read=file)
+KL_COEF, KL_ON = copy_to("kl_loss_coef", read=number), copy_to("use_kl_loss", read=boolean)
+"""Two settings in other trainers, one in tether: see `resolve_kl`."""
 ALGORITHMS = ("grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo", "cispo")
 
-CARRIED: Mapping[str, Mapping[str, Carry]] = {
+CONVERSIONS: Mapping[str, Mapping[str, Conversion]] = {
     "trl": {
-        "model_name_or_path": to("model.path"),
-        "model_revision": to("model.revision"),
+        "model_name_or_path": copy_to("model.path"),
+        "model_revision": copy_to("model.revision"),
         "dataset_name": PROMPTS,
-        "dataset_config": to("prompts.subset"),
-        "dataset_train_split": to("prompts.split"),
-        "num_generations": to(SAMPLES, read=integer),
-        "generation_batch_size": to("generation_batch_size", read=integer),
-        "max_completion_length": to(TOKENS, read=integer),
-        "vllm_max_model_length": to("engine.max_model_len", read=integer),
-        "vllm_tensor_parallel_size": to("engine.tensor_parallel_size", read=integer),
-        "temperature": to("sampling.temperature", read=number),
-        "top_p": to("sampling.top_p", read=number),
+        "dataset_config": copy_to("prompts.subset"),
+        "dataset_train_split": copy_to("prompts.split"),
+        "num_generations": copy_to(SAMPLES, read=integer),
+        "generation_batch_size": copy_to("generation_batch_size", read=integer),
+        "max_completion_length": copy_to(TOKENS, read=integer),
+        "vllm_max_model_length": copy_to("engine.max_model_len", read=integer),
+        "vllm_tensor_parallel_size": copy_to("engine.tensor_parallel_size", read=integer),
+        "temperature": copy_to("sampling.temperature", read=number),
+        "top_p": copy_to("sampling.top_p", read=number),
         "top_k": top_k,
-        "loss_type": chosen("algorithm.name", {name: name for name in ("grpo", "dr_grpo", "dapo")}),
-        "beta": to("algorithm.kl_coef", read=number),
-        "epsilon": to(CLIP_LOW, CLIP_HIGH, read=number),
-        "epsilon_high": to(CLIP_HIGH, read=number),
-        "entropy_coef": to("algorithm.entropy_coef", read=number),
+        "loss_type": choice("algorithm.name", {name: name for name in ("grpo", "dr_grpo", "dapo")}),
+        "beta": copy_to("algorithm.kl_coef", read=number),
+        "epsilon": copy_to(CLIP_LOW, CLIP_HIGH, read=number),
+        "epsilon_high": copy_to(CLIP_HIGH, read=number),
+        "entropy_coef": copy_to("algorithm.entropy_coef", read=number),
         "mask_truncated_completions": lambda value: {
             "algorithm.truncated": "mask" if boolean(value) else "train"
         },
-        "num_iterations": to("trainer.epochs_per_batch", read=integer),
-        "learning_rate": to("optimizer.lr", read=number),
-        "weight_decay": to("optimizer.weight_decay", read=number),
-        "adam_beta1": to("optimizer.adam_beta1", read=number),
-        "adam_beta2": to("optimizer.adam_beta2", read=number),
-        "adam_epsilon": to("optimizer.adam_eps", read=number),
-        "max_grad_norm": to("optimizer.clip_grad", read=number),
-        "warmup_steps": to("optimizer.lr_warmup_steps", read=integer),
-        "max_steps": every("run.steps"),
-        "save_steps": every("trainer.checkpoint_every"),
-        "eval_steps": every("eval.every"),
-        "seed": to("trainer.seed", "prompts.seed", read=integer),
-        "shuffle_dataset": to("prompts.shuffle", read=boolean),
-        "max_staleness": to("bound.max_staleness", read=integer),
+        "num_iterations": copy_to("trainer.epochs_per_batch", read=integer),
+        "learning_rate": copy_to("optimizer.lr", read=number),
+        "weight_decay": copy_to("optimizer.weight_decay", read=number),
+        "adam_beta1": copy_to("optimizer.adam_beta1", read=number),
+        "adam_beta2": copy_to("optimizer.adam_beta2", read=number),
+        "adam_epsilon": copy_to("optimizer.adam_eps", read=number),
+        "max_grad_norm": copy_to("optimizer.clip_grad", read=number),
+        "warmup_steps": copy_to("optimizer.lr_warmup_steps", read=integer),
+        "max_steps": positive("run.steps"),
+        "save_steps": positive("trainer.checkpoint_every"),
+        "eval_steps": positive("eval.every"),
+        "seed": copy_to("trainer.seed", "prompts.seed", read=integer),
+        "shuffle_dataset": copy_to("prompts.shuffle", read=boolean),
+        "max_staleness": copy_to("bound.max_staleness", read=integer),
     },
     "verl": {
-        "actor_rollout_ref.model.path": to("model.path"),
-        "actor_rollout_ref.model.lora_rank": every("lora.rank"),
-        "actor_rollout_ref.model.lora_alpha": to("lora.alpha", read=number),
+        "actor_rollout_ref.model.path": copy_to("model.path"),
+        "actor_rollout_ref.model.lora_rank": positive("lora.rank"),
+        "actor_rollout_ref.model.lora_alpha": copy_to("lora.alpha", read=number),
         "data.train_files": PROMPTS,
-        "data.val_files": to("prompts.held_out_path", read=file),
-        "data.prompt_key": to("prompts.prompt_field"),
-        "data.shuffle": to("prompts.shuffle", read=boolean),
-        "data.train_batch_size": to("bound.groups_per_step", read=integer),
-        "data.max_prompt_length": to("render.max_prompt_tokens", read=integer),
-        "data.max_response_length": to(TOKENS, read=integer),
-        "actor_rollout_ref.rollout.n": to(SAMPLES, read=integer),
-        "actor_rollout_ref.rollout.name": chosen("engine.name", {n: n for n in ("vllm", "sglang", "hf")}),
-        "actor_rollout_ref.rollout.temperature": to("sampling.temperature", read=number),
-        "actor_rollout_ref.rollout.top_p": to("sampling.top_p", read=number),
+        "data.val_files": copy_to("prompts.held_out_path", read=file),
+        "data.prompt_key": copy_to("prompts.prompt_field"),
+        "data.shuffle": copy_to("prompts.shuffle", read=boolean),
+        "data.train_batch_size": copy_to("bound.groups_per_step", read=integer),
+        "data.max_prompt_length": copy_to("render.max_prompt_tokens", read=integer),
+        "data.max_response_length": copy_to(TOKENS, read=integer),
+        "actor_rollout_ref.rollout.n": copy_to(SAMPLES, read=integer),
+        "actor_rollout_ref.rollout.name": choice("engine.name", {n: n for n in ("vllm", "sglang", "hf")}),
+        "actor_rollout_ref.rollout.temperature": copy_to("sampling.temperature", read=number),
+        "actor_rollout_ref.rollout.top_p": copy_to("sampling.top_p", read=number),
         "actor_rollout_ref.rollout.top_k": top_k,
-        "actor_rollout_ref.rollout.tensor_model_parallel_size": to(
+        "actor_rollout_ref.rollout.tensor_model_parallel_size": copy_to(
             "engine.tensor_parallel_size", read=integer
         ),
-        "actor_rollout_ref.rollout.gpu_memory_utilization": to("engine.memory_fraction", read=number),
-        "actor_rollout_ref.actor.strategy": chosen(
+        "actor_rollout_ref.rollout.gpu_memory_utilization": copy_to("engine.memory_fraction", read=number),
+        "actor_rollout_ref.actor.strategy": choice(
             "trainer.backend", {"fsdp": "fsdp", "fsdp2": "fsdp", "megatron": "megatron"}
         ),
-        "actor_rollout_ref.actor.optim.lr": to("optimizer.lr", read=number),
-        "actor_rollout_ref.actor.optim.weight_decay": to("optimizer.weight_decay", read=number),
+        "actor_rollout_ref.actor.optim.lr": copy_to("optimizer.lr", read=number),
+        "actor_rollout_ref.actor.optim.weight_decay": copy_to("optimizer.weight_decay", read=number),
         "actor_rollout_ref.actor.optim.betas": betas,
-        "actor_rollout_ref.actor.optim.lr_warmup_steps": every("optimizer.lr_warmup_steps"),
-        "actor_rollout_ref.actor.optim.clip_grad": to("optimizer.clip_grad", read=number),
-        "actor_rollout_ref.actor.grad_clip": to("optimizer.clip_grad", read=number),
-        "actor_rollout_ref.actor.clip_ratio": to(CLIP_LOW, CLIP_HIGH, read=number),
-        "actor_rollout_ref.actor.clip_ratio_low": to(CLIP_LOW, read=number),
-        "actor_rollout_ref.actor.clip_ratio_high": to(CLIP_HIGH, read=number),
-        "actor_rollout_ref.actor.ppo_mini_batch_size": to("ppo_mini_batch_size", read=integer),
-        "actor_rollout_ref.actor.ppo_epochs": to("trainer.epochs_per_batch", read=integer),
+        "actor_rollout_ref.actor.optim.lr_warmup_steps": positive("optimizer.lr_warmup_steps"),
+        "actor_rollout_ref.actor.optim.clip_grad": copy_to("optimizer.clip_grad", read=number),
+        "actor_rollout_ref.actor.grad_clip": copy_to("optimizer.clip_grad", read=number),
+        "actor_rollout_ref.actor.clip_ratio": copy_to(CLIP_LOW, CLIP_HIGH, read=number),
+        "actor_rollout_ref.actor.clip_ratio_low": copy_to(CLIP_LOW, read=number),
+        "actor_rollout_ref.actor.clip_ratio_high": copy_to(CLIP_HIGH, read=number),
+        "actor_rollout_ref.actor.ppo_mini_batch_size": copy_to("ppo_mini_batch_size", read=integer),
+        "actor_rollout_ref.actor.ppo_epochs": copy_to("trainer.epochs_per_batch", read=integer),
         "actor_rollout_ref.actor.use_kl_loss": KL_ON,
         "actor_rollout_ref.actor.kl_loss_coef": KL_COEF,
-        "actor_rollout_ref.actor.entropy_coeff": to("algorithm.entropy_coef", read=number),
-        "algorithm.adv_estimator": chosen(
+        "actor_rollout_ref.actor.entropy_coeff": copy_to("algorithm.entropy_coef", read=number),
+        "algorithm.adv_estimator": choice(
             "algorithm.name", {**{name: name for name in ALGORITHMS[:4]}, "gae": "ppo"}
         ),
-        "trainer.total_training_steps": every("run.steps"),
-        "trainer.save_freq": every("trainer.checkpoint_every"),
-        "trainer.test_freq": every("eval.every"),
+        "trainer.total_training_steps": positive("run.steps"),
+        "trainer.save_freq": positive("trainer.checkpoint_every"),
+        "trainer.test_freq": positive("eval.every"),
     },
     "slime": {
-        "hf-checkpoint": to("model.path"),
+        "hf-checkpoint": copy_to("model.path"),
         "prompt-data": PROMPTS,
-        "input-key": to("prompts.prompt_field"),
-        "label-key": to("prompts.answer_field"),
+        "input-key": copy_to("prompts.prompt_field"),
+        "label-key": copy_to("prompts.answer_field"),
         "apply-chat-template": lambda value: {"render.chat_template": "on"},
         "rollout-shuffle": lambda value: {"prompts.shuffle": True},
-        "rollout-batch-size": to("bound.groups_per_step", read=integer),
-        "n-samples-per-prompt": to(SAMPLES, read=integer),
-        "rollout-max-response-len": to(TOKENS, read=integer),
-        "rollout-temperature": to("sampling.temperature", read=number),
-        "rollout-top-p": to("sampling.top_p", read=number),
-        "num-rollout": to("run.steps", read=integer),
-        "num-steps-per-rollout": to("trainer.num_mini_batches", read=integer),
-        "save-interval": every("trainer.checkpoint_every"),
-        "eval-interval": every("eval.every"),
-        "rollout-num-gpus-per-engine": to("engine.tensor_parallel_size", read=integer),
-        "advantage-estimator": chosen(
+        "rollout-batch-size": copy_to("bound.groups_per_step", read=integer),
+        "n-samples-per-prompt": copy_to(SAMPLES, read=integer),
+        "rollout-max-response-len": copy_to(TOKENS, read=integer),
+        "rollout-temperature": copy_to("sampling.temperature", read=number),
+        "rollout-top-p": copy_to("sampling.top_p", read=number),
+        "num-rollout": copy_to("run.steps", read=integer),
+        "num-steps-per-rollout": copy_to("trainer.num_mini_batches", read=integer),
+        "save-interval": positive("trainer.checkpoint_every"),
+        "eval-interval": positive("eval.every"),
+        "rollout-num-gpus-per-engine": copy_to("engine.tensor_parallel_size", read=integer),
+        "advantage-estimator": choice(
             "algorithm.name", {**{name: name for name in ALGORITHMS[:5]}, "ppo": "ppo"}
         ),
         "use-kl-loss": KL_ON,
         "kl-loss-coef": KL_COEF,
-        "entropy-coef": to("algorithm.entropy_coef", read=number),
-        "eps-clip": to(CLIP_LOW, CLIP_HIGH, read=number),
-        "eps-clip-high": to(CLIP_HIGH, read=number),
-        "lr": to("optimizer.lr", read=number),
-        "weight-decay": to("optimizer.weight_decay", read=number),
-        "adam-beta1": to("optimizer.adam_beta1", read=number),
-        "adam-beta2": to("optimizer.adam_beta2", read=number),
-        "clip-grad": to("optimizer.clip_grad", read=number),
-        "seed": to("trainer.seed", read=integer),
+        "entropy-coef": copy_to("algorithm.entropy_coef", read=number),
+        "eps-clip": copy_to(CLIP_LOW, CLIP_HIGH, read=number),
+        "eps-clip-high": copy_to(CLIP_HIGH, read=number),
+        "lr": copy_to("optimizer.lr", read=number),
+        "weight-decay": copy_to("optimizer.weight_decay", read=number),
+        "adam-beta1": copy_to("optimizer.adam_beta1", read=number),
+        "adam-beta2": copy_to("optimizer.adam_beta2", read=number),
+        "clip-grad": copy_to("optimizer.clip_grad", read=number),
+        "seed": copy_to("trainer.seed", read=integer),
         **{
-            name: to(f"parallel.{name.replace('-', '_')}", read=integer)
+            name: copy_to(f"parallel.{name.replace('-', '_')}", read=integer)
             for name in (
                 "tensor-model-parallel-size", "pipeline-model-parallel-size", "context-parallel-size",
                 "expert-model-parallel-size", "expert-tensor-parallel-size",
@@ -214,7 +215,7 @@ CARRIED: Mapping[str, Mapping[str, Carry]] = {
 }  # fmt: skip
 
 
-def kl_decided(settings: Settings) -> tuple[Settings, list[str]]:
+def resolve_kl(settings: Settings) -> tuple[Settings, list[str]]:
     """Set the KL coefficient if the KL loss is on; return the settings and notes about a missing part."""
     found = dict(settings)
     is_on, coefficient = found.pop("use_kl_loss", False), found.pop("kl_loss_coef", None)
@@ -225,19 +226,19 @@ def kl_decided(settings: Settings) -> tuple[Settings, list[str]]:
     return found, ["the coefficient of the KL loss: the loss is off there"] if coefficient else []
 
 
-OTHER = "[trainer], [parallel] and [placement] divide work in another way"
-LOGS = "see [tracking] and the page of the run"
-OWN = "[reward] verifiers names your own function (docs/own_code.md)"
-MEMORY = "tether chooses by the memory there is (docs/trainer.md)"
-LEFT: Mapping[str, Mapping[str, str]] = {
+LAYOUT_REASON = "[trainer], [parallel] and [placement] divide work in another way"
+LOGS_REASON = "see [tracking] and the page of the run"
+REWARD_REASON = "[reward] verifiers names your own function (docs/own_code.md)"
+MEMORY_REASON = "tether chooses by the memory there is (docs/trainer.md)"
+OMITTED: Mapping[str, Mapping[str, str]] = {
     "trl": {
         "per_device_*_batch_size": "set bound.groups_per_step: prompts of one step",
         "gradient_accumulation_steps": "set bound.groups_per_step: prompts of one step",
         "max_prompt_length": "earlier releases cut prompts by it; render.max_prompt_tokens drops them",
         "steps_per_generation": "set bound.groups_per_step and trainer.num_mini_batches",
         "num_train_epochs": "set run.steps",
-        "reward_funcs": OWN,
-        "reward_weights": OWN,
+        "reward_funcs": REWARD_REASON,
+        "reward_weights": REWARD_REASON,
         "use_vllm": "tether always has an engine of its own",
         "vllm_*": "[engine] has other names; bounds of importance weights are in [algorithm]",
         "scale_rewards": "the algorithm decides; dr_grpo divides by nothing",
@@ -245,10 +246,12 @@ LEFT: Mapping[str, Mapping[str, str]] = {
         "warmup_ratio": "set optimizer.lr_warmup_steps",
         "use_peft": "set [lora]",
         "lora_*": "set [lora]",
-        **dict.fromkeys(("logging_*", "log_*", "report_to", "run_name", "num_completions_to_print"), LOGS),
+        **dict.fromkeys(
+            ("logging_*", "log_*", "report_to", "run_name", "num_completions_to_print"), LOGS_REASON
+        ),
         **dict.fromkeys(
             ("bf16", "fp16", "dtype", "gradient_checkpointing*", "use_liger_kernel", "attn_implementation"),
-            MEMORY,
+            MEMORY_REASON,
         ),
         **dict.fromkeys(
             ("output_dir", "save_strategy", "save_total_limit"), "run.dir and trainer.keep_checkpoints"
@@ -257,8 +260,8 @@ LEFT: Mapping[str, Mapping[str, str]] = {
     },
     "verl": {
         "trainer.total_epochs": "set run.steps",
-        **dict.fromkeys(("trainer.nnodes", "trainer.n_gpus_per_node"), OTHER),
-        **dict.fromkeys(("trainer.logger", "trainer.project_name", "trainer.experiment_name"), LOGS),
+        **dict.fromkeys(("trainer.nnodes", "trainer.n_gpus_per_node"), LAYOUT_REASON),
+        **dict.fromkeys(("trainer.logger", "trainer.project_name", "trainer.experiment_name"), LOGS_REASON),
         **dict.fromkeys(("trainer.default_*", "trainer.resume_*"), "run.dir; a run resumes by itself"),
         "trainer.val_*": "set [eval]",
         "trainer.*": "see [run], [trainer] and [tracking]",
@@ -267,17 +270,17 @@ LEFT: Mapping[str, Mapping[str, str]] = {
         "trainer.critic_warmup": "set [critic]",
         "critic.*": "set [critic]",
         "reward_model.*": "set [reward_model], or the verifier reward_model (docs/rewards.md)",
-        "reward*": OWN,
-        "custom_reward_function.*": OWN,
+        "reward*": REWARD_REASON,
+        "custom_reward_function.*": REWARD_REASON,
         "data.*": "see [prompts] and [render]",
         "algorithm.*": "see [algorithm]",
         "actor_rollout_ref.ref.*": "[reference] and its place",
-        "actor_rollout_ref.hybrid_engine": OTHER,
+        "actor_rollout_ref.hybrid_engine": LAYOUT_REASON,
         "actor_rollout_ref.model.lora*": "see [lora]",
         **dict.fromkeys(
             ("actor_rollout_ref.model.target_*", "actor_rollout_ref.model.exclude_*"), "see [lora]"
         ),
-        "actor_rollout_ref.model.*gradient_checkpointing*": MEMORY,
+        "actor_rollout_ref.model.*gradient_checkpointing*": MEMORY_REASON,
         "actor_rollout_ref.model.*": "see [model] and [trainer]",
         "actor_rollout_ref.actor.optim.*": "see [optimizer]",
         "actor_rollout_ref.actor.loss_agg_mode": "the algorithm decides how tokens are weighted: grpo as "
@@ -289,14 +292,14 @@ LEFT: Mapping[str, Mapping[str, str]] = {
                 "actor_rollout_ref.actor.use_dynamic_bsz",
                 "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
             ),
-            MEMORY,
+            MEMORY_REASON,
         ),
         "actor_rollout_ref.actor.*": "see [algorithm], [trainer] and [parallel]",
         "actor_rollout_ref.rollout.*": "see [engine], [sampling] and [rollout]",
     },
     "slime": {
         **dict.fromkeys(("load", "ref-load", "save"), "run.dir; tether reads and writes Hugging Face models"),
-        **dict.fromkeys(("rm-type", "custom-rm-path", "reward-key"), OWN),
+        **dict.fromkeys(("rm-type", "custom-rm-path", "reward-key"), REWARD_REASON),
         "global-batch-size": "follows from rollout-batch-size and num-steps-per-rollout",
         **dict.fromkeys(("attention-dropout", "hidden-dropout"), "the policy is trained without dropout"),
         **dict.fromkeys(("accumulate-*-in-fp32", "attention-softmax-in-fp32"), "always so, by default"),
@@ -304,12 +307,12 @@ LEFT: Mapping[str, Mapping[str, str]] = {
         "balance-data": "tether always balances replicas",
         "kl-loss-type": "set algorithm.kl_estimator",
         **dict.fromkeys(("optimizer", "lr-decay-style"), "set [optimizer]"),
-        **dict.fromkeys(("recompute-*", "use-dynamic-batch-size", "max-tokens-per-gpu"), MEMORY),
-        **dict.fromkeys(("actor-num-*", "rollout-num-gpus", "colocate", "num-gpus-per-node"), OTHER),
+        **dict.fromkeys(("recompute-*", "use-dynamic-batch-size", "max-tokens-per-gpu"), MEMORY_REASON),
+        **dict.fromkeys(("actor-num-*", "rollout-num-gpus", "colocate", "num-gpus-per-node"), LAYOUT_REASON),
         **dict.fromkeys(("*eval-*", "eval-*"), "set [eval]"),
         "sglang-*": "set [engine] arguments",
         "use-tis": "set trainer.recompute_logprobs and algorithm.importance_cap",
-        "use-wandb": LOGS,
-        "wandb-*": LOGS,
+        "use-wandb": LOGS_REASON,
+        "wandb-*": LOGS_REASON,
     },
 }

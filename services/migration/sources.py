@@ -32,7 +32,7 @@ SLIME = ("--rollout-batch-size", "--n-samples-per-prompt", "--hf-checkpoint", "-
 """Arguments of slime, of which each slime file contains at least one."""
 
 
-def source_of(text: str) -> str:
+def detect_source(text: str) -> str:
     """Detect the source of a text: trl, verl or slime."""
     if any(argument in text for argument in SLIME):
         return "slime"
@@ -46,10 +46,10 @@ def read(text: str, source: str) -> dict[str, Any]:
         SettingsError: the text does not have the format of its source.
     """
     if source == "slime":
-        return dict(_arguments(_launched(text) or _words(text)))
+        return dict(_arguments(_program_arguments(text) or _words(text)))
     if source == "verl":
         return dict(_flat(_yaml(text))) if _is_tree(text) else _overrides(text) or dict(_flat(_yaml(text)))
-    return _named(_yaml(text))
+    return _check_names(_yaml(text))
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -58,7 +58,7 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f", did you mean {found[0]}?" if found else ""
 
 
-def _launched(text: str) -> list[str]:
+def _program_arguments(text: str) -> list[str]:
     """Return the arguments of slime's program in a script, from lists and after its name; empty if none."""
     words, end = list[str](), ""
     for kind, token in _tokens(text):
@@ -131,7 +131,7 @@ def _yaml(text: str) -> dict[str, Any]:
     return tree
 
 
-def _named(tree: Mapping[Any, Any]) -> dict[str, Any]:
+def _check_names(tree: Mapping[Any, Any]) -> dict[str, Any]:
     """Check that all names are strings, because YAML reads `1`, `on` and `null` as other types."""
     if wrong := [name for name in tree if not isinstance(name, str)]:
         raise SettingsError(
@@ -141,7 +141,7 @@ def _named(tree: Mapping[Any, Any]) -> dict[str, Any]:
 
 
 def _flat(tree: Mapping[str, Any], place: str = "") -> Iterator[tuple[str, Any]]:
-    for name, value in _named(tree).items():
+    for name, value in _check_names(tree).items():
         if isinstance(value, dict) and value:
             yield from _flat(value, f"{place}{name}.")
         else:

@@ -151,12 +151,12 @@ class History:
         with self._lock:
             return list(self._warnings)
 
-    def pace(self, run_state: str, left: int) -> dict[str, str]:
+    def pace(self, run_state: str, remaining_steps: int) -> dict[str, str]:
         """Return `rate`, as in the live view, and `bottleneck`, for `/status.json`.
 
         Args:
             run_state: state of the run. If it is not "running", the bottleneck covers all steps.
-            left: number of remaining steps.
+            remaining_steps: number of remaining steps.
         """
         with self._lock:
             lines, is_on = list(self._recent), run_state == "running"
@@ -165,7 +165,7 @@ class History:
             if is_on and isinstance(newest_s, (int, float)):
                 each = step_seconds(lines, time.time() - newest_s)
             return {
-                "rate": "" if each is None else rate_text(each, left),
+                "rate": "" if each is None else rate_text(each, remaining_steps),
                 "bottleneck": (PartTimes(lines) if is_on else self._times).bottleneck(),
             }
 

@@ -34,7 +34,7 @@ from services.run_record.evaluations import ScoredVersions
 from services.run_record.samples import SampleBrowser
 from services.run_record.sentences import TOPICS
 from services.run_record.tail import EventTail
-from services.settings.load import shown_settings
+from services.settings.load import public_settings
 from services.settings.sections import Settings
 
 
@@ -63,7 +63,7 @@ class RunNumbers:
         return json_answer(await asyncio.to_thread(self.scores.since, number_in(request, "after")))
 
     async def _serve_settings(self, _: web.Request) -> web.Response:
-        return json_answer(await asyncio.to_thread(shown_settings, self._run_dir))
+        return json_answer(await asyncio.to_thread(public_settings, self._run_dir))
 
 
 LOGS = "logs"

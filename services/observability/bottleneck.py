@@ -5,7 +5,7 @@ from typing import Any
 
 BUSY = 0.8
 """Busy share above which a part counts as a bottleneck."""
-LEAST_STEPS = 3
+MIN_STEPS = 3
 """Minimum number of steps for meaningful shares."""
 ENGINES, REWARDS, TRAINER = "engines", "rewards", "trainer"
 MEASURED = {ENGINES: "engine_busy", REWARDS: "reward_busy"}
@@ -60,8 +60,8 @@ class PartTimes:
                 self._busy[part] = busy_s + share * step_s, measured_s + step_s
 
     def shares(self) -> dict[str, float]:
-        """Return the busy share of each measured part, 0 to 1; empty before `LEAST_STEPS` steps."""
-        if self._steps < LEAST_STEPS:
+        """Return the busy share of each measured part, 0 to 1; empty before `MIN_STEPS` steps."""
+        if self._steps < MIN_STEPS:
             return {}
         worked_s = sum(self._seconds[name] for name in PARTS)
         shares = {TRAINER: worked_s / self._seconds["step_s"]}

@@ -20,34 +20,34 @@ class BusyMeter:
     @contextmanager
     def working(self) -> Iterator[None]:
         """Count the time of the block as busy; blocks may overlap."""
-        self._settle()
+        self._update_busy()
         self._working += 1
         try:
             yield
         finally:
-            self._settle()
+            self._update_busy()
             self._working -= 1
 
     def sleep(self) -> None:
         """Stop counting until `wake`: a sleeping engine keeps its requests and runs none."""
-        self._settle()
+        self._update_busy()
         self._asleep = True
 
     def wake(self) -> None:
         """Resume counting the time of running work."""
-        self._settle()
+        self._update_busy()
         self._asleep = False
 
     def seconds(self) -> float:
         """Return the busy seconds so far."""
-        self._settle()
+        self._update_busy()
         return self._busy_s
 
     def reading(self) -> dict[str, float]:
         """Return the busy seconds and the time of the reading, both in seconds, for the registry."""
         return {"busy_s": round(self.seconds(), 3), "busy_at_s": round(self._since, 3)}
 
-    def _settle(self) -> None:
+    def _update_busy(self) -> None:
         now = self._clock()
         if self._working and not self._asleep:
             self._busy_s += now - self._since

@@ -9,12 +9,12 @@ def seconds_text(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def rate_text(step_s: float, left: int) -> str:
+def rate_text(step_s: float, remaining_steps: int) -> str:
     """Format the rate of steps and the remaining time: "2.5 s a step  ETA 3 min 20 s".
 
     Args:
         step_s: seconds between two steps.
-        left: number of remaining steps.
+        remaining_steps: number of remaining steps.
     """
     rate = f"{step_s:.1f} s a step" if step_s >= 1 else f"{1 / step_s:.1f} steps/s"
-    return f"{rate}  ETA {seconds_text(step_s * left)}"
+    return f"{rate}  ETA {seconds_text(step_s * remaining_steps)}"

@@ -3,7 +3,7 @@
 import re
 import unicodedata
 
-KEPT = frozenset("\n\t\u200c\u200d")
+ALLOWED = frozenset("\n\t\u200c\u200d")
 """Characters of the categories below that are printed unchanged: they only affect layout."""
 ESCAPED = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 """Unicode categories that are escaped: control and format characters (escape sequences, text direction), and
@@ -15,7 +15,8 @@ def printable(text: str) -> str:
     if text.isprintable():
         return text
     return "".join(
-        _escape(char) if char not in KEPT and unicodedata.category(char) in ESCAPED else char for char in text
+        _escape(char) if char not in ALLOWED and unicodedata.category(char) in ESCAPED else char
+        for char in text
     )
 
 

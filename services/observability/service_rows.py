@@ -148,16 +148,16 @@ def _work_of(peer: Peer, waits: Mapping[str, float]) -> tuple[str, float | None]
     return None
 
 
-def wait_text(role: str, what: str) -> str:
+def wait_text(role: str, activity: str) -> str:
     """Return a wait of a process as text, such as "waits for rewards"."""
-    known = (text for known, begin, _, text in _PHRASES if known == role and what.startswith(begin))
-    return next(known, f"waits for {what}")
+    known = (text for known, begin, _, text in _PHRASES if known == role and activity.startswith(begin))
+    return next(known, f"waits for {activity}")
 
 
-def _phrase(role: str, what: str, count: int) -> tuple[str, str]:
+def _phrase(role: str, activity: str, count: int) -> tuple[str, str]:
     for known, begin, state, text in _PHRASES:
-        if known == role and what.startswith(begin):
-            detail = what.removeprefix(begin).removeprefix(": ").strip()
+        if known == role and activity.startswith(begin):
+            detail = activity.removeprefix(begin).removeprefix(": ").strip()
             if role == Role.TRAINER and detail:
                 late = detail.removeprefix("straggler: ")
                 shown = f"group {late} is late" if late != detail else detail.removeprefix("not_enough: ")
@@ -165,4 +165,4 @@ def _phrase(role: str, what: str, count: int) -> tuple[str, str]:
             if "group" in begin:
                 return state, f"{text} ({count} group{'s' if count > 1 else ''})"
             return state, text
-    return WAITS, f"waits for {what}"
+    return WAITS, f"waits for {activity}"

@@ -120,11 +120,11 @@ def _pace(status: Mapping[str, Any]) -> str:
     """Format reward, speed and remaining time as in the live view."""
     step, each = status["last_step"], status.get("seconds_per_step")
     reward, tokens, seconds = (step.get(name) for name in ("reward_mean", "trained_tokens", "step_s"))
-    left = status["steps"] - status["version"]
+    remaining_steps = status["steps"] - status["version"]
     parts = [
         f"reward {reward:.3f}" if reward is not None else "",
         f"{tokens / seconds:.0f} tokens/s" if tokens is not None and seconds else "",
-        rate_text(each, left) if each is not None and status["run_state"] == "running" else "",
+        rate_text(each, remaining_steps) if each is not None and status["run_state"] == "running" else "",
     ]
     return "  ".join(filter(None, parts))
 

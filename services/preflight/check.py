@@ -56,9 +56,9 @@ from services.settings.tracking import missing_libraries
 from trainer.roles.config import FROZEN_ROLES
 from trainer.storage.remote import RemoteDirectory
 
-SHOWN = 1000
+MAX_SHOWN_CHARACTERS = 1000
 """Number of characters shown of the first prompt."""
-NARROW = 0.01
+MAX_NARROW_CLIP = 0.01
 """Largest clip that counts as narrow."""
 NARROW_CLIPS = {"gspo": "3e-4 and 4e-4"}
 """Algorithm with narrow clips in its paper -> lower and upper clip."""
@@ -125,7 +125,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
             problems += [] if problems else host_memory_problems(settings, model)
             problems += attention_problems(settings, model, visible_gpus(os.environ))
             problems += kernel_problems(settings, model, visible_gpus(os.environ))
-    return Findings(tuple(_each_once(problems)), model, source)
+    return Findings(tuple(_deduplicate(problems)), model, source)
 
 
 def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) -> list[str]:
@@ -146,22 +146,22 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"model    {model.place}: {model.config.get('model_type')}, {count} parameters{origin}"
         + _code(settings),
         f"prompts  {name}: {_stream(settings, source)}; {_held_out(settings, source)}"
-        + _left_out(settings, model, source),
+        + _too_long_prompts(settings, model, source),
         f"first    {_first_prompt(settings, model, prompts)}",
         *describe_characters(settings, model, prompts),
         *describe_tools(settings, model),
         f"steps    {settings.run.steps:,} of {bound.groups_per_step} prompts x {sampling.kept_samples} "
-        f"samples{_most_tokens(settings)}; "
+        f"samples{_max_tokens(settings)}; "
         f"E={bound.max_staleness}, {bound.staleness_policy}",
-        *_kept(settings),
+        *_describe_keep_first(settings),
         f"learns   {settings.algorithm.name}, lr {settings.optimizer.lr:g}{_clips(settings)}"
         + describe_adapters(settings, model),
         f"trainer  {settings.trainer.backend}, {settings.trainer.dtype}, "
-        f"{settings.trainer_ranks} rank(s): {ranks}{_apart(settings)}{_on(services.trainer_gpus)}"
-        f"{_on_hosts(settings)}",
+        f"{settings.trainer_ranks} rank(s): {ranks}{_separate_models(settings)}"
+        f"{_on_gpus(services.trainer_gpus)}{_on_hosts(settings)}",
         *([f"critic   {settings.critic_dir}"] if settings.needs_critic else []),
         f"rollout  {engines or f'{services.rollouts} on {engine.name}'}, {engine.dtype}, "
-        f"tensor {engine.tensor_parallel_size}{_on(services.rollout_gpus)}; "
+        f"tensor {engine.tensor_parallel_size}{_on_gpus(services.rollout_gpus)}; "
         f"weights by {settings.weights.transport}",
         f"reward   {services.rewards} worker(s): "
         + (", ".join(verifier.name for verifier in settings.reward.verifiers) or "the environment's"),
@@ -189,17 +189,17 @@ def _stream(settings: Settings, source: PromptSource) -> str:
     return f"{source.size:,} in {passes} pass{'es' if passes > 1 else ''}{ends}"
 
 
-def _most_tokens(settings: Settings) -> str:
+def _max_tokens(settings: Settings) -> str:
     """Describe the maximum number of sampled tokens per step, or per turn in multi-turn environments."""
-    most, samples = settings.sampling.max_tokens, settings.sampling.kept_samples
+    max_tokens, samples = settings.sampling.max_tokens, settings.sampling.kept_samples
     if settings.environment.name == ON_DATA:
         return ""
     if settings.environment.name != EnvironmentConfig().name:
-        return f", at most {most:,} sampled tokens each turn"
-    return f", at most {settings.bound.groups_per_step * samples * most:,} sampled tokens each"
+        return f", at most {max_tokens:,} sampled tokens each turn"
+    return f", at most {settings.bound.groups_per_step * samples * max_tokens:,} sampled tokens each"
 
 
-def _kept(settings: Settings) -> list[str]:
+def _describe_keep_first(settings: Settings) -> list[str]:
     """Return a warning if samples are selected by length (`sampling.keep_first`)."""
     sampling = settings.sampling
     if not sampling.keep_first:
@@ -213,27 +213,28 @@ def _kept(settings: Settings) -> list[str]:
 
 def _clips(settings: Settings) -> str:
     """Describe the loss's clips, and the paper's clips if those are far narrower."""
-    algorithm, own = settings.algorithm, NARROW_CLIPS.get(settings.algorithm.name, "")
-    wide = f" (the paper has {own}: a name sets no number)" if own and algorithm.clip_low > NARROW else ""
-    return f", clips {algorithm.clip_low:g} and {algorithm.clip_high:g}{wide}"
+    algorithm, paper_clips = settings.algorithm, NARROW_CLIPS.get(settings.algorithm.name, "")
+    is_wide = paper_clips and algorithm.clip_low > MAX_NARROW_CLIP
+    note = f" (the paper has {paper_clips}: a name sets no number)" if is_wide else ""
+    return f", clips {algorithm.clip_low:g} and {algorithm.clip_high:g}{note}"
 
 
 def _held_out(settings: Settings, source: PromptSource) -> str:
     """Describe the number of held-out prompts, and how many requested ones were duplicates."""
     prompts = settings.prompts
     sources = [source_settings(prompts, entry) for entry in prompts.mixture] or [prompts]
-    held_out, asked = len(source.held_out()), sum(entry.held_out for entry in sources)
-    repeated = f" ({asked - held_out:,} of {asked:,} repeat others, or occur in training)"
-    return f"{held_out:,} held out{repeated if held_out < asked else ''}"
+    held_out, requested = len(source.held_out()), sum(entry.held_out for entry in sources)
+    repeated = f" ({requested - held_out:,} of {requested:,} repeat others, or occur in training)"
+    return f"{held_out:,} held out{repeated if held_out < requested else ''}"
 
 
-def _left_out(settings: Settings, model: ModelFacts, source: PromptSource) -> str:
+def _too_long_prompts(settings: Settings, model: ModelFacts, source: PromptSource) -> str:
     """Describe how many of the first prompts are dropped as too long; empty if none."""
     prompts = first_prompts(source)
-    count, most = count_too_long(settings, model, prompts), settings.rendering.max_prompt_tokens
+    count, max_tokens = count_too_long(settings, model, prompts), settings.rendering.max_prompt_tokens
     if not count:
         return ""
-    return f"; {count} of the first {len(prompts)} are longer than {most:,} tokens, and are dropped"
+    return f"; {count} of the first {len(prompts)} are longer than {max_tokens:,} tokens, and are dropped"
 
 
 def _first_prompt(settings: Settings, model: ModelFacts, prompts: Sequence[Prompt]) -> str:
@@ -241,17 +242,18 @@ def _first_prompt(settings: Settings, model: ModelFacts, prompts: Sequence[Promp
     for prompt in prompts:
         with contextlib.suppress(PromptTooLong):
             text = rendered_prompt(settings, model, prompt)
-            more = f" and {len(text) - SHOWN:,} more characters" if len(text) > SHOWN else ""
-            return json.dumps(text[:SHOWN], ensure_ascii=not text.isprintable()) + more
+            hidden = len(text) - MAX_SHOWN_CHARACTERS
+            more = f" and {hidden:,} more characters" if hidden > 0 else ""
+            return json.dumps(text[:MAX_SHOWN_CHARACTERS], ensure_ascii=not text.isprintable()) + more
     return "none"
 
 
-def _apart(settings: Settings) -> str:
+def _separate_models(settings: Settings) -> str:
     """Describe the models on separate ranks, and their numbers of ranks."""
     return "".join(f" + {ranks} of the {role}" for role, ranks in settings.placement.ranks.items())
 
 
-def _on(gpus: str) -> str:
+def _on_gpus(gpus: str) -> str:
     return f" on GPUs {gpus}" if gpus else ""
 
 
@@ -284,6 +286,6 @@ def _missing_stores(settings: Settings) -> Iterator[Problem]:
         yield from refusals(check_upload, settings.run.hub, "run.hub")
 
 
-def _each_once(problems: Iterable[Problem]) -> list[Problem]:
+def _deduplicate(problems: Iterable[Problem]) -> list[Problem]:
     """Remove duplicate problems, since engines of a pool may share one."""
     return list({str(problem): problem for problem in problems}.values())

@@ -35,7 +35,9 @@ def critic_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
         yield from _token_problems(settings, model, config)
         if not any(settings.critic_dir.glob("*.safetensors")):
             yield Problem(
-                "it holds no *.safetensors, and the critic starts from weights", "", *_named(settings)
+                "it holds no *.safetensors, and the critic starts from weights",
+                "",
+                *_setting_and_value(settings),
             )
     if settings.trainer.backend == "megatron":
         try:
@@ -45,7 +47,7 @@ def critic_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
             export_plan(architecture, Layout.of(parallel, architecture.layers))
         except SettingsError as error:
             where = "placement.critic: " if settings.placement.critic else ""
-            yield Problem(f"the critic: {where}{error}", "", *_named(settings))
+            yield Problem(f"the critic: {where}{error}", "", *_setting_and_value(settings))
 
 
 def critic_config(settings: Settings, model: ModelFacts) -> dict[str, Any]:
@@ -72,19 +74,19 @@ def critic_architecture(settings: Settings, model: ModelFacts) -> Architecture:
 def _token_problems(settings: Settings, model: ModelFacts, config: dict[str, Any]) -> Iterator[Problem]:
     """Compare the tokens of both models, by tokenizers or vocabulary sizes."""
     vocabulary = int(config.get("vocab_size") or 0)
-    own, theirs = _tokens(model.place), _tokens(settings.critic_dir)
-    if own and theirs and own != theirs:
+    policy_tokens, critic_tokens = _tokens(model.place), _tokens(settings.critic_dir)
+    if policy_tokens and critic_tokens and policy_tokens != critic_tokens:
         yield Problem(
             f"its tokenizer differs from that of {model.place}, so the critic would read other tokens",
             "choose a model with the same tokenizer",
-            *_named(settings),
+            *_setting_and_value(settings),
         )
-    needed = max(own.values()) + 1 if own and theirs else model.vocabulary
+    needed = max(policy_tokens.values()) + 1 if policy_tokens and critic_tokens else model.vocabulary
     if vocabulary < needed:
         yield Problem(
             f"it knows {vocabulary} tokens, and the policy's model has {needed}",
             "choose a model with the same vocabulary",
-            *_named(settings),
+            *_setting_and_value(settings),
         )
 
 
@@ -95,5 +97,5 @@ def _tokens(directory: Path) -> Mapping[str, int]:
     return {}
 
 
-def _named(settings: Settings) -> tuple[str, object]:
+def _setting_and_value(settings: Settings) -> tuple[str, object]:
     return (SETTING, settings.critic.path) if settings.critic.path else ("", None)

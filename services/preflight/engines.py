@@ -22,11 +22,11 @@ from services.settings.sections import Settings
 from trainer.megatron.families.table import FAMILIES
 from trainer.megatron.families.windows import windows_of
 
-ON_ONE_RANK = ("hf",)
+SINGLE_RANK_ENGINES = ("hf",)
 """Engines without tensor parallelism."""
 EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 """Fields of config.json with the number of experts, in different model families."""
-ALIKE_IN_VLLM = ("qwen2", "qwen3")
+UNIFORM_IN_VLLM = ("qwen2", "qwen3")
 """Families for which vLLM requires uniform layers; for other families it reads windows per layer."""
 RANKS = ("config/lora.py", "MaxLoRARanks")
 """File in vLLM and name in it with the adapter ranks for which vLLM has kernels."""
@@ -95,7 +95,7 @@ def _unknown_to_vllm(model: ModelFacts) -> Iterator[Problem]:
 def _windows_in_vllm(model: ModelFacts) -> Iterator[Problem]:
     """Check that all layers have a sliding window or none do, which vLLM would reject only at load time."""
     kind = model.config.get("model_type")
-    if kind not in ALIKE_IN_VLLM:
+    if kind not in UNIFORM_IN_VLLM:
         return
     family, path = FAMILIES[kind], model.place / "config.json"
     config = {**family.defaults, **model.config}
@@ -115,7 +115,7 @@ def _windows_in_vllm(model: ModelFacts) -> Iterator[Problem]:
 
 
 def _rank_problems(engine: EngineConfig, model: ModelFacts) -> Iterator[Problem]:
-    if engine.name in ON_ONE_RANK and engine.tensor_parallel_size != 1:
+    if engine.name in SINGLE_RANK_ENGINES and engine.tensor_parallel_size != 1:
         yield Problem(
             f"engine {engine.name!r} computes on one rank",
             "set it to 1, or use vllm, sglang or megatron",

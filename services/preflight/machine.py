@@ -98,7 +98,7 @@ def _foreign(run_dir: Path) -> Problem | None:
     """
     with contextlib.suppress(OSError):
         names = sorted(path.name for path in run_dir.iterdir() if path.suffix != ".log")
-        if names and not OWN.intersection(names):
+        if names and not RUN_DIR_ENTRIES.intersection(names):
             more = ", ..." if len(names) > 3 else ""
             return Problem(
                 f"it holds other files ({', '.join(names[:3])}{more}) and no run",
@@ -109,7 +109,9 @@ def _foreign(run_dir: Path) -> Problem | None:
     return None
 
 
-OWN = frozenset({"settings.json", "logs", "ledger", "model", "archive", "hub.json", "spool.sqlite"})
+RUN_DIR_ENTRIES = frozenset(
+    {"settings.json", "logs", "ledger", "model", "archive", "hub.json", "spool.sqlite"}
+)
 """Entries of a run directory; even a refused start creates at least one of them."""
 
 

@@ -46,7 +46,7 @@ def workload_of(settings: Settings, model: ModelFacts) -> Workload:
         and not settings.placement.reference,
         frozen=tuple(frozen_shapes(settings)),
         shared=settings.shares_masters,
-        critic=critic_architecture(settings, model) if settings.critic_beside else None,
+        critic=critic_architecture(settings, model) if settings.is_critic_on_policy_ranks else None,
     )
 
 
@@ -142,7 +142,7 @@ def _sharded_workload(settings: Settings, model: ModelFacts) -> ShardedWorkload:
         settings.lora,
         settings.algorithm,
         frozen,
-        fetch_critic(settings) if settings.critic_beside else None,
+        fetch_critic(settings) if settings.is_critic_on_policy_ranks else None,
     )
 
 
@@ -222,11 +222,11 @@ def describe_memory(
             lines.append(f"{memory_text(critic_workload(settings, model))} (the critic's)")
     if given.on_gpu or settings.optimizer.cpu_offload:
         where = "each host" if given.hosts > 1 else "the host"
-        lines.append(f"expected of {where}: {given.expected()}; this one has {_has()}")
+        lines.append(f"expected of {where}: {given.expected()}; this one has {_available_memory_text()}")
     return [f"memory   {line}" for line in lines]
 
 
-def _has() -> str:
+def _available_memory_text() -> str:
     return f"{memory_limit() / GIB:.1f} GiB, {memory_available() / GIB:.1f} of it free"
 
 
@@ -235,8 +235,8 @@ def memory_text(work: Planned) -> str:
     if tokens := work.trainer.micro_batch_tokens:
         expected = work.expected(tokens)
         return f"expected peak of a trainer rank at {tokens} tokens a micro-batch: {expected}"
-    least, most = (work.expected(tokens) for tokens in (TOKENS_STEP, TOKENS_MOST))
+    smallest, largest = (work.expected(tokens) for tokens in (TOKENS_STEP, TOKENS_MOST))
     return (
-        f"expected peak of a trainer rank: {least} at {TOKENS_STEP} tokens a micro-batch, "
-        f"{most.peak / GIB:.1f} GiB at {TOKENS_MOST}; it chooses what fits its GPU"
+        f"expected peak of a trainer rank: {smallest} at {TOKENS_STEP} tokens a micro-batch, "
+        f"{largest.peak / GIB:.1f} GiB at {TOKENS_MOST}; it chooses what fits its GPU"
     )

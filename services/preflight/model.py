@@ -48,7 +48,7 @@ from trainer.roles.config import REWARD_MODEL
 
 VLLM_PADS_TO = 64
 """vLLM pads the vocabulary of all ranks together to a multiple of this number of rows."""
-OF_TRANSFORMERS = ("fsdp", "reference")
+TRANSFORMERS_BACKENDS = ("fsdp", "reference")
 """Backends that train transformers models unchanged."""
 
 ROUTERS = ("gate", "router")
@@ -177,7 +177,7 @@ def frozen_problems(settings: Settings, role: str, model: ModelFacts) -> Iterato
     setting, backend = f"{role}.path", settings.trainer.backend
     if backend == "scripted":
         yield Problem("trainer.backend 'scripted' has no models", "use megatron or fsdp", setting, role)
-    if backend in OF_TRANSFORMERS:
+    if backend in TRANSFORMERS_BACKENDS:
         yield from _unknown_to_transformers(settings, setting, str(model.place), model)
     apart = role in settings.placement.ranks
     section = f"placement.{role}" if apart else "section [parallel]"
@@ -210,11 +210,11 @@ def _trainer_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem
             "trainer.backend",
             backend,
         )
-    if backend in OF_TRANSFORMERS:
+    if backend in TRANSFORMERS_BACKENDS:
         yield from _unknown_to_transformers(settings, "trainer.backend", backend, model)
     if backend == "megatron":
         yield from _megatron_problems("trainer.backend", settings, model)
-    read = ("*.safetensors", "pytorch_model*.bin") if backend in OF_TRANSFORMERS else ("*.safetensors",)
+    read = ("*.safetensors", "pytorch_model*.bin") if backend in TRANSFORMERS_BACKENDS else ("*.safetensors",)
     if model.is_made and backend != "scripted" and not any(chain(*map(model.place.glob, read))):
         yield Problem(f"the trainer needs weights, and {model.place} holds no {' or '.join(read)}")
 

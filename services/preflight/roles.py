@@ -32,7 +32,7 @@ def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Prob
         try:
             facts = read_facts(fetch_role(settings, role))
             if model is not None:
-                yield from _other_vocabulary(settings, role, model, facts)
+                yield from _vocabulary_problem(settings, role, model, facts)
                 yield from frozen_problems(settings, role, facts)
             if role == REWARD_MODEL:
                 yield from _row_problems(settings, facts)
@@ -174,7 +174,7 @@ def _useless_on_data(settings: Settings) -> Iterator[Problem]:
             yield Problem(f"with algorithm {algorithm.name!r} {why}", f"set it to {needed!r}", setting, value)
 
 
-def _other_vocabulary(
+def _vocabulary_problem(
     settings: Settings, role: str, model: ModelFacts, frozen: ModelFacts
 ) -> Iterator[Problem]:
     """Compare the vocabularies: a frozen model must have all tokens of the policy, with equal ids."""
@@ -187,21 +187,23 @@ def _other_vocabulary(
             f"{role}.path",
             path,
         )
-    theirs, own = vocabulary_of(frozen.place), _own_vocabulary(settings, model)
-    if theirs == own:
+    role_vocabulary, policy_vocabulary = vocabulary_of(frozen.place), _policy_vocabulary(settings, model)
+    if role_vocabulary == policy_vocabulary:
         return
-    here, there = ({number: token for token, number in tokens.items()} for tokens in (own, theirs))
+    here, there = (
+        {number: token for token, number in tokens.items()} for tokens in (policy_vocabulary, role_vocabulary)
+    )
     first = min(number for number in here.keys() | there.keys() if here.get(number) != there.get(number))
     yield Problem(
-        f"its tokenizer has {len(theirs)} tokens, that of the policy {len(own)}, and token {first} is "
-        f"{there.get(first)!r} there and {here.get(first)!r} here",
+        f"its tokenizer has {len(role_vocabulary)} tokens, that of the policy {len(policy_vocabulary)}, and "
+        f"token {first} is {there.get(first)!r} there and {here.get(first)!r} here",
         "choose a model of the same tokenizer",
         f"{role}.path",
         path,
     )
 
 
-def _own_vocabulary(settings: Settings, model: ModelFacts) -> Mapping[str, int]:
+def _policy_vocabulary(settings: Settings, model: ModelFacts) -> Mapping[str, int]:
     if settings.render.tokenizer or model.is_made or settings.model.scratch is None:
         return vocabulary_of(Path(settings.render.tokenizer or model.place))
     with tempfile.TemporaryDirectory(prefix="tether-tokenizer-") as directory:

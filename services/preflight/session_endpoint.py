@@ -11,7 +11,7 @@ from services.preflight.problem import Problem
 from services.settings.sections import Settings
 
 ADVERTISE = "environment.advertise"
-OF_SESSIONS = ("host", "port", "ports", "cert_file", "key_file", "plain_http", "advertise", "sampling")
+SESSION_SETTINGS = ("host", "port", "ports", "cert_file", "key_file", "plain_http", "advertise", "sampling")
 """Settings of `[environment]` that only environments with sessions use."""
 
 
@@ -57,7 +57,7 @@ def listening_problems(config: EnvironmentConfig) -> Iterator[Problem]:
 
 def _unused(config: EnvironmentConfig) -> Iterator[Problem]:
     default = EnvironmentConfig()
-    for name in OF_SESSIONS:
+    for name in SESSION_SETTINGS:
         if getattr(config, name) != getattr(default, name):
             yield Problem(
                 f"no harness of environment {config.name!r} talks to a URL, so it has no effect",

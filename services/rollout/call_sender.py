@@ -24,10 +24,10 @@ class CallSender:
             EpisodeError: the ingest refuses to answer, for example because the lease is lost.
         """
         lease = self._lease
-        asked = Recall(group=lease.group, token=lease.token, epoch=lease.epoch, sample=sample)
-        found = decode_payload(await self._send(asked))
-        assert isinstance(found, Recalled)
-        return found
+        request = Recall(group=lease.group, token=lease.token, epoch=lease.epoch, sample=sample)
+        reply = decode_payload(await self._send(request))
+        assert isinstance(reply, Recalled)
+        return reply
 
     async def store(self, call: Call) -> None:
         """Send a call until the ingest acknowledges that the call is on disk.
@@ -47,7 +47,7 @@ class CallSender:
             raise EpisodeError("replay", f"the call cannot be recorded: {refusal}") from None
 
 
-def recording_of(sender: Sender, lease: Lease, engine: str, on_lost: Callable[[str], None]) -> Recording:
+def make_recording(sender: Sender, lease: Lease, engine: str, on_lost: Callable[[str], None]) -> Recording:
     """Return the recorder of a leased group's calls; `on_lost` as in `CallSender`."""
     journal = CallSender(sender, lease, on_lost)
     return Recording(journal, lease.group, lease.token, lease.epoch, engine, lease.version)

@@ -29,7 +29,7 @@ from services.ledger.interface import Lease
 from services.ledger.limits import MAX_DETAIL
 from services.observability.busy import BusyMeter
 from services.observability.metrics import Metrics
-from services.rollout.call_sender import recording_of
+from services.rollout.call_sender import make_recording
 from services.runtime.event_loop import is_set_within
 from services.runtime.process import Process
 
@@ -43,14 +43,14 @@ four times a second would dominate the ledger's load.
 """
 STOP_POLL_S = 0.25
 """Seconds between two checks of the stop event while no group can be leased."""
-LEAST_SAMPLES = 2
+MIN_SAMPLES = 2
 """Minimum number of samples in a group after failures: a single sample cannot be compared."""
 
 
 DROPPED = "its group was dropped: it would have exceeded the staleness bound"
 """Reason given to the episodes of a group that the trainer dropped."""
 STOPPING = "the worker stops, and releases its group"
-LEASED_AGAIN = "the lease of its group ran out, and the group was restarted"
+RESTARTED = "the lease of its group ran out, and the group was restarted"
 
 
 class LeaseLost(Exception):
@@ -92,14 +92,14 @@ class HeldGroup:
     lease: Lease
     task: asyncio.Task[None] | None = None
     """Task that generates and sends the group; None until it is created."""
-    ended: str = ""
+    cancel_reason: str = ""
     """Why the task was cancelled, also the answer to the group's sessions; empty while it runs."""
-    release: str = "drain"
+    release_reason: str = "drain"
     """Reason with which the lease is released if the task is cancelled."""
 
     def cancel(self, reason: str) -> None:
         """Cancel the task. Only the reason of the first call is kept."""
-        self.ended = self.ended or reason
+        self.cancel_reason = self.cancel_reason or reason
         if self.task is not None:
             self.task.cancel()
 
@@ -124,7 +124,7 @@ class GroupRunner:
         self._config = process.settings.rollout
         # Sessions are balanced between workers only if all engines are alike.
         pool = process.settings.services.pool
-        self._takes_turns = environment.has_calls and len(pool) < 2
+        self._balances_sessions = environment.has_calls and len(pool) < 2
         self._slots = asyncio.Semaphore(self._config.groups_in_flight)
         self._held: dict[int, HeldGroup] = {}
         self._nudged = asyncio.Event()
@@ -162,7 +162,7 @@ class GroupRunner:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(self._config.drain_s):
                     # the groups of a sleeping engine are released at once
-                    while self._held and self._serves():
+                    while self._held and self._is_serving():
                         running = [job.task for job in self._held.values() if job.task]
                         await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
             for job in self._held.values():
@@ -199,12 +199,12 @@ class GroupRunner:
                 self._slots.release()
                 return
             if lease.group in self._held:  # its expired lease, granted again: the old attempt is void
-                self._held[lease.group].cancel(LEASED_AGAIN)
+                self._held[lease.group].cancel(RESTARTED)
             self._held[lease.group] = job = HeldGroup(lease)
             job.task = tasks.create_task(self._run_group(job), name=f"group-{lease.group}")
-            job.task.add_done_callback(functools.partial(self._finished, job))
+            job.task.add_done_callback(functools.partial(self._on_task_done, job))
 
-    def _finished(self, job: HeldGroup, task: asyncio.Task[None]) -> None:
+    def _on_task_done(self, job: HeldGroup, task: asyncio.Task[None]) -> None:
         if self._held.get(job.lease.group) is job:
             del self._held[job.lease.group]
         self._slots.release()
@@ -217,7 +217,7 @@ class GroupRunner:
         began = time.monotonic()
         with self._process.waiting("a lease") as set_detail:
             while not self._process.stop.is_set():
-                if not self._serves():
+                if not self._is_serving():
                     set_detail("the engine serves no version")
                     await self._nudged_within(STOP_POLL_S)
                     continue
@@ -227,7 +227,7 @@ class GroupRunner:
                         engine=self._process.incarnation,
                         holder=self._process.incarnation,
                         lease_ms=int(self._config.lease_s * 1000),
-                        groups=len(self._held) if self._takes_turns else -1,
+                        groups=len(self._held) if self._balances_sessions else -1,
                     )
                 except Refused as refusal:
                     if refusal.reason in (Reason.HALTED, Reason.REFUTED):
@@ -240,7 +240,7 @@ class GroupRunner:
                     return lease
         return None
 
-    def _serves(self) -> bool:
+    def _is_serving(self) -> bool:
         """Return whether the engine serves a version; false at the start and while the engine sleeps.
 
         During sleep, leases are still extended. Their requests continue after wake-up.
@@ -256,7 +256,7 @@ class GroupRunner:
         try:
             await self._generate_under_lease(job)
         except asyncio.CancelledError:
-            await self._hand_back(job.lease, job.release)
+            await self._release_lease(job.lease, job.release_reason)
             raise
 
     async def _generate_under_lease(self, job: HeldGroup) -> None:
@@ -295,10 +295,10 @@ class GroupRunner:
                     ),
                     config=self._process.settings.environment,
                     max_model_len=self._process.settings.engine.max_model_len,
-                    least=min(n, LEAST_SAMPLES),
+                    least=min(n, MIN_SAMPLES),
                     keep=settings.keep_first,
                     report=functools.partial(self._observe, lease.group),
-                    ended=lambda: job.ended,
+                    ended=lambda: job.cancel_reason,
                     recording=self._recording(job),
                     strays=self._strays,
                     with_turn_texts=self._process.settings.reward.may_score_turns,
@@ -333,14 +333,15 @@ class GroupRunner:
         Without the cancellation the refusals would fail the harnesses, and the group would be dropped.
         """
 
-        def lose(why: str) -> None:
-            if not job.ended:
+        def cancel_group(why: str) -> None:
+            if not job.cancel_reason:
                 self._process.metrics.count("lease.lost")
                 log.info("lease.lost group=%d token=%s why=%s", job.lease.group, job.lease.token, why)
-                job.release = "lease"
+                job.release_reason = "lease"
                 job.cancel(f"the lease of its group is lost ({why})")
 
-        return recording_of(self._calls, job.lease, self._process.incarnation, lose) if self._calls else None
+        calls, engine = self._calls, self._process.incarnation
+        return make_recording(calls, job.lease, engine, cancel_group) if calls else None
 
     def _observe(self, group: int, report: EpisodeReport) -> None:
         self._prefixes.add(report)
@@ -348,14 +349,13 @@ class GroupRunner:
 
     async def _extend_loop(self, job: HeldGroup) -> None:
         """Extend a lease until cancelled. Raises LeaseLost if the ledger refuses."""
-        lease = job.lease
-        lease_ms = int(self._config.lease_s * 1000)
+        lease, lease_ms = job.lease, int(self._config.lease_s * 1000)
         while True:
             await asyncio.sleep(self._config.lease_s / 3)
             try:
                 await self._process.ledger.extend(lease.group, lease.token, lease_ms)
             except Refused as refusal:
-                job.ended = job.ended or f"the lease of its group is lost ({refusal})"
+                job.cancel_reason = job.cancel_reason or f"the lease of its group is lost ({refusal})"
                 raise LeaseLost from refusal
 
     async def _fail(self, lease: Lease, error: Exception) -> None:
@@ -373,7 +373,7 @@ class GroupRunner:
             else:
                 await self._process.ledger.release(lease.group, lease.token, detail)
 
-    async def _hand_back(self, lease: Lease, reason: str) -> None:
+    async def _release_lease(self, lease: Lease, reason: str) -> None:
         with contextlib.suppress(Refused, TimeoutError):
             async with asyncio.timeout(2):
                 await self._process.ledger.release(lease.group, lease.token, reason)

@@ -40,7 +40,7 @@ from services.runtime.main import service_main
 from services.runtime.process import Process
 from services.runtime.prompt_stream import check_stream
 from services.runtime.user_modules import add_user_modules
-from services.settings.engine_pool import placed_as_allowed
+from services.settings.engine_pool import restrict_staging
 from services.settings.hub import fetch_model, hub_names
 from services.settings.sections import Settings
 from services.settings.shared_weights import can_share
@@ -224,7 +224,7 @@ def _engine_config(settings: Settings) -> EngineConfig:
 
     On a shared GPU, sleep mode is enabled for engines that need it at start.
     """
-    engine = placed_as_allowed(settings.engine, settings.weights.transport)
+    engine = restrict_staging(settings.engine, settings.weights.transport)
     sleeps = settings.colocated.enabled and ENGINES[engine.name].started_to_sleep
     return dataclasses.replace(
         engine,

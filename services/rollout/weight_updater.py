@@ -87,7 +87,7 @@ class WeightUpdater:
         self._on_abort = on_abort
         self._on_applied = on_applied
         self._on_turn = on_turn
-        self._wanted: WeightManifest | None = None
+        self._newest: WeightManifest | None = None
         """Newest manifest of the epoch that the ledger names."""
         self._provisional: WeightManifest | None = None
         """Manifest of the version that the trainer is exporting, until its staging begins."""
@@ -134,7 +134,7 @@ class WeightUpdater:
         """
         while True:
             await self._change()
-            action = next_action(self._wanted, self._provisional, self._engine.served, awake=self._awake)
+            action = next_action(self._newest, self._provisional, self._engine.served, awake=self._awake)
             if isinstance(action, Wait):
                 continue
             try:
@@ -149,7 +149,7 @@ class WeightUpdater:
                 self._process.metrics.count("weights.failed")
                 log.warning("weights.failed version=%d error=%s", action.manifest.version, error)
                 self._report_failure(action.manifest, error, poisoned=False)
-                if isinstance(error, UnfitVersion) and await self._is_of_running_trainer(action.manifest):
+                if isinstance(error, UnfitVersion) and await self._is_from_current_epoch(action.manifest):
                     raise UnfitVersion(
                         f"no version of this trainer fits engine {self._process.incarnation}: {error}"
                     ) from error
@@ -176,7 +176,7 @@ class WeightUpdater:
     # -- state
     def _on_manifest(self, manifest: WeightManifest, *, from_ledger: bool = False) -> None:
         """Accept a newer version. Only the ledger switches to another epoch."""
-        newest = self._wanted
+        newest = self._newest
         if is_provisional(manifest):  # without digests a manifest identifies no weights
             log.error("weights.no_digests version=%d epoch=%s", manifest.version, manifest.epoch)
             return
@@ -187,12 +187,12 @@ class WeightUpdater:
             if not from_ledger:  # the sender is a new trainer, or the message of an old trainer is late
                 self._poll_now.set()
         if newer:
-            self._wanted = manifest
+            self._newest = manifest
             self._changed.set()
 
     def _on_draft(self, draft: WeightDraft) -> None:
         """Expect a version that the trainer is exporting, if the manifest with its layout is known."""
-        known = self._wanted
+        known = self._newest
         if known is not None and (known.epoch, known.version) == (draft.epoch, draft.like):
             self._provisional = provisional_manifest(known, draft.version)
             self._changed.set()
@@ -237,7 +237,7 @@ class WeightUpdater:
             self._on_manifest(current, from_ledger=True)
         return True
 
-    async def _is_of_running_trainer(self, manifest: WeightManifest) -> bool:
+    async def _is_from_current_epoch(self, manifest: WeightManifest) -> bool:
         """Return whether a registered trainer publishes under the version's epoch."""
         trainers = await self._process.ledger.peers(Role.TRAINER)
         return any(trainer.info.get("epoch") == manifest.epoch for trainer in trainers)
@@ -300,7 +300,7 @@ class WeightUpdater:
 
     def _is_useful(self, staging: WeightManifest) -> bool:
         action = next_action(
-            self._wanted, self._provisional, self._engine.served, awake=self._awake, staging=staging
+            self._newest, self._provisional, self._engine.served, awake=self._awake, staging=staging
         )
         return action == StageProvisional(staging)
 

@@ -108,23 +108,23 @@ class _GroupCheck:
         self.problems: list[str] = []
         self.tokens = 0
         self._group, self._rows, self._journalled = group, rows, journalled
-        self._named: set[tuple[int, int]] = set()
+        self._seen_calls: set[tuple[int, int]] = set()
         self._attempts: dict[int, int] = {}
         """Sample -> attempt of the sample's calls."""
-        self._covered: list[NDArray[np.int32]] = [np.zeros(len(row.tokens), np.int32) for row in rows]
+        self._coverage: list[NDArray[np.int32]] = [np.zeros(len(row.tokens), np.int32) for row in rows]
 
     def compare(self, sample: int, number: int, row: int, first: int, end: int) -> None:
         """Compare one call with the tokens that the record attributes to it."""
         name = f"{self._group}: call {number} of sample {sample}"
-        if (sample, number) in self._named:
+        if (sample, number) in self._seen_calls:
             self.problems.append(f"{name} is named twice")
-        self._named.add((sample, number))
+        self._seen_calls.add((sample, number))
         if row == -1:
             return
         if not (0 <= row < len(self._rows) and 0 <= first < end <= len(self._rows[row].tokens)):
             self.problems.append(f"{name} is at tokens {first} to {end} of row {row}, which are not there")
             return
-        self._covered[row][first:end] += 1
+        self._coverage[row][first:end] += 1
         if (call := self._journalled.get((sample, number))) is None:
             self.problems.append(f"{name} is in the record, but was not journalled")
             return
@@ -156,7 +156,7 @@ class _GroupCheck:
 
     def finish(self) -> None:
         """Check that each trained token belongs to one call, and no call of a trained attempt is lost."""
-        for index, (row, covered) in enumerate(zip(self._rows, self._covered, strict=True)):
+        for index, (row, covered) in enumerate(zip(self._rows, self._coverage, strict=True)):
             for wrong, problem in (
                 (row.sampled & (covered == 0), "of no journalled call"),
                 (covered > 1, "of two calls"),
@@ -165,7 +165,7 @@ class _GroupCheck:
                     at = int(wrong.argmax())
                     self.problems.append(f"{self._group}: token {at} of row {index} is {problem}")
         for (sample, number), call in self._journalled.items():
-            if self._attempts.get(sample) == call.attempt and (sample, number) not in self._named:
+            if self._attempts.get(sample) == call.attempt and (sample, number) not in self._seen_calls:
                 what = f"result '{printable(call.name)}'" if call.name else f"call {number}"
                 self.problems.append(f"{self._group}: {what} of sample {sample} is lost")
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from protocol.errors import SpoolError
-from services.ledger.event_log.hash_chain import damaged_lines, head_of
+from services.ledger.event_log.hash_chain import damaged_lines, head_path
 from services.settings.resume import EARLIER
 from trainer.storage.archive import Archive
 from trainer.storage.checkpoints import MANIFEST
@@ -69,7 +69,7 @@ def _files(directory: Path) -> Iterator[Path]:
         yield from (path for path in paths if path.is_file() and not path.is_symlink())
 
 
-def _lost_log(head: Path) -> Damage:
+def _missing_log(head: Path) -> Damage:
     if not head.with_suffix(".jsonl").is_file():
         yield head.with_suffix(".jsonl"), f"is missing, and {head.name} is there"
 
@@ -105,7 +105,7 @@ def _model(directory: Path) -> Damage:
     return damaged_files(directory / FILE)
 
 
-def _listed_of_model(directory: Path) -> set[Path]:
+def _listed_model_files(directory: Path) -> set[Path]:
     return {directory / FILE, *_listed(directory / FILE)}
 
 
@@ -114,14 +114,14 @@ def _listed(path: Path) -> set[Path]:
 
 
 def _head(path: Path) -> set[Path]:
-    return {head_of(path)}
+    return {head_path(path)}
 
 
-def _beside_spool(path: Path) -> set[Path]:
+def _spool_companions(path: Path) -> set[Path]:
     return {path.with_name(f"{path.name}{suffix}") for suffix in ("-wal", "-shm")}
 
 
-def _alone(_: Path) -> set[Path]:
+def _no_companions(_: Path) -> set[Path]:
     return set()
 
 
@@ -129,16 +129,16 @@ CHECKS: tuple[tuple[str, Callable[[Path], Damage], Callable[[Path], set[Path]]],
     ("audit.jsonl", damaged_lines, _head),
     ("metrics.jsonl", _steps, _head),
     ("eval.jsonl", damaged_lines, _head),
-    ("*.head", _lost_log, _alone),
-    ("settings.json", damaged_document, _alone),
-    (EARLIER, damaged_document, _alone),
-    ("hub.json", damaged_document, _alone),
-    ("frozen_models.json", damaged_document, _alone),
-    ("exports/best.json", damaged_document, _alone),
-    ("exports/*/", _model, _listed_of_model),
+    ("*.head", _missing_log, _no_companions),
+    ("settings.json", damaged_document, _no_companions),
+    (EARLIER, damaged_document, _no_companions),
+    ("hub.json", damaged_document, _no_companions),
+    ("frozen_models.json", damaged_document, _no_companions),
+    ("exports/best.json", damaged_document, _no_companions),
+    ("exports/*/", _model, _listed_model_files),
     (f"checkpoints/step_*/{MANIFEST}", damaged_files, _listed),
-    ("archive/step_*.msgpack", _archived_step, _alone),
-    ("spool.sqlite", _spool, _beside_spool),
+    ("archive/step_*.msgpack", _archived_step, _no_companions),
+    ("spool.sqlite", _spool, _spool_companions),
 )
 """Pattern of paths, function that yields the damage of a path, function that returns files read with it."""
 
@@ -148,6 +148,6 @@ def _summed_up(run_dir: Path, unchecked: Set[Path], checked: Set[Path]) -> list[
     kept = {parent for path in checked for parent in path.parents} | {run_dir}
     names = set()
     for path in unchecked:
-        whole = [folder for folder in path.parents if folder not in kept and folder.is_relative_to(run_dir)]
-        names.add(f"{whole[-1].relative_to(run_dir)}/" if whole else str(path.relative_to(run_dir)))
+        folders = [folder for folder in path.parents if folder not in kept and folder.is_relative_to(run_dir)]
+        names.add(f"{folders[-1].relative_to(run_dir)}/" if folders else str(path.relative_to(run_dir)))
     return sorted(names)

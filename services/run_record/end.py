@@ -57,20 +57,20 @@ def recording_end(
     path = run_dir / FILE
     before = path.read_bytes() if path.is_file() else b""
     path.unlink(missing_ok=True)
-    error, kept = "", b""
+    error, previous = "", b""
     try:
         yield
     except Exception as failure:
         cause = innermost(failure)
         error = str(cause) if isinstance(cause, TetherError) else f"{type(cause).__name__}: {cause}"
         if was_full() or is_full(run_dir):
-            error = f"{_full(run_dir)} ({error})"
+            error = f"{_full_disk_error(run_dir)} ({error})"
             raise SettingsError(error) from failure
-        kept = before if isinstance(cause, SettingsError) and not is_on() else b""
+        previous = before if isinstance(cause, SettingsError) and not is_on() else b""
         raise
     finally:
         with contextlib.suppress(OSError):  # a full disk must not hide the error of the run
-            write_atomically(path, kept or msgspec.json.encode(RunEnd(time.time(), error)))
+            write_atomically(path, previous or msgspec.json.encode(RunEnd(time.time(), error)))
 
 
 @contextlib.contextmanager
@@ -86,7 +86,7 @@ def explaining_full_disk(run_dir: Path) -> Iterator[None]:
         raise
     except Exception as error:
         if is_disk_full_error(error):
-            raise SettingsError(f"{_full(run_dir)} ({error})") from error
+            raise SettingsError(f"{_full_disk_error(run_dir)} ({error})") from error
         raise
 
 
@@ -185,7 +185,7 @@ def describe_ended_run(settings: Settings) -> dict[str, Any]:
     logged, last = tail.state(), read_last(settings.run_dir / STEPS)
     facts = {**recorded_state(settings, last, tail), "run_dir": str(settings.run_dir)}
     end = read_end(settings.run_dir)
-    state, why = _how(facts, logged, end.error if end else "")
+    state, why = _end_reason(facts, logged, end.error if end else "")
     parent = read_parent(settings.run_dir)
     newest_ms = max(int(logged.get("time_ms", 0)), int(last.get("time", 0) * 1000))
     halted_ms = int(logged.get("halted_ms", 0)) if logged["halted"] else 0
@@ -200,11 +200,11 @@ def describe_ended_run(settings: Settings) -> dict[str, Any]:
     }
 
 
-def _full(run_dir: Path) -> str:
+def _full_disk_error(run_dir: Path) -> str:
     return f"{describe_full(run_dir)}: make room, then start the same command again"
 
 
-def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tuple[str, str]:
+def _end_reason(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tuple[str, str]:
     """Return the state of an ended run, and why it ended."""
     version, steps = facts["version"], facts["steps"]
     if version >= steps:
@@ -219,5 +219,5 @@ def _how(facts: Mapping[str, Any], logged: Mapping[str, Any], error: str) -> tup
     if error:
         return "failed", error
     if is_full(Path(facts["run_dir"])):  # a full disk prevented the record of the error
-        return "failed", _full(Path(facts["run_dir"]))
+        return "failed", _full_disk_error(Path(facts["run_dir"]))
     return "stopped", "it was interrupted; the same `tether up` continues from the last step"

@@ -20,7 +20,7 @@ BEST = "exports/best.json"
 """File with the best version."""
 SNAPSHOTS = "evaluation"
 """Directory in the run directory with the versions to be scored; scored versions are removed."""
-LEFT_OUT = "left_out"
+SKIP_MARK = "left_out"
 """Marker file of a version that could not be staged; the next start retries it."""
 MAX_ROWS = 4000
 """Number of newest lines of eval.jsonl shown on the page."""
@@ -148,9 +148,9 @@ def latest_evaluations(run_dir: Path) -> list[Evaluation]:
     return list({e.set: e for e in found if e.version == found[-1].version}.values()) if found else []
 
 
-def due_versions(every: int, first: int, last: int) -> list[int]:
-    """Return the versions from `first` to `last` to be scored: multiples of `every`, and `last`."""
-    return sorted({version for version in range(first, last + 1) if version % every == 0} | {last})
+def due_versions(interval: int, first: int, last: int) -> list[int]:
+    """Return the versions from `first` to `last` to be scored: multiples of `interval`, and `last`."""
+    return sorted({version for version in range(first, last + 1) if version % interval == 0} | {last})
 
 
 def unscored_versions(evaluations: Iterable[Evaluation], due: Sequence[int]) -> list[int]:

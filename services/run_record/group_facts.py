@@ -184,12 +184,12 @@ def _rows(rollout: Rollout) -> dict[int, list[str]]:
     return texts
 
 
-def _cut(texts: Sequence[str], most: int) -> list[str]:
-    """Truncate texts to at most `most` characters in total."""
+def _cut(texts: Sequence[str], max_characters: int) -> list[str]:
+    """Truncate texts to at most `max_characters` in total."""
     shortened = []
     for text in texts:
-        shortened.append(text[:most])
-        most -= len(shortened[-1])
+        shortened.append(text[:max_characters])
+        max_characters -= len(shortened[-1])
     return shortened
 
 

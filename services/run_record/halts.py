@@ -7,7 +7,7 @@ from protocol.lifecycle import NO_SIGNAL
 RULE = "more than `bound.drop_share` of the last `bound.drop_window` finished groups"
 RULES = {NO_SIGNAL: "`algorithm.max_filtered_batches` batches of them since the last step"}
 """Drop reason with its own limit -> the limit."""
-AGAIN = "then start the same command again, which continues from the last step"
+RESTART_REMEDY = "then start the same command again, which continues from the last step"
 
 _CAUSES: Mapping[str, tuple[str, str, str]] = {
     "attempts": (
@@ -80,7 +80,7 @@ def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
             frequent error is named; it is the cause of `attempts`.
     """
     if " " in reason:
-        return f"the run halted: {reason}; fix the cause, {AGAIN}"
+        return f"the run halted: {reason}; fix the cause, {RESTART_REMEDY}"
     counts = {
         name: count
         for name, count in (details or {}).items()
@@ -95,7 +95,7 @@ def explain_halt(reason: str, details: Mapping[str, int] | None = None) -> str:
         cause += "" if kind == reason else ", in all attempts"
     return (
         f"the run halted for the reason {reason!r}: {cause}, {RULES.get(reason, RULE)}; see {place}; "
-        f"{remedy}, {AGAIN}"
+        f"{remedy}, {RESTART_REMEDY}"
     )
 
 

@@ -74,12 +74,12 @@ def read_key(path: Path) -> str:
 
 def _make_key(path: Path) -> None:
     """Write a random key, readable only by its owner, unless the file exists. Atomic."""
-    aside = path.with_name(f"{path.name}.{os.getpid()}")
+    draft = path.with_name(f"{path.name}.{os.getpid()}")
     try:
         if not path.exists():
-            aside.touch(0o600)
-            aside.write_text(secrets.token_urlsafe(24) + "\n")
+            draft.touch(0o600)
+            draft.write_text(secrets.token_urlsafe(24) + "\n")
             with suppress(FileExistsError):  # another process was faster
-                os.link(aside, path)
+                os.link(draft, path)
     finally:
-        aside.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)

@@ -39,7 +39,7 @@ FAILED = "failed"
 """Registry entry of a reward worker with its last failure, such as "function: /x/my_reward.py:12: ..."."""
 FAILURES_S = 1.0
 """Seconds between two reads of the reward workers' failures."""
-MOST = 20
+MAX_FAILURES = 20
 """Maximum number of different failures that are reported."""
 
 
@@ -52,7 +52,7 @@ class Progress:
         self._follower = LineFollower(run_dir / FILE)
         self._version = 0
         self._new_steps()  # skips steps of an earlier start
-        self._stepped = False
+        self._has_stepped = False
         """Whether this start has made a step."""
         self._began = time.monotonic()
         self._evaluations = LineFollower(run_dir / EVALUATIONS)
@@ -79,7 +79,7 @@ class Progress:
             self._print_steps(sum(child.restarts for group in children.values() for child in group))
             self._print_evaluations()
             await self._print_disk(peers)
-            if self._stepped and peers and not is_reported:
+            if self._has_stepped and peers and not is_reported:
                 is_reported = True
                 self.note(describe_start(peers, prepared_s, time.monotonic() - self._began))
             if time.monotonic() - self._last > QUIET_S:
@@ -158,7 +158,7 @@ class Progress:
         new_lines = [line for item in rest if (line := parse_line(item.data)) is not None]
         if new_lines:
             self._last = time.monotonic()
-            self._stepped = True
+            self._has_stepped = True
             self._version = new_lines[-1]["step"] + 1
         return new_lines
 
@@ -170,7 +170,7 @@ async def report_failures_loop(ledger: Ledger, report: Callable[[str], None]) ->
         for peer in await answering_peers(ledger, Role.REWARD):
             text = str(peer.info.get(FAILED, ""))
             kind = without_numbers(text)
-            if text and kind not in reported and len(reported) < MOST:
+            if text and kind not in reported and len(reported) < MAX_FAILURES:
                 reported.add(kind)
                 report(
                     f"{peer.info.get('name', peer.role)} could not score a group: {text} (it is tried again, "

@@ -28,8 +28,8 @@ from services.ledger.event_log.events import (
     ResumeEvent,
     StepsEvent,
     UnhaltEvent,
-    bound_of,
     decode_line,
+    event_bound,
 )
 from services.ledger.limits import MAX_DETAIL
 from services.run_record.lines import LineFollower
@@ -204,10 +204,10 @@ class EventTail:
             case CommitEvent():
                 self._note_commit(event)
             case CreateEvent():
-                self._note_bound(counters["version"], bound_of(event))
+                self._note_bound(counters["version"], event_bound(event))
                 counters |= {"steps": event.steps, "prompts": event.prompts}
             case BoundEvent():
-                self._note_bound(counters["version"], bound_of(event))
+                self._note_bound(counters["version"], event_bound(event))
             case DropEvent():
                 self._note_drop(event)
             case ClaimEvent():

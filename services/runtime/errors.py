@@ -1,6 +1,6 @@
 """Converts errors that end a process to one line and an exit code, and configures logging.
 
-Exit codes: 0 drained, `EXIT_FAILED` 1, `EXIT_SETTINGS` 2, and for services `EXIT_AWAY` 3.
+Exit codes: 0 drained, `EXIT_FAILED` 1, `EXIT_SETTINGS` 2, and for services `EXIT_UNAVAILABLE` 3.
 """
 
 import logging
@@ -12,11 +12,11 @@ from protocol.errors import SettingsError, SpoolError, TetherError, Unavailable,
 from services.observability.printable import one_line
 from services.settings.sources import log_level
 
-EXIT_FAILED, EXIT_SETTINGS, EXIT_AWAY = 1, 2, 3
-"""EXIT_AWAY: the ledger did not answer; a restart may succeed."""
-SIGNALLED = 128
+EXIT_FAILED, EXIT_SETTINGS, EXIT_UNAVAILABLE = 1, 2, 3
+"""EXIT_UNAVAILABLE: the ledger did not answer; a restart may succeed."""
+FIRST_SIGNAL_CODE = 128
 """Exit codes from this value on mean that a signal ended a child process."""
-MOST = 10_000
+MAX_LINE_CHARACTERS = 10_000
 """Maximum number of characters of a log message or traceback line: a peer's text may fill a frame."""
 
 
@@ -40,29 +40,31 @@ class LineFormatter(logging.Formatter):
     """
 
     def formatMessage(self, record: logging.LogRecord) -> str:
-        record.message = _shortened(record.message)
+        record.message = _shorten(record.message)
         return super().formatMessage(record)
 
     def formatException(self, ei: Any) -> str:
         return self.formatStack(super().formatException(ei))
 
     def formatStack(self, stack_info: str) -> str:
-        return "\n".join(f"    {_shortened(line)}" for line in stack_info.split("\n"))
+        return "\n".join(f"    {_shorten(line)}" for line in stack_info.split("\n"))
 
 
-def _shortened(text: str) -> str:
-    """Return text as one line, truncated to `MOST` characters."""
-    line = one_line(text[:MOST])
-    return line if max(len(text), len(line)) <= MOST else f"{line[:MOST]} ... (of {len(text)} characters)"
+def _shorten(text: str) -> str:
+    """Return text as one line, truncated to `MAX_LINE_CHARACTERS`."""
+    line = one_line(text[:MAX_LINE_CHARACTERS])
+    if max(len(text), len(line)) <= MAX_LINE_CHARACTERS:
+        return line
+    return f"{line[:MAX_LINE_CHARACTERS]} ... (of {len(text)} characters)"
 
 
 def describe_error(error: BaseException) -> tuple[str, int]:
     """Return a line and an exit code for an error that ends a process."""
     error = innermost(error)
     if isinstance(error, (SettingsError, Unavailable)):
-        return _shortened(str(error)), EXIT_SETTINGS
+        return _shorten(str(error)), EXIT_SETTINGS
     kind = "" if type(error) is TetherError else f"{type(error).__name__}: "
-    return _shortened(f"{kind}{error}"), EXIT_FAILED
+    return _shorten(f"{kind}{error}"), EXIT_FAILED
 
 
 def exit_with(error: BaseException, name: str) -> NoReturn:

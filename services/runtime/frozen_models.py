@@ -18,7 +18,7 @@ from trainer.storage.checksums import check_model_files, sealed
 
 FILE = "frozen_models.json"
 """File in the run directory: section -> digest of its model."""
-RECORDED = "models the run was made with"
+RECORD_NAME = "models the run was made with"
 CHUNK = 1 << 24
 
 
@@ -32,7 +32,7 @@ def checked_digests(settings: Settings) -> Mapping[str, str]:
     for directory in directories.values():
         check_model_files(directory)
     digests = {role: digest_of(directory) for role, directory in directories.items()}
-    for role, recorded in read_record(settings.run_dir / FILE, RECORDED).items():
+    for role, recorded in read_record(settings.run_dir / FILE, RECORD_NAME).items():
         if role in digests and digests[role] != recorded:
             raise SettingsError(
                 f"setting {role}.path: the model in {directories[role]} has the digest {digests[role]}, and "

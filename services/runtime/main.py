@@ -16,7 +16,7 @@ import uvloop
 
 from protocol.errors import TetherError, Unavailable, innermost
 from protocol.topics import Role
-from services.runtime.errors import EXIT_AWAY, EXIT_FAILED, configure_logging, describe_error
+from services.runtime.errors import EXIT_FAILED, EXIT_UNAVAILABLE, configure_logging, describe_error
 from services.runtime.event_loop import STOP_SIGNALS, run_loop, running_loops, stop_at_signals
 from services.runtime.process import Serve, log, open_process
 from services.settings.load import load_settings
@@ -51,9 +51,9 @@ def raise_fd_limit() -> None:
     Each connection uses a file descriptor.
     """
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
-    if soft != resource.RLIM_INFINITY and soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    limit = DESCRIPTORS if hard == resource.RLIM_INFINITY else min(hard, DESCRIPTORS)
+    if soft != resource.RLIM_INFINITY and soft < limit:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
 def service_main(role: Role, serve: Serve) -> None:
@@ -73,7 +73,7 @@ def service_main(role: Role, serve: Serve) -> None:
     except (Exception, BaseExceptionGroup) as error:
         line, code = describe_error(error)
         if isinstance(innermost(error), Unavailable):
-            code = EXIT_AWAY  # `describe_error` returns the code for wrong settings
+            code = EXIT_UNAVAILABLE  # `describe_error` returns the code for wrong settings
         if not isinstance(innermost(error), TetherError):
             log.exception("process.failed")
         log.error("process.failed %s", json.dumps(line))

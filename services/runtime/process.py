@@ -151,7 +151,7 @@ class Process:
 
     def binding_socket(self, kind: type[B], topic: Topic) -> B:
         """Create the socket that this process binds for a topic; it has no endpoint yet."""
-        return self._shown(
+        return self._watch_socket(
             topic, kind(topic, run=self.run, incarnation=self.incarnation, config=self.settings.bus)
         )
 
@@ -165,9 +165,9 @@ class Process:
             config=self.settings.bus,
             discover=lambda: self.ledger.endpoints(topic.name),
         )
-        return self._shown(topic, socket)
+        return self._watch_socket(topic, socket)
 
-    def _shown(self, topic: Topic, socket: S) -> S:
+    def _watch_socket(self, topic: Topic, socket: S) -> S:
         """Show the counters of a socket in the metrics, and its queues in `/health`."""
         name = topic.name
         self.metrics.watch(f"tether_bus_{name}", f"Bus counters, edge {name}", socket.stats.as_dict)

@@ -45,14 +45,14 @@ class CopyState(msgspec.Struct, frozen=True):
     """Destination: `run.remote` or `run.hub`."""
 
 
-def note_copy(run_dir: Path, name: str, state: CopyState) -> None:
+def write_copy_state(run_dir: Path, name: str, state: CopyState) -> None:
     """Record the state of the newest copy to the destination `name`. Raises OSError."""
     (run_dir / COPIES).mkdir(exist_ok=True)
     write_atomically(run_dir / COPIES / f"{name}.json", msgspec.json.encode(state))
 
 
-def noted_copy(run_dir: Path, name: str) -> CopyState | None:
-    """Return the state recorded by `note_copy`; None if it cannot be read."""
+def read_copy_state(run_dir: Path, name: str) -> CopyState | None:
+    """Return the state recorded by `write_copy_state`; None if it cannot be read."""
     with suppress(OSError, msgspec.MsgspecError):
         return msgspec.json.decode((run_dir / COPIES / f"{name}.json").read_bytes(), type=CopyState)
     return None
@@ -62,7 +62,7 @@ def describe_copies(settings: Settings) -> Iterator[str]:
     """Yield a line per destination of copies: the copied version, or why the newest copy failed."""
     run, places = settings.run_dir, {"remote": settings.run.remote, "hub": settings.run.hub}
     for name, place in places.items():
-        state = noted_copy(run, name)
+        state = read_copy_state(run, name)
         if state is None or state.place != place:
             continue
         if not state.problem:
@@ -122,7 +122,7 @@ def fetch_run(settings: Settings) -> str:
     checkpoints.mkdir(parents=True, exist_ok=True)
     marker.touch()
     version = _download_newest(remote, versions, run_dir)
-    note_copy(run_dir, "remote", CopyState(version, place=remote.url))
+    write_copy_state(run_dir, "remote", CopyState(version, place=remote.url))
     marker.unlink()
     return f"fetched version {version} of the run from {settings.run.remote}"
 

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 
 from protocol.device.checkpoint_shapes import count_parameters, tensor_shapes
-from services.ledger.interface import Taken
+from services.ledger.interface import TakenBatch
 from services.runtime.user_modules import add_user_modules
 from services.settings.hub import fetch_critic, fetch_frozen, fetch_model
 from services.settings.sections import Settings
@@ -83,9 +83,10 @@ def build_follower(settings: Settings, process: int) -> FrozenFollower | CriticF
     fix_order_of_sums(settings)
     parallel, trainer = placement.layout(assignment.role), settings.trainer
     if assignment.role == "critic":
-        own = CriticSpec(fetch_critic(settings), fetch_model(settings), settings.critic, settings.optimizer)
+        directories = fetch_critic(settings), fetch_model(settings)
+        critic_spec = CriticSpec(*directories, settings.critic, settings.optimizer)
         wire = _wires(settings)[assignment.role]
-        critic, replicas = make_remote_critic(own, parallel=parallel, trainer=trainer)
+        critic, replicas = make_remote_critic(critic_spec, parallel=parallel, trainer=trainer)
         return CriticFollower(critic, FollowerLink(wire, assignment.rank, replicas))
     spec = next(spec for spec in frozen_specs(settings) if spec.role == assignment.role)
     wire = _wires(settings)[assignment.role]
@@ -170,7 +171,7 @@ def build_backend(settings: Settings) -> Backend:
         adapters=settings.lora,
         shared=settings.shares_masters,
         frozen=frozen_specs(settings),
-        critic_dir=fetch_critic(settings) if settings.critic_beside else None,
+        critic_dir=fetch_critic(settings) if settings.is_critic_on_policy_ranks else None,
         served=settings.served_bytes(_parameters(model_dir)) + head_bytes(settings),
     )
 
@@ -186,7 +187,7 @@ def _parameters(directory: Path) -> int:
 
 
 def train_command(
-    settings: Settings, batch: Taken, records: Sequence[bytes], *, mask_late: bool = True
+    settings: Settings, batch: TakenBatch, records: Sequence[bytes], *, mask_late: bool = True
 ) -> TrainCommand:
     """Return the command that trains on a taken batch.
 

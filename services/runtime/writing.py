@@ -28,7 +28,7 @@ async def _unchecked() -> None:
     pass
 
 
-async def until_written(
+async def retry_until_written(
     process: Process, write: Callable[[], T], check: Callable[[], Awaitable[None]] = _unchecked
 ) -> T:
     """Run a blocking write to the run directory; retry while the disk is full or the spool fails.
@@ -48,15 +48,15 @@ async def until_written(
         StoppedWaiting: the process is to stop.
         Exception: the error of `check`, or an error of `write` other than a full disk or a SpoolError.
     """
-    return await _repeated(
+    return await _retry(
         process, partial(asyncio.to_thread, write), lambda _: process.settings.run_dir, check, _is_waited_for
     )
 
 
-async def until_room(
+async def retry_while_full(
     process: Process,
     work: Callable[[], Awaitable[T]],
-    place_of: Callable[[Exception], Path | str],
+    find_full_disk: Callable[[Exception], Path | str],
     check: Callable[[], Awaitable[None]],
 ) -> T:
     """Run work that writes to a disk; retry while the disk is full, until the process is to stop.
@@ -64,8 +64,8 @@ async def until_room(
     Args:
         process: shows the wait.
         work: must have no effect if it raises.
-        place_of: maps the error to a directory on the full disk, where the user must free space.
-        check: as in `until_written`.
+        find_full_disk: maps the error to a directory on the full disk, where the user must free space.
+        check: as in `retry_until_written`.
 
     Returns:
         The result of `work`.
@@ -74,13 +74,13 @@ async def until_room(
         StoppedWaiting: the process is to stop.
         Exception: the error of `check`, or an error of `work` other than a full disk.
     """
-    return await _repeated(process, work, place_of, check, is_disk_full_error)
+    return await _retry(process, work, find_full_disk, check, is_disk_full_error)
 
 
-async def _repeated(
+async def _retry(
     process: Process,
     work: Callable[[], Awaitable[T]],
-    place_of: Callable[[Exception], Path | str],
+    find_full_disk: Callable[[Exception], Path | str],
     check: Callable[[], Awaitable[None]],
     is_waited_for: Callable[[Exception], bool],
 ) -> T:
@@ -89,8 +89,8 @@ async def _repeated(
     except Exception as error:
         if not is_waited_for(error):
             raise
-        refused = error
-    async with waiting_for_room(process, refused, place_of(refused)):
+        first_error = error
+    async with waiting_for_room(process, first_error, find_full_disk(first_error)):
         while not await process.stopped_within(RETRY_S):
             await check()
             try:
@@ -98,7 +98,7 @@ async def _repeated(
             except Exception as error:
                 if not is_waited_for(error):
                     raise
-        raise StoppedWaiting(str(refused)) from refused
+        raise StoppedWaiting(str(first_error)) from first_error
 
 
 @contextlib.asynccontextmanager

@@ -112,7 +112,7 @@ async def follow_loop(engine: Engine, versions: Versions) -> None:
     Raises:
         PoisonedError: the engine must not be used any more.
     """
-    log.info("serving.follow from=%s", versions.where)
+    log.info("serving.follow from=%s", versions.origin)
     while True:
         try:
             manifest = await asyncio.to_thread(versions.newest)
@@ -132,8 +132,8 @@ async def follow_loop(engine: Engine, versions: Versions) -> None:
 
 def _rendering(settings: Settings) -> RenderConfig:
     """Return section `[render]` with a prompt limit that leaves room for at least one token."""
-    most = settings.render.max_prompt_tokens or max(1, settings.engine.max_model_len - 1)
-    return replace(settings.render, max_prompt_tokens=most)
+    prompt_limit = settings.render.max_prompt_tokens or max(1, settings.engine.max_model_len - 1)
+    return replace(settings.render, max_prompt_tokens=prompt_limit)
 
 
 def _sampling(settings: Settings, renderer: Renderer) -> Sampling:

@@ -42,8 +42,8 @@ def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
     path = Path(source)
     if (path / FILE).is_file():
         # the address of the run's own endpoint does not apply to this server
-        own = ["environment.host=127.0.0.1", "environment.advertise=", *overrides]
-        settings = run_settings(path, own)
+        run_overrides = ["environment.host=127.0.0.1", "environment.advertise=", *overrides]
+        settings = run_settings(path, run_overrides)
         if follow:
             return Serving(settings, settings.run.name, follows=True)
         export = newest_export(path)
@@ -63,14 +63,14 @@ def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
     return Serving(settings, Path(settings.model.path or settings.run.name).name)
 
 
-def with_adapters(serving: Serving, given: Iterable[str]) -> Serving:
+def with_adapters(serving: Serving, options: Iterable[str]) -> Serving:
     """Add the adapters in the options `NAME=DIR`; return the new `Serving`.
 
     Raises:
         SettingsError: an option has another form, a name is in use, or the run is followed.
     """
     adapters: dict[str, Path] = {}
-    for option in given:
+    for option in options:
         name, _, directory = option.partition("=")
         if not name or not directory:
             raise SettingsError(f"--adapter {option}: give NAME=DIR, with a directory in PEFT's format")

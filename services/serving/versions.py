@@ -22,7 +22,7 @@ class PublishedVersions:
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self.where = f"transport {settings.weights.transport}"
+        self.origin = f"transport {settings.weights.transport}"
         """Origin of the versions, for logs."""
 
     def newest(self) -> WeightManifest | None:
@@ -51,12 +51,12 @@ class PublishedVersions:
 class ExportedVersions:
     """Checkpoints that the run exports, each published again on the engine's host."""
 
-    where = "exports"
+    origin = "exports"
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
-        self._aside = tempfile.TemporaryDirectory(prefix="tether-serve-")
-        directory = self._aside.name
+        self._publish_dir = tempfile.TemporaryDirectory(prefix="tether-serve-")
+        directory = self._publish_dir.name
         self._sender = disk_sender(WeightConfig(directory=directory, keep=1), Path(directory))
         self._published: WeightManifest | None = None
 
@@ -82,7 +82,7 @@ class ExportedVersions:
     def close(self) -> None:
         """Remove the written files."""
         self._sender.close()
-        self._aside.cleanup()
+        self._publish_dir.cleanup()
 
 
 Versions = PublishedVersions | ExportedVersions

@@ -18,18 +18,18 @@ from services.settings.processes import VISIBLE, gpu_list
 from services.settings.sections import Settings
 
 AUTO = "auto"
-ON_GPUS = ("megatron", "sglang", "vllm")
+GPU_ENGINES = ("megatron", "sglang", "vllm")
 """Engines made for GPUs. All other engines compute in float32 on GPUs, too."""
-ADMIT_BY_MEMORY = ("sglang", "vllm")
+MEMORY_ADMITTING_ENGINES = ("sglang", "vllm")
 """Engines with CUDA graphs that start a request once their KV cache has room for it."""
-MANY_RUNNING, FEW_RUNNING = 512, 64
+GPU_MAX_RUNNING, DEFAULT_MAX_RUNNING = 512, 64
 """Maximum number of requests in a batch: for these engines on a GPU, and for all others."""
-FEW_GROUPS = 32
+MIN_GROUPS_IN_FLIGHT = 32
 """Minimum number of groups that a worker may hold."""
-ALONE, SHARED, COLOCATED = 0.85, 0.4, 0.5
+ENGINE_ONLY_SHARE, BESIDE_TRAINER_SHARE, COLOCATED_SHARE = 0.85, 0.4, 0.5
 """Memory share of a GPU for engines: without the trainer, next to it, and during their turn."""
 
-BESIDE_GPU = 16
+MAX_GPU_RANK_THREADS = 16
 """Maximum number of CPU threads per trainer rank on a GPU: they only copy, and step offloaded state."""
 
 
@@ -104,14 +104,14 @@ def _torch_has_cuda() -> bool:
 
 
 def _engine_on_gpu(settings: Settings, machine: Machine) -> bool:
-    return bool(machine.gpus) and settings.engine.name in ON_GPUS
+    return bool(machine.gpus) and settings.engine.name in GPU_ENGINES
 
 
 def _trainer_on_gpu(settings: Settings, machine: Machine) -> bool:
     return bool(machine.gpus) and settings.trainer.backend != "scripted" and settings.trainer.device != "cpu"
 
 
-def _is_apart(settings: Settings) -> bool:
+def _has_separate_gpus(settings: Settings) -> bool:
     """Return whether trainer and engines have disjoint lists of GPUs."""
     trainer, engines = (
         set(gpu_list(names)) for names in (settings.services.trainer_gpus, settings.services.rollout_gpus)
@@ -119,11 +119,11 @@ def _is_apart(settings: Settings) -> bool:
     return bool(trainer and engines) and not trainer & engines
 
 
-def _not_taken(settings: Settings, machine: Machine) -> list[str]:
+def _unreserved_gpus(settings: Settings, machine: Machine) -> list[str]:
     """Return the GPUs that neither the evaluation nor reward models use."""
     services = settings.services
-    taken = [*gpu_list(services.eval_gpus), *gpu_list(services.reward_gpus)]
-    return [name for name in machine.gpus if name not in taken]
+    reserved = [*gpu_list(services.eval_gpus), *gpu_list(services.reward_gpus)]
+    return [name for name in machine.gpus if name not in reserved]
 
 
 def _wants_split(settings: Settings, machine: Machine) -> bool:
@@ -131,7 +131,7 @@ def _wants_split(settings: Settings, machine: Machine) -> bool:
     return (
         _engine_on_gpu(settings, machine)
         and _trainer_on_gpu(settings, machine)
-        and len(_not_taken(settings, machine)) >= gpus_needed
+        and len(_unreserved_gpus(settings, machine)) >= gpus_needed
         and not settings.colocated.enabled
         and settings.weights.transport != "shared"
     )
@@ -140,19 +140,19 @@ def _wants_split(settings: Settings, machine: Machine) -> bool:
 def _trainer_gpus(settings: Settings, machine: Machine) -> str:
     if settings.services.rollout_gpus or not _wants_split(settings, machine):
         return ""
-    return ",".join(_not_taken(settings, machine)[: settings.ranks_per_host])
+    return ",".join(_unreserved_gpus(settings, machine)[: settings.ranks_per_host])
 
 
 def _rollout_gpus(settings: Settings, machine: Machine) -> str:
     if not _wants_split(settings, machine):
         return ""
-    taken = gpu_list(settings.services.trainer_gpus)
-    return ",".join(name for name in _not_taken(settings, machine) if name not in taken)
+    trainer_gpus = gpu_list(settings.services.trainer_gpus)
+    return ",".join(name for name in _unreserved_gpus(settings, machine) if name not in trainer_gpus)
 
 
 def _engine_dtype(settings: Settings, machine: Machine) -> str:
     is_fast = _engine_on_gpu(settings, machine) or _multiplies_bfloat16(settings, machine)
-    return "bfloat16" if is_fast and settings.engine.name in ON_GPUS else "float32"
+    return "bfloat16" if is_fast and settings.engine.name in GPU_ENGINES else "float32"
 
 
 def _trainer_dtype(settings: Settings, machine: Machine) -> str:
@@ -165,7 +165,7 @@ def _multiplies_bfloat16(settings: Settings, machine: Machine) -> bool:
     return machine.bfloat16 and bool(settings.model.path) and settings.trainer.backend != "scripted"
 
 
-def _shares(settings: Settings) -> tuple[int, int]:
+def _ranks_sharing_cores(settings: Settings) -> tuple[int, int]:
     """Return the numbers of trainer ranks and engine ranks among which the cores are divided.
 
     A model made from scratch is too small for more than one thread, so both numbers are 0. No core is
@@ -181,75 +181,76 @@ def _shares(settings: Settings) -> tuple[int, int]:
 
 
 def _engine_threads(settings: Settings, machine: Machine) -> int:
-    ranks, engines = _shares(settings)
+    ranks, engines = _ranks_sharing_cores(settings)
     if not engines or _engine_on_gpu(settings, machine):
         return 1
     return max(1, machine.cores // (ranks + engines))
 
 
 def _trainer_threads(settings: Settings, machine: Machine) -> int:
-    ranks, engines = _shares(settings)
+    ranks, engines = _ranks_sharing_cores(settings)
     if not ranks:
         return 1
     share = max(1, (machine.cores - engines * settings.engine.threads) // ranks)
-    return min(share, BESIDE_GPU) if _trainer_on_gpu(settings, machine) else share
+    return min(share, MAX_GPU_RANK_THREADS) if _trainer_on_gpu(settings, machine) else share
 
 
 def _enforce_eager(settings: Settings, machine: Machine) -> bool:
-    captures_anew = (
-        settings.colocated.enabled and settings.engine.name not in ADMIT_BY_MEMORY
+    recaptures_at_wake = (
+        settings.colocated.enabled and settings.engine.name not in MEMORY_ADMITTING_ENGINES
     )  # at every wake
-    return captures_anew or not (bool(machine.gpus) and settings.engine.name in ON_GPUS)
+    return recaptures_at_wake or not (bool(machine.gpus) and settings.engine.name in GPU_ENGINES)
 
 
 def _max_running(settings: Settings, machine: Machine) -> int:
-    return MANY_RUNNING if bool(machine.gpus) and settings.engine.name in ADMIT_BY_MEMORY else FEW_RUNNING
+    is_large = bool(machine.gpus) and settings.engine.name in MEMORY_ADMITTING_ENGINES
+    return GPU_MAX_RUNNING if is_large else DEFAULT_MAX_RUNNING
 
 
 def _groups_in_flight(settings: Settings, machine: Machine) -> int:
-    """Return the groups that rule F allows, but at most two engine batches and at least `FEW_GROUPS`.
+    """Return the groups that rule F allows, at most two engine batches and at least `MIN_GROUPS_IN_FLIGHT`.
 
     With fewer groups, slots of finished samples stay empty until the last sample of their group ends
     (results/waves.md). Environments that are not light may hold a connection, a sandbox or a process per
-    sample; they get `FEW_GROUPS`.
+    sample; they get `MIN_GROUPS_IN_FLIGHT`.
     """
     if not is_light(settings.environment):
-        return FEW_GROUPS
-    held = (settings.bound.max_staleness + 1) * settings.bound.groups_per_step
-    filled = 2 * -(-settings.engine.max_running // settings.sampling.samples_per_prompt)
-    return max(FEW_GROUPS, min(held, filled))
+        return MIN_GROUPS_IN_FLIGHT
+    allowed = (settings.bound.max_staleness + 1) * settings.bound.groups_per_step
+    two_batches = 2 * -(-settings.engine.max_running // settings.sampling.samples_per_prompt)
+    return max(MIN_GROUPS_IN_FLIGHT, min(allowed, two_batches))
 
 
 def _memory_fraction(settings: Settings, machine: Machine) -> float:
     if settings.colocated.enabled:
-        return COLOCATED
-    beside_trainer = _trainer_on_gpu(settings, machine) and not _is_apart(settings)
+        return COLOCATED_SHARE
+    shares_with_trainer = _trainer_on_gpu(settings, machine) and not _has_separate_gpus(settings)
     places = gpu_list(settings.services.rollout_gpus) or machine.gpus
     engines = max(1, len(places) // settings.engine.tensor_parallel_size)
-    on_one_gpu = -(-settings.services.rollout_workers // engines)
-    share = SHARED if beside_trainer else ALONE
-    return max(0.01, round(share / max(1, on_one_gpu), 2))
+    engines_per_gpu = -(-settings.services.rollout_workers // engines)
+    share = BESIDE_TRAINER_SHARE if shares_with_trainer else ENGINE_ONLY_SHARE
+    return max(0.01, round(share / max(1, engines_per_gpu), 2))
 
 
 def _transport(settings: Settings, machine: Machine) -> str:
     if not (_engine_on_gpu(settings, machine) and _trainer_on_gpu(settings, machine)):
         return "shm"
     is_remote = settings.weights.host not in ("127.0.0.1", "localhost", "::1")
-    return "nccl" if is_remote or _is_apart(settings) else "ipc"
+    return "nccl" if is_remote or _has_separate_gpus(settings) else "ipc"
 
 
 def _trainer_memory_fraction(settings: Settings, machine: Machine) -> float:
-    beside_engines = (
+    shares_with_engines = (
         _trainer_on_gpu(settings, machine)
         and _engine_on_gpu(settings, machine)
-        and not _is_apart(settings)
+        and not _has_separate_gpus(settings)
         and not settings.colocated.enabled
     )
-    if not beside_engines:
+    if not shares_with_engines:
         return 1.0
     engines = max(1, len(machine.gpus) // settings.engine.tensor_parallel_size)
-    on_one_gpu = -(-settings.services.rollout_workers // engines)
-    return max(0.01, round(1.0 - on_one_gpu * settings.engine.memory_fraction, 2))
+    engines_per_gpu = -(-settings.services.rollout_workers // engines)
+    return max(0.01, round(1.0 - engines_per_gpu * settings.engine.memory_fraction, 2))
 
 
 AUTOMATIC: Mapping[str, Callable[[Settings, Machine], Any]] = {

@@ -12,9 +12,9 @@ from rollout.engines.registry import ENGINES
 from rollout.environments.registry import ENVIRONMENTS, records_calls
 from services.settings.engine_pool import check_pool, check_staging, engine_names, engine_with
 from services.settings.evaluation import check_evaluation
-from services.settings.processes import check_gpus, check_roles_apart, reward_ranks
+from services.settings.processes import check_gpus, check_separate_roles, reward_ranks
 from services.settings.sections import Settings
-from services.settings.shared_weights import are_apart, check_shared
+from services.settings.shared_weights import check_shared, has_workers_off_trainer_gpus
 from services.settings.tracking import check_kinds
 from trainer.algorithms.registry import ALGORITHMS
 from trainer.hosts.place import check_cluster
@@ -110,11 +110,11 @@ def _check_keep_first(settings: Settings) -> None:
 def _check_filter(settings: Settings) -> None:
     """Check that groups with equal rewards have no signal if they are filtered without a user's filter."""
     name, samples = settings.algorithm.name, settings.sampling.samples_per_prompt
-    own_filter = settings.algorithm.group_filter
+    user_filter = settings.algorithm.group_filter
     if not settings.algorithm.filter_groups:
-        if own_filter:
+        if user_filter:
             raise SettingsError(
-                f"setting algorithm.group_filter: {own_filter!r} is not used; set algorithm.filter_groups, "
+                f"setting algorithm.group_filter: {user_filter!r} is not used; set algorithm.filter_groups, "
                 "or remove the setting"
             )
         return
@@ -123,7 +123,7 @@ def _check_filter(settings: Settings) -> None:
             "setting algorithm.filter_groups: groups are filtered before the trainer's reward model "
             "(reward_model.path) scores them; remove the setting, or score by the verifier reward_model"
         )
-    if own_filter:
+    if user_filter:
         return
     group_relative = ALGORITHMS.having("group_relative")
     if name not in group_relative and not is_own(name):
@@ -213,7 +213,7 @@ def check_workers(settings: Settings, rollouts: int) -> None:
         raise SettingsError(
             f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} there can be one rollout worker"
         )
-    if settings.weights.transport == TRANSPORT and are_apart(settings, rollouts):
+    if settings.weights.transport == TRANSPORT and has_workers_off_trainer_gpus(settings, rollouts):
         raise SettingsError(
             f"rollouts={rollouts}: with weights.transport {TRANSPORT!r} several must be on the GPUs of "
             f"the trainer's ranks alone, and services.rollout_gpus is {settings.services.rollout_gpus!r}"
@@ -224,10 +224,10 @@ def _check_model(settings: Settings) -> None:
     model = settings.model
     if is_hub_name(model.path):
         return
-    if model.path and not (settings.given_dir("model") / "config.json").is_file():
+    if model.path and not (settings.source_dir("model") / "config.json").is_file():
         raise SettingsError(
-            f"setting model.path: no config.json in {settings.given_dir('model')}; give a Hugging Face model "
-            "directory, or the name of a model on the hub, such as Qwen/Qwen2.5-0.5B-Instruct"
+            f"setting model.path: no config.json in {settings.source_dir('model')}; give a Hugging Face "
+            "model directory, or the name of a model on the hub, such as Qwen/Qwen2.5-0.5B-Instruct"
         )
     if model.revision:
         raise SettingsError(
@@ -351,7 +351,7 @@ CHECKS: Sequence[Callable[[Settings], object]] = (
         settings.engine.tensor_parallel_size,
         reward_ranks(settings.reward),
     ),
-    lambda settings: check_roles_apart(
+    lambda settings: check_separate_roles(
         settings.placement,
         settings.trainer,
         {role: getattr(settings, role) for role in FROZEN_ROLES},

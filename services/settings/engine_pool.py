@@ -22,7 +22,7 @@ from rollout.engines.vllm.drafts.models import MODELS
 from services.settings.sources import to_toml
 from trainer.weights.registry import TRANSPORTS
 
-READ_TWICE = TRANSPORTS.having("files")
+REREADABLE_TRANSPORTS = TRANSPORTS.having("files")
 """Transports that allow a version to be read twice, when it is staged and when it is committed."""
 
 
@@ -72,10 +72,11 @@ def check_staging(pool: Sequence[PoolEntry], base: EngineConfig, transport: str,
     engines = {f"services.pool.{n}.engine": entry.engine for n, entry in enumerate(pool)} or {"engine": {}}
     for prefix, changes in engines.items():
         place = engine_with(base, changes, prefix).staging
-        if place == "layers" and transport not in READ_TWICE:
+        if place == "layers" and transport not in REREADABLE_TRANSPORTS:
             raise SettingsError(
                 f"setting {prefix}.staging: 'layers' reads a version twice, and weights.transport "
-                f"{transport!r} sends it once; use 'host', or weights.transport {' or '.join(READ_TWICE)}"
+                f"{transport!r} sends it once; use 'host', or weights.transport "
+                f"{' or '.join(REREADABLE_TRANSPORTS)}"
             )
         if place in ("host", "copy") and transport == "shared":
             raise SettingsError(
@@ -89,9 +90,9 @@ def check_staging(pool: Sequence[PoolEntry], base: EngineConfig, transport: str,
             )
 
 
-def placed_as_allowed(engine: EngineConfig, transport: str) -> EngineConfig:
+def restrict_staging(engine: EngineConfig, transport: str) -> EngineConfig:
     """Return engine settings in which `staging = auto` chooses only places that the transport allows."""
-    if engine.staging == "auto" and transport not in READ_TWICE:
+    if engine.staging == "auto" and transport not in REREADABLE_TRANSPORTS:
         return dataclasses.replace(engine, staging="copy")
     return engine
 

@@ -27,7 +27,7 @@ class BestScore:
     """greedy, sampled or pass@K."""
 
 
-def ks_of(samples: int) -> list[int]:
+def pass_at_k_values(samples: int) -> list[int]:
     """Return the k of pass@k: the powers of two up to the number of samples."""
     return [1 << power for power in range(samples.bit_length())] if samples else []
 
@@ -52,7 +52,7 @@ def best_score(config: EvalConfig) -> BestScore:
 
 def metrics_at_k(samples: int) -> list[str]:
     """Return the names of the pass@k scores for this number of samples."""
-    return [f"pass@{k}" for k in ks_of(samples)]
+    return [f"pass@{k}" for k in pass_at_k_values(samples)]
 
 
 def read_sets(settings: Settings, source: PromptSource | None = None) -> HeldOutSets:

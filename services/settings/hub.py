@@ -27,12 +27,12 @@ from trainer.storage.checksums import MEMBER, sealed
 
 log = logging.getLogger(__name__)
 
-Named = TypeVar("Named", bound=SourceConfig)
+SourceConfigT = TypeVar("SourceConfigT", bound=SourceConfig)
 
 FILE = "hub.json"
 """File in the run directory: "KIND OWNER/NAME REVISION" -> commit."""
-RECORDED = "commits the run uses"
-SCORES = "score.weight"
+RECORD_NAME = "commits the run uses"
+SCORE_HEAD_TENSOR = "score.weight"
 ROLES = (*FROZEN_ROLES, "critic")
 """Sections of models other than the policy."""
 
@@ -58,7 +58,7 @@ def pin_names(settings: Settings) -> Settings:
     Raises:
         SettingsError: a name cannot be resolved.
     """
-    commits = dict(read_record(settings.run_dir / FILE, RECORDED))
+    commits = dict(read_record(settings.run_dir / FILE, RECORD_NAME))
 
     def commit(name: HubName | None) -> str:
         if name is None or is_commit(name.revision):
@@ -96,11 +96,11 @@ def record_pins(original: Settings, pinned: Settings) -> None:
         pinned: result of `pin_names` for these settings.
     """
     path = original.run_dir / FILE
-    recorded = read_record(path, RECORDED)
+    recorded = read_record(path, RECORD_NAME)
     commits = {
-        name.key: at.revision
-        for name, at in zip(hub_names(original), hub_names(pinned), strict=True)
-        if name is not None and at is not None and not is_commit(name.revision)
+        name.key: pinned_name.revision
+        for name, pinned_name in zip(hub_names(original), hub_names(pinned), strict=True)
+        if name is not None and pinned_name is not None and not is_commit(name.revision)
     }
     if not commits.items() <= recorded.items():
         write_atomically(path, sealed(json.dumps({**recorded, **commits}, indent=2).encode()))
@@ -162,26 +162,27 @@ def _check_reward_model(directory: Path) -> None:
     Raises:
         SettingsError: there is no classifier, or its head has another name.
     """
-    named = f"setting {REWARD_MODEL}.path:"
-    check_classifier(directory, named)
-    if SCORES not in (shapes := tensor_shapes(directory)):
+    prefix = f"setting {REWARD_MODEL}.path:"
+    check_classifier(directory, prefix)
+    if SCORE_HEAD_TENSOR not in (shapes := tensor_shapes(directory)):
         raise SettingsError(
-            f"{named} no tensor of the {len(shapes)} in {directory} is {SCORES}, the head of a classifier "
-            "that is made of a causal language model; score with another by the verifier reward_model"
+            f"{prefix} no tensor of the {len(shapes)} in {directory} is {SCORE_HEAD_TENSOR}, the head of a "
+            "classifier that is made of a causal language model; score with another by the verifier "
+            "reward_model"
         )
 
 
 def _fetch_plain(settings: Settings, section: str) -> Path:
     """Download the model of a section, and dequantise a quantised one; return the directory to read."""
-    config, given = getattr(settings, section), settings.given_dir(section)
+    config, source = getattr(settings, section), settings.source_dir(section)
     if is_hub_name(config.path):
         fetch(Kind.MODEL, config.path, config.revision)
-        if not any(given.glob("*.safetensors")):
+        if not any(source.glob("*.safetensors")):
             raise SettingsError(f"setting {section}.path: {config.path} on the hub has no safetensors")
     directory = settings.model_dir if section == "model" else settings.role_dir(section)
-    if directory != given:
+    if directory != source:
         try:
-            write_plain(given, directory)
+            write_plain(source, directory)
         except (SettingsError, OSError) as error:
             raise SettingsError(f"setting {section}.path: {error}") from error
     return directory
@@ -213,16 +214,16 @@ def hub_names(settings: Settings) -> list[HubName | None]:
     ]
 
 
-def _pinned(entry: Named, commit: str) -> Named:
+def _pinned(entry: SourceConfigT, commit: str) -> SourceConfigT:
     return replace(entry, revision=commit or entry.revision)
 
 
-def read_record(path: Path, what: str) -> Mapping[str, str]:
+def read_record(path: Path, record_name: str) -> Mapping[str, str]:
     """Return the record of the first start from a file in the run directory; empty if there is no file.
 
     Args:
         path: path of the file, a JSON object of strings.
-        what: name of the record, for the error.
+        record_name: name of the record, for the error.
 
     Raises:
         SettingsError: the file cannot be read.
@@ -234,6 +235,7 @@ def read_record(path: Path, what: str) -> Mapping[str, str]:
     except (OSError, msgspec.DecodeError) as error:
         reason = error_text(error)
         raise SettingsError(
-            f"{path}: {reason}; it records the {what}: restore it, or delete it to use the current ones"
+            f"{path}: {reason}; it records the {record_name}: restore it, or delete it to use the current "
+            "ones"
         ) from None
     return {name: value for name, value in commits.items() if name != MEMBER}

@@ -26,7 +26,7 @@ FILE = "settings.json"
 SPOOL = "spool.sqlite"
 """Name of a file that exists in every run directory."""
 PRIVATE = ("ledger", "bus", "monitor")
-"""Sections that `shown_settings` omits: addresses, and names of files with secrets."""
+"""Sections that `public_settings` omits: addresses, and names of files with secrets."""
 
 
 def load_settings(
@@ -132,10 +132,10 @@ def _assign(values: dict[str, Any], dotted: str, value: Any, source: str) -> Non
     """Set a key as `assign` does; paths in the value are relative to the working directory."""
     tables: dict[str, Any] = {}
     assign(tables, dotted, value, source)
-    found: Any = resolve_paths(tables, Path.cwd())
+    resolved: Any = resolve_paths(tables, Path.cwd())
     for part in dotted.split("."):
-        found = found[part]
-    assign(values, dotted, found, source)
+        resolved = resolved[part]
+    assign(values, dotted, resolved, source)
 
 
 def run_settings(run_dir: Path, overrides: Sequence[str] = (), name: str = FILE) -> Settings:
@@ -186,7 +186,7 @@ def dump_settings(settings: Settings, path: Path) -> None:
     write_atomically(path, sealed(json.dumps(values, indent=2).encode()))
 
 
-def shown_settings(run_dir: Path) -> dict[str, Any]:
+def public_settings(run_dir: Path) -> dict[str, Any]:
     """Return the public settings of a run as tables; empty if they cannot be read.
 
     The sections in `PRIVATE` (addresses, names of files with secrets) and the checksum are omitted.

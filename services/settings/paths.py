@@ -37,11 +37,11 @@ def _resolve(value: Any, hint: Any, directory: Path) -> Any:
     if isinstance(value, list | tuple):
         item_hint = next(iter(get_args(hint)), None)
         return [_resolve(item, item_hint, directory) for item in value]
-    mark = mark_of(hint)
+    mark = path_mark(hint)
     return mark.absolute(value, directory) if mark is not None and isinstance(value, str) else value
 
 
-def mark_of(hint: Any) -> PathMark | None:
+def path_mark(hint: Any) -> PathMark | None:
     """Return the path mark of a field's type; None if the field is not a path."""
     hints = (hint, *get_args(hint))  # also for `FilePath | None`
     return next(

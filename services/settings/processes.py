@@ -97,11 +97,11 @@ def check_gpus(config: ServicesConfig, ranks: int, tensor_parallel_size: int, re
 def reward_ranks(config: RewardConfig) -> int:
     """Return the number of GPUs per reward worker: the tensor-parallel size of its largest reward model."""
     options = [entry.options for entry in config.verifiers if entry.name == "reward_model"]
-    sizes = [given.get("tensor_parallel_size", 1) for given in options]
+    sizes = [entry.get("tensor_parallel_size", 1) for entry in options]
     return max((size for size in sizes if isinstance(size, int)), default=1)  # other types fail elsewhere
 
 
-def check_roles_apart(
+def check_separate_roles(
     placement: PlacementConfig,
     trainer: TrainerConfig,
     frozen: Mapping[str, FrozenConfig],
@@ -120,12 +120,14 @@ def check_roles_apart(
         SettingsError: a placement is invalid; the message has the setting, its value and the allowed values.
     """
     for role, ranks in placement.ranks.items():
-        named = f"setting placement.{role}: {ranks}"
+        prefix = f"setting placement.{role}: {ranks}"
         tensor, backend = getattr(placement, f"{role}_tensor_parallel_size"), trainer.backend
         if backend not in BACKENDS.having("remote_frozen"):
-            raise SettingsError(f"{named}: trainer.backend {backend!r} does not support separate models")
+            raise SettingsError(f"{prefix}: trainer.backend {backend!r} does not support separate models")
         if backend == "reference" and ranks > 1:
-            raise SettingsError(f"{named}: trainer.backend 'reference' has one rank for a model; set it to 1")
+            raise SettingsError(
+                f"{prefix}: trainer.backend 'reference' has one rank for a model; set it to 1"
+            )
         if tensor > 1 and backend != "megatron":
             raise SettingsError(
                 f"setting placement.{role}_tensor_parallel_size: {tensor}: trainer.backend {backend!r} has "
@@ -133,11 +135,11 @@ def check_roles_apart(
             )
         if ranks % tensor:
             raise SettingsError(
-                f"{named}: placement.{role}_tensor_parallel_size {tensor} does not divide it; set a multiple"
+                f"{prefix}: placement.{role}_tensor_parallel_size {tensor} does not divide it; set a multiple"
             )
         if colocated:
             raise SettingsError(
-                f"{named}: with colocated.enabled trainer and engines take turns on all of the trainer's "
+                f"{prefix}: with colocated.enabled trainer and engines take turns on all of the trainer's "
                 "GPUs, and a model with a GPU of its own cannot; remove one of the two settings"
             )
         if role in frozen and frozen[role].offload:

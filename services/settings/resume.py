@@ -14,7 +14,7 @@ from typing import Any, get_type_hints
 from protocol.errors import SettingsError
 from protocol.host.atomic_file import write_atomically
 from services.settings.load import FILE, recorded_settings
-from services.settings.paths import mark_of
+from services.settings.paths import path_mark
 from services.settings.resume_rules import NOT_COMPARED, ResumeRule, decides_records, rule_of
 from services.settings.sections import Settings
 from services.settings.sources import to_toml
@@ -37,7 +37,7 @@ class Change:
         return rule_of(self.dotted)[0]
 
     def __str__(self) -> str:
-        return f"{self.dotted} {_shown(self.old)} -> {_shown(self.new)}"
+        return f"{self.dotted} {_format_value(self.old)} -> {_format_value(self.new)}"
 
 
 def changes_since_last_start(settings: Settings) -> Sequence[Change]:
@@ -61,7 +61,7 @@ def differences(old: Any, new: Any, prefix: str = "") -> Iterator[Change]:
         before, now = getattr(old, field.name), getattr(new, field.name)
         if dataclasses.is_dataclass(before) and dataclasses.is_dataclass(now):
             yield from differences(before, now, f"{prefix}{field.name}.")
-        elif before != now and not (mark_of(hints[field.name]) and _is_same_place(before, now)):
+        elif before != now and not (path_mark(hints[field.name]) and _is_same_place(before, now)):
             yield Change(f"{prefix}{field.name}", before, now)
 
 
@@ -78,8 +78,8 @@ def check_fixed(changes: Sequence[Change], settings: Settings) -> None:
     fixed = [change for change in changes if change.rule in refused]
     if fixed:
         problems = "; ".join(
-            f"setting {change.dotted} is {_shown(change.old)} in the run and {_shown(change.new)} now, "
-            f"and cannot change: {rule_of(change.dotted)[1]}"
+            f"setting {change.dotted} is {_format_value(change.old)} in the run and "
+            f"{_format_value(change.new)} now, and cannot change: {rule_of(change.dotted)[1]}"
             for change in fixed
         )
         raise SettingsError(
@@ -97,9 +97,10 @@ def check_drained(changes: Sequence[Change], waiting: int) -> None:
     for change in changes:
         if change.rule is ResumeRule.DRAINED and waiting:
             raise SettingsError(
-                f"setting {change.dotted} is {_shown(change.old)} in the run and {_shown(change.new)} now: "
-                f"{rule_of(change.dotted)[1]}. {waiting} groups wait: start the run with the old value, end "
-                "it with `tether drain D`, and start it with the new one (docs/resume.md)"
+                f"setting {change.dotted} is {_format_value(change.old)} in the run and "
+                f"{_format_value(change.new)} now: {rule_of(change.dotted)[1]}. "
+                f"{waiting} groups wait: start the run with the old value, end it with `tether "
+                "drain D`, and start it with the new one (docs/resume.md)"
             )
 
 
@@ -127,15 +128,15 @@ def earlier_name(run_dir: Path, sequence: int) -> str:
 
 def _is_same_place(before: Any, now: Any) -> bool:
     """Return whether two paths resolve to the same file."""
-    both = isinstance(before, str) and isinstance(now, str) and before and now
-    return bool(both) and os.path.realpath(before) == os.path.realpath(now)
+    are_set = isinstance(before, str) and isinstance(now, str) and before and now
+    return bool(are_set) and os.path.realpath(before) == os.path.realpath(now)
 
 
 def _is_table(value: Any) -> bool:
     return dataclasses.is_dataclass(value) and not isinstance(value, type)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     if value is None:
         return "not set"
     if isinstance(value, list | tuple):

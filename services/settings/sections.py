@@ -339,8 +339,8 @@ class Settings:
         A hub model is in this host's cache; `model.revision` must be a commit. A quantised model has a
         dequantised copy in the run directory, written by `services.settings.hub`.
         """
-        made = self.run_dir / "model"
-        return _plain(self.given_dir("model"), made) if self.model.path else made
+        own_model = self.run_dir / "model"
+        return _plain_dir(self.source_dir("model"), own_model) if self.model.path else own_model
 
     def role_dir(self, role: str) -> Path:
         """Return the absolute model directory of a section other than `[model]`, as `model_dir`.
@@ -348,9 +348,9 @@ class Settings:
         Raises:
             SettingsError: the revision of a hub model is not a commit.
         """
-        return _plain(self.given_dir(role), self.run_dir / f"model_{role}")
+        return _plain_dir(self.source_dir(role), self.run_dir / f"model_{role}")
 
-    def given_dir(self, section: str) -> Path:
+    def source_dir(self, section: str) -> Path:
         """Return the absolute path of a section's model, quantised or not.
 
         Raises:
@@ -365,7 +365,7 @@ class Settings:
         return self.algorithm.name in ALGORITHMS.having("has_critic")
 
     @property
-    def critic_beside(self) -> bool:
+    def is_critic_on_policy_ranks(self) -> bool:
         """Whether the critic runs on the policy's ranks."""
         return self.needs_critic and not self.placement.critic
 
@@ -378,8 +378,8 @@ class Settings:
         return self.role_dir("critic") if self.critic.path else self.model_dir
 
 
-def _plain(given: Path, made: Path) -> Path:
-    return given if quantization_of(given) is None else made
+def _plain_dir(source: Path, copy: Path) -> Path:
+    return source if quantization_of(source) is None else copy
 
 
 def _model_dir(path: str, revision: str, setting: str) -> Path:

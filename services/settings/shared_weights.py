@@ -20,7 +20,7 @@ def check_shared(settings: Settings) -> None:
     """
     if settings.weights.transport != TRANSPORT:
         return
-    for is_wrong, problem in _problems_of_shared(settings):
+    for is_wrong, problem in _sharing_problems(settings):
         if is_wrong:
             raise SettingsError(f"setting weights.transport: with {TRANSPORT!r}, {problem}")
 
@@ -30,10 +30,10 @@ def can_share(engine: EngineConfig, lora: LoraConfig) -> bool:
     return engine.name in ENGINES.having("shares_base" if lora.rank else "shares_with")
 
 
-def are_apart(settings: Settings, rollouts: int) -> bool:
+def has_workers_off_trainer_gpus(settings: Settings, rollouts: int) -> bool:
     """Return whether some of `rollouts` workers that can share would not be on the trainer's GPUs."""
     engines = _engines(settings)
-    return len(gpu_list(settings.services.rollout_gpus)) > _ranks(settings) and any(
+    return len(gpu_list(settings.services.rollout_gpus)) > _sharing_ranks(settings) and any(
         can_share(engines[index % len(engines)], settings.lora) for index in range(1, rollouts)
     )
 
@@ -47,21 +47,21 @@ def _engines(settings: Settings) -> list[EngineConfig]:
     ] or [settings.engine]
 
 
-def _sharing(settings: Settings) -> list[EngineConfig]:
+def _sharing_engines(settings: Settings) -> list[EngineConfig]:
     """Return the engines that can share; if there are none, the first engine, which is then reported."""
     engines = _engines(settings)
     return [engine for engine in engines if can_share(engine, settings.lora)] or engines[:1]
 
 
-def _problems_of_shared(settings: Settings) -> Iterator[tuple[bool, str]]:
-    trainer, services, ranks = settings.trainer, settings.services, _ranks(settings)
+def _sharing_problems(settings: Settings) -> Iterator[tuple[bool, str]]:
+    trainer, services, ranks = settings.trainer, settings.services, _sharing_ranks(settings)
     trainer_gpus, rollout_gpus = gpu_list(services.trainer_gpus), gpu_list(services.rollout_gpus)
-    for engine in _sharing(settings):
+    for engine in _sharing_engines(settings):
         yield from _engine_problems(settings, engine)
     if settings.shares_masters:
         yield from _master_problems(settings)
     yield (
-        are_apart(settings, services.rollout_workers),
+        has_workers_off_trainer_gpus(settings, services.rollout_workers),
         f"{services.rollout_workers} rollout workers are on services.rollout_gpus {services.rollout_gpus!r}; "
         "those that can share must be on the GPUs of the trainer's ranks alone, as any may be the one "
         "that does",
@@ -83,7 +83,7 @@ def _problems_of_shared(settings: Settings) -> Iterator[tuple[bool, str]]:
 
 def _engine_problems(settings: Settings, engine: EngineConfig) -> Iterator[tuple[bool, str]]:
     """Yield checks of an engine that shares its weights: whether it fails, and the problem."""
-    trainer, ranks = settings.trainer, _ranks(settings)
+    trainer, ranks = settings.trainer, _sharing_ranks(settings)
     sharing, having_base = ENGINES.having("shares_with"), ENGINES.having("shares_base")
     backends = ENGINES[engine.name].shares_with if engine.name in sharing else ()
     yield not backends, f"engine.name is {engine.name!r}; it must be {' or '.join(sharing)}"
@@ -92,7 +92,7 @@ def _engine_problems(settings: Settings, engine: EngineConfig) -> Iterator[tuple
         f"trainer.backend is {trainer.backend!r}; with engine.name {engine.name!r} "
         f"it must be {' or '.join(map(repr, backends))}",
     )
-    yield from _ranks_of_shared(settings, engine, ranks)
+    yield from _rank_problems(settings, engine, ranks)
     yield (
         engine.enable_sleep_mode,
         "engine.enable_sleep_mode is true; the trainer computes with the engine's memory",
@@ -135,12 +135,12 @@ def _master_problems(settings: Settings) -> tuple[tuple[bool, str], ...]:
     )
 
 
-def _ranks(settings: Settings) -> int:
+def _sharing_ranks(settings: Settings) -> int:
     """Return the number of trainer ranks that share with the engine, one engine rank per GPU."""
-    return _sharing(settings)[0].tensor_parallel_size if settings.trainer.backend == "megatron" else 1
+    return _sharing_engines(settings)[0].tensor_parallel_size if settings.trainer.backend == "megatron" else 1
 
 
-def _ranks_of_shared(settings: Settings, engine: EngineConfig, ranks: int) -> tuple[tuple[bool, str], ...]:
+def _rank_problems(settings: Settings, engine: EngineConfig, ranks: int) -> tuple[tuple[bool, str], ...]:
     tensor = settings.parallel.tensor_model_parallel_size
     return (
         (

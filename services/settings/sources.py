@@ -87,10 +87,10 @@ def from_environ(environ: Mapping[str, str]) -> list[tuple[str, str, str]]:
             raise SettingsError(f"variable {name} is not known; {did_you_mean(name, known)}")
         if not text:
             continue
-        _, other, first = values.setdefault(dotted, (dotted, text, name))
-        if other != text:
+        _, earlier_text, earlier_name = values.setdefault(dotted, (dotted, text, name))
+        if earlier_text != text:
             raise SettingsError(
-                f"variables {first} and {name} both set {dotted}, to different values: unset one"
+                f"variables {earlier_name} and {name} both set {dotted}, to different values: unset one"
             )
     return list(values.values())
 

@@ -39,7 +39,12 @@ from trainer.ranks.launch import result_of_ranks
 from trainer.step.train_command import TrainCommand, plan_command
 from trainer.storage.checkpoints import Checkpoint, Checkpoints
 
-OTHER = ("algorithm.", "trainer.recompute_logprobs", "trainer.epochs_per_batch", "trainer.num_mini_batches")
+OVERRIDABLE_SETTINGS = (
+    "algorithm.",
+    "trainer.recompute_logprobs",
+    "trainer.epochs_per_batch",
+    "trainer.num_mini_batches",
+)
 """Prefixes of the settings that may change in a repeated step: they do not affect its sampled batch."""
 COMPARED = ("loss", "grad_norm", "entropy", "clip_fraction", "ratio_mean")
 """Measurements shown for a step that is repeated under other settings."""
@@ -121,7 +126,8 @@ def retrain(
                 loss = executor.train(recorded.command(step))[1].loss
             weights = executor.lead(DigestWeightsCommand(settings.engine.dtype))
         if overrides:
-            compared |= {"other": _made_again(recorded, step, state, overrides), "set": list(overrides)}
+            other = _repeat_with_overrides(recorded, step, state, overrides)
+            compared |= {"other": other, "set": list(overrides)}
     report, recorded_weights = recorded.report(step), recorded.step(step).record.digest
     if overrides:
         compared["recorded"] = {name: report.get(name) for name in COMPARED}
@@ -149,29 +155,31 @@ def _repeat(executor: Executor, recorded: RecordedRun, step: int, start: Checkpo
     return first
 
 
-def _made_again(recorded: RecordedRun, step: int, state: str, overrides: Sequence[str]) -> dict[str, Any]:
+def _repeat_with_overrides(
+    recorded: RecordedRun, step: int, state: str, overrides: Sequence[str]
+) -> dict[str, Any]:
     """Repeat a step from a saved state under other settings; return its measurements."""
-    other = other_settings(recorded.settings_of(step), overrides, recorded.file_of(step))
+    other = overridden_settings(recorded.settings_of(step), overrides, recorded.file_of(step))
     with leading(other) as executor:
         executor.lead(RestoreCommand(state))
         return _measured(executor, recorded.command(step, other))
 
 
-def other_settings(settings: Settings, overrides: Sequence[str], name: str = FILE) -> Settings:
+def overridden_settings(settings: Settings, overrides: Sequence[str], name: str = FILE) -> Settings:
     """Return the settings in a run's file `name` with overrides for a repeated step.
 
     Raises:
         SettingsError: an override is not allowed for a repeated step, or conflicts with other settings.
     """
     for override in overrides:
-        if not override.startswith(OTHER):
+        if not override.startswith(OVERRIDABLE_SETTINGS):
             raise SettingsError(
                 f"--set {override}: a step is made again from the samples that it had, under another "
-                f"[algorithm], or {', '.join(OTHER[1:])}"
+                f"[algorithm], or {', '.join(OVERRIDABLE_SETTINGS[1:])}"
             )
-    found = run_settings(settings.run_dir, overrides, name)
-    check_settings(found)
-    return found
+    overridden = run_settings(settings.run_dir, overrides, name)
+    check_settings(overridden)
+    return overridden
 
 
 @contextmanager
@@ -239,7 +247,7 @@ def replay_step(
     if overrides:
         if not train:
             raise SettingsError("--set says under which settings a step is made again: add --train")
-        other_settings(settings, overrides)  # fails before anything is loaded
+        overridden_settings(settings, overrides)  # fails before anything is loaded
     start = nearest_checkpoint(settings, step)
     first = (start.version if start else 0) if train else step
     recorded = RecordedRun(settings, range(first, step + 1))
@@ -298,7 +306,7 @@ def main() -> None:
     configure_logging(f"replay.{os.environ['RANK']}")
     if os.environ["RANK"] != "0":
         recorded = RecordedRun(settings, range(step, step + 1))
-        others = [other_settings(settings, overrides, recorded.file_of(step))] if overrides else []
+        others = [overridden_settings(settings, overrides, recorded.file_of(step))] if overrides else []
         for followed in (recorded.settings_of(step), *others):
             executor = Executor(build_models(followed.together))
             executor.follow()

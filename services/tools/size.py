@@ -10,7 +10,7 @@ from protocol.errors import SettingsError
 from protocol.host.hub import Kind, fetch, is_hub_name
 from services.preflight.memory import critic_workload, planned_of, weights_apart
 from services.preflight.model import ModelFacts, read_facts, read_model
-from services.settings.automatic import ALONE, Machine
+from services.settings.automatic import ENGINE_ONLY_SHARE, Machine
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from trainer.config import ParallelConfig
@@ -23,7 +23,7 @@ from trainer.memory.expected import GIB, ITEM_BYTES, TOKENS_STEP, USED_SHARE, la
 
 ENGINE_OVERHEAD = 2 * GIB
 """Memory of an engine in addition to weights and cache: CUDA graphs, activations of a prompt."""
-SHOWN = 6
+MAX_SHOWN_LAYOUTS = 6
 """Maximum number of layouts printed."""
 
 
@@ -178,7 +178,7 @@ def _engine_rooms(
             continue
         weights = parameters * item // ranks
         staged = 0 if settings.lora.rank else weights
-        fraction = min(ALONE, floor(100 * (1 - (staged + ENGINE_OVERHEAD) / gpu_bytes)) / 100)
+        fraction = min(ENGINE_ONLY_SHARE, floor(100 * (1 - (staged + ENGINE_OVERHEAD) / gpu_bytes)) / 100)
         cache = int(gpu_bytes * fraction) - weights - ENGINE_OVERHEAD
         yield EngineRoom(ranks, fraction, weights + staged, cache, cache_bytes(architecture, item, ranks))
 
@@ -193,7 +193,7 @@ def render_sizes(sizes: Sizes) -> str:
     ]
     if sizes.layouts:
         lines.append(f"  {'TP':>3} {'PP':>3} {'CP':>3} {'EP':>3} {'DP':>3}  micro-batch  expected peak")
-    for layout in sizes.layouts[:SHOWN]:
+    for layout in sizes.layouts[:MAX_SHOWN_LAYOUTS]:
         p = layout.parallel
         ranks = (
             p.tensor_model_parallel_size,

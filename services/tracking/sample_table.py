@@ -29,7 +29,7 @@ class SampleTables:
         """Start without having read anything."""
         self._tail = EventTail(run_dir)
         self._browser = SampleBrowser(run_dir, self._tail)
-        self._last_in_vain = -1
+        self._last_missing_step = -1
         """Number of the log's newest event at the last unsuccessful wait."""
         self.waits = True
         """Whether to wait for events."""
@@ -56,10 +56,10 @@ class SampleTables:
         end = time.monotonic() + LOGGED_S
         while max(self._tail.read_all().trained_steps(), default=-1) < step:
             last = self._tail.last_sequence
-            if not self.waits or last == self._last_in_vain:
+            if not self.waits or last == self._last_missing_step:
                 return
             if time.monotonic() >= end:
-                self._last_in_vain = last
+                self._last_missing_step = last
                 return
             time.sleep(POLL_S)
 

@@ -85,9 +85,9 @@ class _Tracks:
     def begin(self, process: str, group: int, at_ms: int, args: Mapping[str, Any]) -> Iterator[Record]:
         """Begin a group's slice on the first free lane; yield the name records of new tracks."""
         yield from self.pid(process)
-        taken = self.lanes.setdefault(process, set())
-        lane = next(number for number in range(1, len(taken) + 2) if number not in taken)
-        taken.add(lane)
+        used_lanes = self.lanes.setdefault(process, set())
+        lane = next(number for number in range(1, len(used_lanes) + 2) if number not in used_lanes)
+        used_lanes.add(lane)
         self.open[group] = _Span(process, lane, f"group {group}", at_ms, args)
 
     def end(self, group: int, at_ms: int, outcome: str) -> Iterator[Record]:
@@ -269,7 +269,7 @@ def _event_records(tracks: _Tracks, event: LedgerEvent) -> Iterator[Record]:
             facts = msgspec.to_builtins(event, str_keys=True)
             yield _instant(ledger, event.kind, at_ms, "g", facts)
     if isinstance(event, GroupEvent | TakeEvent | CommitEvent):
-        lanes = {process: len(taken) for process, taken in tracks.lanes.items()}
+        lanes = {process: len(used_lanes) for process, used_lanes in tracks.lanes.items()}
         yield {"ph": "C", "name": "groups", "pid": ledger, "ts": at_ms * 1000, "args": lanes}
 
 

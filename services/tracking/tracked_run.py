@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from services.run_record.lines import LineFollower
-from services.settings.load import shown_settings
+from services.settings.load import public_settings
 from services.settings.sections import Settings
 from services.settings.tracking import SPANS, TABLES
 from services.tracking.base import LineReader, Tracker, TrackerOptions
@@ -113,7 +113,7 @@ class TrackedRun:
             project=config.project,
             name=config.name or self._settings.run.name,
             tags=config.tags,
-            settings=flat_settings(shown_settings(run_dir)),
+            settings=flat_settings(public_settings(run_dir)),
             directory=directory,
             offline=config.offline,
             run_id=self.state.run_id,

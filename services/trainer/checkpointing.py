@@ -49,7 +49,7 @@ class Checkpointer:
         self._tasks = asyncio.TaskGroup()
         self._writing: asyncio.Task[None] | None = None
         self._failure: TetherError | None = None
-        self._no_room: TetherError | None = None
+        self._no_room_error: TetherError | None = None
         """Why there was no room for the last checkpoint or export; None if there was room."""
         settings = run.process.settings
         destinations: list[tuple[Destination, set[int]]] = []
@@ -60,7 +60,10 @@ class Checkpointer:
         if settings.run.hub:
             destinations.append((HubModel(settings.run.hub, settings.run.name), set()))
         metrics = run.process.metrics
-        self._uploaders = [Uploader(to, settings.run_dir, held, metrics) for to, held in destinations]
+        self._uploaders = [
+            Uploader(destination, settings.run_dir, retained, metrics)
+            for destination, retained in destinations
+        ]
 
     async def __aenter__(self) -> "Checkpointer":
         await self._tasks.__aenter__()
@@ -88,8 +91,8 @@ class Checkpointer:
         """Start a checkpoint and an export; once written, spool and ledger forget the records they cover.
 
         Returns when the model may change. After a failed write no record is forgotten: `check` raises the
-        error, or `is_owed` is true if there was no room. An owed checkpoint is complete on return, unless the
-        process is to stop.
+        error, or `is_retry_due` is true if there was no room. Such a retry is complete on return,
+        unless the process is to stop.
 
         Args:
             status: ledger status at the model's version.
@@ -99,20 +102,20 @@ class Checkpointer:
             TetherError: this checkpoint cannot be started, or the last one could not be written.
         """
 
-        async def begin() -> None:
+        async def start_writing() -> None:
             complete = await self._begin(status.version, digest, status.sequence)
-            shards = shards_of(self._export_of(status.version))
+            shards = shards_of(self._export_dir(status.version))
             await self._in_thread(_remove_shards, shards.parent)
             if complete is not None:  # an existing export of this version has other weights
-                await self._in_thread(_remove_export, self._export_of(status.version))
+                await self._in_thread(_remove_export, self._export_dir(status.version))
             adapter = await self._runner.lead(ExportCommand(str(shards)))
-            self._write_beside(self._write_all, status.version, complete, adapter)
+            self._write_in_background(self._write_all, status.version, complete, adapter)
 
         await self.finish()
-        if self._no_room is None:
-            await self._attempt(begin)
+        if self._no_room_error is None:
+            await self._attempt(start_writing)
         else:
-            await self._until_written(begin)
+            await self._retry_for_room(start_writing)
 
     async def save(self, version: int, digest: int, sequence: int) -> None:
         """Write a checkpoint without an export; return when the checkpoint is complete.
@@ -126,22 +129,22 @@ class Checkpointer:
             TetherError: the checkpoint cannot be written.
         """
 
-        async def begin() -> None:
+        async def start_writing() -> None:
             complete = await self._begin(version, digest, sequence)
-            self._write_beside(self._write_parts, version, complete)
+            self._write_in_background(self._write_parts, version, complete)
 
-        await self._attempt(begin)
+        await self._attempt(start_writing)
         await self.finish()
-        await self._until_written(begin)
+        await self._retry_for_room(start_writing)
 
-    async def copy_again(self, version: int) -> None:
+    async def resume_copies(self, version: int) -> None:
         """Copy a complete checkpoint to all destinations that have no copy by an earlier trainer."""
         for uploader in self._uploaders:
-            await self._in_thread(uploader.resume, version, self._run.spool, self._export_of(version))
+            await self._in_thread(uploader.resume, version, self._run.spool, self._export_dir(version))
 
     async def remove_exports_after(self, version: int) -> None:
         """Remove exports of versions after `version`, which a rewound run has abandoned."""
-        for export in self._export_of(version).parent.glob("step_*"):
+        for export in self._export_dir(version).parent.glob("step_*"):
             found = NAME.fullmatch(export.name)
             if found and int(found[1]) > version:
                 await self._in_thread(_remove_export, export)
@@ -172,34 +175,34 @@ class Checkpointer:
         return any((c.version, c.manifest.digest) == (version, digest) for c in complete)
 
     @property
-    def is_owed(self) -> bool:
+    def is_retry_due(self) -> bool:
         """Whether the last checkpoint or export failed for lack of room, so that another one is due."""
-        return self._no_room is not None
+        return self._no_room_error is not None
 
-    def _note(self, error: TetherError) -> None:
+    def _store_error(self, error: TetherError) -> None:
         """Store why a checkpoint could not be written."""
         if is_disk_full_error(error):
             log.error("checkpoint.no_room error=%s", error)
-            self._no_room = error
+            self._no_room_error = error
         else:
             self._failure = error
 
-    async def _attempt(self, begin: Callable[[], Awaitable[None]]) -> None:
+    async def _attempt(self, start_writing: Callable[[], Awaitable[None]]) -> None:
         try:
-            await begin()
+            await start_writing()
         except TetherError as error:
-            self._note(error)
+            self._store_error(error)
             self.check()
 
-    async def _until_written(self, begin: Callable[[], Awaitable[None]]) -> None:
-        """Write an owed checkpoint; retry while there is no room, until the process is to stop."""
-        if self._no_room is None:
+    async def _retry_for_room(self, start_writing: Callable[[], Awaitable[None]]) -> None:
+        """Write a checkpoint that failed for lack of room; retry until it fits or the process is to stop."""
+        if self._no_room_error is None:
             return
-        async with waiting_for_room(self._run.process, self._no_room):
-            while self._no_room is not None and not await self._run.process.stopped_within(RETRY_S):
-                await self._run.check_held()
-                self._no_room = None
-                await self._attempt(begin)
+        async with waiting_for_room(self._run.process, self._no_room_error):
+            while self._no_room_error is not None and not await self._run.process.stopped_within(RETRY_S):
+                await self._run.check_ownership()
+                self._no_room_error = None
+                await self._attempt(start_writing)
                 await self.finish()
 
     async def _begin(self, version: int, digest: int, sequence: int) -> Callable[[], None] | None:
@@ -222,7 +225,7 @@ class Checkpointer:
             spool_position=position,
         )
 
-    def _write_beside(self, write: Callable[..., Any], version: int, *args: Any) -> None:
+    def _write_in_background(self, write: Callable[..., Any], version: int, *args: Any) -> None:
         """Run `write` in a task; store its failure for `check`."""
 
         async def run() -> None:
@@ -230,7 +233,7 @@ class Checkpointer:
                 with self._run.process.working(f"writes the checkpoint of version {version}"):
                     await write(version, *args)
             except TetherError as error:
-                self._note(error)
+                self._store_error(error)
 
         self._writing = self._tasks.create_task(run(), name="checkpoint")
 
@@ -263,7 +266,7 @@ class Checkpointer:
         if not failure:
             failure = await self._in_thread(self._finish_export, version, adapter)
         for uploader in self._uploaders:
-            await self._in_thread(uploader.put, version, self._run.spool, self._export_of(version))
+            await self._in_thread(uploader.put, version, self._run.spool, self._export_dir(version))
         if await self._forget():
             seconds = time.monotonic() - began
             self._run.process.metrics.seconds.labels("checkpoint").observe(seconds)
@@ -304,7 +307,7 @@ class Checkpointer:
             self._run.archive.put(record.step, records, calls)
         self._run.archive.make_room()
 
-    def _export_of(self, version: int) -> Path:
+    def _export_dir(self, version: int) -> Path:
         """Return the directory of a version's exported model, which users and `tether eval` read."""
         return self._run.process.settings.run_dir / "exports" / f"step_{version:08}"
 
@@ -314,7 +317,7 @@ class Checkpointer:
         Returns:
             Why the export could not be completed; empty on success.
         """
-        settings, target = self._run.process.settings, self._export_of(version)
+        settings, target = self._run.process.settings, self._export_dir(version)
         try:
             finish_hf(target, settings.model_dir)
             if adapter:
@@ -331,8 +334,8 @@ class Checkpointer:
 
 def _remove_shards(exports: Path) -> None:
     """Remove the shards of failed exports."""
-    for left in exports.glob(shards_of(Path("step_*")).name):
-        shutil.rmtree(left, ignore_errors=True)
+    for leftover in exports.glob(shards_of(Path("step_*")).name):
+        shutil.rmtree(leftover, ignore_errors=True)
 
 
 def _remove_export(export: Path) -> None:

@@ -13,7 +13,7 @@ from protocol.device.checkpoint_shapes import checkpoint_shapes
 from protocol.errors import SettingsError, TetherError
 from protocol.messages import Action, Control
 from services.bus.broadcast import Broadcaster
-from services.gpu_sharing.device_lock import DeviceLock, given_device
+from services.gpu_sharing.device_lock import DeviceLock, inherited_device
 from services.gpu_sharing.memory_budget import check_budget
 from services.gpu_sharing.turn import TURN, Turn, holders
 from services.preflight.memory import expected_gb
@@ -25,7 +25,7 @@ from trainer.memory.expected import GIB
 
 log = logging.getLogger("tether.turns")
 
-LOOK_S = 1.0
+HOLDERS_REFRESH_S = 1.0
 """Seconds between updates of the holders' names while the trainer waits for the device."""
 POLL_S = 0.01
 """Seconds between two attempts to lock the device."""
@@ -35,7 +35,7 @@ class TrainerGpuTurn:
     """The trainer's turn on the GPU. Rank 0 acquires and releases the device for all ranks."""
 
     def __init__(self, process: Process, device: DeviceLock) -> None:
-        self.mine = False
+        self.has_device = False
         """Whether the trainer has acquired the GPU and not released it."""
         self._process = process
         self._device = device
@@ -54,25 +54,25 @@ class TrainerGpuTurn:
         with self._process.waiting("engines to sleep") as set_detail:
             try:
                 async with asyncio.timeout(wait_s):
-                    looked = time.monotonic()
+                    refreshed_s = time.monotonic()
                     while not self._device.try_acquire(exclusive=True):
                         await asyncio.sleep(POLL_S)
-                        if time.monotonic() - looked > LOOK_S:
+                        if time.monotonic() - refreshed_s > HOLDERS_REFRESH_S:
                             set_detail(await holders(self._process, self._device))
-                            looked = time.monotonic()
+                            refreshed_s = time.monotonic()
             except TimeoutError:
                 names = await holders(self._process, self._device)
                 raise TetherError(
                     f"{names} still held the device after {wait_s:g} s (colocated.wait_s): it does not "
                     "sleep, or not that fast; end it, `tether up` starts another one"
                 ) from None
-        self.mine = True
+        self.has_device = True
         log.info("turn.trainer")
 
     async def release(self) -> None:
         """Release the device to the engines. The trainer must have freed all of its memory on the device."""
         log.info("turn.engines")
-        self.mine = False
+        self.has_device = False
         self._device.release()
         await self._write(Turn.ENGINES)
 
@@ -98,7 +98,7 @@ async def first_turn(process: Process) -> AsyncIterator[TrainerGpuTurn | None]:
         yield None
         return
     await asyncio.to_thread(check_memory, settings)
-    with closing(given_device(settings.run_dir) or DeviceLock(settings.run_dir)) as device:
+    with closing(inherited_device(settings.run_dir) or DeviceLock(settings.run_dir)) as device:
         turn = TrainerGpuTurn(process, device)
         await turn.acquire()
         yield turn
@@ -112,7 +112,7 @@ def await_device(settings: Settings) -> None:
     Raises:
         TetherError: engines have not released the GPU within `colocated.wait_s`.
     """
-    device = given_device(settings.run_dir) if settings.colocated.enabled else None
+    device = inherited_device(settings.run_dir) if settings.colocated.enabled else None
     end = time.monotonic() + settings.colocated.wait_s
     while device is not None and not device.try_acquire(exclusive=True):
         if time.monotonic() > end:

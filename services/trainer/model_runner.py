@@ -72,7 +72,7 @@ class ModelRunner:
         self._engine_dtype = engine_dtype
         self._turn = turn
         self._publisher = ThreadPoolExecutor(1, thread_name_prefix="publish")
-        self._ahead: Future[WeightManifest] | None = None
+        self._early_publication: Future[WeightManifest] | None = None
         """Manifest of the version whose publication began during the last step."""
 
     @property
@@ -89,8 +89,8 @@ class ModelRunner:
         """
         policy = self.executor.models.policy
         shared = plan.shared_tokens(plan.families(shared=policy.shares_prefixes))
-        once = policy.flops(plan.lengths, shared, plan.totals.trained_tokens)
-        return None if once is None else once * epochs
+        per_epoch = policy.flops(plan.lengths, shared, plan.totals.trained_tokens)
+        return None if per_epoch is None else per_epoch * epochs
 
     async def run(self, function: Callable[..., T], *args: Any) -> T:
         """Run blocking work in the compute thread."""
@@ -114,17 +114,17 @@ class ModelRunner:
         Raises:
             TetherError: the engines do not sleep, or the GPU lacks room.
         """
-        if self._turn is not None and not self._turn.mine:
+        if self._turn is not None and not self._turn.has_device:
             await self._turn.acquire()
             await self.lead(OnloadCommand())
 
     async def leave_device(self) -> None:
         """In a colocated run, move the trainer's state to the host, then release the GPU to the engines."""
-        if self._turn is not None and self._turn.mine:
+        if self._turn is not None and self._turn.has_device:
             await self.lead(OffloadCommand())
             await self._turn.release()
 
-    async def engine_ready(self, manifest: WeightManifest) -> bool:
+    async def wait_for_engine(self, manifest: WeightManifest) -> bool:
         """With transport `shared`, wait until the engine serves a version; False if the process is to stop.
 
         Args:
@@ -155,33 +155,35 @@ class ModelRunner:
         Raises:
             TetherError: the engine whose weights the step computes with has ended during the step.
         """
-        self._ahead = None
+        self._early_publication = None
         if announce is None:
             return await self.run(self._train, command)
         loop, version = asyncio.get_running_loop(), command.step + 1
 
-        def say(draft: WeightDraft) -> None:
+        def announce_from_thread(draft: WeightDraft) -> None:
             loop.call_soon_threadsafe(announce, draft)
 
-        def begin(tensors: Tensors) -> None:
-            self._ahead = self._publisher.submit(self._publish_ahead, epoch, version, tensors, say)
+        def start_publication(tensors: Tensors) -> None:
+            self._early_publication = self._publisher.submit(
+                self._publish_early, epoch, version, tensors, announce_from_thread
+            )
 
-        return await self.run(self._train, command, begin)
+        return await self.run(self._train, command, start_publication)
 
     async def provisional(self, epoch: str, version: int) -> WeightDraft | None:
         """Return the draft of a version that engines may receive while `publish` exports the version.
 
         Returns None if the transport does not allow that, or if the version's publication began in its step.
         """
-        if self._ahead is not None:
+        if self._early_publication is not None:
             return None
         return await self.lead(DraftCommand(epoch, version))
 
     async def publish(self, epoch: str, version: int) -> WeightManifest:
         """Export the weights and return their manifest; the version is complete on return."""
-        ahead, self._ahead = self._ahead, None
-        if ahead is not None:
-            return await asyncio.wrap_future(ahead)
+        publication, self._early_publication = self._early_publication, None
+        if publication is not None:
+            return await asyncio.wrap_future(publication)
         return await self.lead(PublishCommand(epoch, version, self._engine_dtype))
 
     async def digest(self) -> int:
@@ -220,22 +222,23 @@ class ModelRunner:
         self._thread.shutdown()
 
     def _train(
-        self, command: TrainCommand, begin: Callable[[Tensors], None] | None = None
+        self, command: TrainCommand, start_publication: Callable[[Tensors], None] | None = None
     ) -> tuple[StepPlan, StepStats]:
         if self.shared_engine is not None:
             self.shared_engine.invalidate()
-        result = self.executor.train(command, begin)
+        result = self.executor.train(command, start_publication)
         if self.shared_engine is not None:
             self.shared_engine.check()
         return result
 
-    def _publish_ahead(
+    def _publish_early(
         self, epoch: str, version: int, tensors: Tensors, announce: Callable[[WeightDraft], None]
     ) -> WeightManifest:
         if draft := self.sender.provisional(epoch, version):
             announce(draft)
-        named = in_dtype(tensors, self._engine_dtype)
-        return self.sender.publish(epoch, version, named, base_model=self.executor.models.policy.architecture)
+        converted = in_dtype(tensors, self._engine_dtype)
+        base_model = self.executor.models.policy.architecture
+        return self.sender.publish(epoch, version, converted, base_model=base_model)
 
 
 def _open_sender(process: Process, backend: Backend) -> WeightSender:

@@ -11,7 +11,7 @@ from protocol.rollout_view import sample_lengths
 from protocol.topics import Role
 from services.bus.broadcast import Broadcaster
 from services.ledger.event_log.archiver import FILE, last_sequence
-from services.ledger.interface import Taken
+from services.ledger.interface import TakenBatch
 from services.run_record.steps import StepLog
 from services.runtime.process import Process
 from services.runtime.training import train_command
@@ -54,7 +54,7 @@ class OpenRun:
     broadcaster: Broadcaster
     """Broadcasts to the engines."""
 
-    async def check_held(self) -> None:
+    async def check_ownership(self) -> None:
         """Check that this trainer still holds the run. Use in waits without other calls to the ledger.
 
         Raises:
@@ -63,7 +63,7 @@ class OpenRun:
         if (epoch := (await self.process.ledger.head()).epoch) != self.epoch:
             raise Refused(Reason.STALE_EPOCH, epoch)
 
-    def read_command(self, batch: Taken, *, mask_late: bool = True) -> TrainCommand:
+    def read_command(self, batch: TakenBatch, *, mask_late: bool = True) -> TrainCommand:
         """Return the command that trains on a batch, with records read from the spool. Blocks.
 
         Raises:
@@ -72,7 +72,7 @@ class OpenRun:
         records = self.spool.get_many([(group.group, group.token) for group in batch.groups])
         return train_command(self.process.settings, batch, records, mask_late=mask_late)
 
-    def unreadable(self, batch: Taken, error: ProtocolError) -> MissingRecords:
+    def find_unreadable(self, batch: TakenBatch, error: ProtocolError) -> MissingRecords:
         """Return the groups of a batch that cannot be trained, after `error` refused the batch. Blocks.
 
         Raises:
@@ -83,9 +83,9 @@ class OpenRun:
         for record in self.spool.stored([(group.group, group.token) for group in batch.groups]):
             try:
                 check_scored(decode_scored(record.payload), batch.step)
-            except ProtocolError as found:
-                named = str(found).removeprefix(f"group {record.group}: ")
-                causes[record.group, record.token] = f"group {record.group}: {named}"
+            except ProtocolError as damage:
+                detail = str(damage).removeprefix(f"group {record.group}: ")
+                causes[record.group, record.token] = f"group {record.group}: {detail}"
         if not causes:
             raise error
         return MissingRecords(causes)

@@ -16,14 +16,14 @@ from protocol.host.prctl import die_with_parent
 from protocol.ids import new_epoch
 from protocol.topics import WEIGHTS, Role
 from services.bus.broadcast import Broadcaster
-from services.ledger_recovery.fencing import why_fenced
+from services.ledger_recovery.fencing import fence_reason
 from services.preflight.memory import check_host_memory
 from services.run_record.steps import StepLog
 from services.runtime.errors import configure_logging, exit_with
 from services.runtime.event_loop import running_loops
 from services.runtime.main import service_main
 from services.runtime.process import Process
-from services.runtime.writing import StoppedWaiting, until_written
+from services.runtime.writing import StoppedWaiting, retry_until_written
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from services.trainer.checkpointing import Checkpointer
@@ -92,7 +92,7 @@ async def _train(run: OpenRun, runner: ModelRunner) -> None:
     except* Refused as refusals:
         if refusals.subgroup(_is_fenced) is None:
             raise
-        cause = await why_fenced(run.process.ledger, run.process.settings.run_dir, run.process.run)
+        cause = await fence_reason(run.process.ledger, run.process.settings.run_dir, run.process.run)
         raise TetherError(f"{cause}; this one ends, its epoch was {run.epoch}") from None
 
 
@@ -124,7 +124,7 @@ async def _step(run: OpenRun, runner: ModelRunner, loop: TrainLoop) -> None:
     """Make steps, receive engines' answers, and watch the shared engine."""
     process = run.process
     reports = await process.ledger.reports(0)
-    await until_written(process, lambda: run.steps.backfill(reports), run.check_held)
+    await retry_until_written(process, lambda: run.steps.backfill(reports), run.check_ownership)
     loops = {"weights.answers": loop.answers_loop(), "audit": loop.audit.audit_loop()}
     if runner.shared_engine is not None:
         loops["engine.watch"] = runner.shared_engine.watch_loop()

@@ -79,8 +79,8 @@ class SharedEngine:
         with self._process.waiting("the engine to serve the weights") as set_detail:
             while not self._process.stop.is_set():
                 self.check()
-                described = await self._described()
-                serving = await self._serving(manifest, described)
+                described = await self._describing_engines()
+                serving = await self._serving_engine(manifest, described)
                 if serving:
                     if not self._engine:
                         path = Path(described[serving])
@@ -103,7 +103,7 @@ class SharedEngine:
                 delay = min(delay * 1.5, POLL_S[1])
         return False
 
-    async def until_copied(self, manifest: WeightManifest) -> None:
+    async def wait_until_copied(self, manifest: WeightManifest) -> None:
         """Wait until the attached engine has copied a version, before the masters are freed.
 
         Also returns when the engine has left, after the timeout, or when the process is to stop.
@@ -111,11 +111,11 @@ class SharedEngine:
         Args:
             manifest: manifest of the last published version.
         """
-        until = time.monotonic() + self._timeout_s
+        deadline = time.monotonic() + self._timeout_s
         with self._process.waiting("the engine to copy the last weights"):
-            while self._sender is not None and time.monotonic() < until:
-                described = await self._described()
-                if self._engine not in described or await self._serving(manifest, described):
+            while self._sender is not None and time.monotonic() < deadline:
+                described = await self._describing_engines()
+                if self._engine not in described or await self._serving_engine(manifest, described):
                     return
                 if await self._process.stopped_within(POLL_S[1]):
                     return
@@ -142,7 +142,7 @@ class SharedEngine:
             self.check()
             await asyncio.sleep(CHECK_S)
 
-    async def _described(self) -> dict[str, str]:
+    async def _describing_engines(self) -> dict[str, str]:
         """Return the live engines that describe their tensors -> file with the description."""
         peers = await self._process.ledger.peers(Role.ROLLOUT)
         return {
@@ -151,7 +151,7 @@ class SharedEngine:
             if _owner_is_alive(str(peer.info.get(DESCRIPTION_KEY, "")))
         }
 
-    async def _serving(self, manifest: WeightManifest, described: dict[str, str]) -> str:
+    async def _serving_engine(self, manifest: WeightManifest, described: dict[str, str]) -> str:
         """Return the attached engine, or a candidate, if it serves the version; else an empty string."""
         served = (await self._process.ledger.status()).engines
         for engine in described:

@@ -33,12 +33,12 @@ class Snapshots:
         """Store the arguments. With `eval.every` = 0 no snapshot is written."""
         self._run, self._process = run, run.process
         self._runner = runner
-        self._every = run.process.settings.eval.every
+        self._interval = run.process.settings.eval.every
         self._run_dir = run.process.settings.run_dir
         self._directory = self._run_dir / SNAPSHOTS
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="snapshots")
         self._writing: asyncio.Future[None] | None = None
-        self._taken = -1
+        self._last_version = -1
         """Version of the last snapshot; -1 before the first."""
 
     async def __aenter__(self) -> "Snapshots":
@@ -55,7 +55,7 @@ class Snapshots:
             digest: digest in the version's manifest.
             is_last: whether the run is done.
         """
-        if not self._every:
+        if not self._interval:
             return
         scored = await asyncio.to_thread(lambda: {e.key[:2] for e in read_evaluations(self._run_dir)})
         is_scored = (version, f"{digest:016x}") in scored
@@ -77,8 +77,8 @@ class Snapshots:
             digest: digest in the committed version's manifest.
             is_last: whether the run makes no further version.
         """
-        due = self._every and (version % self._every == 0 or is_last)
-        if not due or version == self._taken:
+        due = self._interval and (version % self._interval == 0 or is_last)
+        if not due or version == self._last_version:
             return
         if self._writing is not None and not self._writing.done():
             if not is_last:
@@ -86,7 +86,7 @@ class Snapshots:
                 log.warning("snapshot.skipped version=%d reason=the one before is being written", version)
                 return
             await self._writing
-        self._taken = version
+        self._last_version = version
         dtype = self._process.settings.engine.dtype
         tensors = await self._runner.lead(CopyWeightsCommand(dtype))
         self._writing = asyncio.get_running_loop().run_in_executor(
@@ -99,7 +99,7 @@ class Snapshots:
         try:
             sender = disk_sender(config, self._run_dir)
             base_model = self._runner.executor.models.policy.architecture
-            copy = sender.publish(epoch, version, _consumed(tensors), base_model=base_model)
+            copy = sender.publish(epoch, version, _pop_tensors(tensors), base_model=base_model)
             if copy.digest != digest:  # the weights changed between commit and copy
                 remove(self._directory / f"v{version:08d}-{epoch}")
                 raise WeightError(f"version {version}: the copy differs from what was committed")
@@ -109,7 +109,7 @@ class Snapshots:
             log.error("snapshot.failed version=%d error=%s", version, error)
 
 
-def _consumed(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
+def _pop_tensors(tensors: dict[str, torch.Tensor]) -> Iterator[tuple[str, torch.Tensor]]:
     """Yield the tensors in order and remove each from the dictionary."""
     for name in list(tensors):
         yield name, tensors.pop(name)

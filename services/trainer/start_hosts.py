@@ -33,7 +33,7 @@ from trainer.weights.version_directories import versions_in
 
 log = logging.getLogger("tether.hosts")
 
-COMPARED = (
+COMPARED_SECTIONS = (
     "model",
     "trainer",
     "parallel",
@@ -48,7 +48,7 @@ COMPARED = (
     "weights",
 )
 """Sections that must be the same on all hosts."""
-MAY_DIFFER = frozenset(
+HOST_SPECIFIC_SETTINGS = frozenset(
     {
         *("model.path", "critic.path", "reference.path", "teacher.path", "reward_model.path"),
         *("trainer.threads", "weights.directory", "weights.host"),
@@ -80,7 +80,7 @@ def run_on_hosts(settings: Settings, place: HostPlace) -> int:
             meeting.leave(Ending(consequence, str(error)))
             raise
     log.info("hosts.met hosts=%d ranks=%d", place.hosts, settings.trainer_ranks)
-    meeting.watch(_end_at_once)
+    meeting.watch(_kill_ranks_and_exit)
     ranks = settings.trainer_ranks // place.hosts
     code, stopped = launch(torchrun_on_hosts(ranks, place, port, "services.trainer"))
     if stopped:
@@ -99,12 +99,12 @@ def host_settings(settings: Settings) -> dict[str, Any]:
     Raises:
         SettingsError: a model is missing.
     """
-    tables = {name: dataclasses.asdict(getattr(settings, name)) for name in COMPARED}
+    tables = {name: dataclasses.asdict(getattr(settings, name)) for name in COMPARED_SECTIONS}
     compared = {
         f"setting {section}.{name}": json.loads(json.dumps(value))
         for section, table in tables.items()
         for name, value in table.items()
-        if f"{section}.{name}" not in MAY_DIFFER
+        if f"{section}.{name}" not in HOST_SPECIFIC_SETTINGS
     }
     compared["setting engine.dtype"] = settings.engine.dtype  # each rank publishes its part in this dtype
     models = {"the model's files": fetch_model(settings)}
@@ -114,28 +114,28 @@ def host_settings(settings: Settings) -> dict[str, Any]:
     return compared | {name: _fingerprint(directory) for name, directory in models.items()}
 
 
-def check_host(settings: Settings, place: HostPlace, mine: HostFacts, first: HostFacts) -> None:
+def check_host(settings: Settings, place: HostPlace, facts: HostFacts, first: HostFacts) -> None:
     """Check that this host matches host 0.
 
     Args:
         settings: settings of this host.
         place: number of this host.
-        mine: facts of this host.
+        facts: facts of this host.
         first: facts of host 0.
 
     Raises:
         SettingsError: a setting, model or directory differs; the message has both values.
     """
-    names = f"host {place.number} ({mine.name})", f"host 0 ({first.name})"
-    for name in sorted({*mine.settings, *first.settings}):
-        own, theirs = mine.settings.get(name), first.settings.get(name)
-        if own != theirs:
+    names = f"host {place.number} ({facts.name})", f"host 0 ({first.name})"
+    for name in sorted({*facts.settings, *first.settings}):
+        value, first_value = facts.settings.get(name), first.settings.get(name)
+        if value != first_value:
             raise SettingsError(
-                f"{name}: {own!r} on {names[0]}, {theirs!r} on {names[1]}; start all hosts with the same "
-                "settings, such as TETHER_CONFIG=RUN_DIR/settings.json"
+                f"{name}: {value!r} on {names[0]}, {first_value!r} on {names[1]}; start all hosts with the "
+                "same settings, such as TETHER_CONFIG=RUN_DIR/settings.json"
             )
     end = time.monotonic() + SEE_S
-    for setting, directory, use in _shared(settings):
+    for setting, directory, use in _shared_directories(settings):
         path = directory / first.marker
         while not path.is_file():
             if time.monotonic() > end:
@@ -147,7 +147,7 @@ def check_host(settings: Settings, place: HostPlace, mine: HostFacts, first: Hos
             time.sleep(0.2)
 
 
-def _shared(settings: Settings) -> Iterator[tuple[str, Path, str]]:
+def _shared_directories(settings: Settings) -> Iterator[tuple[str, Path, str]]:
     """Yield each directory that all hosts write to: its setting, the path on this host, and its purpose."""
     yield "run.dir", settings.run_dir, "a checkpoint"
     if settings.weights.transport in ("disk", "http"):
@@ -177,7 +177,7 @@ def _marker(settings: Settings, place: HostPlace) -> Iterator[str]:
         return
     name, paths = f"hosts-{secrets.token_hex(8)}", list[Path]()
     try:
-        for setting, directory, _ in _shared(settings):
+        for setting, directory, _ in _shared_directories(settings):
             paths.append(directory / name)
             try:
                 directory.mkdir(parents=True, exist_ok=True)
@@ -195,7 +195,7 @@ def _marker(settings: Settings, place: HostPlace) -> Iterator[str]:
                 path.unlink()
 
 
-def _end_at_once(ending: Ending) -> None:
+def _kill_ranks_and_exit(ending: Ending) -> None:
     """Kill this host's ranks and exit: without the other hosts the ranks would wait forever.
 
     torchrun is not asked to stop, because it would wait for the blocked ranks.

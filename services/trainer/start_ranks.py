@@ -7,10 +7,10 @@ from collections.abc import Collection, Sequence
 from protocol.errors import TetherError
 from services.gpu_sharing.device_lock import DeviceLock
 from services.runtime.errors import (
-    EXIT_AWAY,
     EXIT_FAILED,
     EXIT_SETTINGS,
-    SIGNALLED,
+    EXIT_UNAVAILABLE,
+    FIRST_SIGNAL_CODE,
     configure_logging,
     exit_with,
 )
@@ -62,9 +62,9 @@ def launch(command: Sequence[str]) -> tuple[int, bool]:
 
 def exit_code(codes: Collection[int]) -> int:
     """Return one exit code for all ranks; after a signal it is above 128, as in a shell."""
-    if known := next((code for code in (EXIT_SETTINGS, EXIT_AWAY) if code in codes), 0):
+    if known := next((code for code in (EXIT_SETTINGS, EXIT_UNAVAILABLE) if code in codes), 0):
         return known
-    return SIGNALLED - min(codes) if min(codes) < 0 else EXIT_FAILED
+    return FIRST_SIGNAL_CODE - min(codes) if min(codes) < 0 else EXIT_FAILED
 
 
 def follow_rank_0(rank: int) -> None:

@@ -12,7 +12,7 @@ import msgspec
 from protocol.lifecycle import NO_SIGNAL
 from protocol.messages import AnyMessage, StepReport, WeightApplied, WeightFailed
 from protocol.topics import Role
-from services.ledger.interface import LedgerStatus, Peer, Taken
+from services.ledger.interface import LedgerStatus, Peer, TakenBatch
 from services.observability.busy import BusyShare
 from services.runtime.process import Process
 from trainer.backends.base import StepStats
@@ -23,7 +23,7 @@ from trainer.step.train_command import TrainCommand
 
 log = logging.getLogger("tether.trainer")
 
-LIKELY: Mapping[str, str] = {
+SETTINGS_BY_CAUSE: Mapping[str, str] = {
     "bound": "bound.max_staleness, bound.staleness_policy, rollout.groups_in_flight, algorithm.truncated",
     "gradient": "optimizer.lr, trainer.dtype, algorithm.advantage_eps, the weights of rewards",
 }
@@ -69,7 +69,7 @@ class StepClock:
 class TrainedStep:
     """An optimizer step that is not committed yet."""
 
-    taken: Taken
+    taken: TakenBatch
     plan: StepPlan
     stats: StepStats
     flops: float | None = None
@@ -192,8 +192,8 @@ class StepReporter:
             "step.done step=%d reward=%.3f lag=%s/%s tokens=%d wait_s=%.2f train_s=%.2f publish_s=%.2f",
             report.step,
             report.reward_mean,
-            _shown(report.lag_mean, 2),
-            _shown(report.lag_max, 0),
+            _format_number(report.lag_mean, 2),
+            _format_number(report.lag_max, 0),
             report.trained_tokens,
             report.wait_s,
             report.train_s,
@@ -224,17 +224,18 @@ def _increase(before: Mapping[str, int], now: Mapping[str, int]) -> dict[str, in
     return {name: count - before.get(name, 0) for name, count in now.items()}
 
 
-def _shown(value: float | None, digits: int) -> str:
+def _format_number(value: float | None, digits: int) -> str:
     """Format a number for the log; a dash if it was not measured."""
     return "-" if value is None else f"{value:.{digits}f}"
 
 
-def halt_cause(in_row: int, cause: str) -> str:
-    """Return a sentence that says why the run halts after `in_row` skipped steps, the last for `cause`."""
-    settings = next((names for word, names in LIKELY.items() if word in cause), ", ".join(LIKELY.values()))
+def halt_cause(skipped_steps: int, cause: str) -> str:
+    """Return a sentence that says why the run halts after skipped steps, the last of them for `cause`."""
+    every = ", ".join(SETTINGS_BY_CAUSE.values())
+    settings = next((names for word, names in SETTINGS_BY_CAUSE.items() if word in cause), every)
     return (
-        f"{in_row} steps in a row were skipped and changed no weight (trainer.max_skipped_steps), the last "
-        f"one because {cause}: check {settings}"
+        f"{skipped_steps} steps in a row were skipped and changed no weight (trainer.max_skipped_steps), the "
+        f"last one because {cause}: check {settings}"
     )
 
 
@@ -244,7 +245,7 @@ class SkipLimit:
     def __init__(self, limit: int) -> None:
         """Start at 0; `limit` is `trainer.max_skipped_steps`."""
         self._limit = limit
-        self._in_row = 0
+        self._skipped_in_row = 0
 
     def cause_after(self, skipped: str) -> str:
         """Count a committed step. `skipped` is the cause of a skipped step, or empty.
@@ -252,8 +253,8 @@ class SkipLimit:
         Returns:
             The cause for which the run must halt; empty if it continues.
         """
-        self._in_row = self._in_row + 1 if skipped else 0
-        if self._in_row < self._limit:
+        self._skipped_in_row = self._skipped_in_row + 1 if skipped else 0
+        if self._skipped_in_row < self._limit:
             return ""
-        found, self._in_row = self._in_row, 0
-        return halt_cause(found, skipped)
+        skipped_in_row, self._skipped_in_row = self._skipped_in_row, 0
+        return halt_cause(skipped_in_row, skipped)

@@ -16,8 +16,8 @@ from protocol.codec import encode_payload
 from protocol.errors import ProtocolError, SettingsError, TetherError
 from protocol.ids import new_epoch
 from protocol.messages import WeightManifest
-from services.ledger.interface import LedgerStatus, Taken
-from services.runtime.writing import until_room
+from services.ledger.interface import LedgerStatus, TakenBatch
+from services.runtime.writing import retry_while_full
 from services.trainer.checkpointing import Checkpointer
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import ModelVersion, OpenRun
@@ -63,7 +63,7 @@ async def take_over(run: OpenRun, runner: ModelRunner, checkpointer: Checkpointe
     if checkpoint is None and model.version == 0:  # there must always be a checkpoint to rewind to
         await checkpointer.save(0, model.digest, status.sequence)
     elif checkpoint is not None and checkpoint.version:
-        await checkpointer.copy_again(checkpoint.version)
+        await checkpointer.resume_copies(checkpoint.version)
     await announce(run, model.published)
     return model
 
@@ -101,14 +101,15 @@ async def reclaim(
     run.process.metrics.count("groups.lost", len(error.causes))
     if run.process.settings.trainer.publish_every == 0:
         raise TetherError("the trainer starts again, to publish the initial weights under its new epoch")
-    again = await publish(run, runner, model.version)
-    if again.digest != model.digest or not await ledger.resume(run.epoch, status.version, again.digest):
+    republished = await publish(run, runner, model.version)
+    digest = republished.digest
+    if digest != model.digest or not await ledger.resume(run.epoch, status.version, digest):
         raise TetherError(
             f"version {model.version} was exported again and is not what was committed; the trainer "
             "starts again"
         )
-    await announce(run, again)
-    return replace(model, published=again)
+    await announce(run, republished)
+    return replace(model, published=republished)
 
 
 async def publish(run: OpenRun, runner: ModelRunner, version: int) -> WeightManifest:
@@ -126,11 +127,11 @@ async def publish(run: OpenRun, runner: ModelRunner, version: int) -> WeightMani
         return await work()
     url = settings.weights.url.rstrip("/")
 
-    def place_of(error: Exception) -> Path | str:
+    def find_full_disk(error: Exception) -> Path | str:
         directory = Path(settings.weights.directory or settings.run_dir)
         return url if url and str(error).startswith(url) else directory
 
-    return await until_room(run.process, work, place_of, run.check_held)
+    return await retry_while_full(run.process, work, find_full_disk, run.check_ownership)
 
 
 async def announce(run: OpenRun, manifest: WeightManifest) -> None:
@@ -154,7 +155,8 @@ async def _replay(
     reached, recorded = start, None
     for record in await run.process.ledger.step_records(start):
         try:
-            command = await asyncio.to_thread(run.read_command, Taken(step=record.step, groups=record.groups))
+            batch = TakenBatch(step=record.step, groups=record.groups)
+            command = await asyncio.to_thread(run.read_command, batch)
             await runner.train(command)
         except (MissingRecords, ProtocolError) as error:
             log.warning("replay.missing step=%d error=%s", record.step, error)

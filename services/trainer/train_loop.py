@@ -30,11 +30,11 @@ from protocol.staleness import Bound, Policy, is_published
 from protocol.topics import Role
 from services.audit.alarms import Alarm
 from services.audit.live import LiveAudit
-from services.ledger.interface import LedgerStatus, Peer, Taken
+from services.ledger.interface import LedgerStatus, Peer, TakenBatch
 from services.ledger_recovery.journal_entries import commit_entry
-from services.runtime.writing import until_written
+from services.runtime.writing import retry_until_written
 from services.trainer.checkpointing import Checkpointer
-from services.trainer.lockstep import generated_before, misplaced
+from services.trainer.lockstep import find_misplaced_group, wait_for_groups_before
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import ModelVersion, OpenRun
 from services.trainer.snapshots import Snapshots
@@ -86,7 +86,7 @@ class TrainLoop:
         self._reporter.start(status)
         self.audit.hold(self._model.published)
         if not status.done:
-            await self._runner.engine_ready(self._model.published)
+            await self._runner.wait_for_engine(self._model.published)
         while not status.done and not self._process.stop.is_set():
             with self._clock.part("wait"):
                 batch = await self._take()
@@ -99,30 +99,30 @@ class TrainLoop:
                 if not await self._checkpointer.is_saved(status.version, self._model.digest):
                     await self._checkpointer.checkpoint(status, self._model.digest)
                 break
-            if not await self._runner.engine_ready(self._model.published):
+            if not await self._runner.wait_for_engine(self._model.published):
                 break
             try:
-                made = await self._step(batch)
+                committed = await self._step(batch)
             except MissingRecords as missing:
                 with self._process.working(f"gives the batch of step {batch.step} back"):
                     self._model = await reclaim(self._run, self._runner, self._model, missing)
                 continue
-            if made is None:  # the model has the weights of an uncommitted step
+            if committed is None:  # the model has the weights of an uncommitted step
                 await self._checkpointer.finish()
                 return
-            status = made
+            status = committed
         await self._checkpointer.finish()
-        if self._checkpointer.is_owed and not self._process.stop.is_set():
+        if self._checkpointer.is_retry_due and not self._process.stop.is_set():
             await self._checkpointer.checkpoint(status, self._model.digest)
         if self._runner.shared_engine is not None:
-            await self._runner.shared_engine.until_copied(self._model.published)
+            await self._runner.shared_engine.wait_until_copied(self._model.published)
         if status.done:
             log.info("run.done version=%d", status.version)
 
-    async def _take(self) -> Taken | None:
+    async def _take(self) -> TakenBatch | None:
         """Wait for the next batch; return None if the process is to stop or no more groups can arrive."""
         delay, is_ordered = TAKE_POLL_S[0], self._process.settings.is_lockstep
-        if is_ordered and self._model.version == 0 and not await generated_before(self._process, 1):
+        if is_ordered and self._model.version == 0 and not await wait_for_groups_before(self._process, 1):
             return None
         with self._process.waiting("groups") as set_detail:
             while not self._process.stop.is_set():
@@ -158,7 +158,7 @@ class TrainLoop:
             await self._runner.run(drafts.update)
         return True
 
-    async def _step(self, batch: Taken) -> LedgerStatus | None:
+    async def _step(self, batch: TakenBatch) -> LedgerStatus | None:
         """Make a step on a batch; return the ledger status after its commit, None if discarded.
 
         A lockstep run discards the step if groups of its version will not be generated.
@@ -168,7 +168,7 @@ class TrainLoop:
         """
         settings = self._process.settings
         version, bound = batch.step + 1, (await self._process.ledger.status()).bound
-        if settings.is_lockstep and (cause := misplaced(batch, settings.bound)):
+        if settings.is_lockstep and (cause := find_misplaced_group(batch, settings.bound)):
             await self._halt(cause)
         publishes = self._is_published(version, bound)
         with self._process.working(f"step {batch.step}"):
@@ -177,7 +177,7 @@ class TrainLoop:
             manifest = await self._publish(version) if publishes else None
             digest = manifest.digest if manifest else await self._runner.digest()
         with self._clock.part("wait"):
-            if settings.is_lockstep and not await generated_before(self._process, version):
+            if settings.is_lockstep and not await wait_for_groups_before(self._process, version):
                 return None
         alarms = self.audit.take_alarms()
         peers = await self._process.ledger.peers()
@@ -197,7 +197,7 @@ class TrainLoop:
         with self._clock.part("checkpoint"):
             await self._snapshots.take(version, digest, is_last=status.done)
             is_due = report.version % settings.trainer.checkpoint_every == 0
-            if is_due or status.done or self._checkpointer.is_owed:
+            if is_due or status.done or self._checkpointer.is_retry_due:
                 with self._process.working(f"saves version {report.version}"):
                     await self._checkpointer.checkpoint(status, digest)
         self._reporter.record(report)
@@ -206,7 +206,7 @@ class TrainLoop:
             await self._halt(mismatch)
         if cause := self._skips.cause_after(report.skipped):
             await self._halt(cause)
-        await self._act_on(alarms)
+        await self._act_on_alarms(alarms)
         return status
 
     async def _audit_step(self, step: TrainedStep, digest: int, manifest: WeightManifest | None) -> None:
@@ -224,14 +224,14 @@ class TrainLoop:
         if manifest is not None:
             self.audit.hold(manifest)
 
-    async def _act_on(self, alarms: Sequence[Alarm]) -> None:
+    async def _act_on_alarms(self, alarms: Sequence[Alarm]) -> None:
         """Execute `audit.action` for alarms, which are reported already."""
         action = self._process.settings.audit.action
         for alarm in alarms:
             engine = alarm.where.get("engine", "")
             if action == "stop":
                 await self._halt(alarm.sentence())
-            elif action == "quarantine" and engine and alarm.is_of_engine:
+            elif action == "quarantine" and engine and alarm.is_engine_fault:
                 # the ledger releases its groups and grants it no leases, even if it misses the broadcast
                 await self._process.ledger.unregister(engine, refuted=True)
                 self._run.broadcaster.publish(
@@ -247,7 +247,7 @@ class TrainLoop:
             while not stop.is_set() and (await ledger.status()).halted:
                 await self._process.stopped_within(HALT_POLL_S)
 
-    async def _train(self, batch: Taken, bound: Bound, *, publishes: bool) -> TrainedStep:
+    async def _train(self, batch: TakenBatch, bound: Bound, *, publishes: bool) -> TrainedStep:
         """Make one optimizer step on a batch; make engines abort the groups that the take dropped."""
         dropped_lengths: list[list[int]] = []
         if batch.dropped:
@@ -269,16 +269,16 @@ class TrainLoop:
                     command, epoch=self._run.epoch, announce=self._announce_draft if publishes else None
                 )
             except ProtocolError as error:  # raised before any rank began the step
-                raise await asyncio.to_thread(self._run.unreadable, batch, error) from error
+                raise await asyncio.to_thread(self._run.find_unreadable, batch, error) from error
         flops = await asyncio.to_thread(self._runner.flops, plan, command.epochs)
         return TrainedStep(batch, plan, stats, flops, dropped_lengths, command)
 
     def _is_published(self, version: int, bound: Bound) -> bool:
         settings = self._process.settings
-        every, is_last = settings.trainer.publish_every, version >= settings.run.steps
-        if is_last and not every:  # no later step needs the weights
+        interval, is_last = settings.trainer.publish_every, version >= settings.run.steps
+        if is_last and not interval:  # no later step needs the weights
             return False
-        return is_published(version, self._model.published.version, every, bound.max_staleness)
+        return is_published(version, self._model.published.version, interval, bound.max_staleness)
 
     async def _publish_if_due(self) -> None:
         """Publish the model's version if the bound was lowered and engines get no leases without it.
@@ -343,7 +343,7 @@ class TrainLoop:
             report=payload,
         )
         # before any engine serves the version: the journal restores a commit that the ledger loses
-        await until_written(self._process, partial(run.spool.append, [entry]), run.check_held)
+        await retry_until_written(self._process, partial(run.spool.append, [entry]), run.check_ownership)
         return status
 
     async def _announce(
@@ -356,7 +356,8 @@ class TrainLoop:
         """Announce a published version, log its step, and retire versions that no engine serves."""
         if manifest:
             self._run.broadcaster.publish(manifest, epoch=self._run.epoch)
-        await until_written(self._process, partial(self._run.steps.append, report), self._run.check_held)
+        append = partial(self._run.steps.append, report)
+        await retry_until_written(self._process, append, self._run.check_ownership)
         alive = {peer.incarnation for peer in peers}
         served = {version for engine, (_, version) in status.engines.items() if engine in alive}
         self._runner.sender.retire(frozenset({self._model.published.version} | served))

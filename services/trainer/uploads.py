@@ -28,8 +28,8 @@ from services.runtime.run_copies import (
     RUN_FILES,
     CopyState,
     copy_lines,
-    note_copy,
-    noted_copy,
+    read_copy_state,
+    write_copy_state,
 )
 from services.settings.load import SPOOL
 from services.settings.resume import EARLIER
@@ -38,9 +38,9 @@ from trainer.storage.spool import Spool
 
 log = logging.getLogger("tether.trainer")
 
-TRIES = 4
+MAX_ATTEMPTS = 4
 """Maximum number of attempts per copy."""
-PAUSE_S = 1.0
+RETRY_PAUSE_S = 1.0
 """Seconds before the second attempt; doubles before each further attempt."""
 QUEUED = "not copied yet"
 """Recorded problem of a queued or running copy; the next start reads it if the trainer is killed."""
@@ -197,35 +197,36 @@ class HubModel:
 class Uploader:
     """Copies versions to a destination in a thread. `close` ends the thread."""
 
-    def __init__(self, destination: Destination, run_dir: Path, held: set[int], metrics: Metrics) -> None:
+    def __init__(self, destination: Destination, run_dir: Path, retained: set[int], metrics: Metrics) -> None:
         """Start with an empty queue.
 
         Args:
             destination: where copies are written.
             run_dir: directory of the run.
-            held: versions whose checkpoints are not pruned; contains queued and running copies.
+            retained: versions whose checkpoints are not pruned; contains queued and running copies.
             metrics: counts copies and failures.
         """
         self._run_dir, self._staged = run_dir, run_dir / COPIES / destination.name
         shutil.rmtree(self._staged, ignore_errors=True)  # left by a killed trainer
-        self._to, self._held, self._metrics = destination, held, metrics
+        self._destination, self._retained, self._metrics = destination, retained, metrics
         self._newest = 0
         self._stages = count()
         self._changed = threading.Condition()
         self._waiting: Job | None = None
         self._copying: Job | None = None
-        self._late_at = math.inf
+        self._late_from_s = math.inf
         """When the running copy counts as late, in the time of `time.monotonic`."""
-        self._ended = False
-        self._told: list[str] = []
-        self._noting = threading.Lock()
+        self._is_closed = False
+        self._unreported: list[str] = []
+        self._note_lock = threading.Lock()
         # daemon: a hanging file system must not block the process's exit
         self._thread = threading.Thread(target=self._run, name=f"uploads.{destination.name}", daemon=True)
         self._thread.start()
 
     def resume(self, version: int, spool: Spool, export: Path) -> None:
         """Queue a copy of the checkpoint that the run continues from, unless it was copied before."""
-        if noted_copy(self._run_dir, self._to.name) != CopyState(version, place=self._to.place):
+        copied = CopyState(version, place=self._destination.place)
+        if read_copy_state(self._run_dir, self._destination.name) != copied:
             self.put(version, spool, export)
 
     def put(self, version: int, spool: Spool, export: Path) -> None:
@@ -234,7 +235,7 @@ class Uploader:
         Must be called before the records that the checkpoint covers are forgotten. A destination for exports
         only skips versions without an export.
         """
-        if self._to.needs_export and not export.is_dir():
+        if self._destination.needs_export and not export.is_dir():
             return
         # in a place of its own: a copy of the same version may be in the making
         stage = self._staged / str(next(self._stages)) / f"step_{version:08d}"
@@ -242,107 +243,114 @@ class Uploader:
         self._note(version, QUEUED)
         try:
             stage.mkdir(parents=True)
-            files = self._to.stage(stage, version, spool, export)
+            files = self._destination.stage(stage, version, spool, export)
         except (TetherError, OSError) as error:
             self._fail(version, str(error))
             shutil.rmtree(stage.parent, ignore_errors=True)
             return
         with self._changed:
-            self._held.add(version)
-            late, self._waiting = self._waiting, Job(version, files, stage, export)
-            if late is not None:
-                self._release(late)
-                self._metrics.count(f"{self._to.name}.skipped")
+            self._retained.add(version)
+            replaced, self._waiting = self._waiting, Job(version, files, stage, export)
+            if replaced is not None:
+                self._release(replaced)
+                self._metrics.count(f"{self._destination.name}.skipped")
                 log.warning(
-                    "%s.skipped version=%d reason=a newer one is complete", self._to.name, late.version
+                    "%s.skipped version=%d reason=a newer one is complete",
+                    self._destination.name,
+                    replaced.version,
                 )
             self._changed.notify_all()
 
     def warnings(self) -> tuple[str, ...]:
         """Return a sentence for each copy that failed or became late since the last call."""
         with self._changed:
-            late = self._copying if time.monotonic() > self._late_at else None
-            self._late_at = math.inf if late else self._late_at
+            late = self._copying if time.monotonic() > self._late_from_s else None
+            self._late_from_s = math.inf if late else self._late_from_s
         if late:
             self._fail(late.version, f"it has taken {LATE_S:g} s and is not done")
         with self._changed:
-            told, self._told = tuple(self._told), []
-        return told
+            unreported, self._unreported = tuple(self._unreported), []
+        return unreported
 
     def finish(self, wait_s: float = FINISH_S) -> None:
         """Wait until all copies are complete, at most `wait_s`: the unused part of `FINISH_S`."""
         with self._changed:
             idle = self._changed.wait_for(lambda: not (self._copying or self._waiting), wait_s)
         if not idle:
-            log.error("%s.abandoned seconds=%g", self._to.name, FINISH_S)
+            log.error("%s.abandoned seconds=%g", self._destination.name, FINISH_S)
             self._note(self._newest, f"not copied in {FINISH_S:g} s")
 
     def close(self) -> None:
         """End the thread. An incomplete copy stays; readers ignore it."""
         with self._changed:
-            self._ended = True
+            self._is_closed = True
             self._changed.notify_all()
 
     def _run(self) -> None:
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._waiting is not None or self._ended)
+                self._changed.wait_for(lambda: self._waiting is not None or self._is_closed)
                 job, self._waiting = self._waiting, None
-                if self._ended or job is None:
+                if self._is_closed or job is None:
                     return
-                self._copying, self._late_at = job, time.monotonic() + LATE_S
+                self._copying, self._late_from_s = job, time.monotonic() + LATE_S
                 self._changed.notify_all()
             try:
                 self._copy(job)
             finally:
                 with self._changed:
                     self._release(job)
-                    self._copying, self._late_at = None, math.inf
+                    self._copying, self._late_from_s = None, math.inf
                     self._changed.notify_all()
 
     def _copy(self, job: Job) -> None:
-        """Copy one version, with up to `TRIES` attempts."""
-        began, pause = time.monotonic(), PAUSE_S
-        for attempt in range(1, TRIES + 1):
+        """Copy one version, with up to `MAX_ATTEMPTS` attempts."""
+        began, pause = time.monotonic(), RETRY_PAUSE_S
+        for attempt in range(1, MAX_ATTEMPTS + 1):
             try:
-                self._to.copy(job)
+                self._destination.copy(job)
             except TetherError as error:
                 log.warning(
-                    "%s.retry version=%d attempt=%d error=%s", self._to.name, job.version, attempt, error
+                    "%s.retry version=%d attempt=%d error=%s",
+                    self._destination.name,
+                    job.version,
+                    attempt,
+                    error,
                 )
-                if attempt == TRIES or self._ends_within(pause):
+                if attempt == MAX_ATTEMPTS or self._closes_within(pause):
                     self._fail(job.version, str(error))
                     return
                 pause *= 2
             else:
-                self._metrics.count(f"{self._to.name}.copied")
+                self._metrics.count(f"{self._destination.name}.copied")
                 seconds = time.monotonic() - began
-                log.info("%s.copied version=%d seconds=%.2f", self._to.name, job.version, seconds)
+                log.info("%s.copied version=%d seconds=%.2f", self._destination.name, job.version, seconds)
                 self._note(job.version)
                 return
 
-    def _ends_within(self, seconds: float) -> bool:
+    def _closes_within(self, seconds: float) -> bool:
         with self._changed:
-            return self._changed.wait_for(lambda: self._ended, seconds)
+            return self._changed.wait_for(lambda: self._is_closed, seconds)
 
     def _fail(self, version: int, text: str) -> None:
-        self._metrics.count(f"{self._to.name}.failed")
-        log.error("%s.failed version=%d error=%s", self._to.name, version, text)
+        self._metrics.count(f"{self._destination.name}.failed")
+        log.error("%s.failed version=%d error=%s", self._destination.name, version, text)
         self._note(version, text)
         with self._changed:
-            self._told.append(f"the checkpoint of version {version} was not copied: {text}")
+            self._unreported.append(f"the checkpoint of version {version} was not copied: {text}")
 
     def _note(self, version: int, problem: str = "") -> None:
         """Record the state of the last queued version for the end of the run and the next start.
 
         Errors are ignored, because a full disk has worse consequences.
         """
-        with self._noting, suppress(OSError):
+        with self._note_lock, suppress(OSError):
             if version == self._newest:
-                note_copy(self._run_dir, self._to.name, CopyState(version, problem, self._to.place))
+                state = CopyState(version, problem, self._destination.place)
+                write_copy_state(self._run_dir, self._destination.name, state)
 
     def _release(self, job: Job) -> None:
         others = (other for other in (self._waiting, self._copying) if other not in (None, job))
         if all(other.version != job.version for other in others):
-            self._held.discard(job.version)
+            self._retained.discard(job.version)
         shutil.rmtree(job.staged.parent, ignore_errors=True)

@@ -10,7 +10,7 @@ import redis as redis_sync
 
 from protocol.errors import Reason, Refused
 from protocol.staleness import Bound, Policy
-from services.ledger.interface import Lease, Ledger, RunSpec, Taken
+from services.ledger.interface import Lease, Ledger, RunSpec, TakenBatch
 from services.ledger.redis import scripts
 from services.ledger.redis.ledger import RedisLedger
 from tests.contracts.memory_ledger.ledger import MemoryLedger
@@ -129,7 +129,7 @@ class Driver:
 
     async def commit(
         self,
-        taken: Taken,
+        taken: TakenBatch,
         epoch: str = "e1",
         digest: int | None = None,
         counts: dict[int, dict[int, int]] | None = None,

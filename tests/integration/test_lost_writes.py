@@ -149,7 +149,7 @@ async def test_the_journal_is_kept_while_the_archive_is_behind(
 ) -> None:
     """Checkpoints cover steps that the archive does not know yet: the journal alone can tell a new ledger of
     them."""
-    monkeypatch.setattr(log, "HELD_S", 0.05)
+    monkeypatch.setattr(log, "LOCK_TIMEOUT_S", 0.05)
     overrides = (*OVERRIDES, "run.steps=1000", "trainer.checkpoint_every=1", "trainer.keep_checkpoints=1")
     async with asyncio.timeout(400), running(settings_for(tmp_path, "stragglers.toml", *overrides)) as live:
 

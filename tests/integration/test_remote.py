@@ -5,7 +5,7 @@ import shutil
 from pathlib import Path
 
 from services.run_record.steps import read_steps
-from services.runtime.run_copies import CopyState, fetch_run, note_copy
+from services.runtime.run_copies import CopyState, fetch_run, write_copy_state
 from tests.changes import slow_unless_changed
 from tests.integration.loop import run_to_end, settings_for
 from trainer.storage.remote import RemoteDirectory
@@ -35,6 +35,8 @@ async def test_a_run_goes_on_from_its_copy_on_an_empty_host(tmp_path: Path) -> N
     assert RemoteDirectory(url).versions() == [4, 6]
 
     shutil.rmtree(tmp_path / "remote")
-    note_copy(tmp_path / "new", "remote", CopyState(6, "not copied yet", url))  # of a trainer that was killed
+    write_copy_state(
+        tmp_path / "new", "remote", CopyState(6, "not copied yet", url)
+    )  # of a trainer that was killed
     await run_to_end(dataclasses.replace(second, run=dataclasses.replace(second.run, steps=8)))
     assert RemoteDirectory(url).versions() == [6, 8]

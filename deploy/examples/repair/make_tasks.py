@@ -27,9 +27,9 @@ from programs import inputs, program
 RUNGS = {"number": 1, "choice": 1, "read": 1, "line": 1, "one": 1, "many": 4}
 """Rung -> number of functions per program."""
 TESTS = 12
-SHOWN = 3
+MAX_SOLVED_EXAMPLES = 3
 """Number of solved tasks in the dialogue before the question, for the rung `line`."""
-ASKED = {
+QUESTIONS = {
     "number": "Line {line} of solution.py is wrong. Print its number: ",
     "choice": "One of these two lines of solution.py is wrong:\n{lines}\nPrint its number, 1 or 2: ",
     "read": "Print line {line} of solution.py.",
@@ -67,10 +67,10 @@ def task(seed: str, rung: str) -> dict[str, Any]:
         raise ValueError(f"seed {seed}: no bug of 1000 shows in the tests")
     example = values[failing[0]]
     lines = wrong.splitlines()
-    other = generator.choice([i for i, text in enumerate(lines, 1) if text.strip() and i != line])
-    pair = sorted((line, other))
+    other_line = generator.choice([i for i, text in enumerate(lines, 1) if text.strip() and i != line])
+    pair = sorted((line, other_line))
     two = [lines[i - 1].strip() for i in pair]
-    asked = ASKED[rung].format(
+    question = QUESTIONS[rung].format(
         lines="\n".join(f"{i}: {text}" for i, text in enumerate(two, 1))
         if rung == "choice"
         else "\n".join(two),
@@ -78,10 +78,10 @@ def task(seed: str, rung: str) -> dict[str, Any]:
         example=f"solve({example}) returns {found[failing[0]]}; it should return {expected[failing[0]]}.",
     )
     answers = {"number": str(line), "choice": str(pair.index(line) + 1)}
-    shown = "" if rung in (*answers, "read") else f"solution.py:\n```python\n{wrong}\n```\n"
+    file_block = "" if rung in (*answers, "read") else f"solution.py:\n```python\n{wrong}\n```\n"
     return {
-        "prompt": shown + asked,
-        "question": asked,
+        "prompt": file_block + question,
+        "question": question,
         "rung": rung,
         "files": {"solution.py": wrong},
         "hidden_line": answers.get(rung, lines[line - 1].strip()),
@@ -109,7 +109,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     words = parser.parse_args()
     words.out.mkdir(parents=True, exist_ok=True)
-    solved = [task(f"solved {number}", "line") for number in range(SHOWN)]
+    solved = [task(f"solved {number}", "line") for number in range(MAX_SOLVED_EXAMPLES)]
     for rung in RUNGS:
         rows = [task(f"{words.seed} {rung} {number}", rung) for number in range(words.tasks)]
         lines = [

@@ -20,7 +20,7 @@ from services.ledger.interface import Ledger
 
 FILE = "audit.jsonl"
 """Name of the archive in the run directory."""
-HELD_S = 5.0
+LOCK_TIMEOUT_S = 5.0
 """Seconds to wait while another archiver of the run holds the file's lock."""
 
 
@@ -48,8 +48,8 @@ class Archiver:
         Raises:
             LostWrites: the ledger's log ends before the file does.
             SettingsError: the file was deleted, cut or replaced; ledger and file are unchanged.
-            OSError: the file cannot be written, or another archiver holds it for `HELD_S`; the ledger keeps
-                the events.
+            OSError: the file cannot be written, or another archiver holds it for `LOCK_TIMEOUT_S`; the ledger
+                keeps the events.
         """
         last = await asyncio.to_thread(last_sequence, self.path)
         events = await self._ledger.events(last, self._batch)
@@ -82,11 +82,11 @@ def last_sequence(path: Path) -> int:
 
     Raises:
         SettingsError: the last complete line is not an event.
-        OSError: another archiver holds the file for `HELD_S`.
+        OSError: another archiver holds the file for `LOCK_TIMEOUT_S`.
     """
     if not path.is_file():
         return 0
-    with locked(path.parent, timeout_s=HELD_S):
+    with locked(path.parent, timeout_s=LOCK_TIMEOUT_S):
         return _last_sequence(path)
 
 
@@ -97,7 +97,7 @@ def _add(path: Path, events: Sequence[Mapping[str, Any]], last: int) -> bool:
         False, without a write, if another archiver of the run has already appended events.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path.parent, timeout_s=HELD_S):  # two ingests of a run may overlap for a while
+    with locked(path.parent, timeout_s=LOCK_TIMEOUT_S):  # two ingests of a run may overlap for a while
         if _last_sequence(path) != last:
             return False
         append(path, (json.dumps(event, separators=(",", ":")).encode() for event in events))

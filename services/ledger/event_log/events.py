@@ -369,6 +369,6 @@ def decode_fields(fields: Mapping[str, Any]) -> LedgerEvent:
         return MalformedEvent(seq=seq, time_ms=time_ms, name=kind, problem=f"malformed: {error}")
 
 
-def bound_of(event: CreateEvent | BoundPendingEvent | BoundEvent) -> Bound:
+def event_bound(event: CreateEvent | BoundPendingEvent | BoundEvent) -> Bound:
     """Return the bound stated by an event."""
     return Bound(event.max_staleness, event.groups_per_step, event.policy)

@@ -21,7 +21,7 @@ from protocol.host.file_lock import locked
 
 LINK = "chain"
 """Name of the last member of each line."""
-HELD_S = 5.0
+LOCK_TIMEOUT_S = 5.0
 """Seconds to wait while another process appends to the log."""
 _FIRST = b"0" * 16
 _LINK = re.compile(rb',"chain":"([0-9a-f]{16})"}\n\Z')
@@ -29,7 +29,7 @@ _LENGTH = 29  # bytes matched by the pattern
 _TAIL = 1 << 16
 
 
-def head_of(log: Path) -> Path:
+def head_path(log: Path) -> Path:
     """Return the path of a log's head: audit.head for audit.jsonl."""
     return log.with_suffix(".head")
 
@@ -47,7 +47,7 @@ class Chain:
     def __init__(self, path: Path) -> None:
         """Read the log's head. Must precede reading the log, which may grow."""
         self._previous = _FIRST
-        self._head = head_of(path).name
+        self._head = head_path(path).name
         self._newest = _newest(path)
 
     def follows(self, line: bytes) -> bool:
@@ -76,7 +76,7 @@ def damaged_lines(path: Path, remedy: str = "") -> Iterator[tuple[Path, str]]:
         path: path of the log.
         remedy: text added to the message if the end is missing.
     """
-    head = head_of(path)
+    head = head_path(path)
     if not head.is_file():
         yield head, f"is missing: whether {path.name} has its end is not known"
     chain, cut = Chain(path), ""
@@ -107,7 +107,7 @@ def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None
             be repeated.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    with locked(path, timeout_s=HELD_S, create=True) as handle:
+    with locked(path, timeout_s=LOCK_TIMEOUT_S, create=True) as handle:
         end, last = last_line(handle)
         match = _LINK.search(last)
         link = match[1] if match else _FIRST
@@ -121,7 +121,7 @@ def append(path: Path, bodies: Iterable[bytes], *, durable: bool = True) -> None
             _write(handle, b"".join(lines), end)
             if durable:
                 os.fsync(handle)
-            write_atomically(head_of(path), msgspec.json.encode(_Head(link.decode())), durable=durable)
+            write_atomically(head_path(path), msgspec.json.encode(_Head(link.decode())), durable=durable)
         except OSError as error:
             with contextlib.suppress(OSError):
                 os.ftruncate(handle, end)
@@ -153,7 +153,7 @@ def _link(previous: bytes, body: bytes) -> bytes:
 def _newest(path: Path) -> bytes:
     """Return the link in a log's head; empty without a head, an unmatchable link if it is damaged."""
     try:
-        content = head_of(path).read_bytes()
+        content = head_path(path).read_bytes()
     except FileNotFoundError:
         return b""
     try:

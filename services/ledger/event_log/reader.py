@@ -93,7 +93,7 @@ class _StepsBuilder:
 
     def __init__(self, steps: range) -> None:
         self.steps: dict[int, LoggedStep] = {}
-        self._wanted = steps
+        self._steps_range = steps
         self._leases: dict[int, LeaseEvent | JournalAccept] = {}
         """Group -> its last lease, for groups that are not trained."""
         self._counts: dict[int, Mapping[int, int]] = {}
@@ -129,7 +129,7 @@ class _StepsBuilder:
         if sorted(event.groups) != sorted(taken):  # the take event is lost: restore the order of a take
             taken = sorted(event.groups, key=lambda group: (self._leases[group].deadline, group))
         groups = tuple(_taken_group(self._leases.pop(group), self._counts.pop(group)) for group in taken)
-        if event.step in self._wanted:
+        if event.step in self._steps_range:
             record = StepRecord(event.step, event.epoch, int(event.digest), groups)
             self.steps[event.step] = LoggedStep(record, event.groups, sequence)
 

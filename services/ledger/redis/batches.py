@@ -12,19 +12,19 @@ from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 Word = str | int | float | bytes
-MOST_CALLS = 64
+MAX_CALLS = 64
 """Maximum number of commands in a batch."""
 
 
 class _Call:
     """A command without an answer so far."""
 
-    __slots__ = ("answer", "sends", "turn", "words")
+    __slots__ = ("answer", "holds_lane", "turn", "words")
 
     def __init__(self, words: tuple[Word, ...]) -> None:
         self.words = words
         self.answer: Any = None
-        self.sends = False
+        self.holds_lane = False
         """Whether the call holds a lane, to send the next batch."""
         self.turn: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         """Resolves to True when the call must send a batch, to False once it has its answer."""
@@ -47,7 +47,7 @@ class Batches:
             lanes: maximum number of batches in flight.
         """
         self._send = send
-        self._free = lanes
+        self._free_lanes = lanes
         self._waiting: deque[_Call] = deque()
 
     async def __call__(self, *words: Word) -> Any:
@@ -59,9 +59,9 @@ class Batches:
         call = _Call(words)
         self._waiting.append(call)
         try:
-            if self._free:
-                self._free -= 1
-                call.sends = True
+            if self._free_lanes:
+                self._free_lanes -= 1
+                call.holds_lane = True
                 await self._send_batch(call)
             while await call.turn:
                 await self._send_batch(call)
@@ -70,8 +70,8 @@ class Batches:
                 self._waiting.remove(call)
             raise
         finally:
-            if call.sends:
-                self._pass_on(call)
+            if call.holds_lane:
+                self._pass_lane(call)
         if isinstance(call.answer, Exception):
             raise call.answer
         return call.answer
@@ -79,7 +79,7 @@ class Batches:
     async def _send_batch(self, sender: _Call) -> None:
         """Send the waiting commands and distribute their answers. If cancelled, they are queued again."""
         await asyncio.sleep(0)  # collects the other calls of this event loop iteration
-        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MOST_CALLS))]
+        batch = [self._waiting.popleft() for _ in range(min(len(self._waiting), MAX_CALLS))]
         if batch:
             try:
                 answers = await self._send([call.words for call in batch])
@@ -94,15 +94,16 @@ class Batches:
                 call.answer = answer
                 if not call.turn.done():  # done if cancelled
                     call.turn.set_result(False)
-        self._pass_on(sender)
+        self._pass_lane(sender)
 
-    def _pass_on(self, sender: _Call) -> None:
+    def _pass_lane(self, sender: _Call) -> None:
         """Pass the sender's lane on to the oldest waiting call, or free the lane."""
-        sender.sends = False
-        heir = next((call for call in self._waiting if not (call.sends or call.turn.done())), None)
-        if heir is None:
-            self._free += 1
+        sender.holds_lane = False
+        eligible = (call for call in self._waiting if not (call.holds_lane or call.turn.done()))
+        next_sender = next(eligible, None)
+        if next_sender is None:
+            self._free_lanes += 1
             return
-        heir.sends = True
-        turn, heir.turn = heir.turn, asyncio.get_running_loop().create_future()
+        next_sender.holds_lane = True
+        turn, next_sender.turn = next_sender.turn, asyncio.get_running_loop().create_future()
         turn.set_result(True)

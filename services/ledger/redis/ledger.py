@@ -16,7 +16,7 @@ from services.ledger.interface import (
     RunSpec,
     Snapshot,
     StepRecord,
-    Taken,
+    TakenBatch,
     TakenGroup,
 )
 from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
@@ -68,7 +68,7 @@ class RedisLedger:
         self._tokens = tokens
         self._endpoints: tuple[bytes | None, dict[str, dict[str, str]]] = (None, {})
         """Change count of the registry, and topic -> incarnation -> endpoint at that count."""
-        self._reread_s = 0.0
+        self._reread_at_s = 0.0
         """Time at which the endpoints are read again in any case, on the monotonic clock."""
 
     @classmethod
@@ -147,8 +147,8 @@ class RedisLedger:
     async def endpoints(self, topic: str) -> Mapping[str, str]:
         key = self.keys.of("endpoints")
         changes = await self._connection.command("HGET", key, "")
-        if changes != self._endpoints[0] or time.monotonic() >= self._reread_s:
-            self._reread_s = time.monotonic() + REREAD_S
+        if changes != self._endpoints[0] or time.monotonic() >= self._reread_at_s:
+            self._reread_at_s = time.monotonic() + REREAD_S
             data = dict(await self._connection.command("HGETALL", key))
             self._endpoints = data.get(b""), decode_endpoints(data)
         return self._endpoints[1].get(topic, {})
@@ -185,8 +185,8 @@ class RedisLedger:
     async def drop(self, group: int, token: str, reason: str, wasted: int = 0, detail: str = "") -> None:
         await self._run("drop", group, token, reason, wasted, detail)
 
-    async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
-        await self._run("filter", group, token, tokens, reward, most_batches)
+    async def filter(self, group: int, token: str, tokens: int, reward: float, max_batches: int) -> None:
+        await self._run("filter", group, token, tokens, reward, max_batches)
 
     # -- the trainer
 
@@ -196,8 +196,8 @@ class RedisLedger:
     async def resume(self, epoch: str, version: int, digest: int) -> bool:
         return bool((await self._run("resume", epoch, version, str(digest)))[0])
 
-    async def take(self, epoch: str) -> Taken:
-        return decode((await self._run("take", epoch))[0], Taken)
+    async def take(self, epoch: str) -> TakenBatch:
+        return decode((await self._run("take", epoch))[0], TakenBatch)
 
     async def commit(
         self,
@@ -242,9 +242,9 @@ class RedisLedger:
             pass
 
     async def ended(self, groups: Collection[int]) -> set[int]:
-        asked, found = sorted(groups), set()
-        for start in range(0, len(asked), _READ):
-            found |= {int(group) for group in await self._run("ended", *asked[start : start + _READ])}
+        requested, found = sorted(groups), set()
+        for start in range(0, len(requested), _READ):
+            found |= {int(group) for group in await self._run("ended", *requested[start : start + _READ])}
         return found
 
     # -- settings

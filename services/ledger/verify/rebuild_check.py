@@ -18,16 +18,16 @@ def check_rebuild(state: ReplayState, event: RebuildEvent) -> None:
     state.issue(event.issued)
     for number, group in state.groups.items():
         if group.state is _S.TAKEN:
-            state.place(number, _S.SCORED)
+            state.set_state(number, _S.SCORED)
             group.count_transition("take", -1)
         elif group.state is _S.LEASED:
-            state.place(number, _S.WAITING)
+            state.set_state(number, _S.WAITING)
     for number in event.waiting:
         if state.group(number).state is _S.SCORED:  # newer than the version, or without a place in rule F
-            state.place(number, _S.WAITING)
+            state.set_state(number, _S.WAITING)
     state.running, state.epoch, state.engines = None, event.epoch, {}
     for name, stated in (("scored", event.scored), ("waiting", event.waiting)):
-        found = sorted(number for number, _ in state.in_state(GroupState(name)))
+        found = sorted(number for number, _ in state.groups_in_state(GroupState(name)))
         if sorted(stated) != found:
             state.report(f"groups {sorted(stated)} are {name}, but the log says {found}")
     counters = (event.version, event.issued, event.trained, event.dropped)
@@ -48,7 +48,7 @@ def _accept(state: ReplayState, accepted: JournalAccept) -> None:
     group.token, group.deadline, group.bound = accepted.token, accepted.deadline, accepted.bound
     group.counts = accepted.counts
     group.transitions = {"accept": 1}
-    state.place(number, _S.SCORED)
+    state.set_state(number, _S.SCORED)
     return None
 
 
@@ -57,17 +57,17 @@ def _commit(state: ReplayState, committed: JournalCommit) -> None:
     if step > state.version or step < state.checkpoint:
         state.report(f"the journal says that step {step} was committed, at version {state.version}")
     if step < state.version:  # after a rewind that the log lost
-        for number, group in state.in_state(_S.TRAINED, _S.SCORED):
+        for number, group in state.groups_in_state(_S.TRAINED, _S.SCORED):
             if group.state is _S.TRAINED and group.step >= step:
-                state.place(number, _S.WAITING)
+                state.set_state(number, _S.WAITING)
                 state.trained -= 1
             elif group.state is _S.SCORED and any(
                 version > step for version in sampled_versions(group.counts)
             ):
-                state.place(number, _S.WAITING)
+                state.set_state(number, _S.WAITING)
     for accepted in committed.accepted:
         _accept(state, accepted)
-        state.place(accepted.group, _S.TAKEN)
+        state.set_state(accepted.group, _S.TAKEN)
         state.groups[accepted.group].transitions["take"] = 1
     for number, counts in committed.groups.items():
         state.train(number, step, counts)

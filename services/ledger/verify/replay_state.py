@@ -11,8 +11,8 @@ from protocol.lifecycle import ACTIVE, Event, GroupState, after
 from protocol.staleness import Bound, holds, lag
 
 _S = GroupState
-_ONCE_EACH = {"accept": 1, "take": 1, "commit": 1}
-_INTENDED = {Event.ACCEPT: _S.SCORED, Event.TAKE: _S.TAKEN, Event.COMMIT: _S.TRAINED}
+_EXPECTED_TRANSITIONS = {"accept": 1, "take": 1, "commit": 1}
+_TARGET_STATES = {Event.ACCEPT: _S.SCORED, Event.TAKE: _S.TAKEN, Event.COMMIT: _S.TRAINED}
 """Target state of a forbidden transition, so that one fault is reported only once."""
 
 
@@ -37,9 +37,9 @@ class ReplayedGroup:
     trained_lag: int = 0
     """Largest lag of the group's trained tokens, in versions."""
 
-    def count_transition(self, name: str, by: int) -> None:
-        """Add `by` to the count of an accept, a take or a commit."""
-        self.transitions[name] = self.transitions.get(name, 0) + by
+    def count_transition(self, name: str, increment: int) -> None:
+        """Add `increment` to the count of an accept, a take or a commit."""
+        self.transitions[name] = self.transitions.get(name, 0) + increment
 
 
 class ReplayState:
@@ -50,7 +50,7 @@ class ReplayState:
         """Called with each violation, without the label of its event."""
         self.groups: dict[int, ReplayedGroup] = {}
         """Every group that was ever leased."""
-        self.holding: dict[int, int] = {}
+        self.rule_f_deadlines: dict[int, int] = {}
         """Group -> deadline, for groups that hold a place in rule F."""
         self.trained = 0
         self.dropped = 0
@@ -85,22 +85,22 @@ class ReplayState:
         state = after(group.state, event)
         if state is None:
             self.report(f"group {number}: {event} from {group.state} is not in the table")
-            state = _INTENDED.get(event, group.state)
+            state = _TARGET_STATES.get(event, group.state)
         if event is Event.LEASE or (event is Event.EXTEND and state is _S.LEASED):
             group.expired = False
-        self.place(number, state)
+        self.set_state(number, state)
         return group
 
-    def place(self, number: int, state: GroupState) -> None:
+    def set_state(self, number: int, state: GroupState) -> None:
         """Set a group's state, and add or remove its place in rule F."""
         group = self.groups[number]
         group.state = state
         if state is _S.WAITING:
             group.token, group.counts, group.transitions, group.step = "", {}, {}, -1
         if state is _S.SCORED or (state is _S.LEASED and not group.expired):
-            self.holding[number] = group.deadline
+            self.rule_f_deadlines[number] = group.deadline
         else:
-            self.holding.pop(number, None)
+            self.rule_f_deadlines.pop(number, None)
 
     def train(self, number: int, step: int, counts: Mapping[int, int]) -> None:
         """Train one group of a commit; report tokens that are over the bound or were never accepted."""
@@ -108,7 +108,7 @@ class ReplayState:
         group.count_transition("commit", 1)
         self.trained += 1
         group.step = step
-        if group.transitions != _ONCE_EACH:
+        if group.transitions != _EXPECTED_TRANSITIONS:
             self.report(f"group {number}: {group.transitions} on the path to this commit, not one of each")
         group.trained_lag = max((lag(step, version) for version, n in counts.items() if n), default=0)
         if group.trained_lag > group.bound:
@@ -124,7 +124,7 @@ class ReplayState:
 
     def check_rule_f(self, subject: str) -> None:
         """Report a violation of rule F after an event about `subject`."""
-        if not holds(self.holding.values(), self.next_step(), self.bound):
+        if not holds(self.rule_f_deadlines.values(), self.next_step(), self.bound):
             self.report(f"{subject}: rule F does not hold at step {self.next_step()}")
 
     def check_epoch(self, epoch: str) -> None:
@@ -136,7 +136,7 @@ class ReplayState:
         """Return the version and the numbers of groups issued, trained and dropped."""
         return self.version, len(self.groups), self.trained, self.dropped
 
-    def in_state(self, *states: GroupState) -> list[tuple[int, ReplayedGroup]]:
+    def groups_in_state(self, *states: GroupState) -> list[tuple[int, ReplayedGroup]]:
         """Return the groups in any of `states`, with their numbers."""
         return [(number, group) for number, group in self.groups.items() if group.state in states]
 

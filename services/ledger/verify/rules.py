@@ -27,7 +27,7 @@ from services.ledger.event_log.events import (
     StepsEvent,
     TakeEvent,
     UnhaltEvent,
-    bound_of,
+    event_bound,
 )
 from services.ledger.interface import JournalCommit
 from services.ledger.verify.replay_state import ReplayState, sampled_versions
@@ -54,7 +54,7 @@ class Rules:
         """Epoch of the last resume."""
         self._digests: dict[int, str] = {}
         """Version -> digest of its weights, for versions that no checkpoint covers."""
-        self._stopped: set[str] = set()
+        self._stop_reasons: set[str] = set()
         """Why leasing is stopped: `pending`, `draining`, `halted`."""
         self._waiting: set[int] = set()
         self._expired: set[int] = set()
@@ -71,18 +71,18 @@ class Rules:
         match event:
             case CreateEvent():
                 self._steps, self._prompts = event.steps, event.prompts
-                self._check_bound(bound_of(event))
+                self._check_bound(event_bound(event))
             case StepsEvent():
                 self._before_steps(event)
             case BoundPendingEvent():
-                self._check_bound(bound_of(event))
-                self._stopped.add("pending")
+                self._check_bound(event_bound(event))
+                self._stop_reasons.add("pending")
             case BoundEvent():
-                self._before_bound(bound_of(event))
+                self._before_bound(event_bound(event))
             case DrainEvent():
-                (self._stopped.add if event.on else self._stopped.discard)("draining")
+                (self._stop_reasons.add if event.on else self._stop_reasons.discard)("draining")
             case HaltEvent():
-                self._stopped.add("halted")
+                self._stop_reasons.add("halted")
             case UnhaltEvent():
                 self._before_unhalt()
             case AppliedEvent():
@@ -131,14 +131,14 @@ class Rules:
         """Update the sets of waiting groups and expired leases."""
         match event:
             case GroupEvent():
-                touched = [event.group]
+                changed = [event.group]
             case ResumeEvent():
-                touched = event.waiting
+                changed = event.waiting
             case RebuildEvent():
-                touched = list(self._state.groups)
+                changed = list(self._state.groups)
             case _:
                 return
-        for number in touched:
+        for number in changed:
             group = self._state.groups.get(number)
             state = group.state if group else None
             expired = group is not None and state is _S.LEASED and group.expired
@@ -165,21 +165,21 @@ class Rules:
     def _before_bound(self, new: Bound) -> None:
         state = self._state
         self._check_bound(new)
-        self._stopped.discard("pending")
+        self._stop_reasons.discard("pending")
         if new == state.bound:
             return
         step = state.next_step()
         deadlines = [state.group(number).deadline for number in state.running or ()]
-        untaken = [*state.holding.values(), *deadlines]
+        untaken = [*state.rule_f_deadlines.values(), *deadlines]
         if (
-            not holds(state.holding.values(), step, new)
+            not holds(state.rule_f_deadlines.values(), step, new)
             or len(deadlines) > new.groups_per_step
             or (deadlines and not holds(untaken, state.version, new))
         ):
             state.report(f"{new} is in force at step {step}, but rule F does not hold with it")
 
     def _before_unhalt(self) -> None:
-        self._stopped.discard("halted")
+        self._stop_reasons.discard("halted")
         for number in self._attempts:
             if self._state.groups[number].state in (_S.WAITING, _S.LEASED):
                 self._attempts[number] = 0
@@ -192,7 +192,7 @@ class Rules:
 
     def _before_lease(self, event: LeaseEvent) -> None:
         state, number = self._state, event.group
-        for reason in sorted(self._stopped):
+        for reason in sorted(self._stop_reasons):
             state.report(f"group {number}: leased while leases are stopped ({reason})")
         first = min(self._waiting, default=None) if self._waiting else min(self._expired, default=None)
         if first is not None and number != first:
@@ -204,9 +204,9 @@ class Rules:
         if known is not None and known.token == event.token:
             state.report(f"group {number}: token {event.token} comes twice")
         if known is None or number in self._attempts:
-            wanted = self._attempts.get(number, 0) + 1
-            if event.attempt != wanted:
-                state.report(f"group {number}: attempt {event.attempt}, but it is number {wanted}")
+            expected_attempt = self._attempts.get(number, 0) + 1
+            if event.attempt != expected_attempt:
+                state.report(f"group {number}: attempt {event.attempt}, but it is number {expected_attempt}")
         self._attempts[number], self._served[number] = event.attempt, event.version
 
     def _after_lease(self, event: LeaseEvent) -> None:
@@ -214,7 +214,7 @@ class Rules:
         state.check_rule_f(f"group {number}")
         if self._steps is None:
             return
-        if len(state.holding) > (self._steps - state.next_step()) * state.bound.groups_per_step:
+        if len(state.rule_f_deadlines) > (self._steps - state.next_step()) * state.bound.groups_per_step:
             state.report(f"group {number}: leased beyond the {self._steps} steps of the run")
 
     def _after_accept(self, event: AcceptEvent) -> None:
@@ -247,8 +247,8 @@ class Rules:
             state.report(
                 f"group {number}: dropped for {reason} when it was {group.state}, or without a reward"
             )
-        wanted = {"stale": Policy.MASK, "straggler": Policy.DROP}.get(reason, state.bound.policy)
-        if state.bound.policy is not wanted:
+        expected_policy = {"stale": Policy.MASK, "straggler": Policy.DROP}.get(reason, state.bound.policy)
+        if state.bound.policy is not expected_policy:
             state.report(f"group {number}: dropped as {reason} under {state.bound.policy}")
 
     # -- the trainer
@@ -284,7 +284,7 @@ class Rules:
         """
         undone = [
             number
-            for number, group in self._state.in_state(_S.LEASED, _S.TRAINED, _S.SCORED)
+            for number, group in self._state.groups_in_state(_S.LEASED, _S.TRAINED, _S.SCORED)
             if group.state is _S.LEASED
             or (group.state is _S.TRAINED and group.step >= event.version)
             or (group.state is _S.SCORED and max(sampled_versions(group.counts), default=newest) > newest)
@@ -301,7 +301,9 @@ class Rules:
         if self._steps is not None and event.step >= self._steps:
             state.report(f"step {event.step} is taken, but the run has {self._steps}")
         scored = sorted(
-            (due, number) for number, due in state.holding.items() if state.groups[number].state is _S.SCORED
+            (due, number)
+            for number, due in state.rule_f_deadlines.items()
+            if state.groups[number].state is _S.SCORED
         )
         first = [number for _, number in scored[:B]]
         if batch != first:
@@ -325,9 +327,9 @@ class Rules:
         or LEASED.
         """
         state = self._state
-        live = any(state.groups[number].state is _S.LEASED for number in state.holding)
+        live = any(state.groups[number].state is _S.LEASED for number in state.rule_f_deadlines)
         ended = 0 <= self._prompts <= len(state.groups) and not (live or self._expired or self._waiting)
-        return ended or (bool(self._stopped - {"halted"}) and not live)
+        return ended or (bool(self._stop_reasons - {"halted"}) and not live)
 
     def _after_commit(self, event: CommitEvent) -> None:
         self._digests[event.step + 1] = event.digest
@@ -361,6 +363,6 @@ class Rules:
                 kept = {v: digest for v, digest in self._digests.items() if v <= committed.step}
                 self._digests = kept | {committed.step + 1: committed.digest}
         self._steps, self._lineage, self._resumed = None, set(), ""
-        self._stopped.discard("pending")
+        self._stop_reasons.discard("pending")
         self._attempts, self._served = {}, {}
         self._epochs.add(event.epoch)

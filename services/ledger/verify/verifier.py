@@ -29,8 +29,8 @@ from services.ledger.event_log.events import (
     ResumeEvent,
     TakeEvent,
     UnknownEvent,
-    bound_of,
     decode_line,
+    event_bound,
 )
 from services.ledger.event_log.hash_chain import Chain
 from services.ledger.verify.rebuild_check import check_rebuild
@@ -137,9 +137,9 @@ class Verifier:
             case CreateEvent():
                 if self._sequence != 1:
                     self.violation("the run is created twice")
-                state.bound = bound_of(event)
+                state.bound = event_bound(event)
             case BoundEvent():
-                state.bound = bound_of(event)
+                state.bound = event_bound(event)
             case AppliedEvent():
                 self._applied(event)
             case LeaseEvent():
@@ -205,7 +205,7 @@ class Verifier:
         if group.state is not GroupState.LEASED or group.expired:
             self.violation(f"group {event.group}: no live lease to expire")
         group.expired = True
-        self._state.holding.pop(event.group, None)
+        self._state.rule_f_deadlines.pop(event.group, None)
 
     def _claim(self, event: ClaimEvent) -> None:
         state = self._state
@@ -263,7 +263,7 @@ class Verifier:
     def result(self, gap: str | None = None) -> AuditResult:
         """Return the counters at the end of the log; `gap` describes events missing at the end."""
         state = self._state
-        trained = [group for _, group in state.in_state(GroupState.TRAINED)]
+        trained = [group for _, group in state.groups_in_state(GroupState.TRAINED)]
         active = state.active()
         self._label = "end"
         if gap:

@@ -16,11 +16,11 @@ from services.settings.resume_rules import NOT_COMPARED
 from services.tools.recorded.run import RecordedRun
 from trainer.step.train_command import decode_scored
 
-SHOWN = 8
+MAX_SHOWN_SETTINGS = 8
 """Maximum number of settings shown."""
 FIELDS = (("tokens", "token"), ("loss_mask", "mask"), ("logprobs", "log-probability"))
 """Compared values of each token, and their names."""
-Found = tuple[str, str, str]
+ValueDifference = tuple[str, str, str]
 """Name and place of a value, and its values in both runs."""
 
 
@@ -48,8 +48,8 @@ def compare_runs(first: Path, second: Path) -> dict[str, Any]:
     """
     settings = (run_settings(first), run_settings(second))
     changes = [change for change in differences(*settings) if change.dotted not in NOT_COMPARED]
-    every = range(max(each.run.steps for each in settings))
-    runs = [RecordedRun(each, every) for each in settings]
+    all_steps = range(max(each.run.steps for each in settings))
+    runs = [RecordedRun(each, all_steps) for each in settings]
     made = [len(run.steps) for run in runs]
     step = next((step for step in range(min(made)) if len({*_digests(runs, step)}) > 1), None)
     return {
@@ -63,7 +63,7 @@ def compare_runs(first: Path, second: Path) -> dict[str, Any]:
 def render_comparison(facts: dict[str, Any], runs: tuple[Path, Path]) -> str:
     """Format the result of `compare_runs`."""
     made, found = facts["made"], facts["difference"]
-    shown, more = facts["settings"][:SHOWN], len(facts["settings"]) - SHOWN
+    shown, more = facts["settings"][:MAX_SHOWN_SETTINGS], len(facts["settings"]) - MAX_SHOWN_SETTINGS
     lines = [
         f"equal up to version {facts['versions']}; steps made: {made[0]} in {runs[0]}, {made[1]} in {runs[1]}"
     ]
@@ -76,61 +76,63 @@ def render_comparison(facts: dict[str, Any], runs: tuple[Path, Path]) -> str:
 
 
 def _digests(runs: Sequence[RecordedRun], step: int) -> tuple[str, str]:
-    ours, theirs = (str(run.step(step).record.digest) for run in runs)
-    return ours, theirs
+    first, second = (str(run.step(step).record.digest) for run in runs)
+    return first, second
 
 
 def _first_difference(runs: Sequence[RecordedRun], step: int) -> RunDifference:
     """Return the first difference in a step whose weights differ."""
     for found in (_batch_differences, _record_differences, _tensor_differences):
-        for what, ours, theirs in found(runs, step):
-            return RunDifference(step, what, (ours, theirs))
+        for what, first, second in found(runs, step):
+            return RunDifference(step, what, (first, second))
     text = "the update: its batches are equal, and there is no export of both runs to compare tensors of"
     return RunDifference(step, text, _digests(runs, step))
 
 
-def _batch_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
+def _batch_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[ValueDifference]:
     """Yield the places of a batch at which the groups or their versions differ."""
-    ours, theirs = (
+    first, second = (
         [f"group {group.group} of version {group.version}" for group in run.step(step).record.groups]
         for run in runs
     )
-    for place, (one, other) in enumerate(zip(ours, theirs, strict=False)):
+    for place, (one, other) in enumerate(zip(first, second, strict=False)):
         if one != other:
             yield f"place {place} of the batch", one, other
-    if len(ours) != len(theirs):
-        yield "groups of the batch", str(len(ours)), str(len(theirs))
+    if len(first) != len(second):
+        yield "groups of the batch", str(len(first)), str(len(second))
 
 
-def _record_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
+def _record_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[ValueDifference]:
     """Yield the differences in a step's groups, each in the order of generation."""
     for records in zip(*(run.command(step).records for run in runs), strict=True):
-        ours, theirs = map(decode_scored, records)
-        for what, one, other in _rollout_differences(ours.rollout, theirs.rollout):
-            yield f"group {ours.rollout.group}, {what}", one, other
-        for sample, (one, other) in enumerate(zip(ours.rewards.numpy(), theirs.rewards.numpy(), strict=True)):
+        first, second = map(decode_scored, records)
+        for what, one, other in _rollout_differences(first.rollout, second.rollout):
+            yield f"group {first.rollout.group}, {what}", one, other
+        for sample, (one, other) in enumerate(
+            zip(first.rewards.numpy(), second.rewards.numpy(), strict=True)
+        ):
             if one != other:
-                yield f"group {ours.rollout.group}, sample {sample}, reward", str(one), str(other)
+                yield f"group {first.rollout.group}, sample {sample}, reward", str(one), str(other)
 
 
-def _rollout_differences(ours: Rollout, theirs: Rollout) -> Iterator[Found]:
+def _rollout_differences(first: Rollout, second: Rollout) -> Iterator[ValueDifference]:
     """Yield the differences of a group's prompt, tokens, log-probabilities and versions."""
-    if ours.prompt_tokens.numpy().tolist() != theirs.prompt_tokens.numpy().tolist():
-        yield "prompt", ours.prompt_text, theirs.prompt_text
-    if len(ours.lengths.numpy()) != len(theirs.lengths.numpy()):
-        yield "rows", str(len(ours.lengths.numpy())), str(len(theirs.lengths.numpy()))
+    if first.prompt_tokens.numpy().tolist() != second.prompt_tokens.numpy().tolist():
+        yield "prompt", first.prompt_text, second.prompt_text
+    if len(first.lengths.numpy()) != len(second.lengths.numpy()):
+        yield "rows", str(len(first.lengths.numpy())), str(len(second.lengths.numpy()))
         return
-    samples = range(len(ours.lengths.numpy())) if ours.branches is None else ours.branches.numpy()[:, 0]
+    samples = range(len(first.lengths.numpy())) if first.branches is None else first.branches.numpy()[:, 0]
     for field, name in FIELDS:
-        for row, (one, other) in enumerate(zip(_rows(ours, field), _rows(theirs, field), strict=True)):
-            both = min(len(one), len(other))
-            differing = np.flatnonzero(one[:both] != other[:both])
+        for row, (one, other) in enumerate(zip(_rows(first, field), _rows(second, field), strict=True)):
+            common_length = min(len(one), len(other))
+            differing = np.flatnonzero(one[:common_length] != other[:common_length])
             if len(differing):
                 place = int(differing[0])
                 yield f"sample {samples[row]}, row {row}, {name} {place}", str(one[place]), str(other[place])
             elif len(one) != len(other):
                 yield f"sample {samples[row]}, row {row}, length", str(len(one)), str(len(other))
-    spans = (ours.spans.numpy().tolist(), theirs.spans.numpy().tolist())
+    spans = (first.spans.numpy().tolist(), second.spans.numpy().tolist())
     if spans[0] != spans[1]:
         yield "versions (row, end, version)", str(spans[0]), str(spans[1])
 
@@ -140,17 +142,17 @@ def _rows(rollout: Rollout, field: str) -> list[NDArray[Any]]:
     return np.split(getattr(rollout, field).numpy(), np.cumsum(rollout.lengths.numpy())[:-1])
 
 
-def _tensor_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[Found]:
+def _tensor_differences(runs: Sequence[RecordedRun], step: int) -> Iterator[ValueDifference]:
     """Yield the differing tensors of the version after a step, if both runs exported it."""
     folders = [run.settings.run_dir / "exports" / f"step_{step + 1:08}" for run in runs]
     for path in sorted(folders[0].glob("*.safetensors")):
         if not (folders[1] / path.name).is_file():
             return
-        ours, theirs = load_file(path), load_file(folders[1] / path.name)
-        for name, tensor in ours.items():
-            differing = (tensor != theirs[name]).flatten().nonzero()
+        first, second = load_file(path), load_file(folders[1] / path.name)
+        for name, tensor in first.items():
+            differing = (tensor != second[name]).flatten().nonzero()
             if len(differing):
                 place = int(differing[0])
                 what = f"{len(differing)} of {tensor.numel()} values of {name}, first {place}"
-                one, other = (each.flatten()[place].item() for each in (tensor, theirs[name]))
+                one, other = (each.flatten()[place].item() for each in (tensor, second[name]))
                 yield what, str(one), str(other)

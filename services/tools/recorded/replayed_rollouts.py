@@ -51,10 +51,10 @@ class RolloutReplayer:
                     seed=seed,
                 ),
             )
-            made = self._engine.generate(request, row.versions[first:end].tolist())
-            _check(view.group, row, first, row.tokens[first:end].tolist(), made.tokens)
+            generated = self._engine.generate(request, row.versions[first:end].tolist())
+            _check(view.group, row, first, row.tokens[first:end].tolist(), generated.tokens)
             begin = starts[number]
-            logprobs[begin + first : begin + end] = made.logprobs * row.sampled[first:end]
+            logprobs[begin + first : begin + end] = generated.logprobs * row.sampled[first:end]
         return msgspec.structs.replace(recorded, logprobs=Array.of(logprobs, "float32"))
 
 
@@ -70,13 +70,14 @@ def _turns(rollout: Rollout, rows: tuple[RowView, ...]) -> Iterator[tuple[int, R
         calls[sample] = calls.get(sample, 0) + 1
 
 
-def _check(group: int, row: RowView, first: int, recorded: list[int], made: list[int]) -> None:
-    if recorded == made:
+def _check(group: int, row: RowView, first: int, recorded: list[int], generated: list[int]) -> None:
+    if recorded == generated:
         return
     place = next(
-        (i for i, pair in enumerate(zip(recorded, made, strict=False)) if len({*pair}) > 1), len(made)
+        (i for i, pair in enumerate(zip(recorded, generated, strict=False)) if len({*pair}) > 1),
+        len(generated),
     )
-    found = made[place] if place < len(made) else "an end"
+    found = generated[place] if place < len(generated) else "an end"
     raise TetherError(
         f"group {group}, sample {row.sample}, token {first + place}: {found} was generated, and "
         f"{recorded[place]} is recorded; engine, environment or machine compute otherwise than the run's did"

@@ -35,7 +35,7 @@ from services.settings.resume import EARLIER
 from services.settings.sections import Settings
 from services.tools.recorded.replayed_rollouts import RolloutReplayer
 from services.tools.recorded.run import RecordedRun
-from services.tools.replay import leading, other_settings, save_state
+from services.tools.replay import leading, overridden_settings, save_state
 from trainer.execution.commands import CopyWeightsCommand, DigestWeightsCommand, RestoreCommand
 from trainer.execution.executor import Executor
 from trainer.step.train_command import TrainCommand, decode_scored
@@ -43,7 +43,7 @@ from trainer.storage.archive import Archive
 from trainer.storage.hf_export import write_hf
 from trainer.storage.stored import StoredMessage
 
-MOST_STEPS = 10**9
+MAX_STEPS = 10**9
 ARCHIVE_MB = 1 << 30
 """Limit of the archive's size, large enough for all steps."""
 
@@ -72,26 +72,26 @@ def rerun(
         raise SettingsError(f"{settings.run_dir} cannot be made again: {reason}")
     if directory.exists():
         raise SettingsError(f"{directory} is there already: give another --run-dir")
-    recorded = RecordedRun(settings, range(MOST_STEPS))
+    recorded = RecordedRun(settings, range(MAX_STEPS))
     made = len(recorded.steps)
     to = made if to is None else to
     if not 0 <= to <= made:
         raise SettingsError(f"--to {to}: {settings.run_dir} has versions 0 to {made}")
     end = made if overrides else to
     recorded.settings = settings = _settings_up_to(recorded, end)
-    other = other_settings(settings, overrides, recorded.file_of(0)) if overrides and made else settings
-    target = dataclasses.replace(other, run=dataclasses.replace(other.run, dir=str(directory.absolute())))
-    with directory_written_aside(directory) as aside:
-        dump_settings(target, aside / SETTINGS)
+    forked = overridden_settings(settings, overrides, recorded.file_of(0)) if overrides and made else settings
+    target = dataclasses.replace(forked, run=dataclasses.replace(forked.run, dir=str(directory.absolute())))
+    with directory_written_aside(directory) as draft:
+        dump_settings(target, draft / SETTINGS)
         if overrides and to:  # settings of the steps before the fork
             until = EARLIER.replace("*", str(recorded.step(to - 1).sequence))
-            dump_settings(dataclasses.replace(settings, run=target.run), aside / until)
+            dump_settings(dataclasses.replace(settings, run=target.run), draft / until)
         parent = Parent(str(settings.run_dir), to, tuple(overrides))
-        write_atomically(aside / PARENT, msgspec.json.encode(parent))
+        write_atomically(draft / PARENT, msgspec.json.encode(parent))
         if settings.model.scratch is not None and not settings.model.path:
-            shutil.copytree(settings.model_dir, aside / settings.model_dir.name)
-        making = Rerun(recorded, aside)
-        asyncio.run(making.make(to, end, other))
+            shutil.copytree(settings.model_dir, draft / settings.model_dir.name)
+        making = Rerun(recorded, draft)
+        asyncio.run(making.make(to, end, forked))
     return {
         "run_dir": str(directory),
         "steps": to,
@@ -127,27 +127,27 @@ class Rerun:
         self.digests = list[int]()
         """Digest of the weights after each step."""
 
-    async def make(self, to: int, end: int, other: Settings) -> None:
-        """Repeat the steps up to version `to`, and train the recorded steps up to `end` under `other`."""
+    async def make(self, to: int, end: int, fork_settings: Settings) -> None:
+        """Repeat the steps up to version `to`, and train the recorded steps up to `end` as the fork."""
         settings = self._settings
         replayer = RolloutReplayer(settings, self._versions.__getitem__)
         with leading(settings) as executor:
             async with ScorePool(settings.reward, add_user_modules(settings)) as pool:
                 for step in range(to):
-                    self._hold(executor, step)
+                    self._store_version(executor, step)
                     records = [await self._scored(replayer, one, pool) for one in self._groups(step)]
                     command = self._recorded.command(step)
                     command = msgspec.structs.replace(
                         command, records=[encode_payload(one) for one in records]
                     )
                     await asyncio.to_thread(self._train, executor, settings, command)
-            await asyncio.to_thread(self._fork, executor, to, end, other)
+            await asyncio.to_thread(self._fork, executor, to, end, fork_settings)
         self._write_log(end)
 
     def _groups(self, step: int) -> list[ScoredRollout]:
         return [decode_scored(record) for record in self._recorded.command(step).records]
 
-    def _hold(self, executor: Executor, version: int) -> None:
+    def _store_version(self, executor: Executor, version: int) -> None:
         """Store the newest version, and drop versions under which no token remains to be sampled."""
         tensors = executor.lead(CopyWeightsCommand(self._settings.engine.dtype))
         self._versions[version] = {name: tensor.clone() for name, tensor in tensors.items()}
@@ -186,17 +186,17 @@ class Rerun:
         line = {**report, **{name: value for name, value in measured.items() if name in report}}
         hash_chain.append(self._directory / STEPS, [msgspec.json.encode(line)], durable=False)
 
-    def _fork(self, executor: Executor, to: int, end: int, other: Settings) -> None:
-        """Train the recorded groups of the steps from `to` on under `other`, and export the last version."""
+    def _fork(self, executor: Executor, to: int, end: int, fork_settings: Settings) -> None:
+        """Train the recorded groups of the steps from `to` on as the fork, and export the last version."""
         if to == end:
             self._export(executor, end)
             return
         with tempfile.TemporaryDirectory(prefix="rerun.") as state:
             save_state(executor, state)
-            with leading(other) as forked:
+            with leading(fork_settings) as forked:
                 forked.lead(RestoreCommand(state))
                 for step in range(to, end):
-                    self._train(forked, other, self._recorded.command(step, other))
+                    self._train(forked, fork_settings, self._recorded.command(step, fork_settings))
                 self._export(forked, end)
 
     def _export(self, executor: Executor, version: int) -> None:

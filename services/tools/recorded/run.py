@@ -7,7 +7,7 @@ from typing import Any
 from protocol.errors import SettingsError
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.reader import LoggedStep, committed_steps, read_events
-from services.ledger.interface import Taken
+from services.ledger.interface import TakenBatch
 from services.run_record.steps import read_steps
 from services.runtime.training import train_command
 from services.runtime.user_modules import add_user_modules
@@ -114,7 +114,7 @@ class RecordedRun:
                 f"The archive holds {f'steps {held[0]} to {held[-1]}' if held else 'no step'}; "
                 "trainer.archive_mb limits its size"
             ) from None
-        return train_command(settings or self.settings_of(step), Taken(step, groups), records)
+        return train_command(settings or self.settings_of(step), TakenBatch(step, groups), records)
 
     def _records(self, step: int, keys: list[tuple[int, str]]) -> list[bytes]:
         """Read records from the spool, else from the archive.

@@ -31,7 +31,7 @@ POLL_S = 0.2
 
 
 @dataclass(slots=True)
-class Asked:
+class RequestOptions:
     """Options of the requests to a bare engine, read as each request begins."""
 
     logprobs: bool = False
@@ -114,13 +114,15 @@ def random_weights(model_dir: Path, dtype: str) -> dict[str, torch.Tensor]:
 
 
 @asynccontextmanager
-async def bare_vllm(config: EngineConfig, model_dir: Path, asked: Asked) -> AsyncIterator[Generate]:
+async def bare_vllm(
+    config: EngineConfig, model_dir: Path, options: RequestOptions
+) -> AsyncIterator[Generate]:
     """Yield what has vLLM alone generate, as its own server would be started.
 
     Args:
         config: model length, dtype, and the size of a CPU's cache.
         model_dir: directory of the model's config.
-        asked: read at each request.
+        options: read at each request.
     """
     on_gpu = torch.cuda.is_available()
     set_environment(config)
@@ -156,7 +158,7 @@ async def bare_vllm(config: EngineConfig, model_dir: Path, asked: Asked) -> Asyn
         parameters = SamplingParams(
             max_tokens=request.sampling.max_tokens,
             temperature=1.0,
-            logprobs=0 if asked.logprobs else None,
+            logprobs=0 if options.logprobs else None,
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.FINAL_ONLY,
@@ -173,7 +175,9 @@ async def bare_vllm(config: EngineConfig, model_dir: Path, asked: Asked) -> Asyn
 
 
 @asynccontextmanager
-async def bare_sglang(config: EngineConfig, model_dir: Path, asked: Asked) -> AsyncIterator[Generate]:
+async def bare_sglang(
+    config: EngineConfig, model_dir: Path, options: RequestOptions
+) -> AsyncIterator[Generate]:
     """Yield what has SGLang's server alone generate."""
     port = free_port()
     url = f"http://127.0.0.1:{port}"
@@ -198,7 +202,7 @@ async def bare_sglang(config: EngineConfig, model_dir: Path, asked: Asked) -> As
                 async def generate(request: Request) -> int:
                     body = {
                         "input_ids": list(request.prompt),
-                        "return_logprob": asked.logprobs,
+                        "return_logprob": options.logprobs,
                         "sampling_params": {
                             "max_new_tokens": request.sampling.max_tokens,
                             "temperature": 1.0,

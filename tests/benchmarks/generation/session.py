@@ -22,8 +22,8 @@ import torch
 from rollout.engines.base import EngineConfig, KvPolicy, Request
 from tests.benchmarks.generation.engines import (
     START_S,
-    Asked,
     Commits,
+    RequestOptions,
     bare_sglang,
     bare_vllm,
     ours,
@@ -87,11 +87,11 @@ class Session:
     @asynccontextmanager
     async def _engine(self, config: EngineConfig, model_dir: Path) -> AsyncIterator[Load]:
         if bare := BARE_ENGINES.get(self._arguments.way):
-            asked = Asked()
-            async with bare(config, model_dir, asked) as generate:
+            options = RequestOptions()
+            async with bare(config, model_dir, options) as generate:
 
                 async def load_bare(kind: str, running: int) -> dict[str, Any]:
-                    asked.logprobs = kind == LOGPROBS
+                    options.logprobs = kind == LOGPROBS
                     return {"kind": kind, **await self._rate(generate, running)}
 
                 await self._warm(generate)

@@ -18,7 +18,7 @@ START_S = 300.0
 CALL_S = 120.0
 FULL_S = 60.0
 """For all requests to be decoded at a time."""
-LOOK_S = 0.1
+POLL_S = 0.1
 WORKER = "tests.benchmarks.gpu.worker.MeasuredWorker"
 
 
@@ -147,7 +147,7 @@ class Load:
             while True:
                 if any(step.requests >= self._size.requests for step in await self._engine.steps()):
                     return
-                await asyncio.sleep(LOOK_S)
+                await asyncio.sleep(POLL_S)
 
     async def _repeat(self, slot: int, one: Callable[[int, Request], Awaitable[None]]) -> None:
         count = 0

@@ -29,7 +29,7 @@ from services.ledger.interface import (
     RunSpec,
     Snapshot,
     StepRecord,
-    Taken,
+    TakenBatch,
     TakenGroup,
 )
 from services.ledger.limits import ARCHIVE_LIMIT, check_bound, check_spec
@@ -271,8 +271,8 @@ class MemoryLedger:
             self.run_state.drop(found, reason, detail, wasted)
             self.run_state.apply_pending()
 
-    async def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
-        self.run_state.filter(group, token, tokens, reward, most_batches)
+    async def filter(self, group: int, token: str, tokens: int, reward: float, max_batches: int) -> None:
+        self.run_state.filter(group, token, tokens, reward, max_batches)
 
     # -- the trainer
 
@@ -283,7 +283,7 @@ class MemoryLedger:
     async def resume(self, epoch: str, version: int, digest: int) -> bool:
         return trainer.resume(self.run_state, epoch, version, digest)
 
-    async def take(self, epoch: str) -> Taken:
+    async def take(self, epoch: str) -> TakenBatch:
         return trainer.take(self.run_state, epoch)
 
     async def commit(

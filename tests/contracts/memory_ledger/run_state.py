@@ -23,7 +23,7 @@ from services.ledger.event_log.events import (
     ReleaseEvent,
     UnhaltEvent,
 )
-from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, Taken, TakenGroup
+from services.ledger.interface import Lease, LedgerStatus, Peer, RunSpec, StepRecord, TakenBatch, TakenGroup
 from tests.contracts.memory_ledger.run_clock import RunClock
 
 WAITS_MS, BUSIER = 5000, 1.2
@@ -79,7 +79,7 @@ class RunState:
     """Epoch, version, digest and answer of the last resume."""
     digest: int | None = None
     """Digest of the weights of `version`; None if no trainer has stated it."""
-    running: Taken | None = None
+    running: TakenBatch | None = None
     unreported_drops: list[int] = field(default_factory=list)
     """Groups that takes have dropped and no batch has reported yet."""
     checkpoint: int = 0
@@ -286,14 +286,14 @@ class RunState:
         if too_many and reason != NO_SIGNAL:
             self.halt(reason)
 
-    def filter(self, group: int, token: str, tokens: int, reward: float, most_batches: int) -> None:
+    def filter(self, group: int, token: str, tokens: int, reward: float, max_batches: int) -> None:
         """Drop a leased group without signal, and halt the run at its limit; see `Ledger.filter`."""
         found = self.held(group, token, forgotten=Reason.DUPLICATE)
         if found.state is not GroupState.LEASED:
             return
         self.drop(found, NO_SIGNAL, wasted_tokens=tokens, reward=reward)
         self.filtered += 1
-        if 0 < most_batches * self.bound.groups_per_step <= self.filtered:
+        if 0 < max_batches * self.bound.groups_per_step <= self.filtered:
             self.halt(NO_SIGNAL)
         self.apply_pending()
 

@@ -19,7 +19,7 @@ from services.ledger.event_log.events import (
     ResumeEvent,
     TakeEvent,
 )
-from services.ledger.interface import RunSpec, Snapshot, StepRecord, Taken, TakenGroup
+from services.ledger.interface import RunSpec, Snapshot, StepRecord, TakenBatch, TakenGroup
 from services.ledger.limits import check_spec
 from tests.contracts.memory_ledger.run_state import Group, RunState
 
@@ -100,7 +100,7 @@ def _rewind(run: RunState, version: int, newest: int) -> list[int]:
     return waiting
 
 
-def take(run: RunState, epoch: str) -> Taken:
+def take(run: RunState, epoch: str) -> TakenBatch:
     """Take the batch of the next step; see `Ledger.take`."""
     run.fence(epoch)
     if run.running is not None:
@@ -118,7 +118,9 @@ def take(run: RunState, epoch: str) -> Taken:
     _resolve_stragglers(run, batch)
     for group in batch:
         run.transition(group, Event.TAKE)
-    run.running = Taken(run.version, tuple(group.taken() for group in batch), tuple(run.unreported_drops))
+    run.running = TakenBatch(
+        run.version, tuple(group.taken() for group in batch), tuple(run.unreported_drops)
+    )
     run.unreported_drops = []
     run.append(TakeEvent(epoch=epoch, step=run.version, groups=[group.group for group in batch]))
     return run.running

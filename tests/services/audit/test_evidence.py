@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from services.audit.evidence import ALTERNATIVES, MOST_STARTS, Evidence, FalseAlarms, rate_ratios
+from services.audit.evidence import ALTERNATIVES, MAX_STARTS, Evidence, FalseAlarms, rate_ratios
 from tests.changes import slow_unless_changed
 
 RATE = 0.002
@@ -32,7 +32,7 @@ def test_evidence_is_found_within_three_steps_after_a_long_clean_past() -> None:
         largest, evidence = run([RATE / 10] * past + [0.2] * 3, 100, generator)
         assert largest > np.log(1e3)
         assert past - 1 <= evidence.since <= past + 2
-        assert len(evidence._starts) <= MOST_STARTS
+        assert len(evidence._starts) <= MAX_STARTS
 
 
 def test_expectation_of_every_ratio_is_at_most_one_for_smaller_rates() -> None:

@@ -21,16 +21,16 @@ from reward.config import RewardConfig, VerifierConfig
 from rollout.engines.base import EngineConfig, KvPolicy
 from rollout.engines.contract.models import tiny_model
 from services.audit import live, recompute
-from services.audit.auditor import AuditedStep, Auditor, Unchanged
+from services.audit.auditor import AuditedStep, Auditor, UnchangedSteps
 from services.audit.budget import Budget
-from services.audit.live import FILE, START_S, LiveAudit
+from services.audit.live import FILE, MIN_START_S, LiveAudit
 from services.audit.recompute import (
-    ADAPTED,
-    FEWEST_TOKENS,
+    ADAPTER_MEMORY_FACTOR,
     MEMORY_SHARE,
+    MIN_PASS_TOKENS,
     MODEL_BYTES,
-    Means,
-    means_of,
+    RecomputeResources,
+    recompute_resources,
     recomputers,
 )
 from services.audit.records import Expectations, rewards
@@ -104,7 +104,7 @@ def test_version_that_waits_is_not_replaced_before_its_groups_are_trained(tmp_pa
 
 
 def test_nothing_is_begun_before_the_budget_covers_it(tmp_path: Path) -> None:
-    for seconds, begins in ((START_S - 0.01, False), (START_S, True)):
+    for seconds, begins in ((MIN_START_S - 0.01, False), (MIN_START_S, True)):
         audit = audit_of(settings_of(tmp_path), share=seconds / 100)
         audit.hold(version(0))
         observe(audit, 0, MOVED, 7)
@@ -114,14 +114,14 @@ def test_nothing_is_begun_before_the_budget_covers_it(tmp_path: Path) -> None:
 def test_version_is_held_once_there_is_time_to_load_the_models(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "means_of", lambda settings, operations: Means(1.0, load_s=5.0))
+    monkeypatch.setattr(live, "recompute_resources", lambda *_: RecomputeResources(1.0, load_s=5.0))
     monkeypatch.setattr(live, "read_version", lambda manifest, timeout_s: {})
     for seconds, held in ((4.9, []), (5.1, [0])):
         audit = audit_of(settings_of(tmp_path), share=seconds / 100)
         audit.hold(version(0))
         monkeypatch.setattr(audit.budget, "note_thread", lambda: None)  # the time of the tests before
         audit._carry_out(audit._work.get_nowait())
-        assert [*audit._held] == held
+        assert [*audit._held_versions] == held
         audit.hold(version(1))
         assert taken(audit) == ([] if held else [1])
 
@@ -132,7 +132,7 @@ def test_version_is_read_only_if_time_for_a_row_remains_then(
     audit, taken_s = audit_of(settings_of(tmp_path), share=0.1), [0.0]  # 10 s
     audit._auditor = Auditor((None, None), share=1.0, dtype="float32", expectations=Expectations())  # type: ignore[arg-type]
     audit._auditor.row_s = 1.0
-    monkeypatch.setattr(live, "means_of", lambda settings, operations: Means(1.0, load_s=99.0))
+    monkeypatch.setattr(live, "recompute_resources", lambda *_: RecomputeResources(1.0, load_s=99.0))
     monkeypatch.setattr(time, "thread_time", lambda: taken_s[0])
 
     def read(manifest: WeightManifest, timeout_s: float) -> dict[str, Any]:
@@ -145,11 +145,11 @@ def test_version_is_read_only_if_time_for_a_row_remains_then(
     assert audit.is_due(plan_of(0, 7))  # 5.4 s remain for rows of version 0
     audit.hold(version(2))
     audit._carry_out(audit._work.get_nowait())
-    assert [*audit._held] == [0]  # 4.6 s and 1 s are more
+    assert [*audit._held_versions] == [0]  # 4.6 s and 1 s are more
     audit._auditor.row_s = 0.7
     audit.hold(version(3))
     audit._carry_out(audit._work.get_nowait())
-    assert [*audit._held] == [3]
+    assert [*audit._held_versions] == [3]
     assert audit.is_due(plan_of(3, 7))
 
 
@@ -168,7 +168,7 @@ def test_digests_of_the_trainer_leave_most_of_the_budget(tmp_path: Path) -> None
 def test_calls_of_verifiers_are_charged(tmp_path: Path) -> None:
     audit, asked = audit_of(settings_of(tmp_path)), threading.Event()
     audit._rewards = lambda rollout: asked.wait(0.05) or [1.0]
-    assert audit._scored_again(None) == [1.0]  # type: ignore[arg-type]
+    assert audit._rescore(None) == [1.0]  # type: ignore[arg-type]
     assert audit.budget.spent_s >= 0.05
 
 
@@ -195,15 +195,15 @@ def test_models_are_not_loaded_for_long_passes_or_quantised_engines(tmp_path: Pa
     tiny_model(0).save_pretrained(tmp_path / "model")
     parameters = sum(one.numel() for one in tiny_model(0).parameters())
 
-    def means(operations: float, **arguments: str) -> Means | None:
+    def resources(operations: float, **arguments: str) -> RecomputeResources | None:
         engine, model = EngineConfig(arguments=arguments), ModelConfig(path=str(tmp_path / "model"))
-        return means_of(settings_of(tmp_path, model=model, engine=engine), operations)
+        return recompute_resources(settings_of(tmp_path, model=model, engine=engine), operations)
 
-    enough = 2.0 * parameters * FEWEST_TOKENS
-    assert means(enough) is not None
-    assert means(enough - 1) is None
-    assert means(enough, quantization="fp8") is None
-    assert means(enough, kv_cache_dtype="fp8") is None
+    enough = 2.0 * parameters * MIN_PASS_TOKENS
+    assert resources(enough) is not None
+    assert resources(enough - 1) is None
+    assert resources(enough, quantization="fp8") is None
+    assert resources(enough, kv_cache_dtype="fp8") is None
 
 
 def test_no_version_is_read_where_none_is_recomputed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -211,21 +211,21 @@ def test_no_version_is_read_where_none_is_recomputed(tmp_path: Path, monkeypatch
     kept.hold(version(0))
     assert taken(kept) == []
     poor = audit_of(settings_of(tmp_path))
-    monkeypatch.setattr(live, "means_of", lambda settings, operations: None)
+    monkeypatch.setattr(live, "recompute_resources", lambda settings, operations: None)
     assert poor._carry_out(version(0)) == []  # reading it would fail: it has no files
     poor.hold(version(5))
-    assert (taken(poor), poor._held) == ([], {})
+    assert (taken(poor), poor._held_versions) == ([], {})
 
 
 def test_version_that_was_retired_is_missed_and_the_next_one_is_held(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     audit = audit_of(settings_of(tmp_path))
-    monkeypatch.setattr(live, "means_of", lambda settings, operations: Means(1.0, 5.0))
+    monkeypatch.setattr(live, "recompute_resources", lambda *_: RecomputeResources(1.0, 5.0))
     held = []
 
     def read(manifest: WeightManifest, timeout_s: float) -> dict[str, Any]:
-        held.append(dict(audit._held))
+        held.append(dict(audit._held_versions))
         if manifest.version == 2:
             raise OSError("no file")
         return {}
@@ -234,7 +234,7 @@ def test_version_that_was_retired_is_missed_and_the_next_one_is_held(
     audit.hold(version(0))
     for number in (0, 2):
         audit._carry_out(version(number))
-    assert (audit._held, held) == ({}, [{}, {}])  # the one before is let go first
+    assert (audit._held_versions, held) == ({}, [{}, {}])  # the one before is let go first
     taken(audit)
     audit.hold(version(1))
     assert taken(audit) == [1]
@@ -318,7 +318,7 @@ def test_unchanged_steps_count_only_if_they_follow_each_other(tmp_path: Path) ->
     observe(audit, 28, MOVED)
     # step 19 was unchanged, too
     assert taken(audit) == [8, 9]
-    assert Unchanged("float32", 1).is_fault
+    assert UnchangedSteps("float32", 1).is_fault
 
 
 async def test_audit_that_fails_ends_and_is_logged_once_with_its_place(
@@ -346,7 +346,7 @@ async def test_end_of_the_run_is_told_to_the_thread(tmp_path: Path, monkeypatch:
 
     def work(given: Any) -> list[Any]:
         began.set()
-        assert audit._over.wait(10)
+        assert audit._ended.wait(10)
         ended.set()
         return []
 
@@ -371,7 +371,7 @@ def test_memory_is_that_of_models_and_version_or_of_whole_models_beside_adapters
         settings_of(tmp_path, model=path, lora=LoraConfig(rank=2)),
     )
     half = settings_of(tmp_path, model=path, engine=EngineConfig(dtype="bfloat16"))
-    held = ((plain, MODEL_BYTES + 4), (half, MODEL_BYTES + 2), (adapted, MODEL_BYTES * ADAPTED))
+    held = ((plain, MODEL_BYTES + 4), (half, MODEL_BYTES + 2), (adapted, MODEL_BYTES * ADAPTER_MEMORY_FACTOR))
     for settings, each in held:
         needed = int(parameters * each / MEMORY_SHARE)
         monkeypatch.setattr(recompute, "memory_available", lambda free=needed - 8: free)

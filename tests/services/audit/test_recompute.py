@@ -109,8 +109,8 @@ def test_scores_do_not_depend_on_the_chunks(model_dir: Path, monkeypatch: pytest
 def test_row_whose_pass_takes_too_much_memory_is_left_out_counted_and_logged_once(
     model_dir: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    tables = recompute.CHUNK * 512 * 8 * recompute.TABLES
-    model = Recomputer(model_dir, room=tables + 2 * 4 * 8 * 8 * 4)  # 4 heads, 8 tokens
+    tables = recompute.CHUNK * 512 * 8 * recompute.FLOAT64_TABLES
+    model = Recomputer(model_dir, max_row_bytes=tables + 2 * 4 * 8 * 8 * 4)  # 4 heads, 8 tokens
     group = SimpleNamespace(
         plan=SimpleNamespace(temperature=1.0),
         view=SimpleNamespace(group=7, prompt=PROMPT, rows=[row_of([1] * n) for n in (4, 5, 6)]),

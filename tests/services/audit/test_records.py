@@ -20,11 +20,11 @@ def test_records_of_chosen_groups_alone_are_decoded_with_bound_and_rows() -> Non
     places = [(3, 0), (8, 1), (8, 1), (9, 2)]
     plan = SimpleNamespace(samples=[SimpleNamespace(group=group, row=row) for group, row in places])
     command = SimpleNamespace(records=[b"no record", record, b"no record"], bounds=[1, 2, 3])
-    [found] = TrainedGroup.chosen(plan, command, lambda group: group == 8)  # type: ignore[arg-type]
+    [found] = TrainedGroup.select(plan, command, lambda group: group == 8)  # type: ignore[arg-type]
     assert (found.view.group, found.bound, found.rows) == (8, 2, (1, 2))
     assert [row.tokens.tolist() for row in found.view.rows] == [[5, 6], [7]]
     with pytest.raises(ProtocolError):
-        TrainedGroup.chosen(plan, command, lambda group: group == 3)  # type: ignore[arg-type]
+        TrainedGroup.select(plan, command, lambda group: group == 3)  # type: ignore[arg-type]
 
 
 def test_weights_are_checked_beside_a_sample_without_a_sampled_token() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from protocol.rollout_view import decode_rollout
 from services.audit.auditor import Auditor
-from services.audit.live import expectations_of
+from services.audit.live import build_expectations
 from services.audit.recompute import POWERS, RowScores
 from services.audit.records import Expectations, TrainedGroup
 from tests.trainer.groups import GroupSpec, SampleSpec, scored
@@ -47,4 +47,4 @@ def test_samples_are_chosen_by_their_end_or_their_rewards(
     kind = type(getattr(settings, section))
     settings = settings_of(tmp_path, 0, **{section: kind(**changed)})
     build_scratch(SCRATCH, settings.model_dir)
-    assert expectations_of(settings, lambda rollout: None).are_draws is are_draws
+    assert build_expectations(settings, lambda rollout: None).are_draws is are_draws

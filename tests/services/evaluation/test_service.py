@@ -15,12 +15,12 @@ from rollout.prompts.base import Prompt
 from services.evaluation.scoring import open_scorer
 from services.evaluation.service import (
     Evaluator,
-    forget_left_out,
     is_scored,
-    keys_of,
     next_snapshot,
     read_snapshots,
+    remove_skip_marks,
     remove_snapshot,
+    score_keys,
 )
 from services.launcher.finishing import waiting_versions
 from services.observability.service_rows import ROOM
@@ -56,7 +56,7 @@ async def test_a_damaged_snapshot_that_was_begun_is_named_and_left_out(
     errors = [record.message for record in caplog.records if record.levelno == logging.ERROR]
     assert len(errors) == 1
     assert f"evaluation.left_out snapshot={damaged.location} attempts=3" in errors[0]
-    forget_left_out(tmp_path)
+    remove_skip_marks(tmp_path)
     assert waiting_versions(tmp_path) == [2]
 
 
@@ -116,9 +116,9 @@ def test_next_snapshot_is_what_was_begun_then_the_first_then_the_newest(tmp_path
     order = []
     while (chosen := next_snapshot(snapshots, scored, SETS)) is not None:
         order.append(chosen.version)
-        scored |= set(keys_of(chosen, SETS))
+        scored |= set(score_keys(chosen, SETS))
     assert order == [0, 4, 2]
-    assert next_snapshot(snapshots, {keys_of(older, SETS)[0]}, SETS) == older
+    assert next_snapshot(snapshots, {score_keys(older, SETS)[0]}, SETS) == older
     assert next_snapshot([], set(), SETS) is None
 
 
@@ -126,7 +126,7 @@ def test_other_weights_of_the_same_version_are_scored_again(tmp_path: Path) -> N
     before = written(tmp_path, 4)
     after = written(tmp_path, 4, epoch="e2", value=7.0)
     same = written(tmp_path, 4, epoch="e3", value=7.0)
-    scored = set(keys_of(before, SETS))
+    scored = set(score_keys(before, SETS))
     assert not is_scored(after, scored, SETS)
-    scored |= set(keys_of(after, SETS))
+    scored |= set(score_keys(after, SETS))
     assert is_scored(same, scored, SETS)

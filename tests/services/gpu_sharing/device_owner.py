@@ -14,7 +14,7 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from rollout.engines.multi_process.parent_watch import OWNER, exit_with_parent
-from services.gpu_sharing.device_lock import DeviceLock, given_device
+from services.gpu_sharing.device_lock import DeviceLock, inherited_device
 
 
 def engine(ready: Connection) -> None:
@@ -24,7 +24,7 @@ def engine(ready: Connection) -> None:
 
 
 def rank(run_dir: Path, ready: Connection) -> None:
-    device = given_device(run_dir)
+    device = inherited_device(run_dir)
     assert device is not None
     assert device.try_acquire(exclusive=True)
     ready.send("")

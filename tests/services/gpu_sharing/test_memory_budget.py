@@ -38,7 +38,7 @@ def shares(
 def test_the_turns_are_added_up_from_the_settings() -> None:
     found = shares(140, engine={"memory_fraction": 0.5})
     assert found == GpuMemory(engines=70, staging=14, published=0, trainer=7 * (2 + 4 + 4 + 8))
-    assert (found.engines_turn, found.trainers_turn(1)) == (84 + CONTEXT_GB, 126 + CONTEXT_GB)
+    assert (found.engine_turn_gb, found.trainer_turn_gb(1)) == (84 + CONTEXT_GB, 126 + CONTEXT_GB)
     assert (
         shares(140, engine={"memory_fraction": 0.5, "staging_mb": 2048}, trainer={"memory_gb": 40}).staging
         == 2

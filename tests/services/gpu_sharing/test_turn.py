@@ -69,7 +69,7 @@ async def test_an_engine_waits_until_a_trainer_has_ended_its_turn_and_then_holds
                 with trainers(trainer) as mine:
                     turn.notify()
                     await mine.acquire()
-                    assert mine.mine
+                    assert mine.has_device
                     assert await holders(trainer) == []
                     assert not taking.done()
                     await mine.release()
@@ -94,7 +94,7 @@ async def test_a_trainer_waits_for_engines_and_gives_up_by_name(settings: Settin
                 match=rf"^{worker.incarnation} still held the device after 0\.2 s \(colocated\.wait_s\)",
             ):
                 await mine.acquire()
-            assert not mine.mine
+            assert not mine.has_device
 
 
 async def test_a_trainer_does_not_begin_beside_an_engine_that_the_registry_has_lost(

@@ -42,7 +42,7 @@ async def opened(directory: Path, **ledger: float) -> AsyncIterator[tuple[Embedd
 async def test_the_error_that_ends_it_is_not_hidden_by_an_archive_that_fails(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("services.ledger.event_log.archiver.HELD_S", 0.05)
+    monkeypatch.setattr("services.ledger.event_log.archiver.LOCK_TIMEOUT_S", 0.05)
     held = os.open(tmp_path, os.O_RDONLY)
     try:
         async with opened(tmp_path) as (_, process), asyncio.TaskGroup() as tasks:

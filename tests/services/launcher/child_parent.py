@@ -13,7 +13,7 @@ from tests.services.launcher.patient_spares import PROGRAM, PatientSpares, kept_
 
 async def main(log: Path) -> None:
     """Run until killed."""
-    spare.AFTER_S = 0.0
+    spare.REPLACE_DELAY_S = 0.0
     spares = PatientSpares(log.parent)
     environ = {name: os.environ[name] for name in ("BEHAVIOUR", "ROLL", "PYTHONPATH")}
     async with kept_spares(spares):

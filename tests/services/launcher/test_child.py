@@ -98,8 +98,8 @@ async def make(
     tmp_path: Path, roll: Roll, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Callable[..., SupervisedProcess]]:
     """Makes children that are started anew each time, or were spares each time."""
-    monkeypatch.setattr("services.launcher.spare.AFTER_S", 0.0)
-    monkeypatch.setattr("services.launcher.child.EARLY_S", 0.0)
+    monkeypatch.setattr("services.launcher.spare.REPLACE_DELAY_S", 0.0)
+    monkeypatch.setattr("services.launcher.child.EARLY_EXIT_S", 0.0)
     spares = None if request.param == "anew" else PatientSpares(tmp_path)
 
     def child(
@@ -208,7 +208,7 @@ async def test_a_log_is_cut_while_its_service_runs_and_the_last_line_is_still_kn
             log.write(b"\nout of cheese\n")
         await eventually(lambda: child.log_path.stat().st_size == 0)
         os.kill(caller.pid, signal.SIGKILL)
-    assert "out of cheese" in child.given_up
+    assert "out of cheese" in child.failure_reason
 
 
 def test_who_appends_to_a_log_goes_on_at_its_new_end(tmp_path: Path) -> None:
@@ -252,8 +252,8 @@ async def test_an_optional_child_that_dies_too_often_is_given_up(
         child = make(behaviour, restarts=1, optional=True)
         await child.keep_running()
         assert child.finished.is_set()
-        assert cause in child.given_up
-        assert f"service.given_up name=worker.0 reason={child.given_up}" in caplog.text
+        assert cause in child.failure_reason
+        assert f"service.given_up name=worker.0 reason={child.failure_reason}" in caplog.text
 
 
 async def test_work_that_is_done_is_not_started_again(make: Callable[..., SupervisedProcess]) -> None:

@@ -75,7 +75,7 @@ def test_versions_without_scores_are_named(tmp_path: Path, process: SupervisedPr
     assert describe_unscored(settings, 0, 7, process) == (
         "evaluation: 3 of 5 versions were scored, not versions 2, 7 (not in time, see docs/evaluation.md)"
     )
-    process.given_up = "evaluation died 6 times in a minute"
+    process.failure_reason = "evaluation died 6 times in a minute"
     assert describe_unscored(settings, 6, 7, process) == (
         "evaluation: 1 of 2 versions were scored, not version 7; evaluation died 6 times in a minute"
     )

@@ -27,8 +27,8 @@ PYTHONPATH = {"PYTHONPATH": os.getcwd()}
 
 @pytest.fixture
 def spares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Spares:
-    monkeypatch.setattr(spare, "AFTER_S", 0.0)
-    monkeypatch.setattr(spare, "AGAIN_S", 0.0)
+    monkeypatch.setattr(spare, "REPLACE_DELAY_S", 0.0)
+    monkeypatch.setattr(spare, "RETRY_S", 0.0)
     return Spares(tmp_path)
 
 
@@ -124,19 +124,19 @@ async def test_spares_that_do_not_fork_are_given_up(
     seen: list[int] = []
     spares.add("worker.0", PROGRAM, PYTHONPATH)
     async with kept_spares(spares):
-        for _ in range(spare.TRIES):
+        for _ in range(spare.MAX_TRIES):
             await eventually(lambda before=seen: bool(waiting(spares)) and waiting(spares) != before)
             seen = waiting(spares)
             os.kill(seen[0], signal.SIGSTOP)
             assert await spares.take("worker.0", PROGRAM, PYTHONPATH, tmp_path / "worker.0.log") is None
-        await eventually(lambda: f"tries={spare.TRIES}" in caplog.text)
+        await eventually(lambda: f"tries={spare.MAX_TRIES}" in caplog.text)
         assert not spares._ready
 
 
 async def test_a_spare_whose_fork_ends_without_its_order_is_replaced(
     spares: Spares, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    environ, log, fork = {**PYTHONPATH, "BEHAVIOUR": "0 one"}, tmp_path / "worker.0.log", spare._forked
+    environ, log, fork = {**PYTHONPATH, "BEHAVIOUR": "0 one"}, tmp_path / "worker.0.log", spare._fork
 
     async def killed(parent: Spare) -> ForkedProcess:
         process = await fork(parent)
@@ -149,7 +149,7 @@ async def test_a_spare_whose_fork_ends_without_its_order_is_replaced(
         await eventually(lambda: bool(waiting(spares)))
         (first,) = waiting(spares)
         with monkeypatch.context() as killing:
-            killing.setattr(spare, "_forked", killed)
+            killing.setattr(spare, "_fork", killed)
             process = await spares.take("worker.0", PROGRAM, environ, log)
         assert process is None or process.returncode == -signal.SIGKILL
         await eventually(lambda: bool(waiting(spares)) and waiting(spares) != [first])
@@ -213,7 +213,7 @@ async def test_a_service_that_dies_waits_for_a_spare_that_imports_already(
 async def test_a_service_does_not_wait_for_a_spare_that_hangs_in_its_imports(
     spares: Spares, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spare, "LATE_S", 0.1)
+    monkeypatch.setattr(spare, "IMPORT_WAIT_S", 0.1)
     environ, others = {**PYTHONPATH, "BEHAVIOUR": "0 one"}, set(psutil.Process().children())
     spares.add("worker.0", PROGRAM, environ)
     async with asyncio.timeout(60), kept_spares(spares):
@@ -243,16 +243,16 @@ async def test_spares_that_cannot_import_are_given_up_and_their_log_says_why(
 ) -> None:
     spares.add("worker.0", "tests.no_such", PYTHONPATH)
     async with kept_spares(spares):
-        await eventually(lambda: f"tries={spare.TRIES}" in caplog.text)
+        await eventually(lambda: f"tries={spare.MAX_TRIES}" in caplog.text)
         assert await spares.take("worker.0", "tests.no_such", PYTHONPATH, tmp_path / "worker.0.log") is None
-    assert caplog.text.count("spare.died name=worker.0") == spare.TRIES
+    assert caplog.text.count("spare.died name=worker.0") == spare.MAX_TRIES
     assert "No module named 'tests.no_such'" in (tmp_path / "spare.worker.0.log").read_text()
 
 
 async def test_no_spare_is_started_without_memory_for_it(
     spares: Spares, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(spare, "ROOM_BYTES", 1 << 60)
+    monkeypatch.setattr(spare, "MIN_FREE_BYTES", 1 << 60)
     spares.add("worker.0", PROGRAM, PYTHONPATH)
     before = psutil.Process().children()
     async with kept_spares(spares):

@@ -11,7 +11,7 @@ from hypothesis.stateful import RuleBasedStateMachine
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import GroupState
 from protocol.staleness import Bound, Policy, trainable_counts
-from services.ledger.interface import Lease, Peer, Taken
+from services.ledger.interface import Lease, Peer, TakenBatch
 from tests.contracts.ledger_rebuild import builder_of, journal_of, snapshot_of
 from tests.contracts.ledger_rig import MemoryRig, RedisRig, spec
 
@@ -36,7 +36,7 @@ class Moves(RuleBasedStateMachine):
         self.request = ""
         self.epochs = ["e0"]
         self.leases: list[Lease] = []
-        self.taken: Taken | None = None
+        self.taken: TakenBatch | None = None
         self.events: list[Any] = []
         options: dict[str, Any] = {"tokens": lambda: f"t{self.calls}"}
         self.memory = MemoryRig(**options)
@@ -111,7 +111,7 @@ class Moves(RuleBasedStateMachine):
     def take(self, pick: Pick) -> None:
         epoch = self.some_epoch(pick)
         taken = self.both(lambda ledger: ledger.take(epoch))
-        if isinstance(taken, Taken):
+        if isinstance(taken, TakenBatch):
             self.taken = taken
 
     def commit(self, pick: Pick) -> None:

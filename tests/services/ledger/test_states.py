@@ -16,7 +16,7 @@ import pytest
 from protocol.errors import Reason, Refused
 from protocol.lifecycle import ACTIVE, GroupState
 from protocol.staleness import Policy, holds, is_published, trainable_counts
-from services.ledger.interface import Taken
+from services.ledger.interface import TakenBatch
 from tests.changes import slow_unless_changed
 from tests.contracts.ledger_rig import spec
 from tests.contracts.memory_ledger.ledger import MemoryLedger
@@ -230,7 +230,7 @@ async def publish(ledger: MemoryLedger) -> None:
     )
 
 
-async def commit(ledger: MemoryLedger, taken: Taken, publishes: Publishes) -> None:
+async def commit(ledger: MemoryLedger, taken: TakenBatch, publishes: Publishes) -> None:
     """Under wait and drop every token must be within the bound; under mask every group must have one that
     is."""
     trained = {}

@@ -192,7 +192,7 @@ async def test_an_emptied_server_gets_what_the_journal_has(tmp_path: Path) -> No
 async def test_a_long_rebuild_is_told_at_its_beginning_and_each_at_its_end(
     tmp_path: Path, many: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(reconcile_module, "MANY_EVENTS", many)
+    monkeypatch.setattr(reconcile_module, "LARGE_REBUILD_EVENTS", many)
     async with kept(tmp_path) as here:
         known, size = await here.archived(), (tmp_path / FILE).stat().st_size
         here.command("FLUSHALL")

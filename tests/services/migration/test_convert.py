@@ -8,7 +8,7 @@ import pytest
 
 from protocol.errors import SettingsError
 from services.migration.convert import convert
-from services.migration.maps import CARRIED
+from services.migration.maps import CONVERSIONS
 from services.migration.sources import read
 from services.settings.load import compose_settings
 from tests.docs.pages import DOCS
@@ -253,7 +253,7 @@ def test_page_has_every_name_that_is_carried_over() -> None:
     dashes = {"slime": "--"}
     missing = [
         name
-        for source, carried in CARRIED.items()
+        for source, carried in CONVERSIONS.items()
         for name in carried
         if f"`{dashes.get(source, '')}{name}`" not in page
     ]

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from services.observability.printable import ESCAPED, KEPT, one_line, printable
+from services.observability.printable import ALLOWED, ESCAPED, one_line, printable
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,7 @@ def test_text_keeps_what_is_harmless(text: str, shown: str) -> None:
 @given(st.text(alphabet=st.characters()))
 def test_text_has_no_control_character_left(text: str) -> None:
     shown = printable(text)
-    assert not [char for char in shown if unicodedata.category(char) in ESCAPED and char not in KEPT]
+    assert not [char for char in shown if unicodedata.category(char) in ESCAPED and char not in ALLOWED]
     assert printable(shown) == shown
 
 

@@ -21,7 +21,7 @@ from rollout.prompts.base import PromptConfig
 from rollout.prompts.registry import make_source
 from services.bus.receiver import Receiver
 from services.bus.sender import Sender
-from services.ledger.interface import Lease, Taken
+from services.ledger.interface import Lease, TakenBatch
 from services.rollout.group_runner import GroupRunner
 from services.runtime.process import Process
 from tests.contracts.ledger_rig import Driver, Rig
@@ -185,7 +185,7 @@ class SessionWorld:
         await self.ledger.accept(lease.group, lease.token, {lease.version: 10})
         return lease
 
-    async def step(self) -> Taken:
+    async def step(self) -> TakenBatch:
         """Make a step of a group of another engine; both engines serve its version."""
         await self.other_group()
         taken = await self.ledger.take("e1")

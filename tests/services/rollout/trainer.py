@@ -14,7 +14,7 @@ from protocol.messages import WeightManifest
 from protocol.staleness import Bound, Policy, trainable_counts
 from protocol.topics import WEIGHTS
 from services.bus.broadcast import Broadcaster
-from services.ledger.interface import RunSpec, Taken
+from services.ledger.interface import RunSpec, TakenBatch
 from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.services.bus.harness import RUN, Registry
 from tests.services.bus.history import CONFIG
@@ -137,7 +137,7 @@ class Trainer:
         else:
             self._say(manifest)
 
-    async def _take(self) -> Taken | None:
+    async def _take(self) -> TakenBatch | None:
         """Return the next batch; None if there is none for a while, because no engine serves anything."""
         for _ in range(TAKE_TRIES):
             with suppress(Refused):

@@ -11,7 +11,7 @@ from protocol.topics import Role
 from services.launcher.child import ServiceSpec, SupervisedProcess
 from services.ledger.interface import Peer
 from services.run_record.evaluations import Evaluation, append_evaluation, describe_evaluation
-from services.run_record.progress import FAILED, MOST, Progress, describe_step, report_failures_loop
+from services.run_record.progress import FAILED, MAX_FAILURES, Progress, describe_step, report_failures_loop
 from services.run_record.steps import StepLog, read_steps
 from tests.contracts.ledger_rig import Driver, MemoryRig
 from tests.contracts.memory_ledger.ledger import MemoryLedger
@@ -81,7 +81,7 @@ async def test_a_process_that_has_ended_after_the_last_step_is_not_said_to_start
 async def test_each_kind_of_failure_is_reported_once() -> None:
     ledger = MemoryLedger()
     texts = [f"function: /x/my_reward.py:12: KeyError: {n}" for n in range(3)]
-    texts += [f"math: {'x' * n}" for n in range(MOST + 5)]
+    texts += [f"math: {'x' * n}" for n in range(MAX_FAILURES + 5)]
     for number, text in enumerate(texts):
         await ledger.register(
             Peer(Role.REWARD, f"reward.{number}", {"name": f"reward.{number}", FAILED: text}), ttl_ms=60_000
@@ -89,10 +89,10 @@ async def test_each_kind_of_failure_is_reported_once() -> None:
     reported: list[str] = []
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
         loop = tasks.create_task(report_failures_loop(ledger, reported.append))
-        while len(reported) < MOST:  # noqa: ASYNC110 (the loop has no event)
+        while len(reported) < MAX_FAILURES:  # noqa: ASYNC110 (the loop has no event)
             await asyncio.sleep(0)
         loop.cancel()
-    assert len(reported) == MOST
+    assert len(reported) == MAX_FAILURES
     assert sum("/x/my_reward.py:12: KeyError" in line for line in reported) == 1
 
 

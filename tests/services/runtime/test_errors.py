@@ -9,7 +9,7 @@ from protocol.errors import SettingsError, SpoolError, TetherError
 from services.runtime.errors import (
     EXIT_FAILED,
     EXIT_SETTINGS,
-    MOST,
+    MAX_LINE_CHARACTERS,
     LineFormatter,
     describe_error,
     end_command,
@@ -46,7 +46,7 @@ def test_a_line_has_a_length_whatever_a_peer_says(
     except ValueError as error:
         log.warning("score.failed error=%s", long, exc_info=True, stack_info=True)
         said = [*out.getvalue().splitlines(), describe_error(error)[0]]
-    assert max(map(len, said)) < MOST + 100
+    assert max(map(len, said)) < MAX_LINE_CHARACTERS + 100
     assert said[0].endswith(" ... (of 100019 characters)")
     assert sum(" ... (of " in line for line in said) == 4
 

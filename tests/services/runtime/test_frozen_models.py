@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError
-from services.runtime.frozen_models import FILE, RECORDED, checked_digests, digest_of, record_digests
+from services.runtime.frozen_models import FILE, RECORD_NAME, checked_digests, digest_of, record_digests
 from services.settings.hub import read_record
 from services.settings.resume import check_fixed, differences
 from services.settings.sections import RunConfig, Settings
@@ -35,12 +35,12 @@ def test_a_changed_model_is_refused_with_both_digests(tmp_path: Path) -> None:
     directory = write(tmp_path / "teacher", b"first")
     settings, first = settings_of(tmp_path, str(directory)), digest_of(directory)
     record_digests(settings.run_dir, checked_digests(settings))
-    assert read_record(settings.run_dir / FILE, RECORDED) == {"teacher": first}
+    assert read_record(settings.run_dir / FILE, RECORD_NAME) == {"teacher": first}
     assert checked_digests(settings) == {"teacher": first}
     write(directory, b"other")
     with pytest.raises(SettingsError, match=rf"teacher\.path.*{digest_of(directory)}.*{first}"):
         checked_digests(settings)
-    assert read_record(settings.run_dir / FILE, RECORDED) == {"teacher": first}
+    assert read_record(settings.run_dir / FILE, RECORD_NAME) == {"teacher": first}
 
 
 def test_the_digest_is_of_names_and_contents_wherever_they_are(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from services.ledger.event_log.hash_chain import append
 from services.ledger.interface import RunSpec
 from services.runtime import writing
 from services.runtime.process import Process
-from services.runtime.writing import StoppedWaiting, until_written
+from services.runtime.writing import StoppedWaiting, retry_until_written
 from tests.contracts.memory_ledger.ledger import MemoryLedger
 from tests.integration.loop import settings_for
 
@@ -31,7 +31,7 @@ async def test_a_write_waits_for_room_and_the_registry_says_so(process: Process,
     log = tmp_path / "metrics.jsonl"
     log.symlink_to("/dev/full")
     async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        write = tasks.create_task(until_written(process, partial(append, log, [b'{"step":0}'])))
+        write = tasks.create_task(retry_until_written(process, partial(append, log, [b'{"step":0}'])))
         while not (peers := await process.ledger.peers()):  # noqa: ASYNC110 (the ledger tells nobody)
             await asyncio.sleep(0.01)
         assert list(peers[0].info["waits"]) == [f"room: the disk of {tmp_path / 'run'} is full"]
@@ -47,7 +47,7 @@ async def test_a_stop_ends_the_wait_and_names_the_file(process: Process, tmp_pat
     process.stop.set()
     async with asyncio.timeout(60):
         with pytest.raises(StoppedWaiting, match=f"No space left on device: '{log}'"):
-            await until_written(process, partial(append, log, [b'{"step":0}']))
+            await retry_until_written(process, partial(append, log, [b'{"step":0}']))
     assert process.waits == []
 
 
@@ -60,7 +60,7 @@ async def test_a_write_that_may_not_be_repeated_ends_its_wait(process: Process, 
         raise TetherError("another trainer holds the run")
 
     with pytest.raises(TetherError, match="another trainer"):
-        await until_written(process, partial(append, log, [b'{"step":0}']), refuse)
+        await retry_until_written(process, partial(append, log, [b'{"step":0}']), refuse)
     assert not log.exists()
     assert process.waits == []
 
@@ -70,5 +70,5 @@ async def test_an_error_that_room_would_not_heal_is_raised_at_once(process: Proc
         raise SettingsError("the spool was deleted")
 
     with pytest.raises(SettingsError, match="was deleted"):
-        await until_written(process, refuse)
+        await retry_until_written(process, refuse)
     assert process.waits == []

@@ -3,7 +3,7 @@
 import pytest
 
 from protocol.errors import SettingsError
-from services.settings.evaluation import best_score, eval_engine, ks_of, read_sets
+from services.settings.evaluation import best_score, eval_engine, pass_at_k_values, read_sets
 from services.settings.load import load_settings
 from services.settings.sections import EvalConfig, Settings
 
@@ -13,7 +13,13 @@ def loaded(*overrides: str) -> Settings:
 
 
 def test_ks_are_powers_of_two_up_to_the_samples() -> None:
-    assert [ks_of(samples) for samples in (0, 1, 2, 7, 8)] == [[], [1], [1, 2], [1, 2, 4], [1, 2, 4, 8]]
+    assert [pass_at_k_values(samples) for samples in (0, 1, 2, 7, 8)] == [
+        [],
+        [1],
+        [1, 2],
+        [1, 2, 4],
+        [1, 2, 4, 8],
+    ]
 
 
 def test_best_score_names_set_and_metric() -> None:

@@ -11,7 +11,7 @@ from protocol.host.hub import snapshot_dir
 from services.prepare import prepare
 from services.settings.hub import (
     FILE,
-    RECORDED,
+    RECORD_NAME,
     fetch_critic,
     fetch_frozen,
     fetch_model,
@@ -89,7 +89,7 @@ def test_names_become_commits_and_are_recorded(hub: HubServer, asked: Settings) 
     assert pinned.model.revision == model["main"]
     assert pinned.prompts.revision == data["main"]
     assert [each.revision for each in pinned.eval.sets] == [data["main"], data["v1"]]
-    assert read_record(asked.run_dir / FILE, RECORDED) == {
+    assert read_record(asked.run_dir / FILE, RECORD_NAME) == {
         f"model {MODEL} main": model["main"],
         f"dataset {DATA} main": data["main"],
         f"dataset {DATA} v1": data["v1"],
@@ -223,4 +223,4 @@ def test_a_record_that_cannot_be_read_is_named_once(tmp_path: Path) -> None:
     path = tmp_path / FILE
     path.symlink_to(path)
     with pytest.raises(SettingsError, match=f"^{path}: Too many levels of symbolic links; it records the "):
-        read_record(path, RECORDED)
+        read_record(path, RECORD_NAME)

@@ -7,7 +7,7 @@ from reward.config import RewardConfig, VerifierConfig
 from services.settings.processes import (
     ServicesConfig,
     check_gpus,
-    check_roles_apart,
+    check_separate_roles,
     gpu_variables,
     reward_ranks,
     rollout_variables,
@@ -79,7 +79,7 @@ ROLES = {"reference": ReferenceConfig(), "teacher": TeacherConfig(path="there")}
 
 def test_models_apart_follow_the_policys_ranks_in_layouts_of_their_own() -> None:
     placement = PlacementConfig(teacher=4, teacher_tensor_parallel_size=2, reference=1)
-    check_roles_apart(placement, TrainerConfig(), ROLES, colocated=False)
+    check_separate_roles(placement, TrainerConfig(), ROLES, colocated=False)
     assert list(placement.ranks.items()) == [("reference", 1), ("teacher", 4)]
     assert placement.total == 5
     teacher = placement.layout("teacher")
@@ -88,7 +88,7 @@ def test_models_apart_follow_the_policys_ranks_in_layouts_of_their_own() -> None
 
 def test_a_critic_apart_follows_frozen_models() -> None:
     placement = PlacementConfig(critic=2, critic_tensor_parallel_size=2, reference=1)
-    check_roles_apart(placement, TrainerConfig(), ROLES, colocated=False)
+    check_separate_roles(placement, TrainerConfig(), ROLES, colocated=False)
     assert list(placement.ranks.items()) == [("reference", 1), ("critic", 2)]
     assert placement.layout("critic").tensor_model_parallel_size == 2
 
@@ -129,4 +129,4 @@ def test_models_apart_that_cannot_work_are_refused(
 ) -> None:
     roles = {**ROLES, "teacher": TeacherConfig(path="there", offload=offload)}
     with pytest.raises(SettingsError, match=text):
-        check_roles_apart(placement, TrainerConfig(backend=backend), roles, colocated=colocated)
+        check_separate_roles(placement, TrainerConfig(backend=backend), roles, colocated=colocated)

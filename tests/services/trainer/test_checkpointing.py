@@ -231,7 +231,7 @@ async def test_an_older_export_of_a_version_is_not_uploaded_when_the_new_one_fai
             await body()
         assert rig.versions() == [0, 4]
         async with Checkpointer(rig.run, rig.runner) as checkpointer:
-            await checkpointer.copy_again(4)
+            await checkpointer.resume_copies(4)
         assert hub.repository("model", "some-org/mine").branches["main"] == uploaded
     assert list(describe_copies(rig.run.process.settings)) == ["version 0 is at some-org/mine"]
 
@@ -258,11 +258,11 @@ async def test_a_checkpoint_without_room_is_owed_and_the_next_one_waits_for_room
         rig.backend.is_full.set()
         rig.backend.may_write.set()
         await checkpointer.finish()
-        assert checkpointer.is_owed
+        assert checkpointer.is_retry_due
         assert (rig.versions(), await rig.ledger.status()) == ([], before)
         rig.backend.is_full.clear()
         await rig.checkpoint(checkpointer, 0)
-        assert not checkpointer.is_owed
+        assert not checkpointer.is_retry_due
         assert rig.versions() == [0]  # complete, and not only begun
 
 
@@ -303,11 +303,11 @@ async def test_an_export_without_room_is_made_again_and_its_checkpoint_stays(
             patch.setattr(Shards, "write", fails)
             await rig.checkpoint(checkpointer, 0)
             await checkpointer.finish()
-        assert (checkpointer.is_owed, rig.versions()) == (True, [0])
+        assert (checkpointer.is_retry_due, rig.versions()) == (True, [0])
         written = parts.stat()
         rig.backend.is_full.set()  # there is room for the export alone
         await rig.checkpoint(checkpointer, 0)
-        assert (checkpointer.is_owed, rig.versions()) == (False, [0])
+        assert (checkpointer.is_retry_due, rig.versions()) == (False, [0])
     assert parts.stat() == written
     export = load_file(rig.path("exports", "step_00000000", "model.safetensors"))[TENSOR]
     assert export.tolist() == [0] * len(export)

@@ -178,7 +178,7 @@ async def test_steps_in_a_row_publish_each_its_own_weights(model_dir: Path, tmp_
             found[ahead] = []
             for number in range(3):
                 await runner.train(command(number), epoch="e", announce=lambda draft: None)
-                assert (runner._ahead is not None) is ahead
+                assert (runner._early_publication is not None) is ahead
                 found[ahead].append((await runner.publish("e", number + 1)).digest)
     assert found[True] == found[False]
     assert len(set(found[True])) == 3
@@ -196,7 +196,7 @@ async def test_a_skipped_step_begins_nothing_and_its_version_has_the_weights_bef
         drafts = list[WeightDraft]()
         _, stats = await runner.train(command(0), epoch="e", announce=drafts.append)
         assert stats.skipped.startswith("overflow")
-        assert runner._ahead is None
+        assert runner._early_publication is None
         assert (await runner.publish("e", 1)).digest == before.digest
         assert drafts == []
 
@@ -222,5 +222,5 @@ async def test_a_replayed_step_is_not_published(model_dir: Path, tmp_path: Path)
         await runner.train(command(0), epoch="e", announce=lambda draft: None)
         await runner.publish("e", 1)
         await runner.train(command(1))
-        assert runner._ahead is None
+        assert runner._early_publication is None
         assert len(list((tmp_path / "weights").glob("v*"))) == 1

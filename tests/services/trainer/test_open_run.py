@@ -10,7 +10,7 @@ from protocol.codec import encode_payload
 from protocol.errors import ProtocolError, SettingsError
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
-from services.ledger.interface import Peer, RunSpec, Taken, TakenGroup
+from services.ledger.interface import Peer, RunSpec, TakenBatch, TakenGroup
 from services.runtime.process import Process
 from services.trainer.open_run import OpenRun, open_spool, watch_spool_loop
 from tests.contracts.memory_ledger.ledger import MemoryLedger
@@ -38,8 +38,8 @@ def test_a_record_that_cannot_be_read_does_not_end_the_run(tmp_path: Path) -> No
     assert open_run(spool).response_lengths([4]) == []
 
 
-def taken(*groups: int) -> Taken:
-    return Taken(0, tuple(TakenGroup(group, "t", 1, 1, 0, {0: 2}) for group in groups))
+def taken(*groups: int) -> TakenBatch:
+    return TakenBatch(0, tuple(TakenGroup(group, "t", 1, 1, 0, {0: 2}) for group in groups))
 
 
 def test_only_the_groups_that_refuse_a_batch_are_given_up(tmp_path: Path) -> None:
@@ -50,12 +50,12 @@ def test_only_the_groups_that_refuse_a_batch_are_given_up(tmp_path: Path) -> Non
         [(spec.group, "t", encode_payload(scored(spec))) for spec in groups] + [(5, "t", b"noise")]
     )
     refused = ProtocolError("group 4: logprobs")
-    causes = open_run(spool).unreadable(taken(3, 4, 5, 6), refused).causes
+    causes = open_run(spool).find_unreadable(taken(3, 4, 5, 6), refused).causes
     assert list(causes) == [(4, "t"), (5, "t")]
     assert causes[4, "t"] == "group 4: logprobs of sample 0 has 2.64 for token 1, above 0"
     assert causes[5, "t"].startswith("group 5: not a message")
     with pytest.raises(ProtocolError, match="group 4: logprobs"):
-        open_run(spool).unreadable(taken(3, 6), refused)
+        open_run(spool).find_unreadable(taken(3, 6), refused)
 
 
 async def test_a_spool_that_the_ingest_does_not_write_to_ends_the_trainer(tmp_path: Path) -> None:

@@ -192,11 +192,11 @@ async def test_a_trainer_that_is_to_stop_does_not_wait(settings: Settings) -> No
 
 async def test_a_trainer_keeps_its_masters_until_its_engine_has_copied_or_left(settings: Settings) -> None:
     async with trainer(settings) as mine, asyncio.timeout(60), asyncio.TaskGroup() as tasks:
-        await mine.share.until_copied(manifest_of(1))  # it never attached
+        await mine.share.wait_until_copied(manifest_of(1))  # it never attached
         async with engine(settings, "rollout.0"):
             assert await mine.ready()
-            await mine.share.until_copied(manifest_of(0))
-            ending = tasks.create_task(mine.share.until_copied(manifest_of(1)))
+            await mine.share.wait_until_copied(manifest_of(0))
+            ending = tasks.create_task(mine.share.wait_until_copied(manifest_of(1)))
             for _ in range(10):
                 await mine.process.ledger.status()
             assert mine.process.waits == ["the engine to copy the last weights"]

@@ -9,7 +9,7 @@ import pytest
 from protocol.messages import WeightApplied, WeightFailed
 from protocol.staleness import Bound, Policy
 from protocol.topics import Role
-from services.ledger.interface import LedgerStatus, Peer, Taken
+from services.ledger.interface import LedgerStatus, Peer, TakenBatch
 from services.runtime.process import Process
 from services.settings.sections import Settings
 from services.trainer.step_report import (
@@ -57,7 +57,7 @@ def report(
     reward: Mapping[str, Any] | None = None,
     **stats: float,
 ) -> Any:
-    step = TrainedStep(Taken(0, ()), PLAN, StepStats(trained_tokens=2, **stats), 989e12, lengths)  # type: ignore[arg-type]
+    step = TrainedStep(TakenBatch(0, ()), PLAN, StepStats(trained_tokens=2, **stats), 989e12, lengths)  # type: ignore[arg-type]
     infos = (("rollout", engine), ("reward", reward))
     peers = [Peer(role, f"{role}.0.a", info) for role, info in infos if info is not None]
     return made.report(step, epoch="e1", times=TIMES, status=status, peers=peers)

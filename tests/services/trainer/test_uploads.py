@@ -75,7 +75,7 @@ class Run:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(uploads, "PAUSE_S", 0.001)
+    monkeypatch.setattr(uploads, "RETRY_PAUSE_S", 0.001)
 
 
 @pytest.fixture
@@ -240,7 +240,7 @@ def test_a_copy_that_is_made_again_in_a_full_place_takes_no_place_of_another(tmp
 def test_waiting_upload_is_not_pruned_and_gives_way_to_a_newer_one(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(uploads, "PAUSE_S", 30.0)
+    monkeypatch.setattr(uploads, "RETRY_PAUSE_S", 30.0)
     (tmp_path / "elsewhere").write_text("no directory")
     run.save(1)
     with run.uploader._changed:
@@ -312,7 +312,7 @@ def test_an_upload_that_a_stop_cut_off_is_made_by_the_next_start(run: Run, hub: 
     export = run.export(2)
     with run.uploader._changed:  # as if the process ended before the copy began
         run.save(2)
-        run.uploader._ended = True
+        run.uploader._is_closed = True
         run.uploader._changed.notify_all()
     run.uploader._thread.join(60)
     (line,) = run.end("run.hub=some-org/mine")
@@ -350,7 +350,7 @@ def may_copy(run: Run, monkeypatch: pytest.MonkeyPatch) -> threading.Event:
 def test_a_copy_that_takes_too_long_is_reported_once_and_goes_on(
     run: Run, may_copy: threading.Event, again: int
 ) -> None:
-    run.uploader._late_at = -1.0
+    run.uploader._late_from_s = -1.0
     (warning,) = run.uploader.warnings()
     assert warning.startswith("the checkpoint of version 1 was not copied: it has taken ")
     assert run.uploader.warnings() == ()
@@ -372,7 +372,7 @@ def test_an_older_copy_that_is_complete_does_not_hide_that_a_newer_one_waits(
 ) -> None:
     with run.uploader._changed:
         run.save(2)
-        run.uploader._ended = True  # the process ends when the first is copied
+        run.uploader._is_closed = True  # the process ends when the first is copied
     may_copy.set()
     run.uploader._thread.join(60)
     assert run.counted("remote.copied") == 1

@@ -15,7 +15,7 @@ from protocol.errors import ProtocolError, SettingsError, SpoolError, TetherErro
 from reward.sandbox.runner import KINDS, parse_report
 from services.ledger.embedded_server import read_endpoint
 from services.ledger.event_log.archiver import last_sequence
-from services.ledger.interface import Lease, StepRecord, Taken
+from services.ledger.interface import Lease, StepRecord, TakenBatch
 from services.ledger.redis import json_codec
 from services.ledger.verify.verifier import verify
 from services.run_record.steps import read_steps
@@ -25,7 +25,10 @@ from trainer.storage.spool import SCHEMA, Spool
 from trainer.storage.stored import JournalEntry, StoredMessage, decode_entry, encode_entry
 
 RECORDS: tuple[Callable[[bytes], Any], ...] = (
-    *(functools.partial(json_codec.decode, kind=kind) for kind in (Lease, Taken, StepRecord, dict[str, Any])),
+    *(
+        functools.partial(json_codec.decode, kind=kind)
+        for kind in (Lease, TakenBatch, StepRecord, dict[str, Any])
+    ),
     json_codec.decode_status,
     functools.partial(json_codec.decode_peer, b"x"),
 )

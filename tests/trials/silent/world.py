@@ -28,13 +28,13 @@ from rollout.prompts.registry import make_source
 from rollout.render import Renderer
 from rollout.sample import Generate, Sample, SampleBuilder
 from services.audit.alarms import Alarm
-from services.audit.auditor import AuditedStep, Auditor, Unchanged, wrong_versions
+from services.audit.auditor import AuditedStep, Auditor, UnchangedSteps, wrong_versions
 from services.audit.offline import shared_prompts
-from services.audit.recompute import BETTER, Recomputer
+from services.audit.recompute import COMPARISON_DTYPES, Recomputer
 from services.audit.records import Expectations
 from services.audit.updates import Shadow
 from services.audit.versions import read_version
-from services.ledger.interface import Taken, TakenGroup
+from services.ledger.interface import TakenBatch, TakenGroup
 from services.run_record.evaluations import Evaluation
 from services.runtime.training import build_models, train_command
 from services.settings.sections import BoundConfig, ModelConfig, RunConfig, Settings
@@ -130,14 +130,14 @@ class World:
     """Calls that undo, at the end, a fault that patched a class."""
     step: int = 0
     versions: dict[int, dict[str, torch.Tensor]] = field(default_factory=dict)
-    unchanged: Unchanged = field(init=False)
+    unchanged: UnchangedSteps = field(init=False)
     _pending: list[ScoredRollout] = field(default_factory=list)
     _groups: int = 0
     digest: int = 0
     """Digest of the newest version."""
 
     def __post_init__(self) -> None:
-        self.unchanged = Unchanged(self.settings.engine.dtype)
+        self.unchanged = UnchangedSteps(self.settings.engine.dtype)
 
     def prompt(self, group: int) -> Prompt:
         """Return a group's prompt."""
@@ -153,7 +153,7 @@ class World:
         fresh = await self._generated(GROUPS)
         batch, self._pending = self._pending + fresh[: GROUPS // 2], fresh[GROUPS // 2 :]
         bound = self.settings.bound.max_staleness
-        taken = Taken(
+        taken = TakenBatch(
             self.step,
             tuple(
                 TakenGroup(one.rollout.group, one.rollout.token, self.step + bound, bound, self.step, {})
@@ -166,7 +166,7 @@ class World:
         await self._publish(self.step + 1)
         exported = self.executor.lead(DigestWeightsCommand(self.settings.engine.dtype))
         digests = before, self.digest
-        unchanged = self.unchanged.after(stats, digests, learns=True)
+        unchanged = self.unchanged.count_step(stats, digests, learns=True)
         step = AuditedStep(command, plan, stats, digests, unchanged, exported)
         alarms = await asyncio.to_thread(self.auditor.audit, step, dict(self.versions))
         self.step += 1
@@ -261,7 +261,9 @@ async def open_world(
     )
     dtype = settings.engine.dtype
     auditor = Auditor(
-        tuple(Recomputer(model_dir, kind, settings.lora) for kind in (torch.float32, BETTER[dtype])),
+        tuple(
+            Recomputer(model_dir, kind, settings.lora) for kind in (torch.float32, COMPARISON_DTYPES[dtype])
+        ),
         share=1.0,
         dtype=dtype,
         expectations=expectations,

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 
 from protocol.errors import Refused
 from protocol.staleness import Policy, lag
-from services.ledger.interface import Lease, Taken
+from services.ledger.interface import Lease, TakenBatch
 from tests.trials.simulation.engines import Engine, Fleet
 from tests.trials.simulation.scenario import Scenario
 from tests.trials.simulation.world import World
@@ -205,7 +205,7 @@ class SessionWorld(World):
                 self.fleet.give_up(group, reason)
                 await self.fleet.end(group)
 
-    async def commit(self, epoch: str, taken: Taken) -> None:
+    async def commit(self, epoch: str, taken: TakenBatch) -> None:
         """Commit a step, and note what each of its sessions contributed."""
         for group in taken.groups:
             self.waited[taken.step - self._accepted[group.group]] += 1

@@ -10,7 +10,7 @@ from typing import Any
 
 from protocol.errors import Reason, Refused
 from protocol.staleness import Policy, is_published, lag, trainable_counts
-from services.ledger.interface import RunSpec, Taken
+from services.ledger.interface import RunSpec, TakenBatch
 from services.ledger.verify.verifier import AuditResult
 from tests.trials.simulation.engines import Action, Fleet
 from tests.trials.simulation.scenario import Scenario
@@ -49,7 +49,7 @@ class World:
         self.counts: Counter[str] = Counter()
         self.lags: Counter[int] = Counter()
         self.epochs = 0
-        self.running: Taken | None = None
+        self.running: TakenBatch | None = None
         self.digests = {0: 0}
         self.checkpoint = 0
         self.version = self.published = 0
@@ -134,7 +134,7 @@ class World:
         if self.running is not None or self.over:
             return
         try:
-            taken: Taken = await self.ledger.call("take", self.epoch)
+            taken: TakenBatch = await self.ledger.call("take", self.epoch)
         except Refused as refusal:
             self.over = refusal.reason is Reason.EXHAUSTED
             if self.published < self.version and self._is_published(self.version):
@@ -152,7 +152,7 @@ class World:
 
         self.schedule(duration, end)
 
-    async def commit(self, epoch: str, taken: Taken) -> None:
+    async def commit(self, epoch: str, taken: TakenBatch) -> None:
         """Commit the step with every token that may be trained."""
         trained = {}
         strict = self.ledger.memory.run_state.bound.policy is not Policy.MASK

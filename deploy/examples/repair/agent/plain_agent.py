@@ -19,7 +19,7 @@ Messages = list[dict[str, str]]
 
 TURNS = int(os.environ.get("REPAIR_TURNS", "100"))
 COMMAND_S = int(os.environ.get("REPAIR_COMMAND_S", "60"))
-MOST = 1000
+MAX_OUTPUT_CHARACTERS = 1000
 """Maximum number of characters of an output that the model gets."""
 BLOCK = re.compile(r"```bash\n(.*?)```", re.DOTALL)
 RULES = "Write a command in a block that begins with ```bash, or ```submit if you are done."
@@ -44,31 +44,31 @@ def ask(messages: Messages) -> str | None:
 def run(command: str) -> str:
     """Run a command; return its output and exit status."""
     try:
-        ended = subprocess.run(
+        completed = subprocess.run(
             ["bash", "-c", command], capture_output=True, text=True, errors="replace", timeout=COMMAND_S
         )
     except subprocess.TimeoutExpired:
         return f"[ended after {COMMAND_S} s]"
-    said = (ended.stdout + ended.stderr)[-MOST:]
-    return f"{said}[exit status {ended.returncode}]"
+    output = (completed.stdout + completed.stderr)[-MAX_OUTPUT_CHARACTERS:]
+    return f"{output}[exit status {completed.returncode}]"
 
 
-def converse(text: str, turns: int = TURNS, shortened: Callable[[Messages], Messages] = list) -> str:
-    """Let the model solve a task, with its history `shortened` before each turn; return its last turn."""
+def converse(text: str, turns: int = TURNS, shorten: Callable[[Messages], Messages] = list) -> str:
+    """Let the model solve a task, its history passed to `shorten` before each turn; return its last turn."""
     messages = [{"role": "user", "content": f"{text}\n{RULES}"}]
-    said = ""
+    last_turn = ""
     for _ in range(turns):
-        messages = shortened(messages)
+        messages = shorten(messages)
         turn = ask(messages)
         if turn is None:
             break
-        said = turn
+        last_turn = turn
         if "```submit" in turn:
             break
         blocks = BLOCK.findall(turn)
-        shown = run(blocks[-1]) if blocks else f"No command found. {RULES}"
-        messages += [{"role": "assistant", "content": turn}, {"role": "user", "content": shown}]
-    return said
+        output = run(blocks[-1]) if blocks else f"No command found. {RULES}"
+        messages += [{"role": "assistant", "content": turn}, {"role": "user", "content": output}]
+    return last_turn
 
 
 def main(work: Callable[[str], str]) -> None:
@@ -77,10 +77,10 @@ def main(work: Callable[[str], str]) -> None:
     outcome = Path(os.environ["TETHER_OUTCOME"]).absolute()
     for name, text in task["metadata"]["files"].items():
         Path(name).write_text(text)
-    said = work(task["text"])
+    answer = work(task["text"])
     solution = Path("solution.py")
-    is_said = task["metadata"]["rung"] in ("read", "line") or not solution.is_file()
-    outcome.write_text(json.dumps({"reward": None, "answer": said if is_said else solution.read_text()}))
+    is_answer = task["metadata"]["rung"] in ("read", "line") or not solution.is_file()
+    outcome.write_text(json.dumps({"reward": None, "answer": answer if is_answer else solution.read_text()}))
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from services.ledger.event_log.hash_chain import append, damaged_lines, head_of
+from services.ledger.event_log.hash_chain import append, damaged_lines, head_path
 
 
 def bodies(first: int, count: int) -> list[bytes]:
@@ -27,7 +27,7 @@ def log(tmp_path: Path) -> Path:
 
 def test_any_changed_byte_of_log_and_head_is_found(log: Path) -> None:
     assert list(damaged_lines(log)) == []
-    for path in (log, head_of(log)):
+    for path in (log, head_path(log)):
         whole = path.read_bytes()
         for place in range(len(whole)):
             changed = bytearray(whole)
@@ -42,8 +42,8 @@ def test_damage_is_named_by_file_and_line(log: Path) -> None:
     log.write_bytes(log.read_bytes().replace(b'"step": 2', b'"step": 7'))
     problem = "line 3 is not what was written, or does not follow the line before"
     assert list(damaged_lines(log)) == [(log, problem)]
-    head_of(log).unlink()
-    assert [path for path, _ in damaged_lines(log)] == [head_of(log), log]
+    head_path(log).unlink()
+    assert [path for path, _ in damaged_lines(log)] == [head_path(log), log]
 
 
 def test_a_lost_end_is_named(log: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from services.ledger.redis.batches import MOST_CALLS, Batches, Word
+from services.ledger.redis.batches import MAX_CALLS, Batches, Word
 
 Commands = Sequence[tuple[Word, ...]]
 
@@ -66,9 +66,9 @@ async def test_batches_are_bounded() -> None:
     server = Server()
     batches = Batches(server.send, lanes=1)
     async with asyncio.TaskGroup() as group:
-        for index in range(2 * MOST_CALLS + 1):
+        for index in range(2 * MAX_CALLS + 1):
             group.create_task(batches("GET", index))
-    assert [len(batch) for batch in server.sent] == [MOST_CALLS, MOST_CALLS, 1]
+    assert [len(batch) for batch in server.sent] == [MAX_CALLS, MAX_CALLS, 1]
     assert server.busiest == 1
 
 
@@ -142,7 +142,7 @@ async def test_cancellation_at_any_moment_keeps_lanes_and_answers(cancel_at: int
     server = Server()
     batches = Batches(server.send, lanes=2)
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(batches("GET", index)) for index in range(3 * MOST_CALLS)]
+        tasks = [group.create_task(batches("GET", index)) for index in range(3 * MAX_CALLS)]
         for _ in range(cancel_at):
             await asyncio.sleep(0)
         for task in tasks[::3]:

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 
 from services.ledger.event_log.archiver import FILE
-from services.ledger.event_log.hash_chain import append, head_of
+from services.ledger.event_log.hash_chain import append, head_path
 from services.ledger.verify.verifier import verify
 from tests.services.ledger.verify import forgeries
 from tests.services.ledger.verify.corruptions import CORRUPTIONS, Corruption
@@ -149,7 +149,7 @@ def archive(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def spoilt(archive: Path, directory: Path, lines: list[bytes]) -> list[str]:
     """Violations in a run whose log has these lines."""
-    head_of(directory / FILE).write_bytes(head_of(archive).read_bytes())
+    head_path(directory / FILE).write_bytes(head_path(archive).read_bytes())
     (directory / FILE).write_bytes(b"".join(lines))
     return verify(directory / FILE).violations
 
@@ -192,5 +192,5 @@ def test_a_lost_end_is_found_out(archive: Path, tmp_path: Path, lost: int) -> No
 def test_a_log_without_the_file_beside_it_is_still_proven(archive: Path, tmp_path: Path) -> None:
     (tmp_path / FILE).write_bytes(archive.read_bytes())
     assert verify(tmp_path / FILE).violations == []
-    head_of(tmp_path / FILE).write_text("nonsense")
+    head_path(tmp_path / FILE).write_text("nonsense")
     assert len(verify(tmp_path / FILE).violations) == 1
