@@ -61,7 +61,7 @@ def test_expected_bytes_are_those_of_the_tensors_that_are_there(
     found = HostWorkload(work=work).expected()
     counts = sum(tensor.nbytes for tensor in optimizer.tensors() if tensor.ndim == 0)
     assert sum(tensor.nbytes for tensor in optimizer.tensors()) - counts == found.optimizer
-    rooms = optimizer._transfers._arriving + optimizer._transfers._leaving
+    rooms = optimizer._transfers._gradient_buffers + optimizer._transfers._parameter_buffers
     assert found.transfers == 2 * sum(room.nbytes for room in rooms)  # one chunk, so one place of two
     parameters = sum(parameter.numel() for parameter in model.parameters())
     state = sum(
