@@ -29,6 +29,8 @@ MIN_PROGRESS_S = 600.0
 """Seconds after which a process has made progress: its death resets the count of equal errors."""
 MAX_LOG_BYTES = 32 << 20
 """Size above which a service's log is truncated; its content replaces NAME.log.1."""
+CAUSE_CHARACTERS = 60
+"""Length at which errors are cut to be compared: an engine's error has the end of its log, which varies."""
 EARLY_EXIT_S = 10.0
 """After a spare's fork fails within this time in seconds, the next start uses a new process."""
 LOG_CHECK_S = 30.0
@@ -179,7 +181,7 @@ class SupervisedProcess:
         while now - self._deaths[0] > RESTART_WINDOW_S:
             self._deaths.popleft()
         is_error = 0 < code < FIRST_SIGNAL_CODE and code != EXIT_UNAVAILABLE
-        error = re.sub(r"\d+", "N", last_line) if is_error else ""
+        error = re.sub(r"\d+", "N", last_line)[:CAUSE_CHARACTERS] if is_error else ""
         is_equal = error and error == self._error and lived_s < MIN_PROGRESS_S
         self._equal_deaths = self._equal_deaths + 1 if is_equal else 1
         self._error = error

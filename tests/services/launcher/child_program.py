@@ -14,11 +14,14 @@ import sys
 
 
 def main() -> None:
-    """Serve, ignore SIGTERM (`stubborn`), or end with a last line and an exit code (`CODE words`)."""
+    """Serve, ignore SIGTERM (`stubborn`), or end with a last line and an exit code (`CODE words`).
+
+    LOG among the words stands for other letters each time.
+    """
     behaviour = os.environ["BEHAVIOUR"]
     if behaviour[0].isdigit():
         code, _, words = behaviour.partition(" ")
-        print(words, flush=True)
+        print(words.replace("LOG", os.urandom(8).hex()), flush=True)
         sys.exit(int(code))
     with socket.socket(socket.AF_UNIX) as roll:
         roll.connect(os.environ["ROLL"])

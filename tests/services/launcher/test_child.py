@@ -177,6 +177,16 @@ async def test_a_child_that_dies_of_one_error_again_and_again_ends_the_run(
     )
 
 
+async def test_the_end_of_a_log_in_an_error_does_not_make_it_another_one(
+    make: Callable[..., SupervisedProcess], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("services.launcher.child.RESTART_WINDOW_S", 0.0)
+    child = make("1 engine rollout.0: the server ended at its start, with code 1: LOG", restarts=2)
+    with pytest.raises(ServiceFailed, match="died 3 times in a row with the same error"):
+        async with asyncio.timeout(60):
+            await child.keep_running()
+
+
 async def test_an_end_without_a_word_is_not_blamed_on_an_earlier_one(
     make: Callable[..., SupervisedProcess],
 ) -> None:
