@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from protocol.errors import EngineError, EpisodeError, SettingsError
 from protocol.user_code import located, own_copy
+from rollout.abandoned_tasks import AbandonedTasks
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import Environment
@@ -22,7 +23,6 @@ from rollout.sample import NOTHING_READ, EpisodeOver, PromptTokens, Sample
 from rollout.seeds import seed_within
 from rollout.sessions.model_calls import CANCELLED, ENOUGH, ModelCalls
 from rollout.sessions.record import Recording
-from rollout.strays import Strays
 
 FAILURES = ("call_s", "episode_s", "length", "replay", "error", CANCELLED)
 """Reasons of failed episodes.
@@ -109,7 +109,7 @@ class Episodes:
     """Returns why the group was ended from outside. Called after its episodes are cancelled."""
     recording: Recording | None = None
     """Recorder of session calls; None: calls are not recorded."""
-    strays: Strays = field(default_factory=Strays)
+    abandoned_tasks: AbandonedTasks = field(default_factory=AbandonedTasks)
     """Abandoned episodes of the process: those still running after their cancellation."""
 
     async def samples(self, n: int, least: int, name: str, keep: int = 0) -> list[Sample]:
@@ -205,10 +205,10 @@ class Episodes:
         try:
             async with _limited(calls, left_s) as limit:
                 try:
-                    sample = await self.strays.run(
+                    sample = await self.abandoned_tasks.run(
                         lambda: self.environment.run(prompt, self.prompt_tokens, calls, self.renderer),
                         f"episode-{calls.name.replace('.{turn}', '')}",
-                        calls.leave_behind,
+                        calls.mark_abandoned,
                     )
                 except (SettingsError, EngineError, EpisodeError):
                     raise
@@ -227,7 +227,7 @@ class Episodes:
         if calls.surplus and not calls.late:
             raise EpisodeError(CANCELLED, ENOUGH)
         if limit.expired():
-            on = ", and it ignored its cancellation" if calls.left_behind else ""
+            on = ", and it ignored its cancellation" if calls.is_abandoned else ""
             raise EpisodeError("episode_s", calls.ended + on)
         if failure is not None:
             raise failure

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from protocol.errors import SettingsError
+from rollout.abandoned_tasks import result_or_exception
 from rollout.config import EnvironmentConfig, SamplingConfig
 from rollout.engines.base import EngineConfig
 from rollout.environments.base import Environment
@@ -27,7 +28,6 @@ from rollout.sessions.endpoint import MAX_CONNECTIONS, SessionEndpoint
 from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.results import Results
 from rollout.sessions.session import Session, SessionLimits
-from rollout.strays import caught
 
 log = logging.getLogger("tether.sessions")
 
@@ -210,7 +210,7 @@ class SessionEnvironment(Environment):
     async def _acted(self, task: Task, end: Callable[[], None]) -> Outcome:
         """Run the harness. If cancelled, `end` its session and give the harness `END_S` to finish."""
         async with asyncio.TaskGroup() as tasks:
-            acting = tasks.create_task(caught(lambda: self.act(task)), name="session.harness")
+            acting = tasks.create_task(result_or_exception(lambda: self.act(task)), name="session.harness")
             try:
                 await asyncio.wait([acting])
             except asyncio.CancelledError:

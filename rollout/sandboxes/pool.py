@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
+from rollout.abandoned_tasks import wait_shielded
 from rollout.sandboxes.base import Provider, Sandbox, Start
-from rollout.strays import waited
 
 log = logging.getLogger("tether.sandboxes")
 
@@ -96,7 +96,7 @@ async def created(
 async def completed(stopping: Awaitable[None], within_s: float = STOP_S) -> None:
     """Wait for a stop even if the caller is cancelled meanwhile; log a failure."""
     task = asyncio.ensure_future(stopping)  # noqa: TID251  no task group: it must survive cancellation
-    cancelled = await waited(task, within_s)
+    cancelled = await wait_shielded(task, within_s)
     if not task.done():
         task.cancel()
         log.error("sandbox.not_stopped after_s=%g", within_s)

@@ -71,7 +71,7 @@ class ModelCalls:
         """Whether enough other samples of the group have finished."""
         self.end: Callable[[], None] = lambda: None
         """Cancels the environment while the attempt runs."""
-        self.left_behind = False
+        self.is_abandoned = False
         """Whether the environment still runs after its cancellation."""
 
     @property
@@ -160,9 +160,9 @@ class ModelCalls:
                     await self._idle.wait()
         self.end()
 
-    def leave_behind(self) -> None:
+    def mark_abandoned(self) -> None:
         """Record that the environment still runs after its cancellation."""
-        self.left_behind = True
+        self.is_abandoned = True
 
     def _limit(self, context: int, max_tokens: int | None) -> int:
         """Return the token limit of the next call. Raises EpisodeOver if no turn or no tokens are left."""

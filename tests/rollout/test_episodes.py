@@ -11,6 +11,7 @@ import pytest
 from protocol.errors import EngineError, EpisodeError, SettingsError
 from protocol.messages import Call, Recalled, Rollout
 from protocol.rollout_view import decode_rollout
+from rollout.abandoned_tasks import AbandonedTasks
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import EngineConfig, Sampling
 from rollout.environments.base import Environment
@@ -22,9 +23,8 @@ from rollout.render import RenderConfig, Renderer
 from rollout.sample import EpisodeOver, Generate, Sample, SampleBuilder
 from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.record import Recording
-from rollout.strays import Strays
+from tests.rollout.test_abandoned_tasks import Stubborn
 from tests.rollout.test_generate import Watched
-from tests.rollout.test_strays import Stubborn
 from tests.rollout.tokenizers import write_tokenizer
 from tests.services.bus.harness import eventually
 
@@ -53,7 +53,7 @@ class Group:
         self.engine, self.renderer = engine, Renderer(model_dir, RenderConfig())
         self.reports: list[EpisodeReport] = []
         self.recording: Recording | None = None
-        self.strays = Strays(grace_s=0.01)
+        self.abandoned_tasks = AbandonedTasks(grace_s=0.01)
 
     async def generate(
         self,
@@ -69,7 +69,7 @@ class Group:
             self.engine, self.renderer, played, PROMPT,
             group=12, token="t0", n=4, sampling=Sampling(max_tokens=6), engine_name="engine.1",
             config=EnvironmentConfig(**limits), max_model_len=max_model_len, least=least, keep=keep,
-            report=self.reports.append, recording=self.recording, strays=self.strays,
+            report=self.reports.append, recording=self.recording, abandoned_tasks=self.abandoned_tasks,
         )  # fmt: skip
 
     def failures(self) -> list[tuple[int, int, str]]:
@@ -212,12 +212,12 @@ async def test_an_environment_that_ignores_its_end_is_left_without_a_call_of_the
 
     with pytest.raises(EpisodeError, match=r"4 of 4 .*, and it ignored its cancellation"):
         await group.generate(clinging, episode_s=0.05)
-    assert group.strays.counts() == {"left": 4, "ended": 0}
+    assert group.abandoned_tasks.counts() == {"left": 4, "ended": 0}
     await eventually(lambda: all(task.done() for task in asking))
     assert not engine._running
     assert all("episode has ended" in str(task.exception()) for task in asking)
     stubborn.released.set()
-    await eventually(lambda: group.strays.counts()["ended"] == 4)
+    await eventually(lambda: group.abandoned_tasks.counts()["ended"] == 4)
     assert len(engine.requests) == 4
     await engine.close()
 
