@@ -20,7 +20,7 @@ from rollout.engines.in_process.running_request import Decoder
 from rollout.engines.named_adapters import read_named
 from rollout.engines.requests import check_adapters
 from rollout.staging.layers import LayeredStaging
-from rollout.staging.places import StagingPlace, StagingRoom, choose, empty_in
+from rollout.staging.places import StagingPlace, StagingRoom, allocate_copies, choose_place
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import Committable, LiveAndStaged, Staging, digest_of, stored_once, whole_source
@@ -83,7 +83,7 @@ def _staging(
     if lora.rank:
         targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in live.items()}, lora)
         updated = {target.weight: live[target.weight] for target in targets}
-        choose(StagingRoom(mb=room.mb), updated.values(), 0)
+        choose_place(StagingRoom(mb=room.mb), updated.values(), 0)
         merging = MergedStaging(
             targets,
             lora.rank,
@@ -97,12 +97,12 @@ def _staging(
             merging,
             ReleasableMemory(lost, kept=[*live.values(), *merging.base.values()]),
         )
-    place = choose(room, live.values(), max(tensor.nbytes for tensor in live.values()))
+    place = choose_place(room, live.values(), max(tensor.nbytes for tensor in live.values()))
     if place == StagingPlace.LAYERS:
         sources = {name: whole_source(view) for name, view in checkpoint_views(model, live).items()}
         layers = LayeredStaging(sources, architecture=architecture, tied=_is_tied(model))
         return layers, layers, ReleasableMemory([*live.values(), layers.buffer.memory])
-    copy = empty_in(place, live)
+    copy = allocate_copies(place, live)
     sources = {name: whole_source(view) for name, view in checkpoint_views(model, copy).items()}
     staging = Staging(sources, architecture=architecture, tied=_is_tied(model))
     released = [*live.values(), *(copy.values() if place == StagingPlace.DEVICE else ())]
