@@ -261,7 +261,7 @@ class SessionEnvironment(Environment):
 
 def reason_of(generate: Generate) -> str:
     """Return why an episode was ended from outside, as recorded by its model calls."""
-    known = generate.ended if isinstance(generate, ModelCalls) else ""
+    known = generate.end_reason if isinstance(generate, ModelCalls) else ""
     return known or "its episode was cancelled"
 
 

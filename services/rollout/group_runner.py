@@ -43,7 +43,7 @@ four times a second would dominate the ledger's load.
 """
 STOP_POLL_S = 0.25
 """Seconds between two checks of the stop event while no group can be leased."""
-LEAST_SAMPLES = 2
+MIN_SAMPLES = 2
 """Minimum number of samples in a group after failures: a single sample cannot be compared."""
 
 
@@ -295,10 +295,10 @@ class GroupRunner:
                     ),
                     config=self._process.settings.environment,
                     max_model_len=self._process.settings.engine.max_model_len,
-                    least=min(n, LEAST_SAMPLES),
+                    min_samples=min(n, MIN_SAMPLES),
                     keep=settings.keep_first,
                     report=functools.partial(self._observe, lease.group),
-                    ended=lambda: job.ended,
+                    group_end_reason=lambda: job.ended,
                     recording=self._recording(job),
                     abandoned_tasks=self._abandoned_tasks,
                     with_turn_texts=self._process.settings.reward.may_score_turns,

@@ -59,7 +59,7 @@ class Group:
         self,
         environment: Play | Environment,
         *,
-        least: int = 2,
+        min_samples: int = 2,
         keep: int = 0,
         max_model_len: int = 0,
         **limits: float,
@@ -68,8 +68,9 @@ class Group:
         return await generate_group(
             self.engine, self.renderer, played, PROMPT,
             group=12, token="t0", n=4, sampling=Sampling(max_tokens=6), engine_name="engine.1",
-            config=EnvironmentConfig(**limits), max_model_len=max_model_len, least=least, keep=keep,
-            report=self.reports.append, recording=self.recording, abandoned_tasks=self.abandoned_tasks,
+            config=EnvironmentConfig(**limits), max_model_len=max_model_len, min_samples=min_samples,
+            keep=keep, report=self.reports.append, recording=self.recording,
+            abandoned_tasks=self.abandoned_tasks,
         )  # fmt: skip
 
     def failures(self) -> list[tuple[int, int, str]]:
@@ -129,7 +130,7 @@ async def test_a_group_of_too_few_samples_fails_with_the_reason(group: Group) ->
     with pytest.raises(EpisodeError, match=r"error: 3 of 4 episodes failed, such as: .*RuntimeError: broken"):
         await group.generate(failing(3, RuntimeError("broken")), attempts=1)
     with pytest.raises(EpisodeError, match="1 of 4 episodes failed"):
-        await group.generate(failing(1, RuntimeError("broken")), attempts=1, least=4)
+        await group.generate(failing(1, RuntimeError("broken")), attempts=1, min_samples=4)
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), TimeoutError(), EpisodeOver()])
