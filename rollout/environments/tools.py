@@ -99,7 +99,7 @@ class Tools(EpisodeEnvironment):
             tools |= await self._sandbox_tools(episode, exit_stack)
             return await self._answered(episode, tools)
 
-    def configured(self, config: EnvironmentConfig) -> None:
+    def apply_config(self, config: EnvironmentConfig) -> None:
         """Set up the sandboxes of tools.
 
         Raises:

@@ -54,7 +54,7 @@ class Scorer:
         self.pool = pool
         self._renderer = renderer
         self._environment: Environment = make_environment(evaluated(settings.environment))
-        self._environment.answered_by(settings.engine)
+        self._environment.apply_engine_config(settings.engine)
         self._abandoned_tasks = AbandonedTasks()
         self.engine = engine
 
