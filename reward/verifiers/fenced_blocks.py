@@ -13,6 +13,6 @@ def last_block(response: str, languages: Collection[str]) -> str | None:
     Args:
         languages: names of the language, in lower case; blocks of other languages are skipped.
     """
-    blocks = [(found[1].split(), found[2]) for found in _FENCE.finditer(response) if found[2] is not None]
+    blocks = [(match[1].split(), match[2]) for match in _FENCE.finditer(response) if match[2] is not None]
     fitting = [text for names, text in blocks if not names or names[0].lower() in languages]
     return fitting[-1] if fitting else None
