@@ -91,7 +91,7 @@ class Renderer:
         self._config = config
         self.model_dir = Path(config.tokenizer or model_dir)
         """Directory of the tokenizer."""
-        self._tokenizer = load_tokenizer(self.model_dir, alone=not config.chat_template_file)
+        self._tokenizer = load_tokenizer(self.model_dir, plain_suffices=not config.chat_template_file)
         if config.chat_template_file:
             self._tokenizer.chat_template = _template_of(config)
         has_template = bool(getattr(self._tokenizer, "chat_template", None))

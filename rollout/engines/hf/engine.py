@@ -72,7 +72,7 @@ class HFEngine(InProcessEngine):
         recorder = ExpertRecorder(model) if self._config.enable_return_routed_experts else None
         found = read_named(self._named, self._model_dir)
         adapters = RowAdapters(model, found.values()) if found else None
-        return decoder_of(model, alone=self._config.batch_invariant)(model, recorder, adapters)
+        return decoder_of(model, row_by_row=self._config.batch_invariant)(model, recorder, adapters)
 
 
 def _staging(
@@ -124,8 +124,8 @@ def load_model(model_dir: Path, config: EngineConfig) -> Any:
             if any(model_dir.glob("*.safetensors")):
                 model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **code_trust())
             else:
-                made = AutoConfig.from_pretrained(model_dir, **code_trust())
-                model = AutoModelForCausalLM.from_config(made, dtype=dtype, **code_trust())
+                model_config = AutoConfig.from_pretrained(model_dir, **code_trust())
+                model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, **code_trust())
     except (OSError, ValueError, KeyError) as error:
         raise EngineSettingsError(f"engine hf cannot load {model_dir}: {error}") from error
     except RuntimeError as error:  # for example out of memory, which may be transient
