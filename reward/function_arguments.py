@@ -102,10 +102,10 @@ def _checked_parameters(
     parameters = inspect.signature(function).parameters
     whole, by_turn = "responses" in parameters, bool({*turn_names[:1]} & parameters.keys())
     if whole == ("response" in parameters) and (whole or not by_turn):
-        more = ", or `turns` (scores each turn of one)" if turn_names else ""
+        turns_hint = ", or `turns` (scores each turn of one)" if turn_names else ""
         raise SettingsError(
             f"{what} must take a parameter `response` (scores one) or `responses` (scores all of a prompt)"
-            f"{more}"
+            f"{turns_hint}"
         )
     known = (WHOLE if whole else EACH) + (turn_names if by_turn else ())
     return accepted_parameters(what, function, known, forbidden=EACH if whole else WHOLE)

@@ -77,6 +77,6 @@ def _flat(values: Sequence[Sequence[float]]) -> Array:
 
 def bounded(remarks: Sequence[Remark]) -> tuple[Remark, ...]:
     """Return remarks ordered by sample, with texts truncated for storage with the group."""
-    most = min(MAX_REMARK, MAX_REMARKS // max(1, len(remarks)))
+    max_chars = min(MAX_REMARK, MAX_REMARKS // max(1, len(remarks)))
     ordered = sorted(remarks, key=lambda remark: (remark.sample, remark.verifier))
-    return tuple(msgspec.structs.replace(remark, text=remark.text[:most]) for remark in ordered)
+    return tuple(msgspec.structs.replace(remark, text=remark.text[:max_chars]) for remark in ordered)

@@ -15,7 +15,7 @@ from typing import Any
 
 WHOLE = 1 << 16
 """Documents up to this number of characters are parsed in one piece."""
-MOST_VALUES = 100_000
+MAX_VALUES = 100_000
 """Limit on the values of a larger document, in addition to the values that the caller expects."""
 _NUMBERS = re.compile(r"[0-9,\s]*\]")
 
@@ -26,11 +26,11 @@ class TooManyValues(ValueError):
     """JSON with more values than the limit."""
 
 
-def parsed_json(text: str, more: int = 0) -> Any:
+def parsed_json(text: str, extra_values: int = 0) -> Any:
     """Parse JSON, and check that the result can be serialized again.
 
     Args:
-        more: values allowed in addition to `MOST_VALUES`, such as the tokens of a context.
+        extra_values: values allowed in addition to `MAX_VALUES`, such as the tokens of a context.
 
     Raises:
         TooManyValues: the document has more values than allowed.
@@ -41,7 +41,7 @@ def parsed_json(text: str, more: int = 0) -> Any:
     if len(text) <= WHOLE:
         value = json.loads(text, parse_float=_finite, parse_constant=_finite)
     else:
-        value = _BoundedDecoder(MOST_VALUES + more).decode(text)
+        value = _BoundedDecoder(MAX_VALUES + extra_values).decode(text)
     if "\\ud" in text.lower():
         json.dumps(value, ensure_ascii=False).encode()
     return value
@@ -50,9 +50,9 @@ def parsed_json(text: str, more: int = 0) -> Any:
 class _BoundedDecoder(json.JSONDecoder):
     """JSON decoder that counts the values in arrays and objects, for one document."""
 
-    def __init__(self, most: int) -> None:
+    def __init__(self, max_values: int) -> None:
         super().__init__(parse_float=_finite, parse_constant=_finite)
-        self._most = self._left = most
+        self._max_values = self._left = max_values
         self._scan_numbers: Scan = self.scan_once
         self.parse_array: Any = self._array
         self.parse_object: Any = self._object
@@ -61,7 +61,7 @@ class _BoundedDecoder(json.JSONDecoder):
     def _count(self, values: int) -> None:
         self._left -= values
         if self._left < 0:
-            raise TooManyValues(f"over {self._most} values")
+            raise TooManyValues(f"over {self._max_values} values")
 
     def _counted(self, scan: Scan) -> Scan:
         def scan_next(text: str, at: int) -> tuple[Any, int]:
@@ -75,14 +75,14 @@ class _BoundedDecoder(json.JSONDecoder):
         if numbers := _NUMBERS.match(text, at):  # parse a list of token ids in one piece
             self._count(text.count(",", at, numbers.end()) + 1)
             return self._scan_numbers(text, at - 1)
-        found: tuple[Any, int] = json.decoder.JSONArray(place, self._counted(scan))  # type: ignore[attr-defined]
-        return found
+        value: tuple[Any, int] = json.decoder.JSONArray(place, self._counted(scan))  # type: ignore[attr-defined]
+        return value
 
     def _object(self, place: tuple[str, int], strict: bool, scan: Scan, *hooks: Any) -> tuple[Any, int]:
-        found: tuple[Any, int] = json.decoder.JSONObject(  # type: ignore[attr-defined]
+        value: tuple[Any, int] = json.decoder.JSONObject(  # type: ignore[attr-defined]
             place, strict, self._counted(scan), *hooks
         )
-        return found
+        return value
 
 
 def _finite(number: str) -> float:

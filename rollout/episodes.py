@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 
 from protocol.errors import EngineError, EpisodeError, SettingsError
 from protocol.user_code import located, mutable_copy
+from rollout.abandoned_tasks import AbandonedTasks
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import Environment
@@ -20,9 +21,8 @@ from rollout.prompts.base import Prompt
 from rollout.render import Renderer
 from rollout.sample import NOTHING_READ, EpisodeOver, PromptTokens, Sample
 from rollout.seeds import seed_within
-from rollout.sessions.model_calls import CANCELLED, ENOUGH, ModelCalls
+from rollout.sessions.model_calls import CANCELLED, ENOUGH_SAMPLES, ModelCalls
 from rollout.sessions.record import Recording
-from rollout.strays import Strays
 
 FAILURES = ("call_s", "episode_s", "length", "replay", "error", CANCELLED)
 """Reasons of failed episodes.
@@ -80,7 +80,7 @@ class Race:
     def finish(self) -> None:
         """Count a finished sample. Raises EpisodeError if the race is already over."""
         if self.is_over:
-            raise EpisodeError(CANCELLED, ENOUGH)
+            raise EpisodeError(CANCELLED, ENOUGH_SAMPLES)
         self.finished += 1
 
     async def cancel_rest(self) -> None:
@@ -105,21 +105,21 @@ class Episodes:
     """Limit on prompt plus sample, tokens; 0: unknown."""
     report: Callable[[EpisodeReport], None]
     """Callback after each attempt at a sample."""
-    ended: Callable[[], str] = lambda: ""
+    group_end_reason: Callable[[], str] = lambda: ""
     """Returns why the group was ended from outside. Called after its episodes are cancelled."""
     recording: Recording | None = None
     """Recorder of session calls; None: calls are not recorded."""
-    strays: Strays = field(default_factory=Strays)
+    abandoned_tasks: AbandonedTasks = field(default_factory=AbandonedTasks)
     """Abandoned episodes of the process: those still running after their cancellation."""
 
-    async def samples(self, n: int, least: int, name: str, keep: int = 0) -> list[Sample]:
-        """Return the samples that did not fail, at least `least` of `n`.
+    async def samples(self, n: int, min_samples: int, name: str, keep: int = 0) -> list[Sample]:
+        """Return the samples that did not fail, at least `min_samples` of `n`.
 
         A failure of the group cancels all samples. Cancelling the call leaves no request on the engine.
 
         Args:
             n: samples to generate.
-            least: minimum number of successful samples.
+            min_samples: minimum number of successful samples.
             keep: cancel the other samples after this many have finished; 0: wait for all.
             name: template of request ids, with `{sample}` and `{turn}`. It contains the lease token, because
                 ids must differ when the group is leased again.
@@ -127,7 +127,7 @@ class Episodes:
         Raises:
             EngineError: the engine failed, or aborted a request on its own.
             SettingsError: the prompt does not fit the environment.
-            EpisodeError: fewer than `least` samples succeeded.
+            EpisodeError: fewer than `min_samples` samples succeeded.
         """
         race = Race(keep)
         try:
@@ -141,7 +141,7 @@ class Episodes:
         results = [task.result() for task in running]
         samples = [result for result in results if isinstance(result, Sample)]
         failed = [result for result in results if isinstance(result, EpisodeError)]
-        if failed and len(samples) < least:
+        if failed and len(samples) < min_samples:
             text = f"{len(failed)} of {n} episodes failed, such as: {failed[0].error}"
             raise EpisodeError(failed[0].reason, text)
         return samples
@@ -160,7 +160,7 @@ class Episodes:
                 break
             ids = name.replace("{sample}", str(index)) + (f".{attempt}" if attempt else "")
             calls = ModelCalls(
-                self.engine, sampling, self.config, self.max_model_len, ids, self.ended, record,
+                self.engine, sampling, self.config, self.max_model_len, ids, self.group_end_reason, record,
                 self.renderer,
             )  # fmt: skip
             result = await self._reported(index, attempt, calls, left_s, race)
@@ -205,10 +205,10 @@ class Episodes:
         try:
             async with _limited(calls, left_s) as limit:
                 try:
-                    sample = await self.strays.run(
+                    sample = await self.abandoned_tasks.run(
                         lambda: self.environment.run(prompt, self.prompt_tokens, calls, self.renderer),
                         f"episode-{calls.name.replace('.{turn}', '')}",
-                        calls.leave_behind,
+                        calls.mark_abandoned,
                     )
                 except (SettingsError, EngineError, EpisodeError):
                     raise
@@ -224,11 +224,11 @@ class Episodes:
             pass  # `limit` has expired; other TimeoutErrors are caught inside
         if calls.error is not None:
             raise calls.error
-        if calls.surplus and not calls.late:
-            raise EpisodeError(CANCELLED, ENOUGH)
+        if calls.is_surplus and not calls.is_timed_out:
+            raise EpisodeError(CANCELLED, ENOUGH_SAMPLES)
         if limit.expired():
-            on = ", and it ignored its cancellation" if calls.left_behind else ""
-            raise EpisodeError("episode_s", calls.ended + on)
+            on = ", and it ignored its cancellation" if calls.is_abandoned else ""
+            raise EpisodeError("episode_s", calls.end_reason + on)
         if failure is not None:
             raise failure
         return _checked(sample, calls)
@@ -254,17 +254,17 @@ async def _limited(calls: ModelCalls, seconds: float) -> AsyncIterator[asyncio.T
     loop = asyncio.get_running_loop()
     async with asyncio.timeout(None) as limit:
 
-        def end() -> None:
+        def expire() -> None:
             if not limit.expired():
-                calls.late = not calls.surplus
+                calls.is_timed_out = not calls.is_surplus
                 limit.reschedule(loop.time())
 
-        timer, calls.end = loop.call_later(seconds, end), end
+        timer, calls.cancel_environment = loop.call_later(seconds, expire), expire
         try:
             yield limit
         finally:
             timer.cancel()
-            calls.end = lambda: None
+            calls.cancel_environment = lambda: None
 
 
 def _first(failures: BaseExceptionGroup[BaseException]) -> BaseException:

@@ -12,6 +12,7 @@ import numpy as np
 from protocol.errors import EngineError, EpisodeError, InvalidRequest
 from protocol.messages import Rollout
 from protocol.tensors import Array
+from rollout.abandoned_tasks import AbandonedTasks
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import Environment
@@ -22,7 +23,6 @@ from rollout.render import Renderer
 from rollout.sample import NOTHING_READ, PromptTokens, Sample
 from rollout.sessions.model_calls import CANCELLED
 from rollout.sessions.record import Recording
-from rollout.strays import Strays
 from rollout.trajectory import assemble, turn_texts
 
 DEFAULT = EnvironmentConfig()
@@ -43,12 +43,12 @@ async def generate_group(
     engine_name: str,
     config: EnvironmentConfig = DEFAULT,
     max_model_len: int = 0,
-    least: int | None = None,
+    min_samples: int | None = None,
     keep: int = 0,
     report: Callable[[EpisodeReport], None] = lambda report: None,
-    ended: Callable[[], str] = lambda: "",
+    group_end_reason: Callable[[], str] = lambda: "",
     recording: Recording | None = None,
-    strays: Strays | None = None,
+    abandoned_tasks: AbandonedTasks | None = None,
     with_turn_texts: bool = False,
 ) -> Rollout:
     """Generate the n samples of a group.
@@ -59,9 +59,9 @@ async def generate_group(
         engine, renderer: generate the samples; render the prompt and detokenize.
         environment, prompt: producer of each sample, and its input.
         group, token, engine_name: fields of the message, see `Rollout`.
-        n, least, keep: see `Episodes.samples`; `least` None: every kept sample is required.
+        n, min_samples, keep: see `Episodes.samples`; `min_samples` None: every kept sample is required.
         sampling, config, max_model_len: sampling parameters, episode limits and token limit.
-        report, ended, recording, strays: see `Episodes`; `strays` None: a new set for this group.
+        report, group_end_reason, recording, abandoned_tasks: see `Episodes`; no tasks: a new set.
         with_turn_texts: whether to include the text of each turn for verifiers.
 
     Raises:
@@ -71,10 +71,10 @@ async def generate_group(
     prompt_tokens = await off_loop(size, functools.partial(renderer.prompt_tokens, prompt))
     episodes = Episodes(
         environment, prompt, prompt_tokens, renderer, engine, sampling, config, max_model_len, attempts.add,
-        ended, recording, Strays() if strays is None else strays,
+        group_end_reason, recording, AbandonedTasks() if abandoned_tasks is None else abandoned_tasks,
     )  # fmt: skip
     name = f"{group}/{{sample}}.{{turn}}.{token}"
-    samples = await episodes.samples(n, (keep or n) if least is None else least, name, keep)
+    samples = await episodes.samples(n, (keep or n) if min_samples is None else min_samples, name, keep)
     make = functools.partial(
         _rollout, prompt, prompt_tokens, samples, renderer, with_turn_texts, group=group, token=token,
         engine=engine_name, generate_s=time.perf_counter() - began,

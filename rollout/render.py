@@ -91,7 +91,7 @@ class Renderer:
         self._config = config
         self.model_dir = Path(config.tokenizer or model_dir)
         """Directory of the tokenizer."""
-        self._tokenizer = load_tokenizer(self.model_dir, alone=not config.chat_template_file)
+        self._tokenizer = load_tokenizer(self.model_dir, plain_suffices=not config.chat_template_file)
         if config.chat_template_file:
             self._tokenizer.chat_template = _template_of(config)
         has_template = bool(getattr(self._tokenizer, "chat_template", None))
@@ -121,32 +121,34 @@ class Renderer:
             text = self._templated(self._messages(prompt), prompt.index)
         else:
             text = "\n".join(content for _, content in self._messages(prompt))
-        most = self._config.max_prompt_tokens
+        max_tokens = self._config.max_prompt_tokens
         try:
-            tokens = checked_length(self.encode(text, special=not self._chat, most=most), most)
+            tokens = checked_length(
+                self.encode(text, special=not self._chat, max_tokens=max_tokens), max_tokens
+            )
         except PromptTooLong as error:
             raise PromptTooLong(
-                f"prompt {prompt.index} has {error}, over render.max_prompt_tokens {most}"
+                f"prompt {prompt.index} has {error}, over render.max_prompt_tokens {max_tokens}"
             ) from None
         if not tokens:
             raise SettingsError(f"prompt {prompt.index} has no tokens: {prompt.text[:80]!r}")
         return tokens
 
-    def turn_tokens(self, text: str, *, after: tuple[int, ...] = (), most: int = 0) -> tuple[int, ...]:
+    def turn_tokens(self, text: str, *, after: tuple[int, ...] = (), max_tokens: int = 0) -> tuple[int, ...]:
         """Return the tokens of a further user turn, up to the start of the model's answer.
 
         Args:
             text: message of the environment.
             after: sampled tokens before the turn. If they end with the end-of-turn token, it is not repeated.
-            most: token limit; 0: none. Checked as in `encode`.
+            max_tokens: token limit; 0: none. Checked as in `encode`.
 
         Raises:
-            PromptTooLong: the text cannot fit into `most` tokens.
+            PromptTooLong: the text cannot fit into `max_tokens` tokens.
         """
         if not self._chat:
-            return self.encode(text, most=most)
+            return self.encode(text, max_tokens=max_tokens)
         messages = [("user", "x"), ("assistant", _MARK), ("user", text)]
-        tail = self.encode(self._templated(messages, -1).rpartition(_MARK)[2], most=most)
+        tail = self.encode(self._templated(messages, -1).rpartition(_MARK)[2], max_tokens=max_tokens)
         return tail[1:] if after and tail and after[-1] == tail[0] else tail
 
     def completion_tokens(self, text: str, *, append_eos: bool) -> tuple[int, ...]:
@@ -222,20 +224,20 @@ class Renderer:
             raise SettingsError(f"the chat template refuses the messages: {_reason(error)}") from error
         return text
 
-    def encode(self, text: str, *, special: bool = False, most: int = 0) -> tuple[int, ...]:
+    def encode(self, text: str, *, special: bool = False, max_tokens: int = 0) -> tuple[int, ...]:
         """Tokenize a text.
 
         Args:
             special: whether to add the tokenizer's special tokens around the text.
-            most: token limit; 0: none.
+            max_tokens: token limit; 0: none.
 
         Raises:
             PromptTooLong: the text exceeds the limit even if every token is the longest of the vocabulary.
                 Other texts are tokenized, even if the result exceeds the limit.
         """
-        least = -(-len(text) // self.longest_piece)
-        if 0 < most < least:
-            raise PromptTooLong(f"at least {least} tokens")
+        min_tokens = -(-len(text) // self.longest_piece)
+        if 0 < max_tokens < min_tokens:
+            raise PromptTooLong(f"at least {min_tokens} tokens")
         return self._encode(text, special)
 
     def piece(self, token: int) -> str:
@@ -250,13 +252,13 @@ class Renderer:
         )
         return text
 
-    def stopped_length(self, tokens: tuple[int, ...], more: tuple[str, ...] = ()) -> int | None:
+    def stopped_length(self, tokens: tuple[int, ...], extra_stops: tuple[str, ...] = ()) -> int | None:
         """Return the number of tokens up to the end of the first stop string; None if there is none.
 
         Args:
-            more: stop strings in addition to `RenderConfig.stop`.
+            extra_stops: stop strings in addition to `RenderConfig.stop`.
         """
-        strings = (*self._config.stop, *more)
+        strings = (*self._config.stop, *extra_stops)
 
         def stops(count: int) -> bool:
             text = self._tokenizer.decode(
@@ -342,13 +344,13 @@ class Renderer:
         return tuple(sorted(ids))
 
 
-def checked_length(tokens: tuple[int, ...], most: int) -> tuple[int, ...]:
-    """Return `tokens` if there are at most `most`, or if `most` is 0.
+def checked_length(tokens: tuple[int, ...], max_tokens: int) -> tuple[int, ...]:
+    """Return `tokens` if there are at most `max_tokens`, or if `max_tokens` is 0.
 
     Raises:
-        PromptTooLong: there are more than `most` tokens.
+        PromptTooLong: there are more than `max_tokens` tokens.
     """
-    if 0 < most < len(tokens):
+    if 0 < max_tokens < len(tokens):
         raise PromptTooLong(f"{len(tokens)} tokens")
     return tokens
 

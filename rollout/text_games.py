@@ -48,7 +48,7 @@ class TextGame:
             with self._draws():
                 self._game = textarena.make(f"{name}-raw", **params)
                 self._game.reset(num_players=1, seed=seed)
-                self.opening = self._told()
+                self.opening = self._new_text()
                 """First text of the game."""
         except Exception as error:  # games raise anything
             problem = f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"
@@ -61,7 +61,7 @@ class TextGame:
         """
         with self._draws():
             done, _ = self._game.step(action if "[" in action or "]" in action else f"[{action.strip()}]")
-            return None if done else self._told()
+            return None if done else self._new_text()
 
     def reward(self) -> float:
         """Return the player's reward. Call it after the game has ended."""
@@ -81,7 +81,7 @@ class TextGame:
             random.setstate(outside[0])
             np.random.set_state(outside[1])
 
-    def _told(self) -> str:
+    def _new_text(self) -> str:
         """Return the game's text since the last call."""
         from textarena import GAME_ID
 

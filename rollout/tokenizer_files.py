@@ -91,13 +91,13 @@ def vocabulary_of(model_dir: Path) -> Mapping[str, int]:
     return vocabulary
 
 
-def load_tokenizer(model_dir: Path, *, alone: bool = True) -> Any:
+def load_tokenizer(model_dir: Path, *, plain_suffices: bool = True) -> Any:
     """Load the tokenizer of a directory.
 
     Args:
         model_dir: directory with the tokenizer files.
-        alone: whether `PlainTokenizer` suffices. False if the caller sets a chat template, which only
-            transformers can apply.
+        plain_suffices: whether `PlainTokenizer` suffices. False if the caller sets a chat template, which
+            only transformers can apply.
 
     Raises:
         SettingsError: the directory has no tokenizer, or the tokenizer cannot be loaded.
@@ -118,7 +118,7 @@ def load_tokenizer(model_dir: Path, *, alone: bool = True) -> Any:
         # For these classes, AutoTokenizer would load the tokenizer class of the model family, with other
         # tokens.
         if config.get("tokenizer_class") in GENERIC:
-            plain = load_plain(model_dir, config) if alone else None
+            plain = load_plain(model_dir, config) if plain_suffices else None
             if plain is not None:
                 return plain
             from transformers import PreTrainedTokenizerFast as Loader

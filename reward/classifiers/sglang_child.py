@@ -50,8 +50,8 @@ def _logits(engine: Any, texts: list[list[int]]) -> list[float]:
     from sglang.srt.managers.io_struct import EmbeddingReqInput  # type: ignore[import-not-found]
 
     answer = engine.tokenizer_manager.generate_request(EmbeddingReqInput(input_ids=texts), None)
-    found = engine.loop.run_until_complete(answer.__anext__())
-    return [float(one["embedding"][0]) for one in found]
+    reply = engine.loop.run_until_complete(answer.__anext__())
+    return [float(one["embedding"][0]) for one in reply]
 
 
 def _read(lines: "queue.SimpleQueue[str]") -> None:

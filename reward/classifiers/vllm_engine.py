@@ -65,8 +65,8 @@ class VllmClassifier:
     def logits(self, texts: Sequence[Sequence[int]]) -> list[float]:
         """Return the logit of each text."""
         prompts: Any = [{"prompt_token_ids": without_padding(tokens, self._pad)} for tokens in texts]
-        found = self._llm.classify(prompts, pooling_params=self._parameters, use_tqdm=False)
-        return [float(item.outputs.probs[0]) for item in found]
+        outputs = self._llm.classify(prompts, pooling_params=self._parameters, use_tqdm=False)
+        return [float(item.outputs.probs[0]) for item in outputs]
 
 
 def _set_environment(options: Options) -> None:

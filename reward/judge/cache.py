@@ -20,17 +20,17 @@ TRIM_EVERY = 256
 class AnswerCache:
     """SQLite cache of answers, shared by processes of a host. Methods block, so call them in a thread."""
 
-    def __init__(self, path: str, most: int) -> None:
+    def __init__(self, path: str, max_answers: int) -> None:
         """Open or create the database.
 
         Args:
             path: path of the database file.
-            most: maximum number of answers.
+            max_answers: maximum number of answers.
 
         Raises:
             SettingsError: the database cannot be opened. The message names the file.
         """
-        self._most, self._written = most, 0
+        self._max_answers, self._written = max_answers, 0
         self._lock = threading.Lock()
         try:
             Path(path).parent.mkdir(parents=True, exist_ok=True)
@@ -56,9 +56,10 @@ class AnswerCache:
                 "INSERT OR REPLACE INTO answers (request, text) VALUES (?, ?)", (request, text)
             )
             self._written += 1
-            if self._written % TRIM_EVERY == 0 or self._most < TRIM_EVERY:
+            if self._written % TRIM_EVERY == 0 or self._max_answers < TRIM_EVERY:
                 self._database.execute(
-                    "DELETE FROM answers WHERE number <= (SELECT max(number) FROM answers) - ?", (self._most,)
+                    "DELETE FROM answers WHERE number <= (SELECT max(number) FROM answers) - ?",
+                    (self._max_answers,),
                 )
 
     def close(self) -> None:

@@ -13,7 +13,7 @@ from reward.group import ResponseGroup
 from reward.judge.config import WHAT, Options
 from reward.verifiers.registry import required
 
-OF_GROUP = {"prompt", "response", "responses"}
+GROUP_PLACEHOLDERS = {"prompt", "response", "responses"}
 """Template placeholders that are not metadata fields."""
 Messages = Sequence[Mapping[str, Any]]
 

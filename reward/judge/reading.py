@@ -46,10 +46,10 @@ def _by_function(
     options: Options, function: Callable[[str], Any], text: str, n: int, whole: bool
 ) -> list[float]:
     try:
-        found = function(text)
+        parsed = function(text)
     except ValueError as error:
         raise Unreadable(f"{options.parse}: {error}") from error
-    values = found if whole else [found]
+    values = parsed if whole else [parsed]
     if not isinstance(values, (list, tuple)) or len(values) != n:
         raise Unreadable(f"{options.parse} returned no list of {n} scores")
     for value in values:
@@ -77,15 +77,15 @@ def _list(options: Options, text: str, n: int) -> list[float]:
     return [_scaled(options, number, text) for number in numbers]
 
 
-def _scaled(options: Options, found: Any, text: str) -> float:
+def _scaled(options: Options, value: Any, text: str) -> float:
     """Return the judge's number scaled to a score from 0 to 1."""
     try:
-        number = float(found)
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         number = math.nan
     if not options.lowest <= number <= options.highest:
         raise Unreadable(
-            f"{str(found)[:60]!r} is no number between {options.lowest:g} and {options.highest:g}, in the "
+            f"{str(value)[:60]!r} is no number between {options.lowest:g} and {options.highest:g}, in the "
             f"answer {_shown(text)}"
         )
     return (number - options.lowest) / (options.highest - options.lowest)

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from reward.group import ResponseGroup
 from reward.judge.client import JudgeClient
 from reward.judge.config import Options, check_options, read_key
-from reward.judge.question import OF_GROUP, make_question, template_fields
+from reward.judge.question import GROUP_PLACEHOLDERS, make_question, template_fields
 from reward.judge.reading import make_reader
 from reward.verifiers.base import AwaitedVerifier, Notes
 
@@ -14,7 +14,7 @@ __all__ = ["Judge", "Options", "needed_fields"]
 
 def needed_fields(options: Options) -> list[str]:
     """Return the metadata fields that the templates require."""
-    return sorted(template_fields(options) - OF_GROUP)
+    return sorted(template_fields(options) - GROUP_PLACEHOLDERS)
 
 
 class Judge(AwaitedVerifier):

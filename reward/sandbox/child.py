@@ -311,7 +311,7 @@ def run_programs(code: str, inputs: list[str], report: Callable[[str], None]) ->
 
     No code of the model runs in this process.
     """
-    most = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    max_output = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     for i, given in enumerate(inputs):
         try:
             with open("response.py", "w", encoding="utf-8", errors="surrogatepass") as file:
@@ -326,7 +326,7 @@ def run_programs(code: str, inputs: list[str], report: Callable[[str], None]) ->
                     stderr=subprocess.DEVNULL,
                 )
                 output.seek(0)
-                printed = output.read(most).decode(errors="replace")
+                printed = output.read(max_output).decode(errors="replace")
         except (OSError, MemoryError, ValueError):  # for example, an earlier run filled the disk
             continue
         if ended.returncode == 0:

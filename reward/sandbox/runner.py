@@ -143,7 +143,7 @@ def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits, stop: int |
         "limits": asdict(limits),
         "filters": [seccomp_filter(own_files=own).hex() for own in (False, True)],
     }
-    most = MAX_REPORT + (0 if kind == "tests" else limits.output_kb << 10)
+    max_bytes = MAX_REPORT + (0 if kind == "tests" else limits.output_kb << 10)
     try:
         process = subprocess.Popen(
             [sys.executable, "-I", str(CHILD)],
@@ -164,7 +164,7 @@ def _run(kind: str, code: str, cases: Sequence[Any], limits: Limits, stop: int |
         with process:
             try:
                 report, timed_out = _watch(
-                    process, json.dumps(spec).encode(), nonce, limits.wall_s, most, stop
+                    process, json.dumps(spec).encode(), nonce, limits.wall_s, max_bytes, stop
                 )
             finally:
                 kill_process_tree(process.pid)
@@ -184,7 +184,7 @@ def _watch(
     spec: bytes,
     nonce: str,
     wall_s: float,
-    most: int,
+    max_bytes: int,
     stop: int | None = None,
 ) -> tuple[bytes, bool]:
     """Return the report, and whether the time limit expired before the report was complete."""
@@ -200,7 +200,7 @@ def _watch(
     watched = select.poll()  # `select.select` supports no descriptors over 1023; a worker may have thousands
     for descriptor in (process.stdout.fileno(), *([] if stop is None else [stop])):
         watched.register(descriptor, select.POLLIN)
-    while len(report) < most and not report.endswith(done):
+    while len(report) < max_bytes and not report.endswith(done):
         if not running and begun in report:
             deadline, running = time.monotonic() + wall_s, True
         ready = watched.poll(max(0.0, deadline - time.monotonic()) * 1000)

@@ -21,7 +21,7 @@ def last_block(response: str, languages: Collection[str]) -> str | None:
         languages: names of the language, in lower case; blocks of other languages are skipped.
     """
     rows = [
-        found.group(1, 2) if found[4] is None else found.group(3, 4) for found in _FENCE.finditer(response)
+        match.group(1, 2) if match[4] is None else match.group(3, 4) for match in _FENCE.finditer(response)
     ]
     blocks = [(info.split(), text) for info, text in rows if text is not None]
     fitting = [text for names, text in blocks if not names or names[0].lower() in languages]

@@ -43,8 +43,8 @@ def score(prompt_text: str, response: str, metadata: Mapping[str, Any], options:
     expected = WHOLE.fullmatch(_bare(answer))
     if not expected:
         raise RewardError(f"the answer {answer[:80]!r} is not a whole number")
-    found = [whole for number in NUMBER.findall(_bare(response)) if (whole := WHOLE.fullmatch(number))]
-    return float(bool(found) and _normal(found[-1]) == _normal(expected))
+    numbers = [whole for number in NUMBER.findall(_bare(response)) if (whole := WHOLE.fullmatch(number))]
+    return float(bool(numbers) and _normal(numbers[-1]) == _normal(expected))
 
 
 def _bare(text: str) -> str:

@@ -94,8 +94,8 @@ def make_verifier(name: str, options: Mapping[str, Any]) -> LoadedVerifier | Awa
             raise SettingsError(f"verifier {name}: {module.__file__} has no {part!r}; see docs/rewards.md")
     bound = validated(module.Options, options, f"verifier {name}: option ")
     if entry.factory:
-        made: LoadedVerifier | AwaitedVerifier = getattr(module, entry.factory)(bound)
-        return made
+        verifier: LoadedVerifier | AwaitedVerifier = getattr(module, entry.factory)(bound)
+        return verifier
 
     is_own = "." in name
 
@@ -120,8 +120,8 @@ def required(metadata: Mapping[str, Any], field: str) -> Any:
         RewardError: the field is missing. The message names the existing fields.
     """
     if metadata.get(field) is None:
-        found = sorted(str(name) for name, value in metadata.items() if value is not None)
-        raise RewardError(f"the metadata has no field {field!r}, but {', '.join(found) or 'none'}")
+        fields = sorted(str(name) for name, value in metadata.items() if value is not None)
+        raise RewardError(f"the metadata has no field {field!r}, but {', '.join(fields) or 'none'}")
     return metadata[field]
 
 

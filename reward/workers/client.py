@@ -27,16 +27,16 @@ log = logging.getLogger("tether.reward")
 class WorkerEnded(Exception):
     """The process ended before it answered a call. Another call may be the cause."""
 
-    def __init__(self, text: str, stuck: bool, alone: bool) -> None:
+    def __init__(self, text: str, is_hung: bool, was_only_call: bool) -> None:
         super().__init__(text)
-        self.stuck = stuck
+        self.is_hung = is_hung
         """Whether the process was killed because it hung for longer than a call may take."""
-        self.alone = alone
+        self.was_only_call = was_only_call
         """Whether the process had no other call."""
 
     def outcome(self, samples: Sequence[int]) -> CallOutcome:
         """Return the outcome of the call that ended its process: a timeout if the process hung."""
-        return CallOutcome([None] * len(samples)) if self.stuck else CallOutcome([], error=str(self))
+        return CallOutcome([None] * len(samples)) if self.is_hung else CallOutcome([], error=str(self))
 
 
 class WorkerClient(asyncio.SubprocessProtocol):
@@ -56,7 +56,7 @@ class WorkerClient(asyncio.SubprocessProtocol):
         self._numbers = itertools.count()
         self._groups: set[int] = set()
         self._heard_s = self._loop.time()
-        self._stuck = False
+        self._is_hung = False
         self._abandoned: set[int] = set()
         """Cancelled calls that the process still runs. Each may be why the process hangs or ends."""
         self._is_blamed = False
@@ -137,13 +137,13 @@ class WorkerClient(asyncio.SubprocessProtocol):
         began_s = self._loop.time()
         try:
             if not self.healthy:
-                raise WorkerEnded("the worker process has ended", stuck=False, alone=False)
+                raise WorkerEnded("the worker process has ended", is_hung=False, was_only_call=False)
             self._open(group)
             self._send(["call", number, verifier, group.number, list(samples)])
             while not answer.done() and (left_s := self._deadline_s(began_s) - self._loop.time()) > 0:
                 await asyncio.wait({answer}, timeout=left_s)
             if not answer.done():
-                self._stuck = True
+                self._is_hung = True
                 self.kill()
                 await asyncio.wait({answer})
             outcome: CallOutcome = answer.result()
@@ -220,11 +220,11 @@ class WorkerClient(asyncio.SubprocessProtocol):
             self._ready.set_exception(RewardError(f"a reward worker ended while starting, exit code {code}"))
         open_calls = [answer for answer in self._calls.values() if not answer.done()]
         if open_calls:
-            log.warning("score.worker_ended code=%s calls=%d stuck=%s", code, len(open_calls), self._stuck)
-        alone = len(self._calls) + len(self._abandoned) <= 1 and not self._is_blamed
+            log.warning("score.worker_ended code=%s calls=%d stuck=%s", code, len(open_calls), self._is_hung)
+        was_only_call = len(self._calls) + len(self._abandoned) <= 1 and not self._is_blamed
         for answer in open_calls:
             answer.set_exception(
-                WorkerEnded(f"the worker process ended, exit code {code}", self._stuck, alone)
+                WorkerEnded(f"the worker process ended, exit code {code}", self._is_hung, was_only_call)
             )
 
     def _deadline_s(self, began_s: float) -> float:

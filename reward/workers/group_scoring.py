@@ -126,17 +126,17 @@ class GroupScoring:
             TetherError: there is no score.
         """
         try:
-            late, problem = await self._tried(target, verifier, samples)
-            if not late:
+            timed_out, problem = await self._attempt(target, verifier, samples)
+            if not timed_out:
                 return
             limit = self._config.timeout_s
             error = VerifierError(
                 self._names[verifier],
-                f"no score for sample {late[0]} within reward.timeout_s {limit}{problem}",
+                f"no score for sample {timed_out[0]} within reward.timeout_s {limit}{problem}",
             )
-            unscored = late
+            unscored = timed_out
         except VerifierError as raised:
-            late, unscored, error = [], samples, raised
+            timed_out, unscored, error = [], samples, raised
         fallback = self._config.verifiers[verifier].fallback
         if fallback:
             self._fallback_errors.setdefault(verifier, error)
@@ -146,14 +146,14 @@ class GroupScoring:
             other = self._names.index(fallback)
             for part in self._parts(other, unscored):
                 await self._score(target, other, part)
-        elif late and self._config.timeout_score is not None:
-            for i in late:
+        elif timed_out and self._config.timeout_score is not None:
+            for i in timed_out:
                 self._scores[target][i] = self._config.timeout_score
                 self._given_up[i] += 1.0
         else:
             raise error
 
-    async def _tried(self, target: int, verifier: int, samples: Sequence[int]) -> tuple[Sequence[int], str]:
+    async def _attempt(self, target: int, verifier: int, samples: Sequence[int]) -> tuple[Sequence[int], str]:
         """Record the scores of a verifier; return the samples that timed out, and the last problem.
 
         With `timeout_score`, samples that time out are retried once, in another process or at another time.
@@ -161,40 +161,40 @@ class GroupScoring:
         Raises:
             TetherError: the verifier failed.
         """
-        late, problem = samples, ""
+        unscored, problem = samples, ""
         if self._traits[verifier].by_turn:
             self._turns.check_texts(self._names[verifier])
         for _ in range(1 if self._config.timeout_score is None else 2):
-            answer = await self._call(verifier, late, lambda: bool(self._failures))
+            answer = await self._call(verifier, unscored, lambda: bool(self._failures))
             if answer is None:
                 return [], ""
             if answer.error:
                 raise VerifierError(self._names[verifier], answer.error)
-            self._note(verifier, late, answer)
-            for i, score in zip(late, answer.scores, strict=True):
+            self._note(verifier, unscored, answer)
+            for i, score in zip(unscored, answer.scores, strict=True):
                 if score is not None:
                     self._scores[target][i] = self._score_of(target, verifier, i, score)
-            late = [i for i, score in zip(late, answer.scores, strict=True) if score is None]
+            unscored = [i for i, score in zip(unscored, answer.scores, strict=True) if score is None]
             problem = f"; {answer.problem}" if answer.problem else ""
-            if not late:
+            if not unscored:
                 break
-        return late, problem
+        return unscored, problem
 
-    def _score_of(self, target: int, verifier: int, sample: int, given: float | list[float]) -> float:
+    def _score_of(self, target: int, verifier: int, sample: int, score: float | list[float]) -> float:
         """Return a sample's score for verifier `target`: for scored turns, the sum. Record turn scores.
 
         Raises:
             VerifierError: the score is not finite, or turns are scored and it is not one score per turn.
         """
         name = self._names[verifier]
-        if isinstance(given, list) != self._traits[verifier].by_turn:
-            raise VerifierError(name, f"scored sample {sample} as {type(given).__name__}")
-        if isinstance(given, list):
-            return self._turn_scores.note(self._names[target], sample, given, by=name)
-        if not math.isfinite(given):
-            raise VerifierError(name, f"scored sample {sample} as {given}")
+        if isinstance(score, list) != self._traits[verifier].by_turn:
+            raise VerifierError(name, f"scored sample {sample} as {type(score).__name__}")
+        if isinstance(score, list):
+            return self._turn_scores.note(self._names[target], sample, score, by=name)
+        if not math.isfinite(score):
+            raise VerifierError(name, f"scored sample {sample} as {score}")
         self._turn_scores.forget(self._names[target], sample)
-        return given
+        return score
 
     def _note(self, verifier: int, samples: Sequence[int], answer: CallOutcome) -> None:
         if answer.text and None not in answer.scores:

@@ -95,10 +95,10 @@ class SharedSlots:
         withheld: Collection[str] = (),
     ) -> None:
         """Create two slots without processes. `verifiers` has None for each verifier that is not awaited."""
-        self._shared, self._single = (
+        self._shared, self._isolated = (
             WorkerSlot(config, modules, verifiers, is_concurrent=True, withheld=withheld) for _ in range(2)
         )
-        self._alone = asyncio.Lock()
+        self._isolated_lock = asyncio.Lock()
 
     async def call(self, group: GroupFrame, verifier: int, samples: Sequence[int]) -> CallOutcome:
         """Return the outcome of a call.
@@ -110,21 +110,21 @@ class SharedSlots:
         try:
             return await shared.call(group, verifier, samples)
         except WorkerEnded as ended:
-            if ended.alone:
+            if ended.was_only_call:
                 return ended.outcome(samples)
-        async with self._alone:
-            single = await self._single.worker()
+        async with self._isolated_lock:
+            isolated = await self._isolated.worker()
             try:
-                return await single.call(group, verifier, samples)
+                return await isolated.call(group, verifier, samples)
             except WorkerEnded as ended:
                 return ended.outcome(samples)
 
     def forget(self, group: GroupFrame) -> None:
         """Let the processes forget a scored group."""
         self._shared.forget(group)
-        self._single.forget(group)
+        self._isolated.forget(group)
 
     async def close(self) -> None:
         """End the processes; their calls fail. Idempotent."""
         await self._shared.close()
-        await self._single.close()
+        await self._isolated.close()

@@ -48,9 +48,9 @@ MAX_ERROR = 500
 MAX_TEXT = 2000
 """Maximum number of characters of a judge's answer in a frame."""
 MAX_PROBLEM = 300
-MOST_TRACES = 100
+MAX_TRACES = 100
 """Maximum number of distinct exceptions with a printed traceback."""
-STUBBORN = 77
+EXIT_UNCANCELLABLE = 77
 """Exit code of a process with a call that does not end after cancellation."""
 Verifiers = Sequence[LoadedVerifier | AwaitedVerifier | None]
 
@@ -62,10 +62,10 @@ def main() -> None:
     source, sink = os.fdopen(os.dup(0), "rb"), os.fdopen(os.dup(1), "wb")
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)  # verifiers and their subprocesses must not read frames
     os.dup2(2, 1)  # redirect output of verifiers to the log, away from the frames
-    is_concurrent, memory_mb, timeout_s, modules, configured = _read_frame(source)
+    is_concurrent, memory_mb, timeout_s, modules, configs = _read_frame(source)
     sys.path.extend(modules)  # last, so user modules shadow none of tether's
     try:
-        verifiers = [make_verifier(*item) if item else None for item in configured]
+        verifiers = [make_verifier(*item) if item else None for item in configs]
         loaded = _load(verifiers, memory_mb)
     except SettingsError as error:
         _write_frame(sink, ["settings", str(error)])
@@ -214,14 +214,14 @@ class _Server:
                 self._answer(call, *running.result(), notes)
                 return
             await asyncio.wait({running}, timeout=GRACE_S)
-            is_stubborn = not running.done()
-            if is_stubborn:
+            is_uncancellable = not running.done()
+            if is_uncancellable:
                 _write_frame(self._sink, ["ending"])
             self._answer(call, [None] * len(samples), "", notes)
-            if is_stubborn:
+            if is_uncancellable:
                 verifier = self._verifiers[number]
                 print(f"a call of {verifier and verifier.file} does not end when cancelled", flush=True)
-                os._exit(STUBBORN)
+                os._exit(EXIT_UNCANCELLABLE)
 
     async def _wait(
         self, number: int, group: ResponseGroup | str, samples: Sequence[int], notes: Notes
@@ -257,7 +257,7 @@ class _Server:
         if file and not isinstance(error, RewardError):
             place = place_of(error, file)
             text = f"{place}: {text}" if place else text
-            if place not in self._printed and len(self._printed) < MOST_TRACES:
+            if place not in self._printed and len(self._printed) < MAX_TRACES:
                 self._printed.add(place)
                 traceback.print_exception(error)
         return text[:MAX_ERROR]

@@ -38,10 +38,11 @@ def serve_lines(load: Callable[[dict[str, Any]], Parse]) -> None:
         say({**parsed, "number": request["number"]})
 
 
-def check_names(engine: str, given: dict[str, Any], known: dict[str, list[str]]) -> None:
+def check_names(engine: str, requested: dict[str, Any], known: dict[str, list[str]]) -> None:
     """Raise ValueError, listing the engine's parsers, if a given parser is unknown."""
     for kind, names in known.items():
-        if given[kind] and given[kind] not in names:
+        name = requested[kind]
+        if name and name not in names:
             raise ValueError(
-                f"{engine} has no parser for {kind} named {given[kind]!r}; it has {', '.join(sorted(names))}"
+                f"{engine} has no parser for {kind} named {name!r}; it has {', '.join(sorted(names))}"
             )

@@ -43,17 +43,17 @@ class AnsweredPrompt:
         for end in range(max(start + 1, MATCHED), stop + 1):
             places[tuple(tokens[end - MATCHED : end])] = (row, end)
 
-    def follow(self, tokens: Sequence[int], most: int) -> list[int]:
-        """Return up to `most` tokens that followed the last occurrence of the row's latest tokens."""
+    def follow(self, tokens: Sequence[int], max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` tokens that followed the last occurrence of the row's latest tokens."""
         place = self.places.get(tuple(tokens[-MATCHED:]))
         if place is None:
             return []
         row, end = self.rows[place[0]], place[1]
         length = MATCHED
-        limit = min(LONGEST_MATCH, most, end, len(tokens))
+        limit = min(LONGEST_MATCH, max_tokens, end, len(tokens))
         while length < limit and row[end - length - 1] == tokens[-length - 1]:
             length += 1
-        return row[end : end + min(length, most)]
+        return row[end : end + min(length, max_tokens)]
 
 
 class DraftedRequest:
@@ -78,9 +78,9 @@ class DraftedRequest:
         self._prompt.size += len(tokens)
         self._index(len(self._tokens) - FOLLOWED_BY)
 
-    def draft(self, most: int) -> list[int]:
-        """Return up to `most` draft tokens; empty without a match."""
-        return self._prompt.follow(self._tokens, most)
+    def draft(self, max_tokens: int) -> list[int]:
+        """Return up to `max_tokens` draft tokens; empty without a match."""
+        return self._prompt.follow(self._tokens, max_tokens)
 
     def end(self) -> None:
         """Index the rest of the answer."""

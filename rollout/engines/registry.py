@@ -171,7 +171,7 @@ def make_engine(
     """
     entry = ENGINES.find(config.name, "engine")
     try:
-        made: Any = engine_class(config.name)
+        engine_type: Any = engine_class(config.name)
     except ImportError as error:
         raise SettingsError(f"engine {config.name!r} cannot be imported: {error}") from error
     if lora.rank and not entry.serves_adapters:
@@ -189,5 +189,5 @@ def make_engine(
         options["named"] = named
     if shared is not None:
         options["shared"] = shared
-    engine: Engine = made(config, model_dir, incarnation, **options)
+    engine: Engine = engine_type(config, model_dir, incarnation, **options)
     return engine

@@ -39,10 +39,10 @@ class Environment(ABC):
             Exception: any other error, such as a time limit of `[environment]`, fails only this attempt.
         """
 
-    def configured(self, config: EnvironmentConfig) -> None:  # noqa: B027  most need only their options
+    def apply_config(self, config: EnvironmentConfig) -> None:  # noqa: B027  most need only their options
         """Store the `[environment]` section. Called before all other methods."""
 
-    def answered_by(self, engine: EngineConfig) -> None:  # noqa: B027  most environments ignore the engine
+    def apply_engine_config(self, engine: EngineConfig) -> None:  # noqa: B027  most ignore the engine
         """Store the settings of the engine that answers model calls. Called before the first sample."""
 
     def check(self, model_dir: str) -> None:  # noqa: B027  most do not depend on it

@@ -70,13 +70,13 @@ class Command(SessionEnvironment):
         self._cleared = False
         self._sandboxed: SandboxedProgram | None = None
 
-    def configured(self, config: EnvironmentConfig) -> None:
+    def apply_config(self, config: EnvironmentConfig) -> None:
         """Store the endpoint's address and set up the sandbox.
 
         Raises:
             SettingsError: the sandbox is unknown, or does not support a configured option.
         """
-        super().configured(config)
+        super().apply_config(config)
         if config.sandbox.name != PROCESS:
             check_options(self._options.processes, self._options.user)
             self._sandboxed = self.sandboxed(config)

@@ -163,11 +163,13 @@ class Episode:
         if not self._inserted or self._last is None:
             return ()
         text, after = "\n".join(self._inserted), self._last.tokens
-        most: int = getattr(self._generate, "max_model_len", 0)
+        max_model_len: int = getattr(self._generate, "max_model_len", 0)
         try:
-            return await off_loop(len(text), lambda: self._renderer.turn_tokens(text, after=after, most=most))
+            return await off_loop(
+                len(text), lambda: self._renderer.turn_tokens(text, after=after, max_tokens=max_model_len)
+            )
         except PromptTooLong as error:
-            raise EpisodeOver(f"{error} fill engine.max_model_len {most}") from None
+            raise EpisodeOver(f"{error} fill engine.max_model_len {max_model_len}") from None
 
 
 Play = Callable[[Episode], Awaitable[float | None]]

@@ -67,8 +67,8 @@ class Gsm8k:
                 "with '#### NUMBER'"
             )
         episode.reward = 0.0
-        said = await self._tools.answer(episode)
-        return float(number_in(said, self._strict) == right)
+        answer = await self._tools.answer(episode)
+        return float(number_in(answer, self._strict) == right)
 
 
 def number_in(text: str, strict: bool) -> Fraction | None:
@@ -77,10 +77,10 @@ def number_in(text: str, strict: bool) -> Fraction | None:
     Numbers in an unsupported format, such as 1,5 or a range, give None and are never parsed in part.
     """
     text = MINUS.sub("-", text)
-    found = MARKED.findall(text) or [(*number, "") for number in ([] if strict else NUMBER.findall(text))]
-    if not found:
+    numbers = MARKED.findall(text) or [(*number, "") for number in ([] if strict else NUMBER.findall(text))]
+    if not numbers:
         return None
-    sign, second_sign, digits, rest = found[-1]
+    sign, second_sign, digits, rest = numbers[-1]
     digits = digits.rstrip(".,/")
     if rest or not VALUE.fullmatch(digits) or not any(map(str.isdigit, digits)):
         return None

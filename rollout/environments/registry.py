@@ -100,8 +100,8 @@ def make_environment(config: EnvironmentConfig) -> Environment:
             f"setting environment.sandbox.name: {config.sandbox.name!r}, but environment {config.name!r} "
             f"runs no commands; ones that do are {', '.join(ENVIRONMENTS.having('has_sandbox'))}"
         )
-    environment = _made(config)
-    environment.configured(config)
+    environment = _make_from_config(config)
+    environment.apply_config(config)
     if isinstance(environment, EpisodeEnvironment):
         environment.has_calls = records_calls(config)
     elif config.record != "auto":
@@ -115,7 +115,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
     return environment
 
 
-def _made(config: EnvironmentConfig) -> Environment:
+def _make_from_config(config: EnvironmentConfig) -> Environment:
     if ":" in config.name:
         return load_environment(config.name, config.options)
     module = load(ENVIRONMENTS.find(config.name, f"{SETTING}: environment").path)

@@ -11,6 +11,7 @@ from typing import Annotated, Any
 from annotated_types import Interval
 
 from protocol.errors import SettingsError
+from rollout.abandoned_tasks import result_or_exception
 from rollout.config import EnvironmentConfig, SamplingConfig
 from rollout.engines.base import EngineConfig
 from rollout.environments.base import Environment
@@ -27,7 +28,6 @@ from rollout.sessions.endpoint import MAX_CONNECTIONS, SessionEndpoint
 from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.results import Results
 from rollout.sessions.session import Session, SessionLimits
-from rollout.strays import caught
 
 log = logging.getLogger("tether.sessions")
 
@@ -174,15 +174,15 @@ class SessionEnvironment(Environment):
         if record is not None:
             await record.begin(replayable=self._limits.replayable)
         on_replayed = calls.count_replayed if calls else None
-        most = calls.max_model_len if calls else 0
+        max_model_len = calls.max_model_len if calls else 0
         rules = calls.rules if calls else None
         session = Session(
-            generate, renderer, self._limits, self._reader, record, on_replayed, most, rules, calls
+            generate, renderer, self._limits, self._reader, record, on_replayed, max_model_len, rules, calls
         )
         key = endpoint.open(session)
         task = Task(endpoint.url(key), endpoint.token(key), shown(prompt), session.results)
         try:
-            outcome = await self._acted(task, lambda: endpoint.end(key, reason_of(generate)))
+            outcome = await self._acted(task, lambda: endpoint.end(key, end_reason_of(generate)))
         except Exception as error:
             if record is not None and isinstance(error, ProgramKilled):
                 record.resume()
@@ -210,7 +210,7 @@ class SessionEnvironment(Environment):
     async def _acted(self, task: Task, end: Callable[[], None]) -> Outcome:
         """Run the harness. If cancelled, `end` its session and give the harness `END_S` to finish."""
         async with asyncio.TaskGroup() as tasks:
-            acting = tasks.create_task(caught(lambda: self.act(task)), name="session.harness")
+            acting = tasks.create_task(result_or_exception(lambda: self.act(task)), name="session.harness")
             try:
                 await asyncio.wait([acting])
             except asyncio.CancelledError:
@@ -236,11 +236,11 @@ class SessionEnvironment(Environment):
             await self._endpoint.close()
         await self._reader.close()
 
-    def configured(self, config: EnvironmentConfig) -> None:
+    def apply_config(self, config: EnvironmentConfig) -> None:
         """Store the endpoint's address."""
         self._config = config
 
-    def answered_by(self, engine: EngineConfig) -> None:
+    def apply_engine_config(self, engine: EngineConfig) -> None:
         """Store the location of SGLang, for its parsers."""
         self._reader = AnswerReader(
             self._limits.tool_syntax, self._limits.reasoning_syntax, engine.python, engine.environment
@@ -259,9 +259,9 @@ class SessionEnvironment(Environment):
         return self._endpoint
 
 
-def reason_of(generate: Generate) -> str:
+def end_reason_of(generate: Generate) -> str:
     """Return why an episode was ended from outside, as recorded by its model calls."""
-    known = generate.ended if isinstance(generate, ModelCalls) else ""
+    known = generate.end_reason if isinstance(generate, ModelCalls) else ""
     return known or "its episode was cancelled"
 
 
@@ -274,7 +274,7 @@ def sample_of(session: Session, reward: float | None) -> Sample:
     calls = session.tree.calls
     if not calls:
         raise ValueError("the harness ended without a call of the model")
-    if all(call.as_asked for call in calls):
+    if all(call.has_own_sampling for call in calls):
         raise ValueError(
             "every call of the harness set its own sampling parameters (environment.sampling), so no token "
             "of the episode may be trained; let it make a call with the run's sampling"

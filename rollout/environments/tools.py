@@ -20,15 +20,15 @@ from protocol.errors import SettingsError
 from reward.sandbox.runner import Limits
 from rollout.config import EnvironmentConfig
 from rollout.environments.episode import Episode, EpisodeEnvironment
+from rollout.sandboxes.episode_sandbox import EpisodeSandbox
 from rollout.sandboxes.pool import SandboxPool
 from rollout.sandboxes.registry import PROCESS, make_provider
 from rollout.sandboxes.runs import SandboxRuns
-from rollout.sandboxes.world import World
 from rollout.tools.base import Tool, as_output, find_call, is_block_name
 from rollout.tools.calculator import Calculator
-from rollout.tools.in_world import IN_WORLD, in_world
 from rollout.tools.mcp_server import McpServer
 from rollout.tools.python import PythonTool
+from rollout.tools.sandbox_tool import SANDBOX_COMMANDS, make_sandbox_tool
 from rollout.tools.search import SearchTool
 from rollout.tools.shell import ShellTool
 
@@ -61,11 +61,11 @@ class Options:
 
 MAKE: Mapping[str, Callable[[Options], Tool]] = {
     "calculator": lambda options: Calculator(),
-    "python": lambda options: PythonTool(options.limits, _runs(options)),
+    "python": lambda options: PythonTool(options.limits, _make_runs(options)),
     "search": lambda options: SearchTool(
         Path(options.index), options.results, options.output_characters // options.results
     ),
-    "shell": lambda options: ShellTool(options.limits, _runs(options)),
+    "shell": lambda options: ShellTool(options.limits, _make_runs(options)),
 }
 """Tool name -> factory."""
 
@@ -94,12 +94,12 @@ class Tools(EpisodeEnvironment):
 
     async def answer(self, episode: Episode) -> str:
         """Play one episode, and return the model's last turn."""
-        async with AsyncExitStack() as opened:
-            tools = {name: tool.opened(opened) for name, tool in self._tools.items()}
-            tools |= await self._in_world(episode, opened)
+        async with AsyncExitStack() as exit_stack:
+            tools = {name: tool.opened(exit_stack) for name, tool in self._tools.items()}
+            tools |= await self._sandbox_tools(episode, exit_stack)
             return await self._answered(episode, tools)
 
-    def configured(self, config: EnvironmentConfig) -> None:
+    def apply_config(self, config: EnvironmentConfig) -> None:
         """Set up the sandboxes of tools.
 
         Raises:
@@ -114,15 +114,17 @@ class Tools(EpisodeEnvironment):
         if self._pool is not None:
             await self._pool.close()
 
-    async def _in_world(self, episode: Episode, opened: AsyncExitStack) -> dict[str, Tool]:
+    async def _sandbox_tools(self, episode: Episode, exit_stack: AsyncExitStack) -> dict[str, Tool]:
         """Return the tools that run in the episode's sandbox; empty without a sandbox."""
         if self._pool is None:
             return {}
-        sandbox, output = self._config.sandbox, self._options.limits.output_kb << 10
-        world = World(self._pool, sandbox, self._config.episode_s, episode.once)
-        await opened.enter_async_context(world)
+        config, output = self._config.sandbox, self._options.limits.output_kb << 10
+        sandbox = EpisodeSandbox(self._pool, config, self._config.episode_s, episode.once)
+        await exit_stack.enter_async_context(sandbox)
         return {
-            name: in_world(name, world, sandbox.command_s, output) for name in self._tools if name in IN_WORLD
+            name: make_sandbox_tool(name, sandbox, config.command_s, output)
+            for name in self._tools
+            if name in SANDBOX_COMMANDS
         }
 
     async def _answered(self, episode: Episode, tools: Mapping[str, Tool]) -> str:
@@ -169,7 +171,7 @@ async def _run(tool: Tool, text: str) -> tuple[str, str]:
     return answer, tool.kept
 
 
-def _runs(options: Options) -> SandboxRuns:
+def _make_runs(options: Options) -> SandboxRuns:
     return SandboxRuns(options.parallel or os.cpu_count() or 1)
 
 

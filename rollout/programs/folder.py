@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from protocol.errors import SettingsError
-from rollout.programs.left_processes import kill_left
+from rollout.programs.left_processes import kill_left_processes
 from rollout.programs.owner import Owner
 
 log = logging.getLogger("tether.programs")
@@ -89,7 +89,7 @@ def clear_left_folders() -> int:
             lock = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                killed, is_used = kill_left([path]), any(path.iterdir())
+                killed, is_used = kill_left_processes([path]), any(path.iterdir())
                 shutil.rmtree(path, ignore_errors=True)
             finally:
                 os.close(lock)

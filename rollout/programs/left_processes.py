@@ -34,10 +34,10 @@ class Sweeper:
         async with self._searching:
             if folder in self._folders:  # otherwise a later search has included it
                 folders, self._folders = self._folders, set()
-                await asyncio.to_thread(kill_left, folders)
+                await asyncio.to_thread(kill_left_processes, folders)
 
 
-def kill_left(folders: Iterable[Path]) -> int:
+def kill_left_processes(folders: Iterable[Path]) -> int:
     """Kill processes that have the mark of a directory or work in it; return their number.
 
     Not found: processes of other users, and processes without the mark that work in another directory and

@@ -50,8 +50,8 @@ class Launch:
     owner: Owner | None = None
     """User that programs run as; None: the rollout worker's user."""
 
-    def environ(self, more: Mapping[str, str]) -> dict[str, str]:
-        """Return a program's environment; `more` has precedence."""
+    def environ(self, extra_variables: Mapping[str, str]) -> dict[str, str]:
+        """Return a program's environment; `extra_variables` has precedence."""
         modules = [self.directory or os.getcwd(), *(entry for entry in sys.path if _is_user_path(entry))]
         return {
             **{name: os.environ[name] for name in PASSED if name in os.environ},
@@ -59,7 +59,7 @@ class Launch:
             "PYTHONPATH": os.pathsep.join(dict.fromkeys(modules)),
             **(self.owner.variables if self.owner is not None else {}),
             **self.variables,
-            **more,
+            **extra_variables,
         }
 
     @property
@@ -97,12 +97,12 @@ class Program:
         """Write a file into the working directory before the start; return its path."""
         return self._folder.write(name, text)
 
-    def read(self, name: str, most: int) -> bytes | None:
+    def read(self, name: str, max_bytes: int) -> bytes | None:
         """Return the contents of a file in the working directory; None if there is none.
 
         Raises:
             OSError: the file is not a regular file.
-            ValueError: the file has more than `most` bytes.
+            ValueError: the file has more than `max_bytes` bytes.
         """
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK  # a link may lead to a file of the worker's user
         try:
@@ -112,8 +112,8 @@ class Program:
         with os.fdopen(handle, "rb") as file:
             if not stat.S_ISREG(os.fstat(handle).st_mode):
                 raise OSError(f"{name} is not a regular file")
-            if len(data := file.read(most + 1)) > most:
-                raise ValueError(f"{name} has more than {most} bytes")
+            if len(data := file.read(max_bytes + 1)) > max_bytes:
+                raise ValueError(f"{name} has more than {max_bytes} bytes")
             return data
 
     @property
@@ -175,9 +175,9 @@ class Program:
         status = await self.process.wait()
         if status:
             error = ProgramKilled if status < 0 else RuntimeError
-            raise error(f"{self._launch.command[0]} ended with status {status}: {self.said()}")
+            raise error(f"{self._launch.command[0]} ended with status {status}: {self.last_output()}")
 
-    def said(self) -> str:
+    def last_output(self) -> str:
         """Return the end of the output since the start or the last `forget`."""
         end = os.lseek(self._output.fileno(), 0, os.SEEK_END)
         tail = os.pread(self._output.fileno(), MAX_OUTPUT, max(0, end - MAX_OUTPUT))

@@ -22,10 +22,10 @@ END_S = 1.0
 class StandingPrograms:
     """Persistent programs with one command, started on demand and restarted after they end."""
 
-    def __init__(self, launch: Launch, most: int) -> None:
-        """Args: launch: start settings; most: maximum concurrent programs, one sample each."""
+    def __init__(self, launch: Launch, max_programs: int) -> None:
+        """Args: launch: start settings; max_programs: maximum concurrent programs, one sample each."""
         self._launch = launch
-        self._free = asyncio.Semaphore(most)
+        self._free = asyncio.Semaphore(max_programs)
         self._idle: list[Program] = []
 
     async def outcome(self, task: dict[str, Any]) -> Outcome:
@@ -63,7 +63,7 @@ class StandingPrograms:
             status = program.process.returncode
             if status is None:
                 return program
-            log.warning("program.ended status=%d said=%s", status, program.said())
+            log.warning("program.ended status=%d said=%s", status, program.last_output())
             await program.close()
         program = Program(self._launch)
         try:
@@ -89,8 +89,8 @@ async def _answered(program: Program, task: dict[str, Any]) -> dict[str, Any]:
         with suppress(TimeoutError):
             async with asyncio.timeout(END_S):
                 await program.ended()
-                raise RuntimeError(f"the program ended without an outcome: {program.said()}")
-        raise RuntimeError(f"the program closed its output before it ended: {program.said()}")
+                raise RuntimeError(f"the program ended without an outcome: {program.last_output()}")
+        raise RuntimeError(f"the program closed its output before it ended: {program.last_output()}")
     try:
         fields = json.loads(line)
         key = fields["key"]

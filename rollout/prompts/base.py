@@ -181,9 +181,9 @@ class Order:
 class GeneratedOrder:
     """Mapping from positions of a generated stream to item numbers; unlimited if `count` is 0."""
 
-    def __init__(self, config: PromptConfig, most: int) -> None:
-        """Args: config: count, seed, shuffle and passes; most: exclusive upper bound of positions."""
-        self._most = most
+    def __init__(self, config: PromptConfig, max_positions: int) -> None:
+        """Args: config: count, seed, shuffle and passes; max_positions: exclusive upper bound."""
+        self._max_positions = max_positions
         self._order = (
             Order(config.count, seed=config.seed, shuffle=config.shuffle, passes=config.passes)
             if config.count
@@ -192,8 +192,8 @@ class GeneratedOrder:
         self.size = self._order.size if self._order else None
 
     def __getitem__(self, index: int) -> int:
-        if not 0 <= index < self._most:
-            raise IndexError(f"prompt {index} is outside the stream of {self.size or self._most}")
+        if not 0 <= index < self._max_positions:
+            raise IndexError(f"prompt {index} is outside the stream of {self.size or self._max_positions}")
         return self._order[index] if self._order else index
 
 

@@ -11,7 +11,7 @@ from protocol.choices import is_own
 from protocol.errors import SettingsError
 from protocol.paths import HUB_NAME, PathMark
 
-_OF_ROWS = (
+_ROW_SETTINGS = (
     "path",
     "subset",
     "split",
@@ -28,8 +28,8 @@ _OF_ROWS = (
 _UNUSED: Mapping[str, Sequence[str]] = {
     "hf": ("families", "params", "options"),
     "jsonl": ("subset", "split", "revision", "families", "params", "options"),
-    "reasoning_gym": (*_OF_ROWS, "options"),
-    "textarena": (*_OF_ROWS, "held_out_path", "options"),
+    "reasoning_gym": (*_ROW_SETTINGS, "options"),
+    "textarena": (*_ROW_SETTINGS, "held_out_path", "options"),
 }
 _UNUSED_BY_OWN = ("path", "held_out_path", "subset", "split", "revision", "families", "params")
 GENERATED = ("reasoning_gym", "textarena")
@@ -116,7 +116,7 @@ def check_names(entries: Sequence[SourceConfig], what: str) -> None:
     for number, entry in enumerate(entries):
         if not re.fullmatch(r"[a-z0-9][a-z0-9_-]{0,62}", entry.name):
             raise SettingsError(
-                f"setting {what}.{number}.name: {entry.name!r} has to be 1 to 63 lower-case letters, digits, "
+                f"setting {what}.{number}.name: {entry.name!r} must be 1 to 63 lower-case letters, digits, "
                 "'-' and '_', such as \"gsm8k\""
             )
         if entry.name in names:

@@ -14,7 +14,7 @@ MEMBERS = ("fingerprint", "size", "at", "held_out", "trained_texts")
 """Required members of a `PromptSource`."""
 
 
-class OwnStream:
+class UserPromptSource:
     """Validating wrapper of a user's `PromptSource`; errors name the user's class."""
 
     def __init__(self, source: Any, what: str) -> None:
@@ -77,15 +77,15 @@ class OwnStream:
             self._refuse(f"{where}.messages", messages, "pairs (role, content) of texts")
         if not isinstance(prompt.metadata, Mapping):
             self._refuse(f"{where}.metadata", prompt.metadata, "a mapping")
-        found = replace(prompt, messages=tuple((role, content) for role, content in messages))
+        converted = replace(prompt, messages=tuple((role, content) for role, content in messages))
         try:
-            encoded_prompt(found)
+            encoded_prompt(converted)
         except SettingsError as error:
             raise SettingsError(f"{self._what}: {where}: {error}") from None
-        return found
+        return converted
 
     def _refuse(self, member: str, value: object, expected: str) -> NoReturn:
-        raise SettingsError(f"{self._what}: {member} is {str(value)[:80]!r}, it has to be {expected}")
+        raise SettingsError(f"{self._what}: {member} is {str(value)[:80]!r}, it must be {expected}")
 
 
 def _is_pair(message: Any) -> bool:
@@ -108,7 +108,7 @@ def make(config: PromptConfig) -> PromptSource:
     if not isinstance(item, type):
         rows = _rows(what, item, config)
         return RowSource(config, lambda text, setting: rows)
-    return OwnStream(
+    return UserPromptSource(
         call(what, item, "the section [prompts] and prompts.options", (config,), config.options), what
     )
 

@@ -50,6 +50,6 @@ def _refuse_unused(config: PromptConfig | SourceConfig, source: str) -> None:
         value = getattr(config, name, None)
         if value is not None and value != DEFAULTS[name]:
             raise SettingsError(
-                f"setting prompts.{name}: {value!r}, but prompts.source {source!r} does not use it; leave it "
-                "out"
+                f"setting prompts.{name}: {value!r}, but prompts.source {source!r} does not use it; remove "
+                "the setting"
             )

@@ -34,9 +34,11 @@ def within_rates(prompts: Sequence[Prompt], config: PromptConfig) -> list[Prompt
             f"{config.path}: no row has a pass rate in the field {config.pass_rate_field!r}; `tether "
             "pass-rates` writes them, or set prompts.pass_rate_field"
         )
-    least, most = -math.inf if low is None else low, math.inf if high is None else high
+    lowest, highest = -math.inf if low is None else low, math.inf if high is None else high
     return [
-        prompt for prompt, rate in zip(prompts, rates, strict=True) if rate is None or least <= rate <= most
+        prompt
+        for prompt, rate in zip(prompts, rates, strict=True)
+        if rate is None or lowest <= rate <= highest
     ]
 
 
@@ -121,7 +123,7 @@ def _text(row: Mapping[str, Any], name: str, where: str) -> str:
     if not isinstance(value, str | int | float):
         raise SettingsError(
             f"{where}: the field {name!r} of prompts.template is {type(value).__name__}; "
-            "it has to be text or a number"
+            "it must be text or a number"
         )
     return str(value)
 

@@ -144,9 +144,9 @@ def _memory_filter() -> bytes:
     return b"".join(struct.pack("=HBBI", *line) for line in lines)
 
 
-def _mounts(more: Iterable[str]) -> Iterator[str]:
+def _mounts(extra_paths: Iterable[str]) -> Iterator[str]:
     """Yield arguments that mount directories of this machine read-only at the same path."""
-    for path in (*SYSTEM, *dict.fromkeys((sys.base_prefix, sys.prefix)), *more):
+    for path in (*SYSTEM, *dict.fromkeys((sys.base_prefix, sys.prefix)), *extra_paths):
         if os.path.islink(path):
             yield from ("--symlink", os.readlink(path), path)
         elif os.path.exists(path):

@@ -25,7 +25,7 @@ from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
 from rollout.programs.folder import ProgramFolder, clear_left_folders, programs_directory
 from rollout.sandboxes.base import SandboxDied, Start
-from rollout.sandboxes.pool import CREATE_S, completed, created
+from rollout.sandboxes.pool import CREATE_S, complete_stop, create_or_remove
 from rollout.sandboxes.relay import Relay
 from rollout.sandboxes.served import FIRST_UID, INSIDE, SOCKET, SOCKET_FILE, WORK, ServedSandbox
 
@@ -33,7 +33,7 @@ LABEL = "tether.folder"
 """Container label with the folder that its worker has locked."""
 HEADER = struct.Struct(">BxxxL")
 """Header of each output chunk: stream (1: standard output, 2: standard error), size in bytes."""
-MAX_SAID = 300
+MAX_ERROR_OUTPUT = 300
 REMOVALS = 6
 """Attempts at removing a container, within a few seconds."""
 FAILED = (docker.errors.DockerException, requests.RequestException)
@@ -67,7 +67,7 @@ class ContainerChannel:
         if self._writer is not None:
             self._writer.transport.abort()
 
-    def said(self) -> str:
+    def last_output(self) -> str:
         return self._errors.decode(errors="replace").strip()
 
     async def close(self) -> None:
@@ -88,7 +88,7 @@ class ContainerChannel:
                 if kind == 1:
                     self.source.feed_data(data)
                 else:
-                    self._errors = (self._errors + data)[-MAX_SAID:]
+                    self._errors = (self._errors + data)[-MAX_ERROR_OUTPUT:]
         except (asyncio.IncompleteReadError, OSError):
             self.source.feed_eof()
 
@@ -124,8 +124,8 @@ class ContainerProvider:
         try:
             if relay is not None:
                 await relay.open(folder.path / SOCKET_FILE)
-            making = asyncio.to_thread(self._create, start, folder, relay)
-            container = await created(making, _removed, FAILED)
+            creation = asyncio.to_thread(self._create, start, folder, relay)
+            container = await create_or_remove(creation, _removed, FAILED)
             channel = ContainerChannel(container, folder)
             sandbox = ServedSandbox(channel, relay, self._config.disk_mb << 20)
             await channel.open(await asyncio.to_thread(_attached, container))
@@ -137,7 +137,7 @@ class ContainerProvider:
             raise SandboxDied(f"the container did not start: {str(error)[-300:]}") from None
         finally:
             if sandbox is None or not sandbox.began:
-                await completed(sandbox.stop() if sandbox is not None else _closed(folder, relay))
+                await complete_stop(sandbox.stop() if sandbox is not None else _closed(folder, relay))
         return sandbox
 
     async def clear_left(self) -> int:

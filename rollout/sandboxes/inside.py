@@ -36,7 +36,7 @@ from typing import Any
 Answer = tuple[dict[str, Any], bytes]
 WORK = "work"
 POLL_S = 0.05
-MOST_FILES = 1 << 16
+MAX_FILES = 1 << 16
 """Maximum files of an in-memory directory (working directory or /tmp), whose size limit counts only contents.
 """
 CONNECTIONS = 64
@@ -88,13 +88,13 @@ def run(
     return bytes(output[: order["output"]]), ended, process.wait()
 
 
-def exceeded(output: bool, late: bool, work: str, memory: int) -> str:
+def exceeded(output: bool, is_late: bool, work: str, memory: int) -> str:
     """Return the exceeded limit, or ""; limits of the whole sandbox are checked only with `memory`."""
-    if output or late:
+    if output or is_late:
         return "output" if output else "time"
     if memory:
         for found in (os.statvfs(work), os.statvfs("/tmp")):
-            if found.f_files - found.f_ffree > MOST_FILES:
+            if found.f_files - found.f_ffree > MAX_FILES:
                 return "files"
         if resident() > memory << 20:
             return "memory"
@@ -128,8 +128,8 @@ def unpack(archive: bytes, work: str) -> None:
         files.extractall(work)
 
 
-def pack(work: str, most: int) -> bytes | None:
-    """Return the directory as an archive; None if it has more than `most` bytes."""
+def pack(work: str, max_bytes: int) -> bytes | None:
+    """Return the directory as an archive; None if it has more than `max_bytes` bytes."""
     size = 0
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w:gz", compresslevel=6) as files:
@@ -142,7 +142,7 @@ def pack(work: str, most: int) -> bytes | None:
                     if entry is None or not (entry.isreg() or entry.isdir() or entry.issym()):
                         continue
                     size += entry.size + 512
-                    if size > most:
+                    if size > max_bytes:
                         return None
                     if entry.isreg():
                         with open(path, "rb") as file:
@@ -301,9 +301,9 @@ def do_unpack(request: dict[str, Any], data: bytes, settings: dict[str, Any]) ->
     return as_user(with_time(settings, request["most"]), unpacked)
 
 
-def with_time(settings: dict[str, Any], most: int) -> dict[str, Any]:
-    """Return the settings with additional CPU time for packing `most` bytes."""
-    return {**settings, "cpu_s": settings["cpu_s"] + (most >> 20)}
+def with_time(settings: dict[str, Any], max_bytes: int) -> dict[str, Any]:
+    """Return the settings with additional CPU time for packing `max_bytes` bytes."""
+    return {**settings, "cpu_s": settings["cpu_s"] + (max_bytes >> 20)}
 
 
 def as_user(settings: dict[str, Any], work: Callable[[], bytes]) -> Answer:

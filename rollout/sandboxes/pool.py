@@ -7,8 +7,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager, suppress
 from typing import TypeVar
 
+from rollout.abandoned_tasks import wait_shielded
 from rollout.sandboxes.base import Provider, Sandbox, Start
-from rollout.strays import waited
 
 log = logging.getLogger("tether.sandboxes")
 
@@ -53,7 +53,7 @@ class SandboxPool:
             yield sandbox
         finally:
             self.running -= 1
-            await completed(sandbox.stop())
+            await complete_stop(sandbox.stop())
 
     async def forget(self, snapshot: str) -> None:
         """Remove a snapshot that is no longer needed."""
@@ -71,32 +71,32 @@ class SandboxPool:
                 self._cleared = True
 
 
-async def created(
-    making: Awaitable[T], remove: Callable[[T], Awaitable[None]], failed: tuple[type[Exception], ...]
+async def create_or_remove(
+    creation: Awaitable[T], remove: Callable[[T], Awaitable[None]], failures: tuple[type[Exception], ...]
 ) -> T:
-    """Return the result of `making`. If cancelled, wait for the result and remove it.
+    """Return the result of `creation`. If cancelled, wait for the result and remove it.
 
     Args:
-        making: creates the result; cannot be interrupted.
-        failed: exceptions that mean that there is no result.
+        creation: creates the result; cannot be interrupted.
+        failures: exceptions that mean that there is no result.
     """
-    task = asyncio.ensure_future(making)  # noqa: TID251  no task group: it must survive cancellation
+    task = asyncio.ensure_future(creation)  # noqa: TID251  no task group: it must survive cancellation
 
-    async def undone() -> None:
-        with suppress(*failed):
+    async def remove_result() -> None:
+        with suppress(*failures):
             await remove(await task)
 
     try:
         return await asyncio.shield(task)
     except asyncio.CancelledError:
-        await completed(undone(), CREATE_S + STOP_S)
+        await complete_stop(remove_result(), CREATE_S + STOP_S)
         raise
 
 
-async def completed(stopping: Awaitable[None], within_s: float = STOP_S) -> None:
+async def complete_stop(stopping: Awaitable[None], within_s: float = STOP_S) -> None:
     """Wait for a stop even if the caller is cancelled meanwhile; log a failure."""
     task = asyncio.ensure_future(stopping)  # noqa: TID251  no task group: it must survive cancellation
-    cancelled = await waited(task, within_s)
+    cancelled = await wait_shielded(task, within_s)
     if not task.done():
         task.cancel()
         log.error("sandbox.not_stopped after_s=%g", within_s)

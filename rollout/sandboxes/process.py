@@ -33,8 +33,8 @@ class ProcessSandbox:
     """Working directory of one episode."""
 
     def __init__(self, limits: Limits, runs: SandboxRuns) -> None:
-        self._own, self._runs, self.files = limits, runs, ""
-        self.most = limits.file_mb << 18
+        self._limits, self._runs, self.files = limits, runs, ""
+        self.max_bytes = limits.file_mb << 18
         """Size limit of the directory, bytes: a quarter of the in-memory file system, which also holds the
         archive."""
 
@@ -45,17 +45,17 @@ class ProcessSandbox:
             SandboxDied: the command exceeded a limit of the whole sandbox, or broke the sandbox.
         """
         limits = replace(
-            self._own,
+            self._limits,
             wall_s=order.wall_s + PACK_S,
-            output_kb=6 * (order.output >> 10) + (self.most >> 9) + 64,  # JSON-escaped and base64
-            processes=self._own.processes + 1,
+            output_kb=6 * (order.output >> 10) + (self.max_bytes >> 9) + 64,  # JSON-escaped and base64
+            processes=self._limits.processes + 1,
         )
         request = {
             "command": [part.replace("\0", "") for part in order.command],
             "files": self.files,
             "wall_s": order.wall_s,
             "output": order.output,
-            "directory": self.most,
+            "directory": self.max_bytes,
             "variables": dict(order.variables),
         }
         verdict = await self._runs.run(PROGRAM, json.dumps(request), limits)

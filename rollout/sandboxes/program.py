@@ -88,12 +88,12 @@ class SandboxedProgram:
 
 def _check(name: str, executed: Executed) -> None:
     """Raise the error of a program that was ended or failed."""
-    said = executed.output[-MAX_OUTPUT:].decode(errors="replace").strip()
+    output = executed.output[-MAX_OUTPUT:].decode(errors="replace").strip()
     if executed.ended:
-        raise RuntimeError(f"{name} exceeded the sandbox's limit of {executed.ended}: {said}")
+        raise RuntimeError(f"{name} exceeded the sandbox's limit of {executed.ended}: {output}")
     if executed.status:
         error = ProgramKilled if executed.status < 0 else RuntimeError
-        raise error(f"{name} ended with status {executed.status}: {said}")
+        raise error(f"{name} ended with status {executed.status}: {output}")
 
 
 def check_options(processes: int, user: str) -> None:

@@ -21,7 +21,7 @@ START_S = 60.0
 """Timeout of a sandbox start on a busy machine, seconds."""
 GRACE_S = 30.0
 """Seconds to wait for a reply beyond the command's own timeout."""
-PACKED = 1 << 20
+PACK_BYTES_PER_S = 1 << 20
 """Minimum packing rate on a busy machine, bytes per second."""
 
 
@@ -39,22 +39,22 @@ class Channel(Protocol):
     def kill(self) -> None:
         """End the sandbox, or start ending it, without waiting."""
 
-    def said(self) -> str:
+    def last_output(self) -> str:
         """Return the end of the program's error output."""
 
     async def close(self) -> None:
         """End the sandbox, and remove its files. Idempotent."""
 
 
-class AskedSandbox(ABC):
+class RpcSandbox(ABC):
     """Sandbox whose operations are requests to `inside.py`."""
 
-    def __init__(self, pack: int) -> None:
-        """Args: pack: size limit of the packed files, bytes."""
-        self._pack = pack
+    def __init__(self, max_pack_bytes: int) -> None:
+        """Args: max_pack_bytes: size limit of the packed files, bytes."""
+        self._max_pack_bytes = max_pack_bytes
 
     async def exec(self, order: SandboxCommand) -> Executed:
-        fields, output = await self._asked(
+        fields, output = await self._request(
             {
                 "do": "exec",
                 "command": [part.replace("\0", "") for part in order.command],
@@ -67,27 +67,29 @@ class AskedSandbox(ABC):
         return Executed(output, fields["ended"], fields["status"])
 
     async def write(self, path: str, data: bytes) -> None:
-        await self._asked({"do": "write", "path": path}, data)
+        await self._request({"do": "write", "path": path}, data)
 
     async def read(self, path: str, most: int) -> bytes | None:
-        fields, data = await self._asked({"do": "read", "path": path, "most": most})
+        fields, data = await self._request({"do": "read", "path": path, "most": most})
         return data if fields["found"] else None
 
     async def snapshot(self) -> str:
-        _, archive = await self._asked({"do": "pack", "most": self._pack}, wall_s=self.pack_s)
+        _, archive = await self._request({"do": "pack", "most": self._max_pack_bytes}, wall_s=self.pack_s)
         return base64.b64encode(archive).decode()
 
     async def unpack(self, snapshot: str) -> None:
         """Unpack a result of `snapshot`."""
-        await self._asked({"do": "unpack", "most": self._pack}, base64.b64decode(snapshot), self.pack_s)
+        await self._request(
+            {"do": "unpack", "most": self._max_pack_bytes}, base64.b64decode(snapshot), self.pack_s
+        )
 
     @property
     def pack_s(self) -> float:
         """Timeout for packing or unpacking all files, seconds."""
-        return GRACE_S + self._pack / PACKED
+        return GRACE_S + self._max_pack_bytes / PACK_BYTES_PER_S
 
     @abstractmethod
-    async def _asked(
+    async def _request(
         self, request: Mapping[str, Any], data: bytes = b"", wall_s: float = GRACE_S
     ) -> tuple[dict[str, Any], bytes]:
         """Return the reply to a request.
@@ -98,12 +100,12 @@ class AskedSandbox(ABC):
         """
 
 
-class ServedSandbox(AskedSandbox):
+class ServedSandbox(RpcSandbox):
     """Sandbox whose program serves one episode."""
 
-    def __init__(self, channel: Channel, relay: Relay | None, pack: int) -> None:
-        """Args: channel: to its program; relay: to its endpoint; pack: size limit of its files, bytes."""
-        super().__init__(pack)
+    def __init__(self, channel: Channel, relay: Relay | None, max_pack_bytes: int) -> None:
+        """Args: channel: to its program; relay: to its endpoint; max_pack_bytes: as in `RpcSandbox`."""
+        super().__init__(max_pack_bytes)
         self._channel, self._relay = channel, relay
         self._busy = asyncio.Lock()
         self._stopped = False
@@ -130,7 +132,7 @@ class ServedSandbox(AskedSandbox):
             await self.unpack(snapshot)
         self.began = True
 
-    async def _asked(
+    async def _request(
         self, request: Mapping[str, Any], data: bytes = b"", wall_s: float = GRACE_S
     ) -> tuple[dict[str, Any], bytes]:
         """Return the reply to a request. After a cancellation or timeout, kill the sandbox."""
@@ -160,5 +162,5 @@ class ServedSandbox(AskedSandbox):
             fields = json.loads(await source.readline())
             return fields, await source.readexactly(fields["bytes"])
         except (ValueError, TypeError, KeyError, asyncio.IncompleteReadError):
-            said = self._channel.said()
-            raise SandboxDied(f"the sandbox has ended: {said or 'killed without output'}") from None
+            last_output = self._channel.last_output()
+            raise SandboxDied(f"the sandbox has ended: {last_output or 'killed without output'}") from None

@@ -35,15 +35,15 @@ class ModelCall:
     """Call number in the sample's record; -1: not recorded."""
     trained: bool = True
     """Whether the answer's tokens may be trained; otherwise they are context."""
-    as_asked: bool = False
+    has_own_sampling: bool = False
     """Whether the request's own sampling parameters were applied, which makes the answer context."""
 
     def path(self) -> Sequence["ModelCall"]:
         """Return the chain of calls from the root to this call."""
-        found = [self]
-        while (parent := found[-1].parent) is not None:
-            found.append(parent)
-        return found[::-1]
+        path = [self]
+        while (parent := path[-1].parent) is not None:
+            path.append(parent)
+        return path[::-1]
 
     def tokens(self) -> tuple[int, ...]:
         """Return all tokens up to the end of the answer."""

@@ -157,10 +157,10 @@ class ApiServer(ABC):
             known = {"stored": session.stored} if api.keep is not None else {}
 
             def read(parsed: Any) -> HarnessRequest:
-                found = api.read(parsed, rules=session.rules, **known)
-                found = replace(found, model=found.model or self._model)
-                self.admit(session, found)
-                return found
+                parsed = api.read(parsed, rules=session.rules, **known)
+                parsed = replace(parsed, model=parsed.model or self._model)
+                self.admit(session, parsed)
+                return parsed
 
             body = await self._body(request)
             pending = await session.read(body, read)

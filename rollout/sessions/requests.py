@@ -70,7 +70,7 @@ def read_body(body: bytes, tokens: int = 0) -> Any:
 
     Args:
         body: raw body.
-        tokens: number of token ids allowed in addition to `MOST_VALUES` values.
+        tokens: number of token ids allowed in addition to `MAX_VALUES` values.
 
     Raises:
         RequestRefused: the body is not JSON, or has too many values.

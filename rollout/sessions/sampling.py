@@ -97,7 +97,7 @@ class SamplingRules:
         if self.mode == "refuse":
             is_applied = name in APPLIED and (name != "seed" or self.seeds)
             raise _refused(name, others[name], REFUSED + OR_CONTEXT * is_applied, "unsupported_parameter")
-        return self._asked(others), ()
+        return self._validated_sampling(others), ()
 
     def _is_own(self, name: str, value: Any) -> bool:
         """Return whether a value equals the run's or has no effect."""
@@ -112,7 +112,7 @@ class SamplingRules:
         off = () if name == "top_k" and self.own.top_k else UNCHANGED[name]
         return any(value == same for same in (*off, *own))
 
-    def _asked(self, others: Mapping[str, Any]) -> RequestSampling:
+    def _validated_sampling(self, others: Mapping[str, Any]) -> RequestSampling:
         """Validate the parameters and convert them for the engine."""
         values: dict[str, Any] = {}
         for name, value in others.items():

@@ -21,7 +21,7 @@ from rollout.sessions.refusal import RequestRefused, ended, invalid
 from rollout.sessions.requests import HarnessRequest, read_body
 from rollout.sessions.results import Results
 from rollout.sessions.sampling import RequestSampling, SamplingRules
-from rollout.sessions.template import added, whole
+from rollout.sessions.template import dialogue_tokens, new_tokens
 
 GenerateAs = Callable[[tuple[int, ...], int | None, RequestSampling], Awaitable[Completion]]
 """Generates a completion like `Generate`, with sampling parameters of the request."""
@@ -114,7 +114,7 @@ class Session:
         self._running: set[asyncio.Task[NumberedAnswer]] = set()
         self._reading = 0
         """Number of large requests being read or queued; one is read at a time."""
-        self._one_read = asyncio.Lock()
+        self._read_lock = asyncio.Lock()
         self.record = record
         """Record that stores each call before it is answered; None: calls are not recorded."""
         self.results = Results(record)
@@ -147,24 +147,24 @@ class Session:
         Raises:
             RequestRefused: see `begin`; or the request is malformed.
         """
-        self._check_free()
-        least = (len(body) - OTHER_BYTES) // (12 * self._renderer.longest_piece)
-        if 0 < self._max_model_len < least:
-            raise self._too_long(f"at least {least} tokens")
+        self._check_capacity()
+        min_tokens = (len(body) - OTHER_BYTES) // (12 * self._renderer.longest_piece)
+        if 0 < self._max_model_len < min_tokens:
+            raise self._too_long(f"at least {min_tokens} tokens")
 
         def parsed() -> PendingCall:
             content = read_body(body, self._max_model_len)
-            return self._fitting(parse(content))
+            return self._checked_call(parse(content))
 
         if len(body) <= LARGE:
             return parsed()
         self._reading += 1
         try:
-            async with self._one_read:
+            async with self._read_lock:
                 pending = await off_loop(len(body), parsed)
         finally:
             self._reading -= 1
-        self._check_free()
+        self._check_capacity()
         return pending
 
     def begin(self, request: HarnessRequest) -> PendingCall:
@@ -174,32 +174,32 @@ class Session:
             RequestRefused: the session has ended or reached a limit, the request is too long, or the chat
                 template rejects it.
         """
-        self._check_free()
-        return self._fitting(request)
+        self._check_capacity()
+        return self._checked_call(request)
 
-    def _fitting(self, request: HarnessRequest) -> PendingCall:
+    def _checked_call(self, request: HarnessRequest) -> PendingCall:
         """Return the pending call of a request after checking its length. May run in a thread."""
         param = "messages" if request.dialogue else "prompt"
-        most = self._max_model_len if self.tree.calls else self._renderer.max_prompt_tokens
+        limit = self._max_model_len if self.tree.calls else self._renderer.max_prompt_tokens
         try:
-            pending = self._placed(request, most)
+            pending = self._place_call(request, limit)
             if not self.tree.calls:
-                checked_length(pending.context, most)
+                checked_length(pending.context, limit)
         except PromptTooLong as error:
             raise self._too_long(str(error), param) from None
         if not pending.context:
             raise invalid("the request has no tokens", param)
         return pending
 
-    def _check_free(self, more: int = 1) -> None:
-        """Raise RequestRefused if the session cannot accept `more` calls now."""
+    def _check_capacity(self, new_calls: int = 1) -> None:
+        """Raise RequestRefused if the session cannot accept `new_calls` calls now."""
         if self.ended:
             raise ended(self.ended)
-        if len(self.tree.calls) + len(self._running) + more > self._limits.max_calls:
+        if len(self.tree.calls) + len(self._running) + new_calls > self._limits.max_calls:
             raise RequestRefused(
                 403, "too_many_calls", f"the session has made its {self._limits.max_calls} calls (max_calls)"
             )
-        if len(self._running) + self._reading + more > self._limits.max_running:
+        if len(self._running) + self._reading + new_calls > self._limits.max_running:
             raise RequestRefused(
                 429, "too_many_running", f"{self._limits.max_running} calls of the session run (max_running)"
             )
@@ -207,9 +207,9 @@ class Session:
     def _too_long(self, tokens: str, param: str | None = None) -> RequestRefused:
         """Return the refusal of a too long request; after the first call, mark the sample as truncated."""
         if not self.tree.calls:
-            most = self._renderer.max_prompt_tokens or self._max_model_len
+            limit = self._renderer.max_prompt_tokens or self._max_model_len
             return invalid(
-                f"the request has {tokens}, over the context length of {most} (render.max_prompt_tokens)",
+                f"the request has {tokens}, over the context length of {limit} (render.max_prompt_tokens)",
                 param,
                 "context_length_exceeded",
             )
@@ -224,24 +224,25 @@ class Session:
                 tokens left.
         """
         request, own = pending.request, pending.request.sampling
-        asked = [replace(request, sampling=each) for each in own.answers()] if own else [request]
-        first, *others = await self._all_completed([replace(pending, request=each) for each in asked])
+        requests = [replace(request, sampling=each) for each in own.answers()] if own else [request]
+        first, *others = await self._complete_all([replace(pending, request=each) for each in requests])
         self.truncated = False
         self.overridden += bool(pending.request.overridden)
         self.restarts += pending.restarts
-        answer = self._added(pending, first)
-        return replace(answer, others=tuple(self._added(pending, other) for other in others))
+        answer = self._add_answer(pending, first)
+        return replace(answer, others=tuple(self._add_answer(pending, other) for other in others))
 
-    def _added(self, pending: PendingCall, answer: NumberedAnswer) -> CallAnswer:
+    def _add_answer(self, pending: PendingCall, answer: NumberedAnswer) -> CallAnswer:
         """Add an answer to the tree; an answer with the request's own sampling parameters is context."""
         number, completion, content = answer
         reason = "stop" if content.stopped_by else completion.finish_reason
         reason = "tool_calls" if content.message.get("tool_calls") and reason == "stop" else reason
-        as_asked = pending.request.sampling is not None
-        trained = not as_asked and (self.record is None or self.record.is_trained(completion))
+        has_own_sampling = pending.request.sampling is not None
+        trained = not has_own_sampling and (self.record is None or self.record.is_trained(completion))
         call = ModelCall(
-            pending.parent, pending.inserted, completion, content.end, content.also, number, trained, as_asked
-        )
+            pending.parent, pending.inserted, completion, content.end, content.also, number, trained,
+            has_own_sampling,
+        )  # fmt: skip
         self.tree.add(call)
         context = len(pending.context)
         return CallAnswer(call, context, content.text, content.message, reason, content.stopped_by)
@@ -264,16 +265,16 @@ class Session:
         while self._running:
             await asyncio.wait(self._running)
 
-    async def _all_completed(self, pending: list[PendingCall]) -> list[NumberedAnswer]:
+    async def _complete_all(self, pending: list[PendingCall]) -> list[NumberedAnswer]:
         """Return the answers in call number order, as in a replay; if one fails, return none."""
         if len(pending) == 1:
-            return [await self._completed(pending[0])]
-        self._check_free(len(pending))
+            return [await self._complete(pending[0])]
+        self._check_capacity(len(pending))
         tasks: list[asyncio.Task[NumberedAnswer]] = []
         try:
             async with asyncio.TaskGroup() as group:
                 for index, each in enumerate(pending):
-                    tasks.append(group.create_task(self._completed(each), name=f"session.answer-{index}"))
+                    tasks.append(group.create_task(self._complete(each), name=f"session.answer-{index}"))
         except BaseException as failed:
             for task in tasks:
                 if not task.cancelled() and task.exception() is None:
@@ -281,10 +282,10 @@ class Session:
             raise (failed.exceptions[0] if isinstance(failed, BaseExceptionGroup) else failed) from None
         return sorted((task.result() for task in tasks), key=itemgetter(0))
 
-    async def _completed(self, pending: PendingCall) -> NumberedAnswer:
+    async def _complete(self, pending: PendingCall) -> NumberedAnswer:
         try:
             async with asyncio.TaskGroup() as tasks:
-                task = tasks.create_task(self._answered_once(pending), name="session.call")
+                task = tasks.create_task(self._complete_once(pending), name="session.call")
                 self._running.add(task)
                 task.add_done_callback(self._running.discard)
         except asyncio.CancelledError:
@@ -305,7 +306,7 @@ class Session:
             raise ended(self.ended)
         return task.result()
 
-    async def _answered_once(self, pending: PendingCall) -> NumberedAnswer:
+    async def _complete_once(self, pending: PendingCall) -> NumberedAnswer:
         number, completion = await self._recorded(pending)
         dialogue = pending.request.dialogue
         tools = dialogue.tools if dialogue is not None and pending.request.tools else ()
@@ -355,33 +356,34 @@ class Session:
             raise EngineError("the engine answered without a token")
         return completion
 
-    def _placed(self, request: HarnessRequest, most: int) -> PendingCall:
+    def _place_call(self, request: HarnessRequest, limit: int) -> PendingCall:
         """Return the call that continues the request's parent. Raises PromptTooLong."""
         if request.dialogue is None:
-            return self._placed_text(request, most)
+            return self._place_text_call(request, limit)
         parent, count = self.tree.continued(request.dialogue.keys)
         if parent is not None:
             try:
-                tokens = added(self._renderer, request.dialogue, count, parent.completion.tokens, most)
+                tokens = new_tokens(self._renderer, request.dialogue, count, parent.completion.tokens, limit)
                 return _pending_call(request, parent, tokens)
             except PromptTooLong:
                 raise
             except SettingsError:
                 pass  # start a row without parent
         try:
-            tokens = whole(self._renderer, request.dialogue, most)
+            tokens = dialogue_tokens(self._renderer, request.dialogue, limit)
         except PromptTooLong:
             raise
         except SettingsError as error:
             raise invalid(str(error), "messages") from None
         return _pending_call(request, None, tokens, restarts=parent is not None)
 
-    def _placed_text(self, request: HarnessRequest, most: int) -> PendingCall:
+    def _place_text_call(self, request: HarnessRequest, limit: int) -> PendingCall:
         if isinstance(request.prompt, tuple):
             call, length = self.tree.continued_tokens(request.prompt)
             return _pending_call(request, call, request.prompt[length:])
         parent, rest = self.tree.continued_text(request.prompt)
-        return _pending_call(request, parent, self._renderer.encode(rest, special=parent is None, most=most))
+        tokens = self._renderer.encode(rest, special=parent is None, max_tokens=limit)
+        return _pending_call(request, parent, tokens)
 
 
 def _pending_call(

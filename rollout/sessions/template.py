@@ -10,19 +10,21 @@ from rollout.render import Renderer
 from rollout.sessions.messages import Dialogue, Message
 
 
-def whole(renderer: Renderer, dialogue: Dialogue, most: int = 0) -> tuple[int, ...]:
-    """Return the tokens of a dialogue, up to the start of the model's answer; `most`: see `Renderer.encode`.
+def dialogue_tokens(renderer: Renderer, dialogue: Dialogue, max_tokens: int = 0) -> tuple[int, ...]:
+    """Return the tokens of a dialogue, up to the start of the model's answer.
+
+    `max_tokens` is as in `Renderer.encode`.
 
     Raises:
-        PromptTooLong: the text cannot fit into `most` tokens.
+        PromptTooLong: the text cannot fit into `max_tokens` tokens.
         SettingsError: the chat template rejects the dialogue.
     """
-    text = _written(renderer, dialogue.messages, dialogue.tools)
-    return renderer.encode(text, special=not renderer.has_template, most=most)
+    text = _render_messages(renderer, dialogue.messages, dialogue.tools)
+    return renderer.encode(text, special=not renderer.has_template, max_tokens=max_tokens)
 
 
-def added(
-    renderer: Renderer, dialogue: Dialogue, first: int, sampled: Sequence[int], most: int = 0
+def new_tokens(
+    renderer: Renderer, dialogue: Dialogue, first: int, sampled: Sequence[int], max_tokens: int = 0
 ) -> tuple[int, ...]:
     """Return the tokens of the dialogue's messages from `first` on, to append to an answer.
 
@@ -35,19 +37,19 @@ def added(
         dialogue: the request.
         first: index of the first new message; the message before it is the answer.
         sampled: tokens of the answer.
-        most: token limit; 0: none. Checked as in `Renderer.encode`.
+        max_tokens: token limit; 0: none. Checked as in `Renderer.encode`.
 
     Raises:
-        PromptTooLong: the text cannot fit into `most` tokens.
+        PromptTooLong: the text cannot fit into `max_tokens` tokens.
         SettingsError: the template cannot render messages after an answer.
     """
     if not renderer.has_template:
-        return renderer.encode(renderer.dialogue_text(dialogue.messages[first:]), most=most)
-    tail = renderer.encode(_behind_answer(renderer, dialogue, first), most=most)
-    return tail[_closing(renderer, tail, sampled) :]
+        return renderer.encode(renderer.dialogue_text(dialogue.messages[first:]), max_tokens=max_tokens)
+    tail = renderer.encode(_text_after_answer(renderer, dialogue, first), max_tokens=max_tokens)
+    return tail[_closing_tokens(renderer, tail, sampled) :]
 
 
-def _closing(renderer: Renderer, tail: Sequence[int], sampled: Sequence[int]) -> int:
+def _closing_tokens(renderer: Renderer, tail: Sequence[int], sampled: Sequence[int]) -> int:
     """Return the number of leading tokens of `tail` that only close an answer which already ended its turn.
 
     These are the tokens up to the end-of-turn token. Some templates write other special tokens before it.
@@ -60,7 +62,7 @@ def _closing(renderer: Renderer, tail: Sequence[int], sampled: Sequence[int]) ->
     return 0 if renderer.text(tuple(tail[:end])).strip() else end + 1
 
 
-def _behind_answer(renderer: Renderer, dialogue: Dialogue, first: int) -> str:
+def _text_after_answer(renderer: Renderer, dialogue: Dialogue, first: int) -> str:
     """Return the rendered text after the answer."""
     new, answer, tools = dialogue.messages[first:], dialogue.messages[first - 1], dialogue.tools
     mark, result = (
@@ -72,22 +74,23 @@ def _behind_answer(renderer: Renderer, dialogue: Dialogue, first: int) -> str:
         # Some templates render a tool result only after its call, or end a call with another token.
         called = {**answer, "content": "", "tool_calls": [_marked(call, mark) for call in calls]}
         try:
-            _, mark_found, text = _written(renderer, [*before, called, *new], tools).rpartition(mark)
+            _, mark_found, text = _render_messages(renderer, [*before, called, *new], tools).rpartition(mark)
         except SettingsError:
             mark_found = text = ""  # a template without tool calls may still render their results, see below
         if mark_found and (ends := [place for stop in _stops(renderer) if (place := text.find(stop)) >= 0]):
             return text[min(ends) :]
     plain = {"role": "assistant", "content": mark}
     results = [{**message, "content": result} for message in new if message["role"] == "tool"]
-    if results and result not in _written(renderer, [*before, plain, *results], tools).rpartition(mark)[2]:
+    rendered = _render_messages(renderer, [*before, plain, *results], tools) if results else ""
+    if results and result not in rendered.rpartition(mark)[2]:
         raise SettingsError("the chat template leaves out the result of a tool")
-    _, mark_found, text = _written(renderer, [*before, plain, *new], tools).rpartition(mark)
+    _, mark_found, text = _render_messages(renderer, [*before, plain, *new], tools).rpartition(mark)
     if not mark_found:
         raise SettingsError("the chat template leaves out an answer that others follow")
     return text
 
 
-def _written(renderer: Renderer, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
+def _render_messages(renderer: Renderer, messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> str:
     """Return rendered messages. Some templates accept tool call arguments only as text."""
     try:
         return renderer.dialogue_text(messages, tools)

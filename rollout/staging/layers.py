@@ -196,7 +196,7 @@ class LayeredStaging(Staging):
 
     def _place(self, receiver: WeightReceiver, manifest: WeightManifest, deadline_s: float) -> None:
         """Verify a version in its files, and record the location of its tensors."""
-        if not receiver.lasting:
+        if not receiver.is_persistent:
             raise UnfitVersion(
                 f"version {manifest.version}: engine.staging is 'layers', which reads a version twice, and "
                 f"weights.transport {manifest.transport!r} sends it once"
@@ -212,10 +212,10 @@ class LayeredStaging(Staging):
             into.destination(piece.entry.name, piece.box)  # cached, to save time in the commit
         self._pieces, self._into, self._manifest = pieces, into, manifest
         share = time.monotonic() + deadline_s * UNLOCKING_SHARE
-        if receiver.lockable and self._unlocked(manifest, min(share, end)):
+        if receiver.is_lockable and self._unlocked(manifest, min(share, end)):
             self._lock(manifest, end)
         elif self.buffer.memory.is_cuda:
-            log.warning("engine.staging pages_not_locked lockable=%s", receiver.lockable)
+            log.warning("engine.staging pages_not_locked lockable=%s", receiver.is_lockable)
 
     def _make_receiver(self, transport: str) -> WeightReceiver:
         return make_receiver(transport, shared=self.buffer.locks.usable)

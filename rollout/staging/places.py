@@ -60,7 +60,7 @@ class StagingRoom:
 
 
 @dataclass(frozen=True, slots=True)
-class Needs:
+class MemoryNeeds:
     """Memory required for staging, bytes."""
 
     device: int
@@ -68,7 +68,7 @@ class Needs:
 
 
 @dataclass(frozen=True, slots=True)
-class Free:
+class FreeMemory:
     """Free memory, bytes."""
 
     device: int
@@ -76,14 +76,16 @@ class Free:
     on_gpu: bool
     """False: the device is the host, and both numbers describe the same memory."""
 
-    def has(self, needs: Needs) -> bool:
+    def can_hold(self, needs: MemoryNeeds) -> bool:
         """Return whether the required memory fits."""
         if self.on_gpu:
             return needs.device <= self.device and needs.host <= self.host
         return needs.device + needs.host <= self.host
 
 
-def needs_of(place: str, sizes: Sequence[int], largest: int, *, on_gpu: bool, shadow: int = 0) -> Needs:
+def memory_needs(
+    place: str, sizes: Sequence[int], largest: int, *, on_gpu: bool, shadow: int = 0
+) -> MemoryNeeds:
     """Return the memory that a place requires.
 
     Args:
@@ -96,20 +98,22 @@ def needs_of(place: str, sizes: Sequence[int], largest: int, *, on_gpu: bool, sh
     receiving = (RECEIVING_BYTES if on_gpu else 0) + shadow
     parameters = sum(sizes)
     return {
-        StagingPlace.DEVICE: Needs(parameters + receiving, 0),
-        StagingPlace.HOST: Needs(receiving, sum(packed(sizes)[0]) if on_gpu else parameters),
-        StagingPlace.LAYERS: Needs(largest, BUFFERS * largest) if on_gpu else Needs(0, largest),
+        StagingPlace.DEVICE: MemoryNeeds(parameters + receiving, 0),
+        StagingPlace.HOST: MemoryNeeds(receiving, sum(pack_slabs(sizes)[0]) if on_gpu else parameters),
+        StagingPlace.LAYERS: MemoryNeeds(largest, BUFFERS * largest) if on_gpu else MemoryNeeds(0, largest),
     }[StagingPlace(place)]
 
 
-def choose(room: StagingRoom, live: Iterable[torch.Tensor], largest: int, shadow: int = 0) -> StagingPlace:
+def choose_place(
+    room: StagingRoom, live: Iterable[torch.Tensor], largest: int, shadow: int = 0
+) -> StagingPlace:
     """Return the place for staging these parameters, before any allocation.
 
     Args:
         room: staging settings.
         live: live parameters, all on one device.
         largest: size of a version's largest tensor, bytes.
-        shadow: see `needs_of`.
+        shadow: see `memory_needs`.
 
     Raises:
         EngineError: no place fits; the message contains the numbers and the relevant settings.
@@ -117,22 +121,22 @@ def choose(room: StagingRoom, live: Iterable[torch.Tensor], largest: int, shadow
     tensors = list(live)
     device = tensors[0].device if tensors else torch.device("cpu")
     sizes = [tensor.nbytes for tensor in tensors if tensor.numel()]
-    return chosen(room, sizes, largest, _free(device), str(device), shadow)
+    return first_fitting_place(room, sizes, largest, _free_memory(device), str(device), shadow)
 
 
-def chosen(
-    room: StagingRoom, sizes: Sequence[int], largest: int, free: Free, device: str, shadow: int = 0
+def first_fitting_place(
+    room: StagingRoom, sizes: Sequence[int], largest: int, free: FreeMemory, device: str, shadow: int = 0
 ) -> StagingPlace:
-    """Return the place for given memory numbers; see `choose`.
+    """Return the place for given memory numbers; see `choose_place`.
 
     Raises:
-        EngineError: see `choose`.
+        EngineError: see `choose_place`.
     """
     wanted, parameters = StagingPlace(room.place), sum(sizes)
     for place in CANDIDATES.get(wanted, (wanted,)):
-        needs = needs_of(place, sizes, largest, on_gpu=free.on_gpu, shadow=shadow)
+        needs = memory_needs(place, sizes, largest, on_gpu=free.on_gpu, shadow=shadow)
         limited = place != StagingPlace.LAYERS and 0 < room.mb * MIB < parameters
-        if not limited and free.has(needs):
+        if not limited and free.can_hold(needs):
             if wanted in CANDIDATES:
                 log.info(
                     "engine.staging place=%s parameters_mib=%d free_device_mib=%d free_host_mib=%d",
@@ -148,33 +152,33 @@ def chosen(
             "set it to that, or to 0"
         )
     smaller = "engine.memory_fraction" if free.on_gpu else "engine.kv_cache_mb"
-    beside = f"{in_mib(needs.device + needs.host)} MiB"
+    needed = f"{in_mib(needs.device + needs.host)} MiB"
     if free.on_gpu and needs.host:
-        beside = f"{in_mib(needs.device)} MiB on the device and {in_mib(needs.host)} MiB in host memory"
+        needed = f"{in_mib(needs.device)} MiB on the device and {in_mib(needs.host)} MiB in host memory"
     raise EngineError(
-        f"staging needs {beside} in addition to the live parameters, {free.device // MIB} MiB are free "
+        f"staging needs {needed} in addition to the live parameters, {free.device // MIB} MiB are free "
         f"on {device}{f' and {free.host // MIB} MiB on the host' if free.on_gpu else ''}: lower {smaller}, "
         "spread the engine over more devices (engine.tensor_parallel_size), or stage in less memory "
         "(engine.staging)"
     )
 
 
-def empty_in(place: StagingPlace, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+def allocate_copies(place: StagingPlace, live: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Allocate memory for staged copies, with the layouts of the live parameters."""
     if place != StagingPlace.HOST:
         return {name: torch.empty_like(tensor) for name, tensor in live.items()}
     pinned = {name: tensor for name, tensor in live.items() if tensor.is_cuda and tensor.numel()}
-    slabs, places = packed([tensor.nbytes for tensor in pinned.values()])
+    slabs, places = pack_slabs([tensor.nbytes for tensor in pinned.values()])
     memory = [torch.empty(nbytes, dtype=torch.uint8, pin_memory=True).numpy() for nbytes in slabs]
-    found = {name: torch.empty_like(live[name], device="cpu") for name in live.keys() - pinned.keys()}
+    copies = {name: torch.empty_like(live[name], device="cpu") for name in live.keys() - pinned.keys()}
     for (name, tensor), (slab, offset) in zip(pinned.items(), places, strict=True):
         raw = torch.frombuffer(memory[slab], dtype=torch.uint8, count=tensor.nbytes, offset=offset)
         stride = torch.empty_like(tensor, device="meta").stride()  # dense, even if the live tensor is padded
-        found[name] = raw.view(tensor.dtype).as_strided(tensor.shape, stride)
-    return {name: found[name] for name in live}
+        copies[name] = raw.view(tensor.dtype).as_strided(tensor.shape, stride)
+    return {name: copies[name] for name in live}
 
 
-def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
+def pack_slabs(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     """Pack tensors into slabs of pinned memory.
 
     torch rounds each pinned tensor up to a power of two: a layer's experts of 768 MiB would take 1 GiB.
@@ -201,14 +205,14 @@ def packed(sizes: Sequence[int]) -> tuple[list[int], list[tuple[int, int]]]:
     return slabs, places
 
 
-def _free(device: torch.device) -> Free:
+def _free_memory(device: torch.device) -> FreeMemory:
     host = int(psutil.virtual_memory().available)
     if torch.distributed.is_available() and torch.distributed.is_initialized():
         host //= torch.distributed.get_world_size()  # shared by all ranks of a host
     if device.type != "cuda":
-        return Free(host, host, on_gpu=False)
+        return FreeMemory(host, host, on_gpu=False)
     cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return Free(int(torch.cuda.mem_get_info(device)[0]) + cached, host, on_gpu=True)
+    return FreeMemory(int(torch.cuda.mem_get_info(device)[0]) + cached, host, on_gpu=True)
 
 
 def in_mib(nbytes: int) -> int:

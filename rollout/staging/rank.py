@@ -79,13 +79,13 @@ class RankStaging:
         self.unplaced = sorted(plan.unplaced)
         """Tensors of the model without a shard on this rank."""
 
-    def divide(self, nowhere: Sequence[str]) -> None:
+    def divide(self, unowned: Sequence[str]) -> None:
         """Accept versions with tensors that belong only to other ranks.
 
         Args:
-            nowhere: tensors of `unplaced` that belong to no rank.
+            unowned: tensors of `unplaced` that belong to no rank.
         """
-        self._staging.elsewhere = frozenset(self.unplaced) - frozenset(nowhere)
+        self._staging.owned_by_others = frozenset(self.unplaced) - frozenset(unowned)
 
     def stage(self, manifest: WeightManifest, deadline_s: float) -> str:
         """Start staging in the background, see `status`. Return the reason of a refusal, or ""."""
@@ -173,7 +173,7 @@ class RankStaging:
 
         Missing parts count as zeros.
         """
-        parts = [not self._staging.elsewhere]
+        parts = [not self._staging.owned_by_others]
 
         def named() -> Iterator[tuple[str, torch.Tensor]]:
             for name, tensor, is_complete in self._plan.gathered():

@@ -59,9 +59,9 @@ class AllRanksStaging:
         Args:
             unplaced: for each rank, the tensors without a shard on it.
         """
-        nowhere = set(unplaced[0]).intersection(*unplaced[1:])
-        if any(len(names) > len(nowhere) for names in unplaced):
-            await self._call("divide", sorted(nowhere))
+        unowned = set(unplaced[0]).intersection(*unplaced[1:])
+        if any(len(names) > len(unowned) for names in unplaced):
+            await self._call("divide", sorted(unowned))
 
     async def stage(self, manifest: WeightManifest) -> None:
         """Stage a version on all ranks, unless they all hold exactly this version.

@@ -20,7 +20,7 @@ from protocol.weights.boxes import Box, intersection, size_of
 from rollout.staging.loaded_weights import files_by_tensor
 from rollout.staging.loader_trace import LoaderTrace, Recorder
 from rollout.staging.placement import ExpectedTensor, SlicePlacement
-from rollout.staging.places import StagingPlace, StagingRoom, choose, empty_in
+from rollout.staging.places import StagingPlace, StagingRoom, allocate_copies, choose_place
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.staging import Staging, copy_over
 from rollout.staging.staging_plan import StagingPlan
@@ -255,7 +255,7 @@ class ShadowedPlan:
         self.shadows = shadows
         self._plain = plain
         self._live, self._copy = dict(plain.live), dict(plain.buffer)
-        processed = empty_in(place, {path: live for one in shadows for path, live in one.live.items()})
+        processed = allocate_copies(place, {path: live for one in shadows for path, live in one.live.items()})
         for shadow in shadows:
             shadow.copy = {path: processed[path] for path in shadow.live}
             self._live |= shadow.live
@@ -357,7 +357,9 @@ def shadowed_plan(
         room = replace(room, place=StagingPlace.COPY)
     tensors = [*plain.values(), *(tensor for shadow in shadows for tensor in shadow.live.values())]
     largest = max((tensor.nbytes for tensor in tensors), default=0)
-    place = choose(room, tensors, largest, SHADOWS * max((shadow.nbytes for shadow in shadows), default=0))
+    place = choose_place(
+        room, tensors, largest, SHADOWS * max((shadow.nbytes for shadow in shadows), default=0)
+    )
     if place == StagingPlace.LAYERS:
         raise EngineSettingsError(
             f"setting engine.staging: 'layers' has no copy, and the engine processes {shadows[0].name} after "

@@ -69,7 +69,7 @@ class Staging:
         self._sources = sources
         self._architecture = architecture
         self._tied = tied
-        self.elsewhere: Set[str] = frozenset()
+        self.owned_by_others: Set[str] = frozenset()
         """Tensors of a version that belong only to other ranks, such as their experts."""
         self._staged: Served | None = None
         self._transport = ""
@@ -102,7 +102,7 @@ class Staging:
                 message names the first one.
             WeightError: a name occurs twice.
         """
-        known = (layout_digest(manifest), manifest.base_model, self.elsewhere)
+        known = (layout_digest(manifest), manifest.base_model, self.owned_by_others)
         if self._checked != known:
             self._wider = self._compared(manifest)
             self._checked = known
@@ -130,7 +130,7 @@ class Staging:
             if is_wider:
                 wider[name] = entry.dtype
         named = entries if has_head(self._sources) else without_head(entries)
-        unknown = sorted(named.keys() - self._sources.keys() - self.elsewhere)
+        unknown = sorted(named.keys() - self._sources.keys() - self.owned_by_others)
         if unknown:
             hint = " (its embeddings are tied)" if self._tied else ""
             raise UnfitVersion(

@@ -10,7 +10,7 @@ from protocol.errors import EngineSettingsError
 from rollout.staging.layers import LayeredPlan
 from rollout.staging.loader_trace import Load, LoaderRecord, LoaderTrace, Recorder, record
 from rollout.staging.placement import ExpectedTensor
-from rollout.staging.places import StagingPlace, StagingRoom, choose, empty_in
+from rollout.staging.places import StagingPlace, StagingRoom, allocate_copies, choose_place
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.staging import Staging, copy_over
 
@@ -36,7 +36,7 @@ class StagingPlan(LoaderTrace):
                 names it.
         """
         super().__init__(live, shapes, recorder)
-        self.buffer = empty_in(place, self.live)
+        self.buffer = allocate_copies(place, self.live)
         for name, tensor in self.buffer.items():
             if tensor.stride() != self.live[name].stride() or self.live[name].storage_offset():
                 raise EngineSettingsError(f"parameter {name} is not dense: it cannot be staged")
@@ -122,7 +122,7 @@ def make_plan(
     """
     itemsize = max((tensor.element_size() for tensor in live.values()), default=0)
     largest = max((math.prod(shape) for shape in shapes.values()), default=0) * itemsize
-    place = choose(room, live.values(), largest)
+    place = choose_place(room, live.values(), largest)
     if place == StagingPlace.LAYERS:
         return LayeredPlan(live, shapes, recorder)
     return StagingPlan(live, shapes, recorder, place)

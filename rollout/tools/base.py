@@ -63,10 +63,10 @@ def find_call(turn: str, tools: Iterable[str]) -> ToolCall | None:
     return calls[-1] if calls else None
 
 
-def as_output(text: str, most: int) -> str:
-    """Return a tool's answer as a fenced block; beyond `most` characters, only its start and end."""
+def as_output(text: str, limit: int) -> str:
+    """Return a tool's answer as a fenced block; beyond `limit` characters, only its start and end."""
     text = text.strip("\n")
-    if len(text) > most:
-        head, tail = (most + 1) // 2, most // 2
-        text = f"{text[:head]}\n[{len(text) - most} characters left out]\n{text[len(text) - tail :]}"
+    if len(text) > limit:
+        head, tail = (limit + 1) // 2, limit // 2
+        text = f"{text[:head]}\n[{len(text) - limit} characters left out]\n{text[len(text) - tail :]}"
     return f"```output\n{text}\n```"

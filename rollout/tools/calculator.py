@@ -8,8 +8,8 @@ from typing import Any
 
 from rollout.tools.base import Tool
 
-MOST_CHARACTERS = 1000
-MOST_DIGITS = 300
+MAX_CHARACTERS = 1000
+MAX_DIGITS = 300
 """Maximum digits of a number; larger results are refused, before the computation if possible."""
 
 BINARY: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -32,9 +32,9 @@ class Calculator(Tool):
 
 
 def calculate(text: str) -> str:
-    """Return the value or error of each line; texts over `MOST_CHARACTERS` are refused."""
-    if len(text) > MOST_CHARACTERS:
-        return f"error: more than {MOST_CHARACTERS} characters"
+    """Return the value or error of each line; texts over `MAX_CHARACTERS` are refused."""
+    if len(text) > MAX_CHARACTERS:
+        return f"error: more than {MAX_CHARACTERS} characters"
     return "\n".join(_line(line) for line in text.splitlines() if line.strip()) or "error: nothing to compute"
 
 
@@ -65,13 +65,13 @@ def _value(node: ast.expr) -> int | float:
 
 def _check_power(base: float, exponent: float) -> None:
     """Raise ValueError for a power that is too large to compute."""
-    if base and abs(exponent) * len(str(abs(int(base)))) > MOST_DIGITS:
+    if base and abs(exponent) * len(str(abs(int(base)))) > MAX_DIGITS:
         raise ValueError("the power is too large")
 
 
 def _bounded(value: Any) -> int | float:
     if not isinstance(value, (int, float)):
         raise ValueError("the result is not a real number")
-    if isinstance(value, int) and value.bit_length() > MOST_DIGITS * 10 // 3:
+    if isinstance(value, int) and value.bit_length() > MAX_DIGITS * 10 // 3:
         raise ValueError("the number is too large")
     return value

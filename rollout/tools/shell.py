@@ -11,7 +11,7 @@ from rollout.sandboxes.base import SandboxDied
 from rollout.sandboxes.process import ProcessSandbox
 from rollout.sandboxes.runs import SandboxRuns
 from rollout.tools.base import Tool
-from rollout.tools.said import said, shell_order
+from rollout.tools.command_output import format_result, shell_command
 
 ENDED = "error: the command was ended, as it exceeded a limit; the files are as before it"
 
@@ -42,14 +42,14 @@ class ShellTool(Tool):
         Raises:
             RewardError: the sandbox cannot be set up.
         """
-        order = shell_order(text, self._limits.wall_s, self._limits.output_kb << 10)
+        command = shell_command(text, self._limits.wall_s, self._limits.output_kb << 10)
         try:
-            executed, files = await self._sandbox.executed(order)
+            executed, files = await self._sandbox.executed(command)
         except SandboxDied:
             return ENDED
         if files is None:
-            return said(executed, order, (
-                f"[the directory has more than {self._sandbox.most} bytes; it is as before the command]",
+            return format_result(executed, command, (
+                f"[the directory has more than {self._sandbox.max_bytes} bytes; it is as before the command]",
             ))  # fmt: skip
         self._sandbox.files = files
-        return said(executed, order)
+        return format_result(executed, command)

@@ -33,11 +33,11 @@ class WeightReceiver(Protocol):
     """Receiver of slices of a version. Lives in the process with the engine's parameters."""
 
     @property
-    def lasting(self) -> bool:
+    def is_persistent(self) -> bool:
         """Whether slices are whole tensors in host memory, valid until the next version is received."""
 
     @property
-    def lockable(self) -> bool:
+    def is_lockable(self) -> bool:
         """Whether pages of the last received slices can be locked without copying them."""
 
     @property

@@ -11,7 +11,7 @@ from protocol.weights.slices import BucketSizes, Cut, Transfer
 from rollout.weights.base import Destination
 from rollout.weights.verification import Deadline
 
-AHEAD = 4
+MAX_BUCKETS_IN_FLIGHT = 4
 """Number of buckets in flight."""
 
 

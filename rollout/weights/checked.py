@@ -55,12 +55,12 @@ class CheckedReceiver:
         return self._receiver.digest
 
     @property
-    def lasting(self) -> bool:
-        return self._receiver.lasting
+    def is_persistent(self) -> bool:
+        return self._receiver.is_persistent
 
     @property
-    def lockable(self) -> bool:
-        return self._receiver.lockable
+    def is_lockable(self) -> bool:
+        return self._receiver.is_lockable
 
     def close(self) -> None:
         self._receiver.close()

@@ -33,7 +33,7 @@ class FileReceiver:
     version and the changes.
     """
 
-    lasting = True
+    is_persistent = True
 
     def __init__(self, *, shared: bool = False) -> None:
         """Start without a version.
@@ -43,7 +43,7 @@ class FileReceiver:
                 because locking a private page copies it.
         """
         self.digest = 0
-        self.lockable = False
+        self.is_lockable = False
         self._shared = shared
         self._deadline: Deadline | None = None
         """Deadline of the last `slices`."""
@@ -58,7 +58,7 @@ class FileReceiver:
     ) -> Iterator[list[ReceivedSlice]]:
         deadline, digests = Deadline(manifest, deadline_s), Digests()
         self._deadline = deadline
-        self.lockable = True
+        self.is_lockable = True
         if manifest.chain or "://" in manifest.location:
             yield from self._made(manifest, deadline, digests)
             return
@@ -69,7 +69,7 @@ class FileReceiver:
                 path = Path(manifest.location) / bucket_name(entry.bucket)
                 mapped = entry.bucket
                 bucket, is_shared = _map(path, manifest.buckets[mapped], entry, self._shared)
-                self.lockable = self.lockable and is_shared
+                self.is_lockable = self.is_lockable and is_shared
             tensor = _view(entry, bucket)
             digests.add(tensor)
             yield whole_tensor(entry, tensor)

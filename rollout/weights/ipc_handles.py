@@ -20,7 +20,7 @@ from protocol.errors import WeightError
 from protocol.messages import WeightManifest
 from protocol.weights.boxes import relative
 from protocol.weights.slices import BucketSizes, Cut, PiecePlace, Transfer, piece_places
-from rollout.weights.channel import AHEAD, PartTransfer, memory_of
+from rollout.weights.channel import MAX_BUCKETS_IN_FLIGHT, PartTransfer, memory_of
 from rollout.weights.sender_connection import parse_location
 
 VERSIONS = 2
@@ -154,7 +154,7 @@ def _copies_of_peer(
             for copy, cut in zip(copies, cuts, strict=True):
                 copy.copy_(cut, non_blocking=True)
             queued.append((copies, copying.record_event()))
-        if len(queued) == AHEAD:
+        if len(queued) == MAX_BUCKETS_IN_FLIGHT:
             yield first()
     while queued:
         yield first()

@@ -37,7 +37,7 @@ from protocol.device.pair_group import BACKENDS, RECEIVER, abort, join_pair
 from protocol.messages import WeightManifest
 from protocol.weights.deltas import GAP_WIDTHS, WHOLE, coded_bytes
 from protocol.weights.slices import BucketSizes, Cut
-from rollout.weights.channel import AHEAD, PartTransfer, memory_of
+from rollout.weights.channel import MAX_BUCKETS_IN_FLIGHT, PartTransfer, memory_of
 from rollout.weights.sender_connection import parse_location
 
 T = TypeVar("T")
@@ -127,7 +127,7 @@ class PairSlices:
         queued: deque[tuple[T, torch.Tensor, Any]] = deque()
         for bucket, memory in memories:
             queued.append((bucket, memory, self._broadcast(memory, transfer) if len(memory) else None))
-            if len(queued) == AHEAD:
+            if len(queued) == MAX_BUCKETS_IN_FLIGHT:
                 yield _received(*queued.popleft())
         while queued:
             yield _received(*queued.popleft())

@@ -52,8 +52,8 @@ class Plans:
 class PartReceiver:
     """Receiver with a persistent connection to each trainer rank."""
 
-    lasting = False
-    lockable = False
+    is_persistent = False
+    is_lockable = False
 
     def __init__(self, make_channel: Callable[[], ReceiverChannel]) -> None:
         """Receive through channels created by `make_channel`, one per trainer rank."""

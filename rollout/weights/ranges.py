@@ -73,8 +73,8 @@ class RangeReader:
 
     def read(self, name: str, target: NDArray[np.uint8], first: int = 0) -> None:
         """Fill `target` with a file's bytes from `first` on. Raises WeightError with the file's name."""
-        least, most = RANGE_BYTES
-        step = min(max(-(-len(target) // CONNECTIONS), least), most)
+        min_step, max_step = RANGE_BYTES
+        step = min(max(-(-len(target) // CONNECTIONS), min_step), max_step)
 
         def fill(start: int, end: int) -> None:
             data = self._range(name, first + start, first + end)
@@ -117,18 +117,18 @@ class RangeReader:
         limit_s = self._deadline.remaining(doing) / 2
         if not self._files.async_impl:  # local reads always end
             return bytes(self._files.cat_file(path, start=start, end=end))
-        most = INDEX_BYTES if end is None else end - start
+        max_bytes = INDEX_BYTES if end is None else end - start
 
         async def refuse_whole(answer: Any) -> None:
             """Refuse an oversized response before reading it: a file may be larger than memory."""
-            if answer.status == 200 and (answer.content_length or math.inf) > most:
+            if answer.status == 200 and (answer.content_length or math.inf) > max_bytes:
                 answer.close()
                 raise WeightError(f"{doing}: the server sends the whole file, it has to serve ranges")
 
         checks = {"raise_for_status": refuse_whole} if "http" in self._files.protocol else {}
         # fsspec's synchronous call could not be cancelled
         reading = asyncio.run_coroutine_threadsafe(
-            self._files._cat_file(path, start=start, end=start + most, **checks), self._files.loop
+            self._files._cat_file(path, start=start, end=start + max_bytes, **checks), self._files.loop
         )
         last = time.monotonic() + limit_s
         try:

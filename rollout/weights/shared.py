@@ -22,8 +22,8 @@ from rollout.weights.verification import Deadline, version_digest, wait_for_queu
 class SharedReceiver:
     """Receiver that yields the masters converted to the manifest's dtypes, and keeps only the mapping."""
 
-    lasting = False
-    lockable = False
+    is_persistent = False
+    is_lockable = False
 
     def __init__(self) -> None:
         self.digest = 0

@@ -97,7 +97,7 @@ class SliceVerification:
         if any(sums.is_cuda for sums in [*received, *(sums for _, sums in self._sent)]):
             wait_for_queue(self._manifest, deadline, disconnected)
         else:
-            refuse_if(disconnected, self._manifest)
+            raise_if_disconnected(disconnected, self._manifest)
 
     def finish(self) -> None:
         """Compare the digests; with a provisional manifest, compute the version's digest.
@@ -133,12 +133,13 @@ def wait_for_queue(manifest: WeightManifest, deadline: Deadline, disconnected: C
     queued.record()
     while not queued.query():  # `synchronize` has no timeout
         deadline.remaining("receiving")
-        refuse_if(disconnected, manifest)
+        raise_if_disconnected(disconnected, manifest)
         time.sleep(POLL_S)
-    refuse_if(disconnected, manifest)  # a disconnected sender may have overwritten the bytes that were read
+    # a disconnected sender may have overwritten the bytes that were read
+    raise_if_disconnected(disconnected, manifest)
 
 
-def refuse_if(disconnected: Callable[[], bool], manifest: WeightManifest) -> None:
+def raise_if_disconnected(disconnected: Callable[[], bool], manifest: WeightManifest) -> None:
     """Raise WeightError if the sender has disconnected."""
     if disconnected():
         raise WeightError(f"version {manifest.version}: the sender disconnected in the middle")

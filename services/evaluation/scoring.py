@@ -15,6 +15,7 @@ from protocol.rollout_view import sample_lengths
 from protocol.weights.lora import NO_ADAPTERS, LoraConfig
 from reward.score import score_rollout
 from reward.workers.pool import ScorePool
+from rollout.abandoned_tasks import AbandonedTasks
 from rollout.engines.base import Engine, Sampling
 from rollout.engines.registry import make_engine
 from rollout.environments.base import Environment
@@ -22,7 +23,6 @@ from rollout.environments.registry import evaluated, make_environment
 from rollout.generate import generate_group
 from rollout.prompts.base import Prompt
 from rollout.render import Renderer
-from rollout.strays import Strays
 from services.evaluation.estimates import PromptScore, greedy_fields, sampled_fields
 from services.run_record.evaluations import Evaluation
 from services.runtime.user_modules import add_user_modules
@@ -54,8 +54,8 @@ class Scorer:
         self.pool = pool
         self._renderer = renderer
         self._environment: Environment = make_environment(evaluated(settings.environment))
-        self._environment.answered_by(settings.engine)
-        self._strays = Strays()
+        self._environment.apply_engine_config(settings.engine)
+        self._abandoned_tasks = AbandonedTasks()
         self.engine = engine
 
     async def close(self) -> None:
@@ -122,7 +122,7 @@ class Scorer:
     async def _score_prompt(
         self, index: int, prompt: Prompt, sampling: Sampling, samples: int
     ) -> PromptScore:
-        self._strays.check()
+        self._abandoned_tasks.check()
         version, began = self.engine.served.version, time.monotonic()
         try:
             rollout = await generate_group(
@@ -137,7 +137,7 @@ class Scorer:
                 sampling=sampling,
                 config=self._settings.environment,
                 max_model_len=eval_engine(self._settings).max_model_len,
-                strays=self._strays,
+                abandoned_tasks=self._abandoned_tasks,
                 with_turn_texts=self._settings.reward.may_score_turns,
             )
         except (SettingsError, EngineError, EpisodeError) as error:

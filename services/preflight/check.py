@@ -263,7 +263,7 @@ def _on_hosts(settings: Settings) -> str:
 
 def _check_environment(settings: Settings) -> None:
     environment = make_environment(settings.environment)
-    environment.answered_by(settings.engine)
+    environment.apply_engine_config(settings.engine)
     environment.check(str(settings.model_dir) if settings.model_dir.is_dir() else "")
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from protocol.errors import EngineError, EpisodeError, FrameTooLarge, Reason, Refused, SettingsError
 from protocol.ids import new_token
 from protocol.messages import Rollout
+from rollout.abandoned_tasks import AbandonedTasks
 from rollout.engines.base import Engine, Sampling
 from rollout.environments.base import Environment
 from rollout.episodes import EpisodeReport
@@ -23,7 +24,6 @@ from rollout.render import Renderer
 from rollout.seeds import seed_within
 from rollout.sessions.model_calls import CANCELLED
 from rollout.sessions.record import Recording
-from rollout.strays import Strays
 from services.bus.sender import Declined, Sender
 from services.ledger.interface import Lease
 from services.ledger.limits import MAX_DETAIL
@@ -129,11 +129,11 @@ class GroupRunner:
         self._held: dict[int, HeldGroup] = {}
         self._nudged = asyncio.Event()
         self._prefixes = PrefixUse()
-        self._strays = Strays()
+        self._abandoned_tasks = AbandonedTasks()
         process.metrics.watch(
             "tether_stray_episodes",
             "Episodes still running after cancellation, and how many of them have ended",
-            self._strays.counts,
+            self._abandoned_tasks.counts,
         )
         process.metrics.watch_labelled(
             "tether_prefix_tokens",
@@ -212,7 +212,7 @@ class GroupRunner:
 
     async def _next_lease(self) -> Lease | None:
         """Wait for room under the bound and return a lease; return None if the process is to stop."""
-        self._strays.check()
+        self._abandoned_tasks.check()
         delay, request = POLL_S[0], new_token()
         began = time.monotonic()
         with self._process.waiting("a lease") as set_detail:
@@ -295,12 +295,12 @@ class GroupRunner:
                     ),
                     config=self._process.settings.environment,
                     max_model_len=self._process.settings.engine.max_model_len,
-                    least=min(n, MIN_SAMPLES),
+                    min_samples=min(n, MIN_SAMPLES),
                     keep=settings.keep_first,
                     report=functools.partial(self._observe, lease.group),
-                    ended=lambda: job.cancel_reason,
+                    group_end_reason=lambda: job.cancel_reason,
                     recording=self._recording(job),
-                    strays=self._strays,
+                    abandoned_tasks=self._abandoned_tasks,
                     with_turn_texts=self._process.settings.reward.may_score_turns,
                 )
         except (SettingsError, EngineError, EpisodeError) as error:

@@ -106,7 +106,7 @@ async def _environment(settings: Settings) -> Environment:
     environment = await asyncio.to_thread(make_environment, settings.environment)
     group_size = settings.sampling.samples_per_prompt
     allow_open_files(settings.rollout.groups_in_flight, group_size, environment.files_per_sample)
-    environment.answered_by(settings.engine)
+    environment.apply_engine_config(settings.engine)
     await environment.open()
     return environment
 

@@ -23,7 +23,7 @@ import torch
 
 from protocol.device.page_locks import PageLocks
 from rollout.staging.layers import LayeredStaging
-from rollout.staging.places import StagingPlace, empty_in
+from rollout.staging.places import StagingPlace, allocate_copies
 from rollout.staging.staging import Committable, LiveAndStaged, Staging, digest_of, whole_source
 from tests.benchmarks.weights import ROOT, TIMEOUT_S, copy_all, shapes, tensors
 from trainer.config import WeightConfig
@@ -59,7 +59,7 @@ def placed(place: str, live: Mapping[str, torch.Tensor]) -> tuple[Staging, Commi
         if place == COPIED:
             layers.buffer.locks = host
         return layers, layers, layers.buffer.locks
-    copy = empty_in(StagingPlace(place), live)
+    copy = allocate_copies(StagingPlace(place), live)
     staging = Staging({name: whole_source(tensor) for name, tensor in copy.items()})
     return staging, LiveAndStaged(dict(live), copy), host
 

@@ -59,7 +59,7 @@ class SessionContract:
                 for own in ({"temperature": 0, "n": 2}, {}):
                     tasks.create_task(client.completions.create(model="m", prompt=[5, 6, 7], **own))  # type: ignore[call-overload]
         trained = [call for call in session.tree.calls if call.trained]
-        greedy = [call.completion for call in session.tree.calls if call.as_asked]
+        greedy = [call.completion for call in session.tree.calls if call.has_own_sampling]
         assert (len(trained), len(greedy)) == (1, 2)
         if bench.computes:
             assert_recomputed(bench, session, Sampling(max_tokens=8))

@@ -24,9 +24,9 @@ from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
 from rollout.programs.folder import programs_directory
 from rollout.sandboxes.base import Provider, SandboxCommand, SandboxDied, Start
+from rollout.sandboxes.episode_sandbox import EpisodeSandbox
 from rollout.sandboxes.pool import SandboxPool
-from rollout.sandboxes.world import World
-from rollout.tools.in_world import in_world
+from rollout.tools.sandbox_tool import make_sandbox_tool
 from tests.contracts.sandbox_suite import CONFIG, OUTPUT, START, SandboxContract, shell
 
 ASK = "import sys, urllib.request; print(urllib.request.urlopen(sys.argv[1], timeout=30).read().decode())"
@@ -55,21 +55,21 @@ class Record:
 
 
 async def play(
-    made: str, record_file: str, lines: Sequence[str], every: int, *, is_killed: bool = False
+    factory: str, record_file: str, lines: Sequence[str], every: int, *, is_killed: bool = False
 ) -> list[str]:
     """Play an episode of command lines in a new sandbox, and return the answers.
 
     Args:
-        made: `MODULE:FUNCTION` that makes the provider.
+        factory: `MODULE:FUNCTION` that makes the provider.
         record_file: what earlier workers have recorded.
         lines: the commands.
         every: `snapshot_calls`.
         is_killed: the process is killed when the last command has run and is not recorded yet.
     """
     record, answers = Record(record_file), []
-    pool = SandboxPool(load(made)(CONFIG), 1)
-    async with World(pool, replace(CONFIG, snapshot_calls=every), 300, record.once) as world:
-        tool = in_world("shell", world, 60, OUTPUT)
+    pool = SandboxPool(load(factory)(CONFIG), 1)
+    async with EpisodeSandbox(pool, replace(CONFIG, snapshot_calls=every), 300, record.once) as sandbox:
+        tool = make_sandbox_tool("shell", sandbox, 60, OUTPUT)
         for number, line in enumerate(lines):
 
             async def run(number: int = number, line: str = line) -> tuple[str, str]:

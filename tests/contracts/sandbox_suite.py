@@ -21,7 +21,7 @@ from rollout.sandboxes.base import (
     Start,
 )
 from rollout.sandboxes.pool import SandboxPool
-from rollout.tools.said import shell_order
+from rollout.tools.command_output import shell_command
 
 CONFIG = SandboxConfig(memory_mb=256, disk_mb=8, processes=24, cpu_s=20)
 START = Start(lease_s=300)
@@ -41,7 +41,7 @@ HOSTILE = {
 
 
 async def shell(sandbox: Sandbox, text: str, wall_s: float = 60.0) -> Executed:
-    return await sandbox.exec(shell_order(text, wall_s, OUTPUT))
+    return await sandbox.exec(shell_command(text, wall_s, OUTPUT))
 
 
 class SandboxContract:

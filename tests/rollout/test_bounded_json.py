@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.bounded_json import MOST_VALUES, WHOLE, TooManyValues, parsed_json
+from rollout.bounded_json import MAX_VALUES, WHOLE, TooManyValues, parsed_json
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
@@ -37,15 +37,15 @@ def test_text_that_is_no_json_is_refused(text: str, padding: str) -> None:
 @pytest.mark.parametrize("inside", ["[]", "{}", "1", "null", '"x"', "1.5", "[1,1]"])
 def test_values_are_read_up_to_the_last_one_that_is_allowed(inside: str) -> None:
     values = 3 if inside == "[1,1]" else 2 if inside in ("[]",) else 1
-    count = (MOST_VALUES + 10) // values
+    count = (MAX_VALUES + 10) // values
     assert len(parsed_json(f"[{','.join([inside] * count)}]" + BLANK, 10)) == count
     with pytest.raises(TooManyValues, match="over 100000 values"):
         parsed_json(f"[{','.join([inside] * count)}]" + BLANK)
 
 
 def test_values_of_objects_count() -> None:
-    entries = ",".join(f'"{i}": 0' for i in range(MOST_VALUES))
-    assert len(parsed_json("{" + entries + "}")) == MOST_VALUES
+    entries = ",".join(f'"{i}": 0' for i in range(MAX_VALUES))
+    assert len(parsed_json("{" + entries + "}")) == MAX_VALUES
     with pytest.raises(TooManyValues):
         parsed_json("{" + entries + ', "one more": 0}')
 

@@ -11,6 +11,7 @@ import pytest
 from protocol.errors import EngineError, EpisodeError, SettingsError
 from protocol.messages import Call, Recalled, Rollout
 from protocol.rollout_view import decode_rollout
+from rollout.abandoned_tasks import AbandonedTasks
 from rollout.config import EnvironmentConfig
 from rollout.engines.base import EngineConfig, Sampling
 from rollout.environments.base import Environment
@@ -22,9 +23,8 @@ from rollout.render import RenderConfig, Renderer
 from rollout.sample import EpisodeOver, Generate, Sample, SampleBuilder
 from rollout.sessions.model_calls import ModelCalls
 from rollout.sessions.record import Recording
-from rollout.strays import Strays
+from tests.rollout.test_abandoned_tasks import Stubborn
 from tests.rollout.test_generate import Watched
-from tests.rollout.test_strays import Stubborn
 from tests.rollout.tokenizers import write_tokenizer
 from tests.services.bus.harness import eventually
 
@@ -53,13 +53,13 @@ class Group:
         self.engine, self.renderer = engine, Renderer(model_dir, RenderConfig())
         self.reports: list[EpisodeReport] = []
         self.recording: Recording | None = None
-        self.strays = Strays(grace_s=0.01)
+        self.abandoned_tasks = AbandonedTasks(grace_s=0.01)
 
     async def generate(
         self,
         environment: Play | Environment,
         *,
-        least: int = 2,
+        min_samples: int = 2,
         keep: int = 0,
         max_model_len: int = 0,
         **limits: float,
@@ -68,8 +68,9 @@ class Group:
         return await generate_group(
             self.engine, self.renderer, played, PROMPT,
             group=12, token="t0", n=4, sampling=Sampling(max_tokens=6), engine_name="engine.1",
-            config=EnvironmentConfig(**limits), max_model_len=max_model_len, least=least, keep=keep,
-            report=self.reports.append, recording=self.recording, strays=self.strays,
+            config=EnvironmentConfig(**limits), max_model_len=max_model_len, min_samples=min_samples,
+            keep=keep, report=self.reports.append, recording=self.recording,
+            abandoned_tasks=self.abandoned_tasks,
         )  # fmt: skip
 
     def failures(self) -> list[tuple[int, int, str]]:
@@ -129,7 +130,7 @@ async def test_a_group_of_too_few_samples_fails_with_the_reason(group: Group) ->
     with pytest.raises(EpisodeError, match=r"error: 3 of 4 episodes failed, such as: .*RuntimeError: broken"):
         await group.generate(failing(3, RuntimeError("broken")), attempts=1)
     with pytest.raises(EpisodeError, match="1 of 4 episodes failed"):
-        await group.generate(failing(1, RuntimeError("broken")), attempts=1, least=4)
+        await group.generate(failing(1, RuntimeError("broken")), attempts=1, min_samples=4)
 
 
 @pytest.mark.parametrize("error", [SystemExit(1), asyncio.CancelledError(), TimeoutError(), EpisodeOver()])
@@ -212,12 +213,12 @@ async def test_an_environment_that_ignores_its_end_is_left_without_a_call_of_the
 
     with pytest.raises(EpisodeError, match=r"4 of 4 .*, and it ignored its cancellation"):
         await group.generate(clinging, episode_s=0.05)
-    assert group.strays.counts() == {"left": 4, "ended": 0}
+    assert group.abandoned_tasks.counts() == {"left": 4, "ended": 0}
     await eventually(lambda: all(task.done() for task in asking))
     assert not engine._running
     assert all("episode has ended" in str(task.exception()) for task in asking)
     stubborn.released.set()
-    await eventually(lambda: group.strays.counts()["ended"] == 4)
+    await eventually(lambda: group.abandoned_tasks.counts()["ended"] == 4)
     assert len(engine.requests) == 4
     await engine.close()
 

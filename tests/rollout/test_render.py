@@ -100,11 +100,11 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokens(plain: Path) -> N
     """Its longest token is <|im_start|>, of 12 characters."""
     renderer = Renderer(plain, RenderConfig())
     assert renderer.longest_piece == 12
-    assert len(renderer.encode("<|im_start|>" * 3, most=3)) == 3
-    assert len(renderer.encode("1" * 36, most=3)) == 36
+    assert len(renderer.encode("<|im_start|>" * 3, max_tokens=3)) == 3
+    assert len(renderer.encode("1" * 36, max_tokens=3)) == 36
     for length in (37, 10**8):
         with pytest.raises(PromptTooLong, match=f"^at least {-(-length // 12)} tokens$"):
-            renderer.encode("1" * length, most=3)
+            renderer.encode("1" * length, max_tokens=3)
     with pytest.raises(
         PromptTooLong, match=r"prompt 41 has at least 4 tokens, over render\.max_prompt_tokens 3"
     ):

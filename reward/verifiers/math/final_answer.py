@@ -61,8 +61,8 @@ def unboxed(text: str) -> str:
 
 
 def _after_thought(response: str) -> str:
-    said = response.rpartition(THOUGHT)[2]
-    return said if said.strip() else response
+    answer = response.rpartition(THOUGHT)[2]
+    return answer if answer.strip() else response
 
 
 def _without_box(text: str) -> str:
@@ -92,9 +92,9 @@ def _without_box(text: str) -> str:
 def _end_of_box(text: str, start: int) -> int:
     """Return the end of the box that begins at `start`, or a position beyond `LONGEST` characters."""
     depth = 0
-    most = min(len(text), start + LONGEST + 1)
-    for i in range(start + len(BOXED) - 1, most):
+    limit = min(len(text), start + LONGEST + 1)
+    for i in range(start + len(BOXED) - 1, limit):
         depth += (text[i] == "{") - (text[i] == "}")
         if depth == 0:
             return i + 1
-    return most
+    return limit

@@ -23,7 +23,7 @@ CHOOSE = 10_000
 NUMBER = re.compile(r"\d+", re.ASCII)
 OPENING, CLOSING = "([{", ")]}"
 COSTLY = re.compile(r"\\(?:binom|dbinom|tbinom|choose|sum|prod|int|lim)(?![a-zA-Z])")
-MOST_COSTLY = 2
+MAX_COSTLY = 2
 """Maximum number of sums, products, integrals, limits and binomial coefficients in one answer."""
 
 
@@ -37,8 +37,8 @@ def why_too_costly(text: str) -> str:
     pairs = _brackets(text)
     if pairs is None:
         return f"brackets over {DEPTH} deep"
-    if len(COSTLY.findall(text)) > MOST_COSTLY:
-        return f"more than {MOST_COSTLY} sums, products, integrals or binomial coefficients"
+    if len(COSTLY.findall(text)) > MAX_COSTLY:
+        return f"more than {MAX_COSTLY} sums, products, integrals or binomial coefficients"
     if COSTLY.search(text) and _largest(text) >= CHOOSE:
         return f"a sum, product or binomial coefficient with a number of {CHOOSE} or more"
     return _factorial_problem(text, pairs) or _power_problem(text, pairs)

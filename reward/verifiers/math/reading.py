@@ -117,10 +117,10 @@ def items(text: str) -> list[str]:
         depth += (text[i] in OPENING or text.startswith("\\begin", i)) - (
             text[i] in CLOSING or text.startswith("\\end", i)
         )
-        found = SEPARATOR.match(text, i) if depth == 0 else None
-        if found and found.end() > i:
+        separator = SEPARATOR.match(text, i) if depth == 0 else None
+        if separator and separator.end() > i:
             parts.append(text[start:i])
-            i = start = found.end()
+            i = start = separator.end()
         else:
             i += 1
     parts.append(text[start:])

@@ -56,7 +56,7 @@ class Bench:
     """True: `layers` staging from files is the only way to transfer versions."""
     caches: bool = False
     """True: the engine has a prefix cache."""
-    least_accepted: float | None = None
+    min_accepted: float | None = None
     """Lower bound of the fraction of accepted drafts; None: the engine does not draft."""
     last: int = -1
     """Latest published version."""

@@ -9,7 +9,7 @@ import torch
 
 BINS = 16
 """Cells of the chi-square test; tokens of little mass lie in the last one."""
-LEAST_P_VALUE = 1e-6
+MIN_P_VALUE = 1e-6
 """A correct engine gets a smaller p-value once in a million tests."""
 
 

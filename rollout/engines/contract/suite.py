@@ -13,7 +13,7 @@ import torch
 from protocol.errors import EngineError, Unsupported, WeightError
 from rollout.engines.base import Completion, KvPolicy, Occupancy, Request, Sampling, Served
 from rollout.engines.contract.bench import FAULTS, LONG, MAX_MODEL_LEN, PROMPTS, Bench, ask, together
-from rollout.engines.contract.distribution import LEAST_P_VALUE, places, uniformity
+from rollout.engines.contract.distribution import MIN_P_VALUE, places, uniformity
 from rollout.engines.contract.models import VOCAB, logits_of
 
 ATTEMPTS = 5
@@ -87,10 +87,10 @@ class EngineContract:
             for request, drawn in zip(requests, await together(bench.engine, requests), strict=True):
                 scores = logits_of(bench.models["A"], request.prompt, drawn.tokens) / temperature
                 found.append(places(scores.log_softmax(-1), torch.tensor(drawn.tokens), generator))
-        assert uniformity(torch.cat(found)) > LEAST_P_VALUE
+        assert uniformity(torch.cat(found)) > MIN_P_VALUE
         accepted = (await bench.engine.occupancy()).drafts_accepted
-        least = bench.least_accepted
-        assert accepted is None if least is None else (accepted or 0) > least
+        min_accepted = bench.min_accepted
+        assert accepted is None if min_accepted is None else (accepted or 0) > min_accepted
 
     async def test_seed_repeats_a_completion_or_is_refused(self, bench: Bench) -> None:
         request = ask("seeded", PROMPTS[0], 24, temperature=1.0, seed=7)

@@ -150,15 +150,15 @@ class WholeDecoder(HfDecoder):
             take_tokens([row], logits[:, -1], version)
 
 
-def decoder_of(model: Any, *, alone: bool = False) -> Callable[..., Decoder]:
-    """Return the fastest exact decoder for a model; `alone`: one forward pass per row.
+def decoder_of(model: Any, *, row_by_row: bool = False) -> Callable[..., Decoder]:
+    """Return the fastest exact decoder for a model; `row_by_row`: one forward pass per row.
 
     Models without `position_ids` derive positions from the place in the row, including padding.
     """
     arguments = inspect.signature(model.forward).parameters
     if "past_key_values" not in arguments:
         return WholeDecoder
-    padded = "position_ids" in arguments and not alone and not has_state(model)
+    padded = "position_ids" in arguments and not row_by_row and not has_state(model)
     return PaddingDecoder if padded else RowDecoder
 
 

@@ -20,7 +20,7 @@ from rollout.engines.in_process.running_request import Decoder
 from rollout.engines.named_adapters import read_named
 from rollout.engines.requests import check_adapters
 from rollout.staging.layers import LayeredStaging
-from rollout.staging.places import StagingPlace, StagingRoom, choose, empty_in
+from rollout.staging.places import StagingPlace, StagingRoom, allocate_copies, choose_place
 from rollout.staging.releasable_memory import ReleasableMemory
 from rollout.staging.shared_weights import SharedStaging, describe, share_parameters
 from rollout.staging.staging import Committable, LiveAndStaged, Staging, digest_of, stored_once, whole_source
@@ -72,7 +72,7 @@ class HFEngine(InProcessEngine):
         recorder = ExpertRecorder(model) if self._config.enable_return_routed_experts else None
         found = read_named(self._named, self._model_dir)
         adapters = RowAdapters(model, found.values()) if found else None
-        return decoder_of(model, alone=self._config.batch_invariant)(model, recorder, adapters)
+        return decoder_of(model, row_by_row=self._config.batch_invariant)(model, recorder, adapters)
 
 
 def _staging(
@@ -83,7 +83,7 @@ def _staging(
     if lora.rank:
         targets = adapter_targets({name: tuple(tensor.shape) for name, tensor in live.items()}, lora)
         updated = {target.weight: live[target.weight] for target in targets}
-        choose(StagingRoom(mb=room.mb), updated.values(), 0)
+        choose_place(StagingRoom(mb=room.mb), updated.values(), 0)
         merging = MergedStaging(
             targets,
             lora.rank,
@@ -97,12 +97,12 @@ def _staging(
             merging,
             ReleasableMemory(lost, kept=[*live.values(), *merging.base.values()]),
         )
-    place = choose(room, live.values(), max(tensor.nbytes for tensor in live.values()))
+    place = choose_place(room, live.values(), max(tensor.nbytes for tensor in live.values()))
     if place == StagingPlace.LAYERS:
         sources = {name: whole_source(view) for name, view in checkpoint_views(model, live).items()}
         layers = LayeredStaging(sources, architecture=architecture, tied=_is_tied(model))
         return layers, layers, ReleasableMemory([*live.values(), layers.buffer.memory])
-    copy = empty_in(place, live)
+    copy = allocate_copies(place, live)
     sources = {name: whole_source(view) for name, view in checkpoint_views(model, copy).items()}
     staging = Staging(sources, architecture=architecture, tied=_is_tied(model))
     released = [*live.values(), *(copy.values() if place == StagingPlace.DEVICE else ())]
@@ -124,8 +124,8 @@ def load_model(model_dir: Path, config: EngineConfig) -> Any:
             if any(model_dir.glob("*.safetensors")):
                 model = AutoModelForCausalLM.from_pretrained(model_dir, dtype=dtype, **code_trust())
             else:
-                made = AutoConfig.from_pretrained(model_dir, **code_trust())
-                model = AutoModelForCausalLM.from_config(made, dtype=dtype, **code_trust())
+                model_config = AutoConfig.from_pretrained(model_dir, **code_trust())
+                model = AutoModelForCausalLM.from_config(model_config, dtype=dtype, **code_trust())
     except (OSError, ValueError, KeyError) as error:
         raise EngineSettingsError(f"engine hf cannot load {model_dir}: {error}") from error
     except RuntimeError as error:  # for example out of memory, which may be transient

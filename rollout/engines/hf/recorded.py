@@ -34,7 +34,7 @@ class RecordedEngine:
         """
         model = load_model(model_dir, config)
         self._views = checkpoint_views(model, model_tensors(model))
-        self._decoder = decoder_of(model, alone=True)(model)
+        self._decoder = decoder_of(model, row_by_row=True)(model)
         self._device = next(model.parameters()).device
         self._tensors, self._version, self._threads = tensors, -1, config.threads
 

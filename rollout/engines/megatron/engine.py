@@ -193,10 +193,10 @@ def _batch_tokens(config: EngineConfig) -> int:
         raise EngineSettingsError(
             f"engine megatron: buffer_size_gb is {config.buffer_size_gb}, must be 0 or more"
         )
-    least = max(config.max_model_len, config.max_running)
-    if config.max_batch_tokens and config.max_batch_tokens < least:
+    min_batch_tokens = max(config.max_model_len, config.max_running)
+    if config.max_batch_tokens and config.max_batch_tokens < min_batch_tokens:
         raise EngineSettingsError(
             f"engine megatron: max_batch_tokens is {config.max_batch_tokens}; a pass must hold max_model_len "
-            f"tokens of a prompt and one for each of max_running requests, so at least {least}"
+            f"tokens of a prompt and one for each of max_running requests, so at least {min_batch_tokens}"
         )
-    return config.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, least)
+    return config.max_batch_tokens or max(DEFAULT_BATCH_TOKENS, min_batch_tokens)

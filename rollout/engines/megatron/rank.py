@@ -192,7 +192,7 @@ class TensorRank:
 
 METHODS: dict[str, Callable[..., Any]] = {
     "load": TensorRank.load,
-    "divide": lambda rank, nowhere: rank.staging.divide(nowhere),
+    "divide": lambda rank, unowned: rank.staging.divide(unowned),
     "prefill": TensorRank.prefill,
     "decode": TensorRank.decode,
     "stage": TensorRank.stage,

@@ -21,7 +21,7 @@ from rollout.staging.shadows import ShadowedPlan, Staged, shadowed_plan
 from rollout.staging.staging_plan import AnyPlan, make_plan
 
 PROCESS = "process_weights_after_loading"
-OF_MODULES = frozenset(vars(nn.Module()))
+MODULE_ATTRIBUTES = frozenset(vars(nn.Module()))
 """Attributes of every module."""
 
 
@@ -94,7 +94,7 @@ class LayerProcessing:
 
     def _tensors(self, layer: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield (path, tensor) for the tensors of a layer and of its helper objects."""
-        own = {key: value for key, value in vars(layer).items() if key not in OF_MODULES}
+        own = {key: value for key, value in vars(layer).items() if key not in MODULE_ATTRIBUTES}
         members = {**own, **layer._buffers, **layer._parameters}
         return _search(self.name, members, self._rules.searched, set())
 

@@ -49,9 +49,9 @@ class Answer(msgspec.Struct, frozen=True, array_like=True):
     error: str = ""
 
 
-def start_error(said: str) -> type[EngineError]:
+def start_error(reason: str) -> type[EngineError]:
     """Return the exception type for a failed start, from a rank's report of its error."""
-    return EngineSettingsError if SettingsError.__name__ in said else EngineError
+    return EngineSettingsError if SettingsError.__name__ in reason else EngineError
 
 
 class RankRpcServer:

@@ -28,9 +28,9 @@ def is_refusal(kinds: Iterable[str], text: str) -> bool:
         kinds: names of the exception's class and base classes.
         text: error message.
     """
-    said = text.lower()
+    lowered = text.lower()
     # on CPU the cache has a fixed size, so a too small cache is a permanent error
-    is_about_memory = "free memory" in said or ("memory" in said and torch.cuda.is_available())
+    is_about_memory = "free memory" in lowered or ("memory" in lowered and torch.cuda.is_available())
     return not REFUSALS.isdisjoint(kinds) and not is_about_memory
 
 

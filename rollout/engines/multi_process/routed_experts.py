@@ -27,7 +27,7 @@ class Mixture:
     """Ascending indices of the layers with experts."""
     all_layers: int
     """Number of layers of the model."""
-    chosen: int
+    experts_per_token: int
     """K: experts per token in each expert layer."""
 
     @classmethod
@@ -42,23 +42,23 @@ class Mixture:
         Raises:
             EngineSettingsError: no layer has experts, or the config lacks the number of experts per token.
         """
-        all_layers, chosen = (
+        all_layers, experts_per_token = (
             int(model.get(key) or 0) for key in ("num_hidden_layers", "num_experts_per_tok")
         )
         found = {int(match[1]) for name in names if (match := EXPERT.search(name)) is not None}
         layers = tuple(sorted(layer for layer in found if layer < all_layers))
-        if not layers or not chosen:
+        if not layers or not experts_per_token:
             raise EngineSettingsError(
                 f"setting engine.enable_return_routed_experts: the model in {model_dir} has no experts that "
                 "could be recorded"
             )
-        return cls(layers, all_layers, chosen)
+        return cls(layers, all_layers, experts_per_token)
 
     def rows(self, data: bytes) -> NDArray[np.int32] | None:
         """Decode int32 [inputs, all layers, K]; None if the size does not match."""
         flat = np.frombuffer(data, np.int32) if len(data) % 4 == 0 else np.empty(0, np.int32)
-        whole = flat.size and flat.size % (self.all_layers * self.chosen) == 0
-        return flat.reshape(-1, self.all_layers, self.chosen) if whole else None
+        whole = flat.size and flat.size % (self.all_layers * self.experts_per_token) == 0
+        return flat.reshape(-1, self.all_layers, self.experts_per_token) if whole else None
 
 
 def recorded_experts(
@@ -79,7 +79,7 @@ def recorded_experts(
         EngineError: the number of rows differs from `inputs`, or layers are missing.
     """
     if rows is None and aborted:
-        rows = np.empty((0, mixture.all_layers, mixture.chosen), np.uint16)
+        rows = np.empty((0, mixture.all_layers, mixture.experts_per_token), np.uint16)
     if (
         rows is None
         or rows.ndim != 3

@@ -5,7 +5,7 @@ from typing import Any
 from rollout.engines.answer_lines import Parse, check_names, serve_lines
 
 
-def load(given: dict[str, Any]) -> Parse:
+def load(options: dict[str, Any]) -> Parse:
     """Return a function that applies the parsers `tools` and `reasoning`; without a model, only check names.
 
     Raises:
@@ -18,27 +18,27 @@ def load(given: dict[str, Any]) -> Parse:
         "tools": list(FunctionCallParser.ToolCallParserEnum),
         "reasoning": list(ReasoningParser.DetectorMap),
     }
-    check_names("sglang", given, known)
-    if not given["model_dir"]:
-        return lambda asked: {}
+    check_names("sglang", options, known)
+    if not options["model_dir"]:
+        return lambda fields: {}
 
     from sglang.srt.entrypoints.openai.protocol import Tool
     from sglang.srt.utils.hf_transformers_utils import get_tokenizer
 
-    tokenizer = get_tokenizer(given["model_dir"])
+    tokenizer = get_tokenizer(options["model_dir"])
 
-    def parse(asked: dict[str, Any]) -> dict[str, Any]:
-        thoughts, content, calls = "", asked["marked"], []
-        if given["reasoning"]:
-            parser = _reasoning_parser(ReasoningParser, given["reasoning"], tokenizer, asked["opened"])
+    def parse(fields: dict[str, Any]) -> dict[str, Any]:
+        thoughts, content, calls = "", fields["marked"], []
+        if options["reasoning"]:
+            parser = _reasoning_parser(ReasoningParser, options["reasoning"], tokenizer, fields["opened"])
             thoughts, content = parser.parse_non_stream(content)
-        if given["tools"] and asked["tools"]:
-            tools = [Tool(**tool) for tool in asked["tools"]]
-            finder = FunctionCallParser(tools, given["tools"], tokenizer=tokenizer)
+        if options["tools"] and fields["tools"]:
+            tools = [Tool(**tool) for tool in fields["tools"]]
+            finder = FunctionCallParser(tools, options["tools"], tokenizer=tokenizer)
             if finder.has_tool_call(content or ""):
                 content, calls = finder.parse_non_stream(content)
         if not thoughts and not calls:
-            content = asked["text"]
+            content = fields["text"]
         found = [(call.name, call.parameters) for call in calls]
         return {"thoughts": thoughts, "content": content, "calls": found}
 

@@ -34,7 +34,7 @@ _SEVERAL = (
 )
 _SPLIT = "a request's tokens would come from two servers, and a version is committed on one"
 _DATA_PARALLEL = (
-    "tether connects to the ranks of one tensor-parallel group, and a version has to be committed on all "
+    "tether connects to the ranks of one tensor-parallel group, and a version must be committed on all "
     "ranks between the same two steps; start one rollout worker for each replica (services.rollouts)"
 )
 _ONE_HOST = (

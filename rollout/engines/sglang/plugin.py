@@ -262,7 +262,7 @@ class SchedulerRank:
 
 METHODS: dict[str, Callable[..., Any]] = {
     "install": SchedulerRank.install,
-    "divide": lambda rank, nowhere: rank.staging.divide(nowhere),
+    "divide": lambda rank, unowned: rank.staging.divide(unowned),
     "stage": SchedulerRank.stage,
     "status": lambda rank: rank.staging.status(),
     "cancel": lambda rank: rank.staging.cancel(),

@@ -21,7 +21,7 @@ from rollout.engines.sglang_jax.child import ModelProcess
 from rollout.engines.sglang_jax.model_check import check_interpreter, check_model, config_overrides, slots_of
 from rollout.engines.sglang_jax.slot_decoder import SlotDecoder
 from rollout.staging.loaded_weights import files_by_tensor
-from rollout.staging.places import StagingRoom, choose
+from rollout.staging.places import StagingRoom, choose_place
 from rollout.staging.staging import Staging, whole_source
 
 BATCH_TOKENS = 2048
@@ -75,7 +75,7 @@ class SglangJaxEngine(InProcessEngine):
         changed = {target.weight: shapes[target.weight] for target in targets} or shapes
         dtype = getattr(torch, self._config.dtype)
         blank = (torch.empty(shape, dtype=dtype, device="meta") for shape in changed.values())
-        choose(StagingRoom(mb=self._config.staging_mb), blank, 0)
+        choose_place(StagingRoom(mb=self._config.staging_mb), blank, 0)
         staged = child.share(changed, dtype, self._config.max_running, self._vocab)
         if targets:
             with ExitStack() as stack:

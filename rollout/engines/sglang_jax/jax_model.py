@@ -36,8 +36,8 @@ MAPPINGS = {
     "Qwen3ForCausalLM": "_create_qwen3_weight_mappings",
 }
 """Model class -> its method that maps checkpoint tensors to parameters."""
-LEAST_TOKENS = 64
-LEAST_KEYS = 256
+MIN_TOKENS = 64
+MIN_KEYS = 256
 Integers = NDArray[np.int32]
 
 
@@ -184,7 +184,7 @@ class JaxModel:
         """Compute tokens [T] at their positions, writing and reading keys and values at the given places."""
         count = len(lengths)
         rows = _rounded(count, 1)
-        size = _rounded(len(tokens), LEAST_TOKENS) if is_prompt else rows
+        size = _rounded(len(tokens), MIN_TOKENS) if is_prompt else rows
         with jax.set_mesh(self._mesh):
             logits, self._kv = self._compute(
                 self._leaves,
@@ -192,7 +192,7 @@ class JaxModel:
                 _padded([tokens], size, 0),
                 _padded(positions, size, 0),
                 _padded(written, size, -1),
-                _padded(read, _rounded(sum(lengths), LEAST_KEYS), 0),
+                _padded(read, _rounded(sum(lengths), MIN_KEYS), 0),
                 _padded([np.array(lengths)], rows, 0),
                 is_prompt=is_prompt,
             )
@@ -268,9 +268,9 @@ def _like(array: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(array.shape, array.dtype, sharding=array.sharding)
 
 
-def _rounded(count: int, least: int) -> int:
-    """Return the smallest power of two of at least `count` and `least`; `least` is a power of two."""
-    return max(least, 1 << (count - 1).bit_length())
+def _rounded(count: int, minimum: int) -> int:
+    """Return the smallest power of two of at least `count` and `minimum`; `minimum` is a power of two."""
+    return max(minimum, 1 << (count - 1).bit_length())
 
 
 def _padded(parts: Sequence[NDArray[Any]], size: int, filler: int) -> Integers:

@@ -5,7 +5,7 @@ from typing import Any
 from rollout.engines.answer_lines import Parse, check_names, serve_lines
 
 
-def load(given: dict[str, Any]) -> Parse:
+def load(options: dict[str, Any]) -> Parse:
     """Return a function that applies the parsers `tools` and `reasoning`; without a model, only check names.
 
     Raises:
@@ -19,36 +19,36 @@ def load(given: dict[str, Any]) -> Parse:
         "tools": ToolParserManager.list_registered(),
         "reasoning": ReasoningParserManager.list_registered(),
     }
-    check_names("vllm", given, known)
-    if not given["model_dir"]:
-        return lambda asked: {}
+    check_names("vllm", options, known)
+    if not options["model_dir"]:
+        return lambda fields: {}
 
     from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
     from vllm.parser import ParserManager
     from vllm.tokenizers import get_tokenizer
 
-    tokenizer = get_tokenizer(given["model_dir"])
+    tokenizer = get_tokenizer(options["model_dir"])
     parser_of: Any = ParserManager.get_parser(
-        tool_parser_name=given["tools"] or None,
-        reasoning_parser_name=given["reasoning"] or None,
-        enable_auto_tools=bool(given["tools"]),
-        model_name=given["model_dir"],
+        tool_parser_name=options["tools"] or None,
+        reasoning_parser_name=options["reasoning"] or None,
+        enable_auto_tools=bool(options["tools"]),
+        model_name=options["model_dir"],
         tokenizer=tokenizer,
     )
 
-    def parse(asked: dict[str, Any]) -> dict[str, Any]:
-        tools = asked["tools"] if given["tools"] else []
+    def parse(fields: dict[str, Any]) -> dict[str, Any]:
+        tools = fields["tools"] if options["tools"] else []
         request = ChatCompletionRequest(
             model="policy", messages=[{"role": "user", "content": ""}], tools=tools or None
         )
         parser = parser_of(tokenizer, request.tools)
-        text = asked["text"] if parser.adjust_request(request).skip_special_tokens else asked["marked"]
-        parser.set_prompt_token_ids(asked["before"])
+        text = fields["text"] if parser.adjust_request(request).skip_special_tokens else fields["marked"]
+        parser.set_prompt_token_ids(fields["before"])
         thoughts, content, calls = parser.parse(
-            text, request, enable_auto_tools=bool(tools), model_output_token_ids=asked["tokens"]
+            text, request, enable_auto_tools=bool(tools), model_output_token_ids=fields["tokens"]
         )
-        found = [(call.name, call.arguments) for call in calls or ()]
-        return {"thoughts": thoughts, "content": content, "calls": found}
+        parsed_calls = [(call.name, call.arguments) for call in calls or ()]
+        return {"thoughts": thoughts, "content": content, "calls": parsed_calls}
 
     return parse
 

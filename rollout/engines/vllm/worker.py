@@ -120,9 +120,9 @@ class WorkerExtension:
             log.exception("engine.call_failed method=%s", method)
             return number, f"{type(error).__name__}: {error}", None
 
-    def tether_divide(self, nowhere: Sequence[str]) -> None:
+    def tether_divide(self, unowned: Sequence[str]) -> None:
         """Accept versions with tensors for other ranks, see `RankStaging.divide`."""
-        self._tether.divide(nowhere)
+        self._tether.divide(unowned)
 
     def tether_commit(self, manifest: bytes) -> dict[str, Any]:
         """Copy the staged version over the live weights; tokens of later steps have this version.

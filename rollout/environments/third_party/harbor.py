@@ -84,7 +84,7 @@ class HarborProgram(SandboxedProgram):
     async def _run(self, sandbox: Sandbox, url: str, key: str, task: Mapping[str, Any]) -> Outcome:
         shown = {name: value for name, value in task["metadata"].items() if name != FIELD}
         await super()._run(sandbox, url, key, {**task, "metadata": shown})
-        return await tested(sandbox, self._read(task))
+        return await run_tests(sandbox, self._read(task))
 
     def _read(self, task: Mapping[str, Any]) -> HarborTask:
         if not isinstance(folder := task["metadata"].get(FIELD), str):
@@ -102,7 +102,7 @@ class Harbor(command.Command):
         super().__init__(options)
         self._offline = options.offline
 
-    def configured(self, config: EnvironmentConfig) -> None:
+    def apply_config(self, config: EnvironmentConfig) -> None:
         """Set up the sandbox.
 
         Raises:
@@ -114,7 +114,7 @@ class Harbor(command.Command):
                 "such as 'container'"
             )
         directories = tuple(dict.fromkeys((*config.sandbox.directories, *PLACES)))
-        super().configured(replace(config, sandbox=replace(config.sandbox, directories=directories)))
+        super().apply_config(replace(config, sandbox=replace(config.sandbox, directories=directories)))
 
     def sandboxed(self, config: EnvironmentConfig) -> SandboxedProgram:
         program = HarborProgram(config, *self.program)
@@ -159,46 +159,46 @@ def read_task(path: Path, *, offline: bool) -> HarborTask:
     )
 
 
-async def tested(sandbox: Sandbox, task: HarborTask) -> float:
+async def run_tests(sandbox: Sandbox, task: HarborTask) -> float:
     """Run a task's tests in the sandbox after the program has ended; return the reward.
 
     Raises:
         RuntimeError: the tests wrote no reward or timed out, or files of the program cannot be deleted.
         SandboxDied: the sandbox has ended.
     """
-    cleared = await _ran(sandbox, ("sh", "-c", CLEARED))
+    cleared = await _run_command(sandbox, ("sh", "-c", CLEARED))
     if cleared.ended or cleared.status:
-        raise RuntimeError(f"files in {TESTS} and {VERIFIER} cannot be removed: {_said(cleared)}")
+        raise RuntimeError(f"files in {TESTS} and {VERIFIER} cannot be removed: {_output_end(cleared)}")
     tests = task.path / "tests"
     for file in sorted(tests.rglob("*")):
         if file.is_file():
             await sandbox.write(f"{TESTS}/{file.relative_to(tests)}", file.read_bytes())
-    ended = await _ran(sandbox, ("bash", f"{TESTS}/test.sh"), task.test_s, task.variables)
+    ended = await _run_command(sandbox, ("bash", f"{TESTS}/test.sh"), task.test_s, task.variables)
     for name in ("reward.json", "reward.txt"):
         with suppress(SandboxFull):
-            if (found := await sandbox.read(f"{VERIFIER}/{name}", MAX_REWARD)) is not None:
-                return _reward(name, found)
+            if (data := await sandbox.read(f"{VERIFIER}/{name}", MAX_REWARD)) is not None:
+                return _reward(name, data)
     limit = f", after the limit of {ended.ended}" if ended.ended else ""
-    raise RuntimeError(f"the tests of {task.path.name} wrote no reward{limit}: {_said(ended)}")
+    raise RuntimeError(f"the tests of {task.path.name} wrote no reward{limit}: {_output_end(ended)}")
 
 
-async def _ran(
+async def _run_command(
     sandbox: Sandbox, words: tuple[str, ...], wall_s: float = TEST_S, variables: Mapping[str, str] = NONE
 ) -> Executed:
     return await sandbox.exec(SandboxCommand(words, wall_s, OUTPUT, variables))
 
 
-def _said(ended: Executed) -> str:
+def _output_end(ended: Executed) -> str:
     return ended.output[-MAX_OUTPUT:].decode(errors="replace").strip()
 
 
 def _reward(name: str, data: bytes) -> float:
     """Return the reward in a file: a number, or an object with `reward` or with a single number."""
     try:
-        found = json.loads(data) if name.endswith(".json") else data
-        if isinstance(found, dict):
-            found = found["reward"] if "reward" in found or len(found) != 1 else next(iter(found.values()))
-        reward = float(found)
+        value = json.loads(data) if name.endswith(".json") else data
+        if isinstance(value, dict):
+            value = value["reward"] if "reward" in value or len(value) != 1 else next(iter(value.values()))
+        reward = float(value)
     except (ValueError, TypeError, KeyError, RecursionError):
         reward = math.nan
     if not math.isfinite(reward):

@@ -52,14 +52,14 @@ class OpenEnvSession:
     def __init__(self, socket: aiohttp.ClientWebSocketResponse, options: Options) -> None:
         self._socket, self._options = socket, options
         self._answers: asyncio.Queue[aiohttp.WSMessage] = asyncio.Queue(1)
-        """Messages of the server that `asked` has not read yet."""
+        """Messages of the server that `request` has not read yet."""
 
     async def read_loop(self) -> None:
         """Read until the connection closes. aiohttp answers the server's pings only during a read."""
         while not self._socket.closed:
             await self._answers.put(await self._socket.receive())
 
-    async def asked(self, kind: str, data: dict[str, Any]) -> tuple[str, float | None, bool]:
+    async def request(self, kind: str, data: dict[str, Any]) -> tuple[str, float | None, bool]:
         """Send a message; return (observation text, reward, whether the episode is over).
 
         Raises:
@@ -80,14 +80,14 @@ class OpenEnvSession:
             case {
                 "type": "observation",
                 "data": {
-                    "observation": dict(found),
+                    "observation": dict(observation),
                     "reward": int() | float() | None as reward,
                     "done": bool(done),
                 },
             }:
-                return _shown(found, self._options.observation), reward, done
-            case {"type": "error", "data": {"code": code} as said} if code == WRONG_ACTION:
-                raise ValueError(f"the OpenEnv server {url}: {json.dumps(said)[:300]}")
+                return _shown(observation, self._options.observation), reward, done
+            case {"type": "error", "data": {"code": code} as error} if code == WRONG_ACTION:
+                raise ValueError(f"the OpenEnv server {url}: {json.dumps(error)[:300]}")
         raise RuntimeError(f"the OpenEnv server {url} sent no observation: {json.dumps(answer)[:300]}")
 
 
@@ -106,7 +106,7 @@ class OpenEnv(EpisodeEnvironment):
     async def _play(self, episode: Episode) -> float | None:
         """Play one episode; return the sum of its rewards, or None if it had none."""
         async with connected(self._options) as session:
-            _, reward, done = await session.asked("reset", dict(episode.metadata.get("reset", {})))
+            _, reward, done = await session.request("reset", dict(episode.metadata.get("reset", {})))
             while not done:
                 episode.reward = _sum(episode.reward, reward)
                 turn = await episode.generate(self._options.turn_tokens or None)
@@ -119,7 +119,7 @@ class OpenEnv(EpisodeEnvironment):
         try:
             action = {self._options.action: turn} if self._options.action else json.loads(turn)
             if isinstance(action, dict):
-                return await session.asked("step", action)
+                return await session.request("step", action)
         except SettingsError:
             raise
         except (ValueError, RecursionError) as error:
@@ -171,7 +171,7 @@ async def write_prompts(url: str, path: Path, count: int, field: str) -> None:
     options, lines = Options(url, observation=field), []
     for seed in range(count):
         async with connected(options) as session:
-            shown, _, _ = await session.asked("reset", {"seed": seed})
+            shown, _, _ = await session.request("reset", {"seed": seed})
         lines.append(json.dumps({"prompt": shown, "reset": {"seed": seed}}))
     path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
 

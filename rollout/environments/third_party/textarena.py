@@ -48,11 +48,11 @@ class TextArena:
             raise EpisodeError("error", f"{name} with seed {seed} has a different opening than its prompt")
         episode.reward = self._options.truncated_reward
         while True:
-            said = await episode.generate(self._options.turn_tokens or None)
-            told: str | None = await in_game_thread(game.step, said)
-            if told is None:
+            turn = await episode.generate(self._options.turn_tokens or None)
+            reply: str | None = await in_game_thread(game.step, turn)
+            if reply is None:
                 return game.reward()
-            episode.insert(told)
+            episode.insert(reply)
 
 
 def make(options: Options) -> EpisodeEnvironment:

@@ -189,22 +189,22 @@ class EnvironmentServer(SessionEnvironment):
     async def _read_reward(self, connection: zmq.asyncio.Socket, run: bytes) -> float | None:
         """Return the reward in the run's reply. Raises RuntimeError on silence or an invalid frame."""
         address, silence_s = self._options.address, self._options.silence_s
-        reading, is_asked = EpisodeReading(), False
+        reading, is_health_requested = EpisodeReading(), False
         while True:
             if not await connection.poll(int(silence_s * 1000)):
-                if is_asked:
+                if is_health_requested:
                     raise RuntimeError(
                         f"the environment server {address} has been silent for {2 * silence_s:g} s: it does "
                         "not run, or speaks another protocol"
                     )
-                is_asked = True
+                is_health_requested = True
                 await connection.send_multipart([uuid.uuid4().hex.encode(), b"health", b"\x80"])
                 continue
             frames = await connection.recv_multipart(zmq.NOBLOCK)
-            is_asked = False
+            is_health_requested = False
             try:
-                answered, kind, data = frames
-                if answered != run:
+                reply_run, kind, data = frames
+                if reply_run != run:
                     continue
                 message = await off_loop(len(data), functools.partial(_decoded, kind, data))
                 if isinstance(message, TraceDelta):

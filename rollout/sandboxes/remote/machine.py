@@ -18,7 +18,7 @@ from protocol.errors import SettingsError
 from rollout.config import SandboxConfig
 from rollout.programs.folder import ProgramFolder
 from rollout.sandboxes.base import SandboxDied, SandboxFull, Start
-from rollout.sandboxes.served import FIRST_UID, GRACE_S, INSIDE, AskedSandbox
+from rollout.sandboxes.served import FIRST_UID, GRACE_S, INSIDE, RpcSandbox
 
 FOLDER, WORK = "/tmp/.tether", "/tmp/sandbox"
 """Directories on the machine: root's, with requests and replies, and the episode's."""
@@ -40,7 +40,7 @@ class RemoteMachine(Protocol):
         """End the machine; an already ended machine is not an error."""
 
 
-class RemoteSandbox(AskedSandbox):
+class RemoteSandbox(RpcSandbox):
     """Sandbox on a remote machine."""
 
     def __init__(self, machine: RemoteMachine, config: SandboxConfig, folder: ProgramFolder) -> None:
@@ -66,7 +66,7 @@ class RemoteSandbox(AskedSandbox):
         await self._ran(f"mkdir -m 700 {FOLDER} && mkdir -p {written} && chmod 1777 {written}", GRACE_S)
         await self._machine.put(f"{FOLDER}/inside.py", INSIDE.encode())
         if self._config.read_only:
-            packed = await asyncio.to_thread(_packed, self._config.read_only, self._pack)
+            packed = await asyncio.to_thread(_packed, self._config.read_only, self._max_pack_bytes)
             await self._machine.put(f"{FOLDER}/more.tar", packed)
             await self._ran(f"tar -xf {FOLDER}/more.tar -C /", self.pack_s)
         if start.snapshot:
@@ -79,7 +79,7 @@ class RemoteSandbox(AskedSandbox):
         finally:
             self._folder.close()
 
-    async def _asked(
+    async def _request(
         self, request: Mapping[str, Any], data: bytes = b"", wall_s: float = GRACE_S
     ) -> tuple[dict[str, Any], bytes]:
         if self._dead:
@@ -93,10 +93,10 @@ class RemoteSandbox(AskedSandbox):
                 answer = await self._machine.get(f"{FOLDER}/answer")
         except TimeoutError:
             raise SandboxDied(f"it did not answer within {wall_s:g} s") from None
-        head, _, found = answer.partition(b"\n")
+        head, _, data = answer.partition(b"\n")
         try:
             fields: dict[str, Any] = json.loads(head)
-            is_whole = fields["bytes"] == len(found)
+            is_whole = fields["bytes"] == len(data)
         except (ValueError, TypeError, KeyError):
             is_whole = False
         if not is_whole:
@@ -104,27 +104,27 @@ class RemoteSandbox(AskedSandbox):
         self._dead = ""
         if "error" in fields:
             raise SandboxFull(fields["error"])
-        return fields, found
+        return fields, data
 
     async def _ran(self, line: str, wall_s: float) -> None:
-        if said := await self._machine.run(line, wall_s):
-            raise SandboxDied(f"the sandbox's machine failed: {said[-300:]}")
+        if error := await self._machine.run(line, wall_s):
+            raise SandboxDied(f"the sandbox's machine failed: {error[-300:]}")
 
 
-def _packed(paths: tuple[str, ...], most: int) -> bytes:
+def _packed(paths: tuple[str, ...], max_bytes: int) -> bytes:
     """Return an archive of this machine's directories under their own paths.
 
     Raises:
-        SettingsError: the archive has more than `most` bytes.
+        SettingsError: the archive has more than `max_bytes` bytes.
     """
     buffer = io.BytesIO()
     with tarfile.open(fileobj=buffer, mode="w") as files:
         for path in paths:
             files.add(path, filter=_readable)
-            if buffer.tell() > most:
+            if buffer.tell() > max_bytes:
                 raise SettingsError(
                     f"setting environment.sandbox.read_only: {path} and those before it have more than "
-                    f"disk_mb, {most >> 20} MiB, to copy to each sandbox"
+                    f"disk_mb, {max_bytes >> 20} MiB, to copy to each sandbox"
                 )
     return buffer.getvalue()
 

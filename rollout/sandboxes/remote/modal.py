@@ -48,15 +48,15 @@ class ModalMachine:
                 await process.stdin.drain.aio()
             process.stdin.write_eof()
             await process.stdin.drain.aio()
-            if said := await _ended(process):
-                raise SandboxDied(f"Modal: {path} was not written: {said}")
+            if error := await _ended(process):
+                raise SandboxDied(f"Modal: {path} was not written: {error}")
 
     async def get(self, path: str) -> bytes:
         with _translated():
             process = await self._began(f"cat {shlex.quote(path)}", CREATE_S, StreamType.PIPE)
             data = bytes(await process.stdout.read.aio())
-            if said := await _ended(process):
-                raise SandboxDied(f"Modal: {path} was not read: {said}")
+            if error := await _ended(process):
+                raise SandboxDied(f"Modal: {path} was not read: {error}")
             return data
 
     async def remove(self) -> None:
@@ -131,9 +131,9 @@ def _reached(host: str) -> dict[str, list[str]]:
 
 async def _ended(process: Any) -> str:
     """Wait for a process; return the error text, empty if the status is 0."""
-    said = bytes(await process.stderr.read.aio())
+    error = bytes(await process.stderr.read.aio())
     status = await process.wait.aio()
-    return f"status {status}: {said[-300:].decode(errors='replace')}" if status else ""
+    return f"status {status}: {error[-300:].decode(errors='replace')}" if status else ""
 
 
 @contextmanager

@@ -18,7 +18,7 @@ from protocol.network.addresses import is_loopback
 from rollout.config import SandboxConfig
 from rollout.programs.folder import ProgramFolder, clear_left_folders, programs_directory
 from rollout.sandboxes.base import SandboxDied, Start
-from rollout.sandboxes.pool import completed, created
+from rollout.sandboxes.pool import complete_stop, create_or_remove
 from rollout.sandboxes.remote.machine import RemoteMachine, RemoteSandbox
 
 IDENTITY = "host"
@@ -38,7 +38,7 @@ class RemoteProvider(ABC):
         began = False
         try:
             labels = {**host_label(), "tether_folder": str(folder.path)}
-            machine = await created(self._created(start, host, labels), _removed, (SandboxDied,))
+            machine = await create_or_remove(self._created(start, host, labels), _removed, (SandboxDied,))
             sandbox = RemoteSandbox(machine, self._config, folder)
             await sandbox.begin(start)
             began = True
@@ -46,7 +46,7 @@ class RemoteProvider(ABC):
             if sandbox is None:
                 folder.close()
             elif not began:
-                await completed(sandbox.stop())
+                await complete_stop(sandbox.stop())
         return sandbox
 
     async def clear_left(self) -> int:
@@ -94,14 +94,14 @@ def host_label() -> dict[str, str]:
 
     It is stored in the programs directory, so its readers also find the label's folders.
     """
-    kept = programs_directory() / IDENTITY
-    if not kept.exists():
-        made = kept.with_name(f"{IDENTITY}-{secrets.token_hex(16)}")
-        made.write_text(made.name)
+    stored = programs_directory() / IDENTITY
+    if not stored.exists():
+        temporary = stored.with_name(f"{IDENTITY}-{secrets.token_hex(16)}")
+        temporary.write_text(temporary.name)
         with suppress(FileExistsError):  # another worker was first
-            kept.hardlink_to(made)
-        made.unlink()
-    return {"tether_host": kept.read_text()}
+            stored.hardlink_to(temporary)
+        temporary.unlink()
+    return {"tether_host": stored.read_text()}
 
 
 @contextmanager

@@ -51,7 +51,7 @@ class ParserProcess:
         libraries = {"HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
         self._environment = child_environment(libraries | (dict(variables) if engine == "sglang" else {}))
         self._process: asyncio.subprocess.Process | None = None
-        self._one = asyncio.Lock()
+        self._request_lock = asyncio.Lock()
         self._numbers = itertools.count()
 
     def check(self, model_dir: str) -> None:
@@ -80,12 +80,12 @@ class ParserProcess:
         Raises:
             SettingsError: the process cannot start.
         """
-        async with self._one:
+        async with self._request_lock:
             process = await self._started(model_dir)
             number = next(self._numbers)
             try:
                 async with asyncio.timeout(PARSE_S):
-                    answer = await _exchanged(process, number, request)
+                    answer = await _exchange(process, number, request)
             except (TimeoutError, OSError, ValueError, EOFError) as error:
                 _log.warning("session.parser_failed engine=%s error=%r", self._engine, error)
                 await self._end()
@@ -97,7 +97,7 @@ class ParserProcess:
 
     async def close(self) -> None:
         """End the process. Idempotent."""
-        async with self._one:
+        async with self._request_lock:
             await self._end()
 
     async def _started(self, model_dir: str) -> asyncio.subprocess.Process:
@@ -110,7 +110,7 @@ class ParserProcess:
         ready = False
         try:
             async with asyncio.timeout(START_S):
-                line = await _asked(process, {**self._names, "model_dir": model_dir})
+                line = await _request_line(process, {**self._names, "model_dir": model_dir})
             self._ready(line, "")
             ready = True
         except TimeoutError:
@@ -141,21 +141,21 @@ class ParserProcess:
             raise SettingsError(f"setting environment.options: {refused}")
 
 
-async def _exchanged(
+async def _exchange(
     process: asyncio.subprocess.Process, number: int, request: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return the reply to one request; replies to requests of cancelled callers are skipped."""
-    line = await _asked(process, {**request, "number": number})
-    while (found := await _loaded(line))["number"] != number:
+    line = await _request_line(process, {**request, "number": number})
+    while (reply := await _loaded(line))["number"] != number:
         line = await _line(process)
-    return found
+    return reply
 
 
 async def _loaded(line: bytes) -> dict[str, Any]:
     return await off_loop(len(line), lambda: dict(json.loads(line)))
 
 
-async def _asked(process: asyncio.subprocess.Process, request: Mapping[str, Any]) -> bytes:
+async def _request_line(process: asyncio.subprocess.Process, request: Mapping[str, Any]) -> bytes:
     if process.stdin is None:
         raise EOFError("no pipe")
     process.stdin.write(await off_loop(size_of(request), lambda: json.dumps(request).encode() + b"\n"))

@@ -16,7 +16,12 @@ WITHOUT_EFFECT = ("token_offsets", "cache_salt", "reasoning_ended", "reasoning_p
 """Request fields that do not affect tokens here."""
 SHAPE = ("token_ids", "sampling_params", "request_id", "return_token_ids", "output_mode")
 """Fields specific to this API. Other fields are parsed as in a completion request, or refused."""
-OF_TEXT = ("detokenize", "skip_special_tokens", "spaces_between_special_tokens", "include_stop_str_in_output")
+DETOKENIZATION = (
+    "detokenize",
+    "skip_special_tokens",
+    "spaces_between_special_tokens",
+    "include_stop_str_in_output",
+)
 """Parameters that do not affect tokens."""
 ONLY: dict[str, tuple[Any, ...]] = {
     "stop_token_ids": ([],),
@@ -47,7 +52,7 @@ def read_generate(body: Any, *, rules: SamplingRules) -> HarnessRequest:
     for name, value in sampling.items():
         if supported := ONLY.get(name):
             check_supported(f"sampling_params.{name}", value, supported)
-        elif name not in OF_TEXT:
+        elif name not in DETOKENIZATION:
             fields[name] = value
     return replace(
         read_text({**fields, "prompt": tokens}, rules=rules),

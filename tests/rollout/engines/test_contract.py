@@ -108,7 +108,7 @@ async def bench(
         layers=setup.staging == "layers",
         caches=setup.name in ("vllm", "sglang")
         and (setup.model != "latent" or torch.cuda.is_available()),  # vLLM on a CPU turns it off
-        least_accepted=None if setup.drafts == "off" else 0.0 if setup.drafted_by == "eagle3" else 0.1,
+        min_accepted=None if setup.drafts == "off" else 0.0 if setup.drafted_by == "eagle3" else 0.1,
     )
     try:
         yield made_bench

@@ -10,9 +10,9 @@ import pytest
 
 from protocol.errors import EpisodeError, SettingsError
 from protocol.rollout_view import decode_rollout
+from rollout.abandoned_tasks import AbandonedTasks
 from rollout.config import EnvironmentConfig
 from rollout.environments.registry import make_environment
-from rollout.strays import Strays
 from tests.rollout.environments import agents
 from tests.rollout.environments.groups import PROMPT, generated, generating
 from tests.rollout.sessions.chats import renderer
@@ -99,15 +99,15 @@ async def test_any_number_that_an_agent_returns_is_its_reward(
 
 
 async def test_an_agent_that_ignores_its_end_is_left_with_a_dead_key(tmp_path: Path) -> None:
-    strays = Strays(grace_s=0.01)
+    abandoned_tasks = AbandonedTasks(grace_s=0.01)
     left = "episode_s: 2 of 2 .*, and it ignored its cancellation"
     async with generating(tmp_path, replace(config("clings"), episode_s=0.5)) as generate:
         with pytest.raises(EpisodeError, match=left):
-            await generate(strays=strays)
+            await generate(abandoned_tasks=abandoned_tasks)
         await eventually(lambda: agents.refused == [410, 410])
-        assert strays.counts() == {"left": 2, "ended": 0}
+        assert abandoned_tasks.counts() == {"left": 2, "ended": 0}
         agents.released.set()
-        await eventually(lambda: strays.counts()["ended"] == 2)
+        await eventually(lambda: abandoned_tasks.counts()["ended"] == 2)
 
 
 @pytest.mark.parametrize(

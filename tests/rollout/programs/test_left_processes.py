@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from rollout.programs.left_processes import MARK, Sweeper, kill_left
+from rollout.programs.left_processes import MARK, Sweeper, kill_left_processes
 from rollout.programs.program import Launch, Program
 
 HOLDS = "import os, time; os.open({!r}, os.O_WRONLY); print(end='', flush=True); time.sleep(10**6)"
@@ -45,8 +45,8 @@ async def test_one_search_kills_what_several_programs_left_and_nothing_else(tmp_
         return subprocess.Popen(command, stdin=subprocess.PIPE, env=variables, start_new_session=True)
 
     with started("one") as one, started("two") as two, started("three") as three, started("on") as other:
-        assert kill_left([]) == 0
-        assert kill_left(folders[:1]) == 1
+        assert kill_left_processes([]) == 0
+        assert kill_left_processes(folders[:1]) == 1
         assert one.wait() == -9
         sweeper = Sweeper()
         async with asyncio.TaskGroup() as tasks:
@@ -68,11 +68,11 @@ def test_a_process_is_found_by_the_directory_it_works_in_and_not_by_a_name(tmp_p
         return subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE, cwd=directory)
 
     with started(home) as other, started(folder / "deep") as left:
-        assert kill_left([link]) == 0
+        assert kill_left_processes([link]) == 0
         folder.rename(moved)
         folder.mkdir()
-        assert kill_left([folder]) == 0
-        assert kill_left([moved]) == 1
+        assert kill_left_processes([folder]) == 0
+        assert kill_left_processes([moved]) == 1
         assert left.wait() == -9
         other.communicate(b"\n")
     assert other.returncode == 0

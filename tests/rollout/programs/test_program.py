@@ -20,7 +20,7 @@ async def ended(program: Program, **variables: str) -> str:
     try:
         await program.start(variables)
         await program.ended()
-        return program.said()
+        return program.last_output()
     finally:
         folder = program.folder
         await program.close()

@@ -68,8 +68,8 @@ def test_a_set_that_is_generated_has_other_questions_than_training() -> None:
 @pytest.mark.parametrize(
     ("names", "why"),
     [
-        (["a", ""], r"eval\.sets\.1\.name: '' has to be"),
-        (["a", "A b"], r"eval\.sets\.1\.name: 'A b' has to be"),
+        (["a", ""], r"eval\.sets\.1\.name: '' must be"),
+        (["a", "A b"], r"eval\.sets\.1\.name: 'A b' must be"),
         (["a", "a"], r"eval\.sets\.1\.name: 'a' is taken"),
         (["held_out"], r"eval\.sets\.0\.name: 'held_out' is taken"),
     ],

@@ -126,9 +126,9 @@ def test_settings_that_only_others_use_are_refused() -> None:
 @pytest.mark.parametrize(
     ("members", "words"),
     [
-        ({"size": "10"}, "size is '10', it has to be a whole number of prompts"),
-        ({"size": 0}, "size is '0', it has to be a whole number of prompts, at least 1, or None"),
-        ({"fingerprint": 5}, "fingerprint is '5', it has to be text"),
+        ({"size": "10"}, "size is '10', it must be a whole number of prompts"),
+        ({"size": 0}, "size is '0', it must be a whole number of prompts, at least 1, or None"),
+        ({"fingerprint": 5}, "fingerprint is '5', it must be text"),
     ],
 )
 def test_a_stream_whose_members_do_not_fit_is_refused(members: dict[str, object], words: str) -> None:
@@ -139,10 +139,10 @@ def test_a_stream_whose_members_do_not_fit_is_refused(members: dict[str, object]
 @pytest.mark.parametrize(
     ("prompt", "words"),
     [
-        ("'2+2='", r"at\(3\) is '2\+2=', it has to be a Prompt"),
-        ("Prompt(4)", r"at\(3\) is .*, it has to be a Prompt with a text"),
+        ("'2+2='", r"at\(3\) is '2\+2=', it must be a Prompt"),
+        ("Prompt(4)", r"at\(3\) is .*, it must be a Prompt with a text"),
         ("Prompt('a', ({'role': 'user', 'content': 'a'},))", r"at\(3\).messages is .* pairs"),
-        ("Prompt('a', (), None)", r"at\(3\).metadata is 'None', it has to be a mapping"),
+        ("Prompt('a', (), None)", r"at\(3\).metadata is 'None', it must be a mapping"),
         ("Prompt('a', (), {'answer': object()})", r"prompt 'a' has metadata 'answer' that cannot be sent"),
         ("Prompt('a', (), {'b': ['\\ud800']})", r"has metadata 'b' that cannot be sent: .*surrogates"),
         ("Prompt('a\\ud800')", r"at\(3\): prompt 'a.ud800' has text that cannot be sent: .*surrogates"),
@@ -157,9 +157,9 @@ def test_a_stream_that_gives_no_prompt_is_named(prompt: str, words: str) -> None
 
 
 def test_a_stream_that_holds_out_no_prompts_is_named() -> None:
-    with pytest.raises(SettingsError, match=r"held_out\(\) is 'None', it has to be a list"):
+    with pytest.raises(SettingsError, match=r"held_out\(\) is 'None', it must be a list"):
         make_source(own("Given", kept=None)).held_out()
-    with pytest.raises(SettingsError, match=r"held_out\(\) is 'a', it has to be a Prompt"):
+    with pytest.raises(SettingsError, match=r"held_out\(\) is 'a', it must be a Prompt"):
         make_source(own("Given", kept=["a"])).held_out()
 
 

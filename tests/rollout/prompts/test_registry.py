@@ -35,7 +35,7 @@ def test_setting_unused_by_a_file_of_lines_is_refused(tmp_path: Path, name: str,
     with pytest.raises(SettingsError) as refused:
         make_source(replace(config, **{name: value}))
     assert str(refused.value) == (
-        f"setting prompts.{name}: {value!r}, but prompts.source 'jsonl' does not use it; leave it out"
+        f"setting prompts.{name}: {value!r}, but prompts.source 'jsonl' does not use it; remove the setting"
     )
 
 

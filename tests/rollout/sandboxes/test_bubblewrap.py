@@ -86,7 +86,7 @@ async def test_memory_that_no_process_holds_is_counted_or_refused(provider: Bubb
 async def test_files_of_both_directories_are_counted(
     provider: BubblewrapProvider, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(bubblewrap, "INSIDE", INSIDE.replace("MOST_FILES = 1 << 16", "MOST_FILES = 100"))
+    monkeypatch.setattr(bubblewrap, "INSIDE", INSIDE.replace("MAX_FILES = 1 << 16", "MAX_FILES = 100"))
     for folder in (".", "/tmp"):
         async with SandboxPool(provider, 1).leased(START) as sandbox:
             found = await shell(sandbox, f"cd {folder}; for i in $(seq 200); do : > $i; done; sleep 1000")

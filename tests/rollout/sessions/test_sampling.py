@@ -122,8 +122,8 @@ async def test_an_answer_that_was_generated_as_asked_is_not_trained() -> None:
     assert [call.trained for call in session.tree.calls] == [False, True, False, False]
     rows = [sample_of(session, 1.0), *sample_of(session, 1.0).branches]
     for row, call in zip(rows, session.tree.calls, strict=True):
-        assert (sum(row.loss_mask) == 0) == call.as_asked
-        assert any(row.logprobs) != call.as_asked
+        assert (sum(row.loss_mask) == 0) == call.has_own_sampling
+        assert any(row.logprobs) != call.has_own_sampling
 
 
 async def test_several_answers_are_calls_of_their_own_in_every_shape() -> None:

@@ -18,7 +18,7 @@ from protocol.errors import WeightError
 from protocol.messages import TensorEntry, WeightManifest
 from rollout.engines.contract.models import write_shm
 from rollout.staging.layers import COPY_BYTES, LayeredStaging, PieceBuffer, copy_by_threads
-from rollout.staging.places import StagingPlace, StagingRoom, empty_in
+from rollout.staging.places import StagingPlace, StagingRoom, allocate_copies
 from rollout.staging.rank import RankStaging
 from rollout.staging.rank_status import RankState
 from rollout.staging.staging import digest_of, whole_source
@@ -104,7 +104,7 @@ def test_only_the_place_device_allocates_a_copy_on_the_device(place: StagingPlac
         if place == StagingPlace.LAYERS:
             LayeredStaging(sources)
         else:
-            empty_in(place, parameters)
+            allocate_copies(place, parameters)
     expected = {
         StagingPlace.DEVICE: {"meta": copy},
         StagingPlace.HOST: {"cpu": copy},
@@ -214,7 +214,9 @@ def test_parts_of_layers_that_the_loader_permutes_or_leaves_out_are_placed(tmp_p
     assert torch.equal(live, whole[[1, 5, 0]])
 
 
-@pytest.mark.parametrize("transport", sorted(name for name, make in RECEIVERS.items() if not make().lasting))
+@pytest.mark.parametrize(
+    "transport", sorted(name for name, make in RECEIVERS.items() if not make().is_persistent)
+)
 def test_layers_refuse_a_transport_that_sends_once(tmp_path: Path, transport: str) -> None:
     target = torch.zeros(4)
     layers = LayeredStaging({"a": whole_source(target)})

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from rollout.tools.calculator import MOST_CHARACTERS, calculate
+from rollout.tools.calculator import MAX_CHARACTERS, calculate
 
 
 @pytest.mark.parametrize(
@@ -39,7 +39,7 @@ def test_lines_of_arithmetic_have_their_values(text: str, value: str) -> None:
         "__import__('os')",
         "1 if 1 else 2",
         "",
-        "0" * (MOST_CHARACTERS + 1),
+        "0" * (MAX_CHARACTERS + 1),
         "(" * 500 + "1" + ")" * 499,
     ],
 )

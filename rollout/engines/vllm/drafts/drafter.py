@@ -16,7 +16,7 @@ from rollout.staging.staging import storage_key
 
 OWNERS = ("drafter", "speculator")
 """Attributes of vLLM's older and newer model runner that hold the draft model."""
-OF_THE_TARGET = ("embed_tokens.weight", "head.weight")
+SHARED_WITH_TARGET = ("embed_tokens.weight", "head.weight")
 """Name suffixes of the tensors that MTP layers share with the target."""
 
 
@@ -104,7 +104,7 @@ def own_tensors(runner: Any) -> dict[str, torch.Tensor]:
         return {}
     shared = {storage_key(tensor) for tensor in runner.get_model().parameters()}
     own = {name: it.detach() for name, it in model.named_parameters() if storage_key(it) not in shared}
-    copies = [name for name in own if name.endswith(OF_THE_TARGET)]
+    copies = [name for name in own if name.endswith(SHARED_WITH_TARGET)]
     if copies and runner.speculative_config.method == "mtp":
         raise EngineSettingsError(
             f"the layers that predict further tokens have a {copies[0]} of their own in this vLLM, which no "

@@ -16,7 +16,7 @@ class HistoryDrafts:
 
     def __init__(self, vllm_config: Any) -> None:
         """Start without history; vLLM calls this as for its own proposers."""
-        self._most = vllm_config.speculative_config.num_speculative_tokens
+        self._max_drafts = vllm_config.speculative_config.num_speculative_tokens
         self._max_model_len = vllm_config.model_config.max_model_len
         self._history = DraftHistory()
         self._wants_drafts = DraftSwitch().drafts
@@ -49,7 +49,7 @@ class HistoryDrafts:
         if not self._wants_drafts(len(sampled), sum(map(len, sampled))):
             return [[] for _ in sampled]
         return [
-            self._running[name].draft(min(self._most, self._max_model_len - int(lengths[row])))
+            self._running[name].draft(min(self._max_drafts, self._max_model_len - int(lengths[row])))
             if sampled[row]
             else []
             for row, name in enumerate(names)

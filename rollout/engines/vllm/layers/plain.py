@@ -112,9 +112,9 @@ def _apply(
 ) -> None:
     """Compute an expert layer, or this rank's shard of it; replaces a method of vLLM's experts."""
     weights = torch.ones_like(topk_weights) if apply_router_weight_on_input else topk_weights
-    chosen = topk_ids if expert_map is None else expert_map[topk_ids]
+    topk_experts = topk_ids if expert_map is None else expert_map[topk_ids]
     biases = experts.w1_bias, experts.w2_bias
-    output.copy_(mixture(hidden_states, w1, w2, weights, chosen, ACTIVATIONS[activation.value], biases))
+    output.copy_(mixture(hidden_states, w1, w2, weights, topk_experts, ACTIVATIONS[activation.value], biases))
 
 
 def mixture(
@@ -122,7 +122,7 @@ def mixture(
     gates_and_ups: torch.Tensor,
     downs: torch.Tensor,
     weights: torch.Tensor,
-    chosen: torch.Tensor,
+    topk_experts: torch.Tensor,
     activation: Activation,
     biases: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
 ) -> torch.Tensor:
@@ -133,14 +133,16 @@ def mixture(
         gates_and_ups: [E, 2 I, H] weights.
         downs: [E, H, I] weights.
         weights: float [N, K], router weight of each chosen expert.
-        chosen: int [N, K], chosen experts; -1: expert on another rank.
+        topk_experts: int [N, K], chosen experts; -1: expert on another rank.
         activation: [N, 2 I] -> [N, I].
         biases: [E, 2 I] and [E, H], or None.
     """
     output = torch.zeros_like(rows)
-    for expert in chosen[chosen >= 0].unique().tolist():
-        row, place = (chosen == expert).nonzero(as_tuple=True)
+    for expert in topk_experts[topk_experts >= 0].unique().tolist():
+        row, place = (topk_experts == expert).nonzero(as_tuple=True)
         first, second = (bias if bias is None else bias[expert] for bias in biases)
-        made = F.linear(activation(F.linear(rows[row], gates_and_ups[expert], first)), downs[expert], second)
-        output.index_add_(0, row, (made * weights[row, place, None]).to(output.dtype))
+        expert_output = F.linear(
+            activation(F.linear(rows[row], gates_and_ups[expert], first)), downs[expert], second
+        )
+        output.index_add_(0, row, (expert_output * weights[row, place, None]).to(output.dtype))
     return output

@@ -12,7 +12,7 @@ from protocol.rollout_view import decode_rollout
 from rollout.config import EnvironmentConfig, SandboxConfig
 from rollout.environments.registry import make_environment
 from rollout.environments.third_party.harbor import main, read_task
-from rollout.environments.third_party.harbor import tested as reward_of
+from rollout.environments.third_party.harbor import run_tests as reward_of
 from rollout.prompts.base import Prompt
 from rollout.sandboxes.base import Executed, Sandbox, SandboxCommand
 from tests.changes import slow_unless_changed

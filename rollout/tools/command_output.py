@@ -6,16 +6,16 @@ SHELL = ("/bin/sh", "-c", 'exec "$(command -v bash || echo /bin/sh)" -c "$0"')
 """Runs its last argument in bash, or in /bin/sh if bash is missing."""
 
 
-def shell_order(text: str, wall_s: float, output: int) -> SandboxCommand:
+def shell_command(text: str, wall_s: float, output: int) -> SandboxCommand:
     """Return the command for a shell line."""
     return SandboxCommand((*SHELL, text.replace("\0", "")), wall_s, output)
 
 
-def said(executed: Executed, order: SandboxCommand, notes: tuple[str, ...] = ()) -> str:
+def format_result(executed: Executed, command: SandboxCommand, notes: tuple[str, ...] = ()) -> str:
     """Return a command's output, the exceeded limit or exit status, and additional `notes`."""
     reasons = {
-        "time": f"{order.wall_s:g} s",
-        "output": f"{order.output} bytes of output",
+        "time": f"{command.wall_s:g} s",
+        "output": f"{command.output} bytes of output",
         "memory": "more memory than the sandbox has",
         "files": "more files than the sandbox may have",
     }

@@ -16,21 +16,21 @@ T = TypeVar("T")
 
 GRACE_S = 5.0
 """Seconds between the cancellation of a coroutine and its abandonment."""
-MOST = 64
+MAX_ABANDONED = 64
 """Number of abandoned coroutines at which the process starts no new coroutine."""
 
 
-class Strays:
+class AbandonedTasks:
     """Abandoned coroutines of a process."""
 
-    def __init__(self, grace_s: float = GRACE_S, most: int = MOST) -> None:
-        self._grace_s, self._most = grace_s, most
-        self._left: set[asyncio.Task[Any]] = set()
-        self._total = 0
+    def __init__(self, grace_s: float = GRACE_S, max_abandoned: int = MAX_ABANDONED) -> None:
+        self._grace_s, self._max_abandoned = grace_s, max_abandoned
+        self._running: set[asyncio.Task[Any]] = set()
+        self._abandoned_count = 0
 
     def counts(self) -> dict[str, int]:
         """Return the number of abandoned coroutines, and the number of them that have ended since."""
-        return {"left": self._total, "ended": self._total - len(self._left)}
+        return {"left": self._abandoned_count, "ended": self._abandoned_count - len(self._running)}
 
     def check(self) -> None:
         """Check that the process may start another coroutine.
@@ -38,16 +38,19 @@ class Strays:
         Raises:
             TetherError: too many coroutines are abandoned; the message names an example.
         """
-        if len(self._left) >= self._most:
-            name = next(iter(self._left)).get_name()
+        if len(self._running) >= self._max_abandoned:
+            name = next(iter(self._running)).get_name()
             raise TetherError(
-                f"{len(self._left)} episodes run on {self._grace_s:g} s after their cancellation, such as "
+                f"{len(self._running)} episodes run on {self._grace_s:g} s after their cancellation, such as "
                 f"{name}: restart the worker to end them, and let the environment, or what it calls, end "
                 "when it gets CancelledError"
             )
 
     async def run(
-        self, begin: Callable[[], Awaitable[T]], name: str, on_left: Callable[[], None] = lambda: None
+        self,
+        make_coroutine: Callable[[], Awaitable[T]],
+        name: str,
+        on_abandoned: Callable[[], None] = lambda: None,
     ) -> T:
         """Return a coroutine's result, or raise its exception.
 
@@ -55,48 +58,48 @@ class Strays:
         still running then is abandoned, and its outcome is ignored.
 
         Args:
-            begin: returns the coroutine, which runs in its own task.
+            make_coroutine: returns the coroutine, which runs in its own task.
             name: task name, for the log.
-            on_left: callback when the coroutine is abandoned.
+            on_abandoned: callback when the coroutine is abandoned.
         """
         # no task group: the task may outlive its caller
-        task = asyncio.get_running_loop().create_task(caught(begin), name=name)
+        task = asyncio.get_running_loop().create_task(result_or_exception(make_coroutine), name=name)
         try:
             await asyncio.wait([task])
         except asyncio.CancelledError:
             task.cancel()
-            await waited(task, self._grace_s)
+            await wait_shielded(task, self._grace_s)
             if not task.done():
-                self._leave(task)
-                on_left()
+                self._abandon(task)
+                on_abandoned()
             raise
         outcome = task.result()
         if isinstance(outcome, BaseException):
             raise outcome
         return outcome
 
-    def _leave(self, task: asyncio.Task[Any]) -> None:
-        self._left.add(task)
-        self._total += 1
+    def _abandon(self, task: asyncio.Task[Any]) -> None:
+        self._running.add(task)
+        self._abandoned_count += 1
         log.warning(
-            "episode.stray task=%s grace_s=%g strays=%d", task.get_name(), self._grace_s, len(self._left)
+            "episode.stray task=%s grace_s=%g strays=%d", task.get_name(), self._grace_s, len(self._running)
         )
-        task.add_done_callback(self._ended)
+        task.add_done_callback(self._forget_ended)
 
-    def _ended(self, task: asyncio.Task[Any]) -> None:
-        self._left.discard(task)
-        log.info("episode.stray_ended task=%s strays=%d", task.get_name(), len(self._left))
+    def _forget_ended(self, task: asyncio.Task[Any]) -> None:
+        self._running.discard(task)
+        log.info("episode.stray_ended task=%s strays=%d", task.get_name(), len(self._running))
 
 
-async def caught(begin: Callable[[], Awaitable[T]]) -> T | BaseException:
+async def result_or_exception(make_coroutine: Callable[[], Awaitable[T]]) -> T | BaseException:
     """Return a coroutine's result or exception: SystemExit in a task would end the event loop."""
     try:
-        return await begin()
+        return await make_coroutine()
     except (Exception, BaseExceptionGroup, SystemExit) as error:
         return error
 
 
-async def waited(task: "asyncio.Future[Any]", seconds: float) -> asyncio.CancelledError | None:
+async def wait_shielded(task: "asyncio.Future[Any]", seconds: float) -> asyncio.CancelledError | None:
     """Wait at most `seconds` for the end of a task.
 
     Cancelling the caller does not shorten the wait. Returns: the caller's cancellation, for the caller to

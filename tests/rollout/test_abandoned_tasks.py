@@ -6,7 +6,7 @@ import logging
 import pytest
 
 from protocol.errors import TetherError
-from rollout.strays import Strays
+from rollout.abandoned_tasks import AbandonedTasks
 from tests.services.bus.harness import eventually
 
 
@@ -27,28 +27,28 @@ class Stubborn:
         return "done"
 
 
-async def cancelled(strays: Strays, stubborn: Stubborn, name: str) -> list[str]:
+async def cancelled(abandoned_tasks: AbandonedTasks, stubborn: Stubborn, name: str) -> list[str]:
     """Cancel a call that runs a stubborn coroutine; return the names that were reported as left behind."""
-    left: list[str] = []
+    abandoned: list[str] = []
     async with asyncio.TaskGroup() as tasks:
-        calling = tasks.create_task(strays.run(stubborn.run, name, lambda: left.append(name)))
+        calling = tasks.create_task(abandoned_tasks.run(stubborn.run, name, lambda: abandoned.append(name)))
         await stubborn.begun.wait()
         calling.cancel()
     assert calling.cancelled()
-    return left
+    return abandoned
 
 
 async def test_running_episode_is_left_behind_until_it_ends(caplog: pytest.LogCaptureFixture) -> None:
-    strays, stubborn = Strays(grace_s=0.01, most=1), Stubborn()
-    strays.check()
+    abandoned_tasks, stubborn = AbandonedTasks(grace_s=0.01, max_abandoned=1), Stubborn()
+    abandoned_tasks.check()
     with caplog.at_level(logging.INFO, "tether.strays"):
-        assert await cancelled(strays, stubborn, "episode-3/1") == ["episode-3/1"]
-        assert strays.counts() == {"left": 1, "ended": 0}
+        assert await cancelled(abandoned_tasks, stubborn, "episode-3/1") == ["episode-3/1"]
+        assert abandoned_tasks.counts() == {"left": 1, "ended": 0}
         with pytest.raises(TetherError, match=r"^1 episodes run on 0\.01 s .* such as episode-3/1: re"):
-            strays.check()
+            abandoned_tasks.check()
         stubborn.released.set()
-        await eventually(lambda: strays.counts() == {"left": 1, "ended": 1})
-    strays.check()
+        await eventually(lambda: abandoned_tasks.counts() == {"left": 1, "ended": 1})
+    abandoned_tasks.check()
     assert stubborn.ignored == 1
     assert caplog.messages == [
         "episode.stray task=episode-3/1 grace_s=0.01 strays=1",
@@ -59,9 +59,9 @@ async def test_running_episode_is_left_behind_until_it_ends(caplog: pytest.LogCa
 async def test_episode_that_ends_in_the_grace_time_is_waited_for_although_the_caller_is_cancelled_again() -> (
     None
 ):
-    strays, stubborn = Strays(grace_s=60), Stubborn()
+    abandoned_tasks, stubborn = AbandonedTasks(grace_s=60), Stubborn()
     async with asyncio.TaskGroup() as tasks:
-        calling = tasks.create_task(strays.run(stubborn.run, "episode-3/1"))
+        calling = tasks.create_task(abandoned_tasks.run(stubborn.run, "episode-3/1"))
         await stubborn.begun.wait()
         calling.cancel()
         await eventually(lambda: stubborn.ignored == 1)
@@ -71,7 +71,7 @@ async def test_episode_that_ends_in_the_grace_time_is_waited_for_although_the_ca
         assert not calling.done()
         stubborn.released.set()
     assert calling.cancelled()
-    assert strays.counts() == {"left": 0, "ended": 0}
+    assert abandoned_tasks.counts() == {"left": 0, "ended": 0}
 
 
 @pytest.mark.parametrize("error", [KeyError("board"), SystemExit(3), asyncio.CancelledError()])
@@ -80,4 +80,4 @@ async def test_error_of_a_coroutine_reaches_its_caller(error: BaseException) -> 
         raise error
 
     with pytest.raises(type(error)):
-        await Strays().run(raising, "episode-3/1")
+        await AbandonedTasks().run(raising, "episode-3/1")
