@@ -111,7 +111,7 @@ def check_options(options: Options) -> None:
         )
     for name in RESERVED:
         if name in options.extra:
-            raise SettingsError(f"{WHAT}: option extra: {name!r} is not for extra; leave it out")
+            raise SettingsError(f"{WHAT}: option extra: {name!r} cannot be set in extra; remove the option")
     try:
         re.compile(options.pattern)
     except re.error as error:

@@ -122,7 +122,7 @@ def _check_devices(options: Options) -> None:
     if tensor > 1 and options.engine == "transformers":
         raise SettingsError(
             f"verifier reward_model: option tensor_parallel_size: {tensor}: transformers computes on one "
-            "device; leave it out, or use engine = 'vllm' or 'sglang'"
+            "device; remove the option, or use engine = 'vllm' or 'sglang'"
         )
     if tensor > 1 and ":" in options.device:
         raise SettingsError(
@@ -137,7 +137,7 @@ def _check_python(options: Options) -> None:
         if getattr(options, name) and options.engine != "sglang":
             raise SettingsError(
                 f"verifier reward_model: option {name}: {options.engine} computes in the worker's process; "
-                "leave it out, or use engine = 'sglang'"
+                "remove the option, or use engine = 'sglang'"
             )
     if options.python and shutil.which(options.python) is None:
         raise SettingsError(

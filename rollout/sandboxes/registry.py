@@ -18,7 +18,7 @@ PROCESS = "process"
 class ProviderEntry(Entry):
     """Class of a provider."""
 
-    is_elsewhere: bool = False
+    is_remote: bool = False
     """Whether its sandboxes run on other machines, which need the endpoint's advertised URL."""
 
 
@@ -26,9 +26,9 @@ PROVIDERS = Registry(
     {
         "bubblewrap": ProviderEntry("rollout.sandboxes.bubblewrap:BubblewrapProvider"),
         "container": ProviderEntry("rollout.sandboxes.container:ContainerProvider"),
-        "daytona": ProviderEntry("rollout.sandboxes.remote.daytona:DaytonaProvider", is_elsewhere=True),
-        "modal": ProviderEntry("rollout.sandboxes.remote.modal:ModalProvider", is_elsewhere=True),
-        "e2b": ProviderEntry("rollout.sandboxes.remote.e2b:E2BProvider", is_elsewhere=True),
+        "daytona": ProviderEntry("rollout.sandboxes.remote.daytona:DaytonaProvider", is_remote=True),
+        "modal": ProviderEntry("rollout.sandboxes.remote.modal:ModalProvider", is_remote=True),
+        "e2b": ProviderEntry("rollout.sandboxes.remote.e2b:E2BProvider", is_remote=True),
     },
     own=ProviderEntry,
 )
@@ -42,7 +42,7 @@ def check_endpoint(config: EnvironmentConfig) -> None:
         SettingsError: the endpoint is not reachable from other machines.
     """
     entry = PROVIDERS.get(config.sandbox.name)
-    if entry is not None and entry.is_elsewhere and not config.advertise and is_loopback(config.host):
+    if entry is not None and entry.is_remote and not config.advertise and is_loopback(config.host):
         raise SettingsError(
             f"setting environment.advertise: it is empty, and a sandbox of {config.sandbox.name!r} does not "
             f"reach {config.host}; set it to the endpoint's address for other machines"

@@ -122,7 +122,7 @@ class SamplingRules:
                 raise _refused(name, value, NO_SEEDS)
             is_valid, meaning = APPLIED[name]
             if isinstance(value, bool) or not is_valid(value):
-                raise _refused(name, value, f"has to be {meaning}", "invalid_value")
+                raise _refused(name, value, f"must be {meaning}", "invalid_value")
             values[name] = value
         if "top_k" in values:
             values["top_k"] = max(0, values["top_k"])

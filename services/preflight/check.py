@@ -274,7 +274,7 @@ def _check_program(settings: Settings) -> None:
 
 def _missing_trackers(settings: Settings) -> Iterator[Problem]:
     for kind in missing_libraries(settings.tracking):
-        cause, remedy = f"{kind} is not installed", f"pip install 'tether-rl[{kind}]', or leave it out"
+        cause, remedy = f"{kind} is not installed", f"pip install 'tether-rl[{kind}]', or remove the setting"
         yield Problem(cause, remedy, "tracking.kind", kind)
 
 

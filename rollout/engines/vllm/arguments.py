@@ -10,7 +10,7 @@ from pathlib import Path
 from rollout.engines import arguments as shared
 from rollout.engines.base import EngineConfig
 
-_LOGPROBS = "log-probabilities have to be those of the distribution that a token was drawn from"
+_LOGPROBS = "log-probabilities must be those of the distribution that a token was drawn from"
 _DRAFTS = "drafts are switched and verified by settings of their own: engine.drafts, engine.draft_model"
 _SCHEDULER = "commits and the record of token versions rest on vLLM's own scheduler and worker"
 _DATA_PARALLEL = (

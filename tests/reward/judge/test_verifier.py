@@ -181,7 +181,7 @@ def test_the_last_list_gives_the_scores_of_a_group(
         ({"prompt": '{"score": {response}}'}, "write {{ for a brace"),
         ({"pattern": "("}, "option pattern"),
         ({"lowest": 1.0}, "is not below highest"),
-        ({"extra": {"messages": []}}, "'messages' is not for extra"),
+        ({"extra": {"messages": []}}, "'messages' cannot be set in extra"),
         ({"retry": 1}, "did you mean 'retries'"),
         ({"temperature": 3.0}, "temperature"),
         ({"prompt": "", "messages": "own_judge:waits"}, "must not be"),

@@ -319,7 +319,7 @@ def test_a_tracking_library_that_is_missing_is_found(tmp_path: Path, monkeypatch
     monkeypatch.setitem(sys.modules, "wandb", None)
     assert found(demo(tmp_path / "run", "tracking.kind=['tensorboard', 'wandb']")) == [
         "setting tracking.kind = 'wandb': wandb is not installed; "
-        "pip install 'tether-rl[wandb]', or leave it out"
+        "pip install 'tether-rl[wandb]', or remove the setting"
     ]
 
 

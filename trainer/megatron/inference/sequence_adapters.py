@@ -48,7 +48,7 @@ class SequenceAdapters:
                 if layer.endswith(MERGED):
                     raise SettingsError(
                         f"adapter {name!r}: engine megatron has none by name for {', '.join(share)}; "
-                        "leave it out of the adapter"
+                        "remove it from the adapter"
                     )
                 layers.setdefault(layer, {})[name] = share.requires_grad_(False)
         for layer, named in layers.items():
