@@ -12,7 +12,7 @@ from services.runtime.event_loop import run_loop
 from tests.integration.loop import ROOT
 
 HELD = """
-import asyncio, sys, threading
+import asyncio, signal, sys, threading
 from concurrent.futures import ThreadPoolExecutor
 from services.runtime.event_loop import run_loop
 class Loud(ThreadPoolExecutor):
@@ -25,6 +25,7 @@ def hang():
 async def main():
     asyncio.get_running_loop().set_default_executor(Loud())
     await asyncio.to_thread(hang)
+signal.signal(signal.SIGINT, signal.default_int_handler)  # background jobs of a shell ignore it
 run_loop(main())
 """
 """A program whose work in a thread does not end."""
