@@ -50,7 +50,7 @@ def run_lock(run_dir: Path) -> Iterator[None]:
             raise SettingsError(
                 f"another `tether up` is running in {run_dir}: stop it, or give --run-dir"
             ) from None
-        with contextlib.suppress(IsADirectoryError):  # no request's: `scale_loop` names it
+        with contextlib.suppress(IsADirectoryError):  # not a request: `scale_loop` reports it
             (run_dir / FILE).unlink(missing_ok=True)  # left by a request without a running `tether up`
         yield
 
@@ -129,18 +129,18 @@ def request_scale(run_dir: Path, counts: Mapping[Role, int], drain_s: float = 0.
 
 async def scale_loop(run_dir: Path, fleet: Fleet) -> None:
     """Apply the requests of `request_scale`, until cancelled."""
-    request, named = run_dir / FILE, False
+    request, is_reported = run_dir / FILE, False
     while True:
         await asyncio.sleep(POLL_S)
         try:
             counts = parse_counts(msgspec.json.decode(request.read_bytes(), type=list[str]))
         except FileNotFoundError:
-            named = False
+            is_reported = False
             continue
         except IsADirectoryError:  # logged once: it stays until the user removes it
-            if not named:
+            if not is_reported:
                 log.warning("scale.is_directory path=%s: remove it, it blocks `tether scale`", request)
-            named = True
+            is_reported = True
             continue
         except ValueError as error:  # not written by `request_scale`
             log.error("scale.unreadable error=%s", error)

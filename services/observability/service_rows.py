@@ -108,7 +108,7 @@ def service_rows(
 
 
 def scaled_to_zero(peers: Iterable[Peer], children: Mapping[Any, Sequence[Supervised]]) -> list[str]:
-    """Return a sentence for each needed role that `tether up` keeps no process of and nobody else joined."""
+    """Return a sentence for each role in `NEEDED` without a process, of `tether up` or registered."""
     roles = {peer.role for peer in peers}
     empty = (role for role in NEEDED if role in children and not children[role] and role not in roles)
     return [f"{role}s are scaled to 0: no step is made without one" for role in empty]

@@ -222,6 +222,7 @@ async def test_an_interpreter_that_replaces_the_path_of_modules_is_refused_as_a_
         await engine.start()
 
 
+@pytest.mark.engine
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 async def test_adapter_without_a_place_is_refused_by_name_and_leaves_nothing(
