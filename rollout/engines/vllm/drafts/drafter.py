@@ -114,12 +114,15 @@ def own_tensors(runner: Any) -> dict[str, torch.Tensor]:
 
 
 def repair_rejection() -> None:
-    """Fix the expansion of request parameters to draft tokens in vLLM on CPU.
+    """Fix the expansion of request parameters to draft tokens in vLLM on CPU, and top-k of no tokens.
 
     The kernel of vLLM 0.32 writes the result to a temporary copy. Temperatures are then read from
-    uninitialized memory, and unlikely drafts are accepted.
+    uninitialized memory, and unlikely drafts are accepted. In a step in which no request has drafts, its
+    top-k without top-p takes the maximum of no values, which ends the engine.
     """
     from vllm.v1.sample import rejection_sampler
+
+    filter_logits = rejection_sampler.apply_top_k_top_p
 
     def expand(
         values: torch.Tensor,
@@ -134,4 +137,10 @@ def repair_rejection() -> None:
         )
         return replaced.repeat_interleave(counts, output_size=num_tokens)
 
+    def filter_drafts(
+        logits: torch.Tensor, top_k: torch.Tensor | None, top_p: torch.Tensor | None
+    ) -> torch.Tensor:
+        return filter_logits(logits, top_k, top_p) if len(logits) else logits
+
     rejection_sampler.expand_batch_to_tokens = expand
+    rejection_sampler.apply_top_k_top_p = filter_drafts

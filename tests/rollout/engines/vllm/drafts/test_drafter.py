@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import AsyncIterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import pytest_asyncio
@@ -12,7 +13,7 @@ from safetensors.torch import load_file
 from rollout.engines.base import Engine, EngineConfig, KvPolicy, Request, Sampling
 from rollout.engines.contract.models import weights, write_shm
 from rollout.engines.registry import make_engine
-from rollout.engines.vllm.drafts.drafter import VerifiedDrafts
+from rollout.engines.vllm.drafts.drafter import VerifiedDrafts, repair_rejection
 from rollout.staging.staging import digest_of
 from tests.changes import VLLM, slow_unless_changed
 from tests.contracts.engine_draft_models import tiny_shallow, write_eagle
@@ -27,6 +28,25 @@ def test_accepted_share_counts_drafts_that_were_verified() -> None:
     # of a's three two are accepted, of b's none; c had no draft, and d ended meanwhile
     drafts.add(["a", "b", "c", "d"], [[1, 2, 3], [4], [5], []], {"a": [1, 2, 9], "b": [8], "d": [1, 1]})
     assert drafts.accepted == 0.5
+
+
+@pytest.mark.parametrize("drafts", [[0, 0], [2, 1]], ids=["none", "three"])
+def test_top_k_limits_the_drafts_of_a_step_on_a_cpu_also_if_there_are_none(
+    monkeypatch: pytest.MonkeyPatch, drafts: list[int]
+) -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    for name in ("expand_batch_to_tokens", "apply_top_k_top_p"):  # undone after the test
+        monkeypatch.setattr(rejection_sampler, name, getattr(rejection_sampler, name))
+    repair_rejection()
+    logits = torch.arange(4.0).repeat(sum(drafts), 1)
+    parameters = SimpleNamespace(
+        all_greedy=False, temperature=torch.tensor([0.5, 2.0]), top_k=torch.tensor([1, 2]), top_p=None
+    )
+    limited = rejection_sampler.apply_sampling_constraints(logits, torch.tensor(drafts).cumsum(0), parameters)
+    nothing = -torch.inf
+    expected = [[nothing, nothing, nothing, 6.0]] * 2 + [[nothing, nothing, 1.0, 1.5]]
+    assert limited.tolist() == expected[: sum(drafts)]
 
 
 def own_tensors(place: Path) -> dict[str, torch.Tensor]:
