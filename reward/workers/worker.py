@@ -38,6 +38,7 @@ from protocol.user_code import place_of
 from reward.group import ResponseGroup
 from reward.verifiers.base import AwaitedVerifier, LoadedVerifier, Notes
 from reward.verifiers.registry import make_verifier
+from reward.workers.call_threads import CallThreads, Futures
 from reward.workers.frames import LENGTH, CallOutcome, VerifierTraits
 
 ALIVE_S = 0.5
@@ -124,6 +125,8 @@ class _Server:
             if isinstance(item, AwaitedVerifier)
         }
         self._calls: dict[int, asyncio.Task[None]] = {}
+        self._threads: CallThreads | None = None
+        """Threads of awaited verifiers; None if the process is not concurrent."""
         self._printed: set[str] = set()
 
     def serve(self, source: BinaryIO) -> None:
@@ -137,6 +140,7 @@ class _Server:
 
     async def serve_concurrently(self, source: BinaryIO) -> None:
         """Run calls concurrently until the stream ends, then exit the process."""
+        self._threads = CallThreads()
         stream = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), source
@@ -203,9 +207,11 @@ class _Server:
         samples: Sequence[int],
     ) -> None:
         """Answer one call, at most `timeout_s` and `GRACE_S` after it acquires a slot."""
-        notes = Notes()
+        notes, futures = Notes(), Futures()
         async with self._slots[number]:
-            running = tasks.create_task(self._wait(number, group, samples, notes), name=f"run-{call}")
+            running = tasks.create_task(
+                self._wait(number, group, samples, notes, futures), name=f"run-{call}"
+            )
             with suppress(asyncio.CancelledError):  # the answer is unwanted, but the call must still end
                 await asyncio.wait({running}, timeout=self._timeout_s)
             is_late = not running.done()
@@ -214,21 +220,24 @@ class _Server:
                 self._answer(call, *running.result(), notes)
                 return
             await asyncio.wait({running}, timeout=GRACE_S)
-            is_uncancellable = not running.done()
+            assert self._threads is not None
+            is_uncancellable = self._threads.abandon(futures) or not running.done()
             if is_uncancellable:
                 _write_frame(self._sink, ["ending"])
             self._answer(call, [None] * len(samples), "", notes)
             if is_uncancellable:
                 verifier = self._verifiers[number]
-                print(f"a call of {verifier and verifier.file} does not end when cancelled", flush=True)
+                print(f"calls of {verifier and verifier.file} do not end when cancelled", flush=True)
                 os._exit(EXIT_UNCANCELLABLE)
 
     async def _wait(
-        self, number: int, group: ResponseGroup | str, samples: Sequence[int], notes: Notes
+        self, number: int, group: ResponseGroup | str, samples: Sequence[int], notes: Notes, futures: Futures
     ) -> tuple[Sequence[Any], str]:
-        """Return the scores of an awaited verifier, or its exception as text."""
+        """Return the scores of an awaited verifier, or its exception as text; `futures` has its threads."""
         verifier = self._verifiers[number]
         assert isinstance(verifier, AwaitedVerifier)
+        assert self._threads is not None
+        self._threads.follow(futures)
         if isinstance(group, str):
             return [], group
         try:

@@ -13,6 +13,7 @@ import uvloop
 from protocol.errors import RewardError
 from reward.combine import VerifierError
 from reward.config import RewardConfig, VerifierConfig
+from reward.workers.call_threads import THREADS
 from reward.workers.pool import ScorePool
 from reward.workers.slots import WorkerSlot
 from tests.services.bus.harness import eventually
@@ -48,6 +49,8 @@ async def score(response, prompt):
             os._exit(5)
     elif word == "block":
         time.sleep(3600)
+    elif word == "thread":
+        await asyncio.to_thread(time.sleep, float(rest))
     elif word == "sleep":
         await asyncio.sleep(3600)
     elif word == "stay":
@@ -138,6 +141,15 @@ async def test_a_call_that_does_not_end_when_cancelled_is_late_and_replaced(tmp_
         late = "no score for sample 1 within reward.timeout_s 0.5"
         assert await outcomes(pool, [["good", "stay"]]) == [late]
         assert await outcomes(pool, [["good"]]) == ["[1.0]"]
+
+
+async def test_calls_whose_threads_never_end_leave_threads_to_others(tmp_path: Path) -> None:
+    async with own_pool(tmp_path, timeout_s=1.0, timeout_score=0.25) as pool:
+        assert await outcomes(pool, [["thread 3600"] * 2 * THREADS]) == [str([0.25] * 2 * THREADS)]
+        assert pool._shared is not None
+        shared = await pool._shared._shared.worker()
+        assert await outcomes(pool, [["thread 0"] * THREADS]) == [str([1.0] * THREADS)]
+        assert shared.healthy
 
 
 async def test_a_call_that_nobody_waits_for_and_does_not_end_ends_its_process(tmp_path: Path) -> None:
