@@ -32,13 +32,13 @@ from typing import Any, BinaryIO
 import msgspec
 
 from protocol.errors import RewardError, SettingsError
+from protocol.host.call_threads import CallThreads, Futures
 from protocol.host.prctl import die_with_parent, keep_private
 from protocol.msgpack_limits import METADATA_DEPTH, check_shape
 from protocol.user_code import place_of
 from reward.group import ResponseGroup
 from reward.verifiers.base import AwaitedVerifier, LoadedVerifier, Notes
 from reward.verifiers.registry import make_verifier
-from reward.workers.call_threads import CallThreads, Futures
 from reward.workers.frames import LENGTH, CallOutcome, VerifierTraits
 
 ALIVE_S = 0.5
@@ -125,8 +125,7 @@ class _Server:
             if isinstance(item, AwaitedVerifier)
         }
         self._calls: dict[int, asyncio.Task[None]] = {}
-        self._threads: CallThreads | None = None
-        """Threads of awaited verifiers; None if the process is not concurrent."""
+        self._threads = CallThreads()
         self._printed: set[str] = set()
 
     def serve(self, source: BinaryIO) -> None:
@@ -140,7 +139,6 @@ class _Server:
 
     async def serve_concurrently(self, source: BinaryIO) -> None:
         """Run calls concurrently until the stream ends, then exit the process."""
-        self._threads = CallThreads()
         stream = asyncio.StreamReader()
         await asyncio.get_running_loop().connect_read_pipe(
             lambda: asyncio.StreamReaderProtocol(stream), source
@@ -220,7 +218,6 @@ class _Server:
                 self._answer(call, *running.result(), notes)
                 return
             await asyncio.wait({running}, timeout=GRACE_S)
-            assert self._threads is not None
             is_uncancellable = self._threads.abandon(futures) or not running.done()
             if is_uncancellable:
                 _write_frame(self._sink, ["ending"])
@@ -236,7 +233,6 @@ class _Server:
         """Return the scores of an awaited verifier, or its exception as text; `futures` has its threads."""
         verifier = self._verifiers[number]
         assert isinstance(verifier, AwaitedVerifier)
-        assert self._threads is not None
         self._threads.follow(futures)
         if isinstance(group, str):
             return [], group

@@ -1,11 +1,14 @@
-"""Coroutines that do not end when they are cancelled: their callers end, and their number is limited."""
+"""Coroutines and threads that do not end when they are cancelled: their callers end, and their number is
+limited."""
 
 import asyncio
 import logging
+import threading
 
 import pytest
 
 from protocol.errors import TetherError
+from protocol.host.call_threads import THREADS
 from rollout.abandoned_tasks import AbandonedTasks
 from tests.services.bus.harness import eventually
 
@@ -72,6 +75,35 @@ async def test_episode_that_ends_in_the_grace_time_is_waited_for_although_the_ca
         stubborn.released.set()
     assert calling.cancelled()
     assert abandoned_tasks.counts() == {"left": 0, "ended": 0}
+
+
+async def test_threads_of_cancelled_calls_are_left_behind_and_leave_threads_to_others() -> None:
+    abandoned_tasks, released = AbandonedTasks(grace_s=60, max_abandoned=THREADS), threading.Event()
+    started = threading.Semaphore(0)
+
+    def block() -> None:
+        started.release()
+        released.wait(60)
+
+    calls = THREADS - 1
+    async with asyncio.TaskGroup() as tasks:
+        blocked = [
+            tasks.create_task(abandoned_tasks.run(lambda: asyncio.to_thread(block), f"episode-{i}"))
+            for i in range(calls)
+        ]
+        for _ in blocked:
+            await asyncio.to_thread(started.acquire)
+        for task in blocked:
+            task.cancel()
+    try:
+        assert abandoned_tasks.counts() == {"left": calls, "ended": 0}
+        abandoned_tasks.check()
+        more = [abandoned_tasks.run(lambda: asyncio.to_thread(int), "episode") for _ in range(THREADS)]
+        for result in more:
+            assert await result == 0
+    finally:
+        released.set()
+    await eventually(lambda: abandoned_tasks.counts() == {"left": calls, "ended": calls})
 
 
 @pytest.mark.parametrize("error", [KeyError("board"), SystemExit(3), asyncio.CancelledError()])

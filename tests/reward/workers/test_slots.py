@@ -11,9 +11,9 @@ import pytest
 import uvloop
 
 from protocol.errors import RewardError
+from protocol.host.call_threads import THREADS
 from reward.combine import VerifierError
 from reward.config import RewardConfig, VerifierConfig
-from reward.workers.call_threads import THREADS
 from reward.workers.pool import ScorePool
 from reward.workers.slots import WorkerSlot
 from tests.services.bus.harness import eventually
@@ -144,8 +144,10 @@ async def test_a_call_that_does_not_end_when_cancelled_is_late_and_replaced(tmp_
 
 
 async def test_calls_whose_threads_never_end_leave_threads_to_others(tmp_path: Path) -> None:
-    async with own_pool(tmp_path, timeout_s=1.0, timeout_score=0.25) as pool:
-        assert await outcomes(pool, [["thread 3600"] * 2 * THREADS]) == [str([0.25] * 2 * THREADS)]
+    async with own_pool(tmp_path, timeout_s=1.0) as pool:
+        late = "no score for sample 0 within reward.timeout_s 1.0"
+        hanging = THREADS - 4
+        assert await outcomes(pool, [["thread 3600"]] * hanging) == [late] * hanging
         assert pool._shared is not None
         shared = await pool._shared._shared.worker()
         assert await outcomes(pool, [["thread 0"] * THREADS]) == [str([1.0] * THREADS)]

@@ -1,9 +1,9 @@
-"""Threads that late calls leave behind."""
+"""Threads that cancelled calls leave running."""
 
 import asyncio
 import threading
 
-from reward.workers.call_threads import MAX_STUCK, THREADS, CallThreads, Futures
+from protocol.host.call_threads import MAX_STUCK, THREADS, CallThreads, Futures, running
 
 
 async def test_threads_are_replaced_when_half_are_stuck_and_the_process_when_there_are_too_many() -> None:
@@ -22,7 +22,7 @@ async def test_threads_are_replaced_when_half_are_stuck_and_the_process_when_the
         for _ in range(count):
             loop.run_in_executor(None, wait)
             await asyncio.to_thread(started.acquire)
-        return {future for future in futures if future.running()}
+        return running(futures)
 
     try:
         answers = [threads.abandon(await call(THREADS // 2)) for _ in range(2 * MAX_STUCK // THREADS)]
