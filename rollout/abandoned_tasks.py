@@ -104,6 +104,8 @@ class AbandonedTasks:
 
     def _forget_ended(self, task: asyncio.Task[Any]) -> None:
         self._running.discard(task)
+        if task.cancelled():  # by the end of the event loop; a thread runs on
+            return
         log.info("episode.stray_ended task=%s strays=%d", task.get_name(), len(self._running))
 
 

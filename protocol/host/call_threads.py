@@ -16,16 +16,18 @@ MAX_STUCK = 32
 """Stuck threads of replaced executors at which the process should be replaced."""
 Futures = set[Future[Any]]
 _futures_of_call: ContextVar[Futures] = ContextVar("futures_of_call")
+_futures_of_process: Futures = set()
 
 
 class _Executor(ThreadPoolExecutor):
-    """An executor that adds each future to its call's set until the future is done."""
+    """An executor that keeps each future in its call's set and the process's set until the future is done."""
 
     def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Future[Any]:
         future = super().submit(fn, *args, **kwargs)
-        if (futures := _futures_of_call.get(None)) is not None:
-            futures.add(future)
-            future.add_done_callback(futures.discard)
+        for futures in (_futures_of_process, _futures_of_call.get(None)):
+            if futures is not None:
+                futures.add(future)
+                future.add_done_callback(futures.discard)
         return future
 
 
@@ -63,3 +65,8 @@ class CallThreads:
 def running(futures: Futures) -> Futures:
     """Return the futures whose threads still run; the threads may end at any moment."""
     return {future for future in [*futures] if future.running()}
+
+
+def running_calls() -> Futures:
+    """Return what the process's threads for calls still run. The interpreter's exit waits for them."""
+    return running(_futures_of_process)

@@ -3,9 +3,13 @@
 import asyncio
 import contextlib
 import logging
+import os
 import signal
+import sys
 from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
+
+from protocol.host.call_threads import running_calls
 
 log = logging.getLogger("tether")
 T = TypeVar("T")
@@ -23,9 +27,9 @@ def run_loop(
 ) -> T:
     """Run a coroutine in a new event loop and close the loop; `asyncio.run` would wait for all tasks.
 
-    If a task does not end within `end_s`, the loop stays open and ends with the process. After a
-    cancellation or Ctrl-C, the next signal ends the process: closing the loop, and the interpreter's exit,
-    wait for threads without limit.
+    If a task does not end within `end_s`, or a cancelled call's thread still runs, the loop stays open and
+    ends with the process (`exit_process`). After a cancellation or Ctrl-C, the next signal ends the process:
+    closing the loop, and the interpreter's exit, wait for other threads without limit.
     """
     runner = asyncio.Runner(loop_factory=loop_factory)
     try:
@@ -37,8 +41,19 @@ def run_loop(
     finally:
         if left := _still_running(runner.get_loop(), end_s):
             log.warning("process.left_tasks tasks=%s", ",".join(sorted(left)))
+        elif threads := running_calls():
+            log.warning("process.left_threads threads=%d", len(threads))
         else:
             runner.close()
+
+
+def exit_process(code: int) -> NoReturn:
+    """Exit, without waiting for threads that cancelled calls left behind."""
+    if running_calls():
+        logging.shutdown()
+        sys.stdout.flush()
+        os._exit(code)
+    sys.exit(code)
 
 
 def _still_running(loop: asyncio.AbstractEventLoop, end_s: float) -> list[str]:

@@ -17,7 +17,13 @@ import uvloop
 from protocol.errors import TetherError, Unavailable, innermost
 from protocol.topics import Role
 from services.runtime.errors import EXIT_FAILED, EXIT_UNAVAILABLE, configure_logging, describe_error
-from services.runtime.event_loop import STOP_SIGNALS, run_loop, running_loops, stop_at_signals
+from services.runtime.event_loop import (
+    STOP_SIGNALS,
+    exit_process,
+    run_loop,
+    running_loops,
+    stop_at_signals,
+)
 from services.runtime.process import Serve, log, open_process
 from services.settings.load import load_settings
 from services.settings.sections import Settings
@@ -69,7 +75,7 @@ def service_main(role: Role, serve: Serve) -> None:
         os.environ.pop("TETHER_REDIS_URL", None)  # it may contain a password: hidden from child processes
         run_loop(run_process(role, settings, name, serve), uvloop.new_event_loop)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        sys.exit(EXIT_FAILED)
+        exit_process(EXIT_FAILED)
     except (Exception, BaseExceptionGroup) as error:
         line, code = describe_error(error)
         if isinstance(innermost(error), Unavailable):
@@ -78,4 +84,5 @@ def service_main(role: Role, serve: Serve) -> None:
             log.exception("process.failed")
         log.error("process.failed %s", json.dumps(line))
         print(f"tether {role}: {line}", file=sys.stderr)
-        sys.exit(code)
+        exit_process(code)
+    exit_process(0)

@@ -30,6 +30,24 @@ run_loop(main())
 """
 """A program whose work in a thread does not end."""
 
+LEFT = """
+import asyncio, threading
+from rollout.abandoned_tasks import AbandonedTasks
+from services.runtime.event_loop import exit_process, run_loop
+async def main():
+    abandoned, hangs, forever = AbandonedTasks(grace_s=0.1), threading.Event(), threading.Event()
+    def hang():
+        hangs.set()
+        forever.wait()
+    call = asyncio.create_task(abandoned.run(lambda: asyncio.to_thread(hang), "episode"))
+    await asyncio.to_thread(hangs.wait)
+    call.cancel()
+    await asyncio.wait([call])
+run_loop(main(), end_s=0.1)
+exit_process(3)
+"""
+"""A program with a cancelled call whose thread does not end."""
+
 
 async def ignoring(released: asyncio.Event) -> None:
     """Ignore cancellations until released."""
@@ -72,6 +90,15 @@ def test_a_second_signal_ends_a_process_that_a_thread_holds() -> None:
     finally:
         process.kill()
         process.communicate()
+
+
+def test_a_process_ends_although_the_thread_of_a_cancelled_call_does_not() -> None:
+    process = subprocess.Popen([sys.executable, "-c", LEFT], cwd=ROOT, stderr=subprocess.PIPE, text=True)
+    try:
+        errors = process.communicate(timeout=60)[1]
+    finally:
+        process.kill()
+    assert (process.returncode, "process.left_threads threads=1" in errors) == (3, True), errors
 
 
 def test_a_loop_whose_tasks_end_is_closed() -> None:
