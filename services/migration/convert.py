@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from protocol.errors import SettingsError, error_text
-from services.migration.maps import CONVERSIONS, OMITTED, resolve_kl
+from services.migration.maps import CONVERSIONS, OMITTED, resolve_evaluation, resolve_kl
 from services.migration.sources import detect_source, nearest, read
 from services.settings.sources import to_toml
 
@@ -77,8 +77,10 @@ def _convert_settings(source: str, source_settings: Mapping[str, Any]) -> tuple[
             state = "null" if source_settings[name] is None else "off"
             notes.append(f"{name}: {state} there; tether's default holds")
         settings |= found
-    settings, more = resolve_kl(settings)
-    return settings, notes + more
+    for resolve in (resolve_kl, resolve_evaluation):
+        settings, more = resolve(settings)
+        notes += more
+    return settings, notes
 
 
 def _convert_value(source: str, name: str, value: Any) -> dict[str, Any]:
@@ -107,6 +109,8 @@ def _resolve_dependent(settings: dict[str, Any]) -> dict[str, Any]:
         found["trainer.num_mini_batches"] = _divide(
             "train_batch_size", found["bound.groups_per_step"], "ppo_mini_batch_size", mini_batch
         )
+    if found.get("algorithm.name") == "dr_grpo" and "sampling.max_tokens" in found:
+        found["algorithm.length_normalizer"] = found["sampling.max_tokens"]  # a constant there
     lengths = (found.get("render.max_prompt_tokens"), found.get("sampling.max_tokens"))
     if all(lengths) and "engine.max_model_len" not in found:
         found["engine.max_model_len"] = sum(length or 0 for length in lengths)

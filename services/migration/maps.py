@@ -123,7 +123,8 @@ CONVERSIONS: Mapping[str, Mapping[str, Conversion]] = {
         "warmup_steps": copy_to("optimizer.lr_warmup_steps", read=integer),
         "max_steps": positive("run.steps"),
         "save_steps": positive("trainer.checkpoint_every"),
-        "eval_steps": positive("eval.every"),
+        "eval_steps": positive("eval_steps"),
+        "eval_strategy": lambda value: {"eval_strategy": value},  # YAML's `no` is false
         "seed": copy_to("trainer.seed", "prompts.seed", read=integer),
         "shuffle_dataset": copy_to("prompts.shuffle", read=boolean),
         "max_staleness": copy_to("bound.max_staleness", read=integer),
@@ -226,10 +227,21 @@ def resolve_kl(settings: Settings) -> tuple[Settings, list[str]]:
     return found, ["the coefficient of the KL loss: the loss is off there"] if coefficient else []
 
 
+def resolve_evaluation(settings: Settings) -> tuple[Settings, list[str]]:
+    """Set the steps between evaluations if TRL's strategy is `steps`, which it is not by default."""
+    found = dict(settings)
+    strategy, steps = found.pop("eval_strategy", "no"), found.pop("eval_steps", None)
+    if steps is not None and strategy == "steps":
+        return found | {"eval.every": steps}, []
+    return found, ["eval_steps: eval_strategy is not `steps` there; set eval.every"] if steps else []
+
+
 LAYOUT_REASON = "[trainer], [parallel] and [placement] divide work in another way"
 LOGS_REASON = "see [tracking] and the page of the run"
 REWARD_REASON = "[reward] verifiers names your own function (docs/own_code.md)"
 MEMORY_REASON = "tether chooses by the memory there is (docs/trainer.md)"
+ALGORITHM_REASON = "see [algorithm] (docs/algorithms.md)"
+DATA_REASON = "see [prompts]"
 OMITTED: Mapping[str, Mapping[str, str]] = {
     "trl": {
         "per_device_*_batch_size": "set bound.groups_per_step: prompts of one step",
@@ -256,7 +268,65 @@ OMITTED: Mapping[str, Mapping[str, str]] = {
         **dict.fromkeys(
             ("output_dir", "save_strategy", "save_total_limit"), "run.dir and trainer.keep_checkpoints"
         ),
-        **dict.fromkeys(("eval_strategy", "dataset_test_split"), "set [eval] and prompts.held_out"),
+        **dict.fromkeys(("eval_*", "dataset_test_split", "do_*"), "set [eval] and prompts.held_out"),
+        **dict.fromkeys(
+            ("load_best_model_at_end", "metric_for_best_model", "greater_is_better"), "set [eval]"
+        ),
+        **dict.fromkeys(("include_for_metrics", "batch_eval_metrics", "prediction_loss_only"), "set [eval]"),
+        **dict.fromkeys(("push_to_hub", "hub_*"), "set run.hub, or run `tether push`"),
+        **dict.fromkeys(("optim", "optim_*"), "see [optimizer]: Adam is the default"),
+        **dict.fromkeys(
+            ("deepspeed", "fsdp", "fsdp_*", "ddp_*", "ds3_*", "accelerator_config", "parallelism_config"),
+            LAYOUT_REASON,
+        ),
+        **dict.fromkeys(("local_rank", "use_cpu", "torch_compile*", "debug"), LAYOUT_REASON),
+        **dict.fromkeys(
+            ("auto_find_batch_size", "tf32", "*_full_eval", "torch_empty_cache_steps", "liger_kernel_config"),
+            MEMORY_REASON,
+        ),
+        **dict.fromkeys(("pad_to_multiple_of", "use_cache", "cast_lm_head_to_fp32"), MEMORY_REASON),
+        **dict.fromkeys(("model_init_kwargs", "trust_remote_code"), "see [model]"),
+        **dict.fromkeys(("load_in_*", "bnb_*", "use_bnb_*"), "the policy is not trained in 4 or 8 bits"),
+        **dict.fromkeys(("use_rslora", "use_dora"), "see [lora]"),
+        **dict.fromkeys(
+            ("min_p", "repetition_penalty", "generation_kwargs", "num_generations_eval"), "see [sampling]"
+        ),
+        **dict.fromkeys(("cache_implementation", "*transformers_*"), "see [engine]"),
+        "chat_template_kwargs": "see [render]",
+        "max_tool_calling_iterations": "set environment.max_turns",
+        **dict.fromkeys(("sync_ref_model", "ref_model_*"), "see [reference]"),
+        **dict.fromkeys(("disable_dropout", "neftune_noise_alpha"), "the policy is trained without dropout"),
+        **dict.fromkeys(
+            ("importance_sampling_level", "delta", "sapo_*", "vespo_*", "off_policy_mask_threshold"),
+            ALGORITHM_REASON,
+        ),
+        **dict.fromkeys(
+            ("top_entropy_quantile", "use_adaptive_entropy", "entropy_*", "use_bias_correction_kl"),
+            ALGORITHM_REASON,
+        ),
+        **dict.fromkeys(
+            ("router_aux_loss_coef", "multi_objective_aggregation", "label_smoothing_factor"),
+            ALGORITHM_REASON,
+        ),
+        **dict.fromkeys(
+            ("dataloader_*", "dataset_streaming", "data_seed", "label_names", "length_column_name"),
+            DATA_REASON,
+        ),
+        **dict.fromkeys(
+            ("remove_unused_columns", "train_sampling_strategy", "ignore_data_skip"), DATA_REASON
+        ),
+        **dict.fromkeys(
+            ("resume_from_checkpoint", "save_*", "enable_jit_checkpoint", "restore_callback_*"),
+            "run.dir; a run resumes by itself",
+        ),
+        "full_determinism": "set run.deterministic",
+        **dict.fromkeys(
+            ("project", "trackio_*", "disable_tqdm", "include_num_*", "skip_memory_metrics"), LOGS_REASON
+        ),
+        **dict.fromkeys(
+            ("average_tokens_across_devices", "ignore_bias_buffers", "reward_model_name_or_path"),
+            "tether has no such setting",
+        ),
     },
     "verl": {
         "trainer.total_epochs": "set run.steps",

@@ -76,11 +76,38 @@ def test_yaml_of_trl_becomes_settings(tmp_path: Path) -> None:
     assert settings["prompts"] == {"path": "trl-lib/DeepMath-103K", "source": "hf"}
     assert settings["bound"] == {"max_staleness": 0, "groups_per_step": 32}
     assert settings["algorithm"] == {
-        "name": "dr_grpo", "kl_coef": 0.001, "clip_low": 0.2, "clip_high": 0.28, "truncated": "mask"
+        "name": "dr_grpo", "kl_coef": 0.001, "clip_low": 0.2, "clip_high": 0.28, "truncated": "mask",
+        "length_normalizer": 1024,
     }  # fmt: skip
     assert settings["optimizer"]["lr"] == 1e-6
     assert "#   per_device_train_batch_size: set bound.groups_per_step" in text
     assert "#   report_to: see [tracking]" in text
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["optim", "push_to_hub", "hub_model_id", "trust_remote_code", "deepspeed", "importance_sampling_level",
+     "model_init_kwargs", "chat_template_kwargs", "num_generations_eval", "repetition_penalty", "min_p",
+     "disable_dropout", "sync_ref_model", "dataloader_num_workers", "fsdp_config", "eval_delay"],
+)  # fmt: skip
+def test_name_of_trl_without_a_counterpart_is_listed(tmp_path: Path, name: str) -> None:
+    settings, text = converted(f"{TRL}{name}: 1\n", tmp_path)
+    assert settings == converted(TRL, tmp_path)[0]
+    assert f"#   {name}: " in text
+
+
+@pytest.mark.parametrize(
+    ("lines", "every"),
+    [("eval_strategy: steps\neval_steps: 10\n", 10), ("eval_strategy: no\neval_steps: 10\n", None),
+     ("eval_strategy: epoch\neval_steps: 10\n", None), ("eval_steps: 10\n", None),
+     ("eval_strategy: steps\n", None)],
+)  # fmt: skip
+def test_evaluations_of_trl_are_carried_over_if_they_are_on(
+    tmp_path: Path, lines: str, every: int | None
+) -> None:
+    settings, text = converted(TRL + lines, tmp_path)
+    assert settings.get("eval", {}).get("every") == every
+    assert ("eval_steps: eval_strategy is not `steps` there" in text) == ("eval_steps" in lines and not every)
 
 
 def test_overrides_of_verl_become_settings(tmp_path: Path) -> None:
