@@ -100,7 +100,8 @@ class EventTail:
 
         Returns:
             `last` (number of the newest relevant event), and `unchanged` if `last` is not above `after`; else
-            `commits` (rows of version and Unix ms) and `engines` (each with its name and such rows).
+            `commits` (rows of version and Unix ms) and `engines` (each with its incarnation, such rows, and
+            `last_ms`, the Unix ms of its newest version or lease).
         """
         with self._lock:
             if after and after >= self._versions_changed:
@@ -109,7 +110,8 @@ class EventTail:
                 "last": self._versions_changed,
                 "commits": list(self._commits),
                 "engines": [
-                    {"engine": engine, "served": list(served)} for engine, served in self._served.items()
+                    {"engine": engine, "served": list(served), "last_ms": self._last_ms[engine]}
+                    for engine, served in self._served.items()
                 ],
             }
 
@@ -160,6 +162,7 @@ class EventTail:
         }
         self._commits: deque[tuple[int, int]] = deque(maxlen=KEPT_VERSIONS)
         self._served: OrderedDict[str, deque[tuple[int, int]]] = OrderedDict()
+        self._last_ms: dict[str, int] = {}
         self._versions_changed = 0
         self._bounds: deque[tuple[int, int, int, str]] = deque(maxlen=KEPT_CHANGES)
         self._drops: Counter[str] = Counter()
@@ -197,6 +200,8 @@ class EventTail:
             case LeaseEvent():
                 self._note_bound(event.version, Bound(event.bound, event.groups_per_step, event.policy))
                 self._tokens[event.group] = event.token
+                if event.engine in self._served:
+                    self._last_ms[event.engine] = event.time_ms
                 while len(self._tokens) > KEPT_GROUPS:
                     self._tokens.popitem(last=False)
             case AppliedEvent():
@@ -253,8 +258,9 @@ class EventTail:
         served = self._served.setdefault(event.engine, deque(maxlen=KEPT_VERSIONS))
         self._served.move_to_end(event.engine)
         served.append((event.version, event.time_ms))
+        self._last_ms[event.engine] = event.time_ms
         while len(self._served) > KEPT_ENGINES:
-            self._served.popitem(last=False)
+            del self._last_ms[self._served.popitem(last=False)[0]]
         self._versions_changed = event.seq
 
     def _note_commit(self, event: CommitEvent) -> None:

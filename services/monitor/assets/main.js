@@ -68,7 +68,7 @@ async function pollState() {
 async function pollVersions() {
   const answer = await ask("versions.json", { after: versions });
   versions = answer.last;
-  showVersions(answer);
+  showVersions(answer, state?.engines.map((item) => item.engine));
 }
 
 function show() {

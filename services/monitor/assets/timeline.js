@@ -8,10 +8,12 @@ const SHOWN_ENGINES = 10;
 const BEHIND = ["c1", "c1", "c2", "c5"];
 const WORDS = ["current", "1 behind", "2 behind", "3 or more behind"];
 let current = null;
+let running = null;
 
-/** Takes an answer of /versions.json and draws it. */
-export function showVersions(answer) {
+/** Takes an answer of /versions.json and the incarnations of running engines, null if unknown, and draws both. */
+export function showVersions(answer, engines) {
   if (!answer.unchanged) current = answer;
+  running = engines && new Set(engines);
   draw();
 }
 
@@ -43,8 +45,9 @@ function draw() {
   const rows = [name("committed", 0), ...commits.map(([version, ms], i) => segment(version, ms, commits[i + 1]?.[1] ?? end, 0, "ink", 0.12 + 0.08 * (version % 2), x, "committed"))];
   engines.forEach((item, i) => {
     const y = (i + 1) * (ROW + GAP);
+    const last = !running || running.has(item.engine) ? end : item.last_ms; // no event says when an engine ended
     rows.push(name(shorten(item.engine), y));
-    item.served.forEach(([version, ms], k) => rows.push(...served(item, version, ms, item.served[k + 1]?.[1] ?? end, commits, y, x, end)));
+    item.served.forEach(([version, ms], k) => rows.push(...served(item, version, ms, item.served[k + 1]?.[1] ?? last, commits, y, x, end)));
   });
   rows.push(...axis(begin, end, height, width, x));
   replace(box, svg("svg", { viewBox: `0 0 ${width} ${height}`, width, height, role: "img", "aria-label": describe(commits, engines) }, rows));

@@ -75,6 +75,9 @@ def test_versions_are_sent_once(run_dir: Path) -> None:
     answer = tail.versions(0)
     assert [version for version, _ in answer["commits"]] == [1, 2, 3, 4, 5, 6, 7]
     assert all(item["served"] for item in answer["engines"])
+    events = [json.loads(line) for line in (run_dir / FILE).read_text().splitlines()]
+    last = {item["engine"]: item["last_ms"] for item in answer["engines"]}
+    assert last == {event["engine"]: event["time_ms"] for event in events if event.get("engine") in last}
     assert tail.versions(answer["last"]) == {"last": answer["last"], "unchanged": True}
 
 
