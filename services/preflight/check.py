@@ -29,7 +29,7 @@ from services.preflight.data import (
 from services.preflight.endpoints import local_problems
 from services.preflight.engines import engine_problems, kernel_problems
 from services.preflight.machine import attention_problems
-from services.preflight.memory import describe_memory, host_memory_problems
+from services.preflight.memory import describe_memory, host_memory_problems, shared_memory_problems
 from services.preflight.model import (
     ModelFacts,
     adapter_problems,
@@ -110,8 +110,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     problems += role_problems(settings, model)
     if model:
         problems += model_problems(settings, model)
-        problems += engine_problems(settings, model)
-        problems += adapter_problems(settings, model)
+        problems += [*engine_problems(settings, model), *adapter_problems(settings, model)]
         problems += critic_problems(settings, model)
         problems += character_problems(settings, prompts)
         problems += rendering_problems(settings, model, prompts)
@@ -123,6 +122,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
         problems += [] if problems else trial_problems(settings, prompts, modules)
         if model:
             problems += [] if problems else host_memory_problems(settings, model)
+            problems += shared_memory_problems(settings, model)
             problems += attention_problems(settings, model, visible_gpus(os.environ))
             problems += kernel_problems(settings, model, visible_gpus(os.environ))
     return Findings(tuple(_deduplicate(problems)), model, source)

@@ -1,12 +1,14 @@
 """Computes the expected memory of the trainer before a start, on its GPUs and hosts."""
 
 import os
+import shutil
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import Any
 
 from protocol.errors import SettingsError
 from protocol.host.machine import memory_available, memory_limit
+from protocol.host.owned_directory import SHARED_MEMORY
 from services.preflight.critic import critic_architecture
 from services.preflight.model import ModelFacts, read_model
 from services.preflight.problem import Problem
@@ -180,6 +182,20 @@ def host_memory_problems(settings: Settings, model: ModelFacts) -> Iterator[Prob
         return
     if given and (text := host_refusal(given, memory_limit(), "has")):
         yield Problem(text)
+
+
+def shared_memory_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
+    """Yield a problem if shared memory has too little space for the versions that the trainer keeps there."""
+    weights = settings.weights
+    if weights.transport != "shm" or weights.directory or weights.delta or settings.lora.rank:
+        return
+    needed = (weights.keep + 1) * model.parameters * ITEM_BYTES[settings.engine.dtype]
+    if needed > (total := shutil.disk_usage(SHARED_MEMORY).total):
+        yield Problem(
+            f"setting weights.keep: {weights.keep} versions, and one that is written, take "
+            f"{needed / GIB:.3f} GiB, and {SHARED_MEMORY} has {total / GIB:.3f}: enlarge it (docker run "
+            '--shm-size), lower keep, or set weights.transport = "disk"'
+        )
 
 
 def check_host_memory(settings: Settings, hosts: int) -> None:

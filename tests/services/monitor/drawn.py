@@ -34,6 +34,11 @@ PANEL_OF = (
     """(id) => document.querySelector(`[data-series="${id}"]`)?.closest('.chart').dataset.panel ?? null"""
 )
 
+ROW_ENDS = """Object.values(Object.groupBy([...document.querySelectorAll('#timeline rect')].map((rect) =>
+  [Number(rect.getAttribute('y')), Number(rect.getAttribute('x')) + Number(rect.getAttribute('width'))]),
+  ([y]) => y)).map((row) => Math.max(...row.map(([, end]) => end)))"""
+"""Right end of each row of the timeline, from the top."""
+
 
 @asynccontextmanager
 async def opened(

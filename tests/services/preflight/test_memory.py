@@ -18,6 +18,7 @@ from services.preflight.memory import (
     host_workload_of,
     memory_text,
     planned_of,
+    shared_memory_problems,
     workload_of,
 )
 from services.preflight.model import ModelFacts, read_facts
@@ -167,3 +168,22 @@ def test_memory_that_a_host_has_is_no_problem(tmp_path: Path) -> None:
 def test_hosts_of_a_cluster_check_themselves() -> None:
     given = settings("cluster.nodes=2", "cluster.rendezvous=a:1", "parallel.data_parallel_size=2")
     assert not list(host_memory_problems(given, replace(FACTS, config=HUGE)))
+
+
+@pytest.mark.parametrize(
+    ("overrides", "is_refused"),
+    [
+        (("weights.keep=1000000",), True),
+        (("weights.keep=2",), False),
+        (("weights.keep=1000000", "weights.transport=disk"), False),
+        (("weights.keep=1000000", "weights.directory=/weights"), False),
+    ],
+)
+def test_versions_that_do_not_fit_into_shared_memory_are_refused(
+    overrides: tuple[str, ...], is_refused: bool
+) -> None:
+    model = replace(FACTS, shapes={"w": (1024, 1024)})
+    problems = [str(problem) for problem in shared_memory_problems(settings(*overrides), model)]
+    assert len(problems) == is_refused
+    said = f"1000000 versions, and one that is written, take {1000001 * 4 / 1024:.3f} GiB"
+    assert all(said in text for text in problems)
