@@ -225,6 +225,8 @@ def trace(
 ) -> None:
     """Show the history of one group with times, and the model's text, from the run's files alone."""
     if perfetto is not None:
+        if group is not None:
+            raise SettingsError(f"--perfetto writes the whole run: give it without the group {group}")
         from services.tracking.trace_records import write_perfetto
 
         print(f"wrote {write_perfetto(run_dir, perfetto):,} records; open {perfetto} in ui.perfetto.dev")

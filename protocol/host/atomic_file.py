@@ -6,6 +6,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from protocol.errors import SettingsError
+
+
+def check_absent(path: Path) -> None:
+    """Refuse to write a new file over an existing one, which may be the user's own. Raises SettingsError."""
+    if path.exists():
+        raise SettingsError(f"{path} exists; give another file, or delete it")
+
 
 @contextmanager
 def written_aside(

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import SettingsError
-from protocol.host.atomic_file import write_atomically
+from protocol.host.atomic_file import check_absent, write_atomically
 from rollout.prompts.base import Prompt, PromptConfig, PromptSource
 from rollout.prompts.registry import make_source
 from rollout.prompts.rows import encoded_prompt
@@ -41,8 +41,7 @@ def write_pass_rates(settings: Settings, path: Path) -> Facts:
         SettingsError: no prompt was observed, the prompts are not the run's, the file exists, or it cannot be
             written.
     """
-    if path.exists():
-        raise SettingsError(f"{path} exists; give another file, or delete it")
+    check_absent(path)
     rates = observed_rates(settings.run_dir)
     if not rates:
         raise SettingsError(f"no group of {settings.run_dir} was scored yet, so no pass rate is known")

@@ -41,9 +41,8 @@ def push_export(run_dir: Path, name: str, export: str, revision: str, private: b
     if not is_hub_name(name):
         raise SettingsError(f"{name!r} is not OWNER/NAME, the name of a model on the hub")
     known = {path.name: path for path in sorted((run_dir / EXPORTS).glob("*step_*[0-9a-f]")) if path.is_dir()}
-    best = run_dir / EXPORTS / "best"
-    if best.is_dir():
-        known["best"] = best
+    links = (run_dir / EXPORTS / name for name in ("best", "adapter_best"))
+    known |= {link.name: link for link in links if link.is_dir()}
     steps = [path for key, path in known.items() if key.startswith("step_")]
     directory = known.get(export) if export else next(reversed(steps), None)
     if directory is None:

@@ -13,7 +13,7 @@ from typing import Any
 import msgspec
 
 from protocol.errors import SettingsError
-from protocol.host.atomic_file import written_aside
+from protocol.host.atomic_file import check_absent, written_aside
 from services.ledger.event_log.archiver import FILE
 from services.ledger.event_log.events import (
     AcceptEvent,
@@ -110,11 +110,11 @@ def write_perfetto(run_dir: Path, out: Path) -> int:
     """Write the trace of a run; return the number of records.
 
     Raises:
-        SettingsError: there is no event log, or one of its lines is not an event; or `out` cannot be written.
+        SettingsError: there is no event log, or one of its lines is not an event; or `out` exists or
+            cannot be written.
         OSError: another file of the run cannot be read; the error names it.
     """
-    if out.exists() and not out.is_file():  # a file would replace a device or a pipe
-        raise SettingsError(f"{out} cannot be written: it is not a file")
+    check_absent(out)
     steps, evaluations = read_steps(run_dir / METRICS), list(read_evaluations(run_dir))
     records = trace_records(read_events(run_dir / FILE), steps, evaluations)
     try:

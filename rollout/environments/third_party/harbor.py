@@ -18,7 +18,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from protocol.errors import SettingsError
+from protocol.errors import SettingsError, error_text
+from protocol.host.atomic_file import check_absent, write_atomically
+from rollout.command_line import errors_as_exit_code
 from rollout.config import EnvironmentConfig
 from rollout.environments import command
 from rollout.programs.outcome import Outcome
@@ -134,9 +136,11 @@ def read_task(path: Path, *, offline: bool) -> HarborTask:
     """
     try:
         settings = tomllib.loads((path / "task.toml").read_text("utf-8"))
-    except (OSError, tomllib.TOMLDecodeError) as error:
-        raise SettingsError(f"Harbor task {path}: {error}") from None
-    environment, verifier = settings.get("environment", {}), settings.get("verifier", {})
+        environment, verifier = dict(settings.get("environment", {})), dict(settings.get("verifier", {}))
+        test_s = float(verifier.get("timeout_sec", TEST_S))
+        variables = {name: str(value) for name, value in dict(verifier.get("env", {})).items()}
+    except (OSError, TypeError, ValueError) as error:
+        raise SettingsError(f"Harbor task {path}: task.toml: {error_text(error)}") from None
     wrong = [name for name in UNKNOWN if settings.get(name)]
     wrong += [f"environment.{name}" for name in UNKNOWN_HERE if environment.get(name)]
     wrong += [name for name in ("steps", "environment/docker-compose.yaml") if (path / name).exists()]
@@ -151,12 +155,7 @@ def read_task(path: Path, *, offline: bool) -> HarborTask:
             f"Harbor task {path} asks for the network {mode!r}, which a sandbox does not have; if its tests "
             "do not need it, set environment.options.offline to true"
         )
-    return HarborTask(
-        path,
-        environment.get("docker_image") or "",
-        float(verifier.get("timeout_sec", TEST_S)),
-        {name: str(value) for name, value in verifier.get("env", {}).items()},
-    )
+    return HarborTask(path, environment.get("docker_image") or "", test_s, variables)
 
 
 async def run_tests(sandbox: Sandbox, task: HarborTask) -> float:
@@ -206,20 +205,38 @@ def _reward(name: str, data: bytes) -> float:
     return reward
 
 
+def write_prompts(tasks: Path, prompts: Path) -> int:
+    """Write a prompt for each task in a directory; return their number.
+
+    Raises:
+        SettingsError: the file exists, there is no task, or a task is invalid.
+    """
+    check_absent(prompts)
+    folders = sorted(file.parent for file in tasks.glob("*/task.toml"))
+    if not folders:
+        raise SettingsError(f"there is no task in {tasks}: a task is a directory in it with task.toml")
+    rows = [
+        {"prompt": _instruction(folder), FIELD: str(folder.absolute())}
+        for folder in folders
+        if read_task(folder, offline=True)
+    ]
+    write_atomically(prompts, "".join(f"{json.dumps(row)}\n" for row in rows).encode())
+    return len(rows)
+
+
+def _instruction(folder: Path) -> str:
+    try:
+        return (folder / "instruction.md").read_text("utf-8")
+    except (OSError, ValueError) as error:
+        raise SettingsError(f"Harbor task {folder}: instruction.md: {error_text(error)}") from None
+
+
+@errors_as_exit_code
 def main(arguments: list[str]) -> int:
     """Run `python -m rollout.environments.third_party.harbor`; return the exit code."""
     match arguments:
         case [tasks, prompts]:
-            folders = sorted(file.parent for file in Path(tasks).glob("*/task.toml"))
-            lines = [
-                json.dumps(
-                    {"prompt": (folder / "instruction.md").read_text("utf-8"), FIELD: str(folder.absolute())}
-                )
-                for folder in folders
-                if read_task(folder, offline=True)
-            ]
-            Path(prompts).write_text("".join(f"{line}\n" for line in lines), "utf-8")
-            print(f"{len(lines)} tasks")
+            print(f"{write_prompts(Path(tasks), Path(prompts))} tasks")
             return 0
     print(__doc__, file=sys.stderr)
     return 2

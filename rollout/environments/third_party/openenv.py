@@ -22,6 +22,8 @@ from annotated_types import Interval
 from yarl import URL
 
 from protocol.errors import SettingsError
+from protocol.host.atomic_file import check_absent, write_atomically
+from rollout.command_line import errors_as_exit_code
 from rollout.environments.episode import Episode, EpisodeEnvironment
 
 MAX_ANSWER = 16 << 20
@@ -138,7 +140,7 @@ async def connected(options: Options) -> AsyncIterator[OpenEnvSession]:
         try:
             async with asyncio.timeout(options.step_s):
                 socket = await client.ws_connect(URL(options.url) / "ws", max_msg_size=MAX_ANSWER)
-        except (TimeoutError, OSError, aiohttp.ClientError) as error:
+        except (TimeoutError, OSError, ValueError, aiohttp.ClientError) as error:
             raise RuntimeError(f"the OpenEnv server {options.url}: {str(error)[:300]}") from None
         async with socket:
             session = OpenEnvSession(socket, options)
@@ -167,19 +169,31 @@ def _sum(before: float | None, reward: float | None) -> float | None:
 
 
 async def write_prompts(url: str, path: Path, count: int, field: str) -> None:
-    """Write the first observation for each seed below `count` as a prompt."""
+    """Write the first observation for each seed below `count` as a prompt.
+
+    Raises:
+        SettingsError: the file exists, or an observation lacks the field.
+        RuntimeError: the server does not reply, or rejects a reset.
+    """
+    check_absent(path)
     options, lines = Options(url, observation=field), []
     for seed in range(count):
         async with connected(options) as session:
-            shown, _, _ = await session.request("reset", {"seed": seed})
+            try:
+                shown, _, _ = await session.request("reset", {"seed": seed})
+            except SettingsError:
+                raise
+            except ValueError as error:
+                raise RuntimeError(str(error)) from None
         lines.append(json.dumps({"prompt": shown, "reset": {"seed": seed}}))
-    path.write_text("".join(f"{line}\n" for line in lines), "utf-8")
+    write_atomically(path, "".join(f"{line}\n" for line in lines).encode())
 
 
+@errors_as_exit_code
 def main(arguments: list[str]) -> int:
     """Run `python -m rollout.environments.third_party.openenv`; return the exit code."""
     match arguments:
-        case [url, path, count, *field] if count.isdigit() and len(field) < 2:
+        case [url, path, count, *field] if count.isdecimal() and int(count) and len(field) < 2:
             asyncio.run(write_prompts(url, Path(path), int(count), "".join(field)))
             return 0
     print(__doc__, file=sys.stderr)

@@ -1,5 +1,7 @@
 """The tool `search`: passages by rank, and queries of any characters."""
 
+import contextlib
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -7,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from protocol.errors import SettingsError
-from rollout.tools.search import SearchTool, build_index, main, read_documents
+from rollout.tools.search import CREATE, SearchTool, build_index, main, read_documents
 
 PASSAGES = [
     ("Paris", "The capital of France lies on the Seine."),
@@ -61,3 +63,42 @@ def test_file_without_an_index_or_a_document_is_refused(tmp_path: Path) -> None:
     other.write_text('{"text": "a"}\n[]\n')
     with pytest.raises(SettingsError, match=r"other\.db:2: not a JSON object"):
         list(read_documents(other))
+
+
+@pytest.mark.parametrize(
+    ("documents", "says"),
+    [
+        (b'{"text": "a"}\n{"title": "b"}\n', "documents.jsonl:2: not a JSON object with a field 'text'"),
+        (b'{"text": "a"}\n{"text": "\xff"}\n', "documents.jsonl:2: not a JSON"),
+        (b'{"text": "\\ud800"}\n', "documents.jsonl:1: not a JSON"),
+        (b"", "index.db is not written: the documents have no passages"),
+    ],
+)
+def test_documents_that_cannot_be_indexed_leave_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], documents: bytes, says: str
+) -> None:
+    path, index = tmp_path / "documents.jsonl", str(tmp_path / "index.db")
+    path.write_bytes(documents)
+    for _ in range(2):
+        assert main(["build", index, str(path)]) == 2
+        assert says in capsys.readouterr().err
+        assert list(tmp_path.iterdir()) == [path]
+    path.write_text('{"text": "Rivers carry water."}\n')
+    assert main(["build", index, str(path)]) == 0
+
+
+def test_an_index_without_passages_is_not_opened(tmp_path: Path) -> None:
+    index = tmp_path / "index.db"
+    with contextlib.closing(sqlite3.connect(index)) as database, database:
+        database.execute(CREATE)
+    with pytest.raises(SettingsError, match=r"index\.db has no passages; build it with `python -m"):
+        SearchTool(index, 3, 100)
+
+
+def test_missing_files_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    index, absent = str(tmp_path / "index.db"), str(tmp_path / "absent.jsonl")
+    assert main(["build", index, absent]) == 2
+    assert capsys.readouterr().err == f"{absent}: No such file or directory\n"
+    assert main(["ask", index, "river"]) == 2
+    assert capsys.readouterr().err.startswith(f"search index {index}: unable to open")
+    assert list(tmp_path.iterdir()) == []

@@ -48,6 +48,16 @@ def test_the_newest_export_is_one_commit_and_another_follows_by_name(hub: HubSer
     assert repository.branches["main"] == sha
 
 
+@pytest.mark.parametrize("name", ["best", "adapter_best"])
+def test_the_best_model_and_its_adapter_are_pushed_by_the_name_of_their_link(
+    hub: HubServer, run_dir: Path, name: str
+) -> None:
+    (run_dir / "exports" / name).symlink_to("step_00000010")
+    assert push_export(run_dir, NAME, name, "", True).startswith("step_00000010 is at ")
+    repository = hub.repository("model", NAME)
+    assert repository.commits[repository.branches["main"]] == files_of(run_dir / "exports" / "step_00000010")
+
+
 @pytest.mark.parametrize(
     ("name", "export", "says"),
     [

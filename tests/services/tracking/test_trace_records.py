@@ -170,17 +170,31 @@ def test_the_command_needs_a_group_or_a_file(run_dir: Path) -> None:
     assert "GROUP, or --perfetto FILE" in str(answer.exception)
 
 
-@pytest.mark.parametrize("name", ["absent/trace.json", "."])
-def test_file_that_cannot_be_written_is_named(tmp_path: Path, name: str) -> None:
-    run_dir, out = recorded_run(tmp_path), tmp_path / name
+def test_a_group_and_a_file_exclude_each_other(run_dir: Path, tmp_path: Path) -> None:
+    answer = CliRunner().invoke(app, ["trace", str(run_dir), "1", "--perfetto", str(tmp_path / "trace.json")])
+    assert "--perfetto writes the whole run: give it without the group 1" in str(answer.exception)
+    assert not (tmp_path / "trace.json").exists()
+
+
+def test_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    run_dir, out = recorded_run(tmp_path), tmp_path / "absent/trace.json"
     with pytest.raises(SettingsError, match=rf"^{out} cannot be written: "):
         write_perfetto(run_dir, out)
+
+
+def test_an_existing_file_or_directory_is_kept(tmp_path: Path) -> None:
+    run_dir, out = recorded_run(tmp_path / "run"), tmp_path / "my_reward.py"
+    out.write_text("mine")
+    for path in (out, run_dir):
+        with pytest.raises(SettingsError, match=rf"^{path} exists; give another file, or delete it"):
+            write_perfetto(run_dir, path)
+    assert out.read_text() == "mine"
 
 
 def test_a_pipe_is_not_replaced(tmp_path: Path) -> None:
     run_dir, out = recorded_run(tmp_path), tmp_path / "pipe"
     os.mkfifo(out)
-    with pytest.raises(SettingsError, match=rf"^{out} cannot be written: "):
+    with pytest.raises(SettingsError, match=rf"^{out} exists; "):
         write_perfetto(run_dir, out)
     assert out.is_fifo()
 

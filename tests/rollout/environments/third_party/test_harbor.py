@@ -141,7 +141,9 @@ async def test_a_task_without_a_result_has_no_reward(
         await generated(tmp_path, harbor(), prompt, n=1)
 
 
-def test_prompts_are_written_for_each_task_and_unknown_settings_are_named(tmp_path: Path) -> None:
+def test_prompts_are_written_for_each_task_and_unknown_settings_are_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     for name in ("b", "a"):
         write_task(tmp_path / "tasks" / name, environment="")
     prompts = tmp_path / "prompts.jsonl"
@@ -149,10 +151,54 @@ def test_prompts_are_written_for_each_task_and_unknown_settings_are_named(tmp_pa
     lines = [json.loads(line) for line in prompts.read_text().splitlines()]
     assert lines == [{"prompt": "2+2=", "harbor": str(tmp_path / "tasks" / name)} for name in ("a", "b")]
     (tmp_path / "tasks/a/steps").mkdir()
-    with pytest.raises(SettingsError, match="tasks/a: steps is not known here"):
-        main([str(tmp_path / "tasks"), str(prompts)])
+    assert main([str(tmp_path / "tasks"), str(tmp_path / "others.jsonl")]) == 2
+    assert capsys.readouterr().err.endswith("tasks/a: steps is not known here\n")
     with pytest.raises(SettingsError, match="No such file"):
         read_task(tmp_path, offline=True)
+
+
+def test_prompts_of_before_are_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_task(tmp_path / "tasks/a")
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text("mine")
+    assert main([str(tmp_path / "tasks"), str(prompts)]) == 2
+    assert capsys.readouterr().err == f"{prompts} exists; give another file, or delete it\n"
+    assert prompts.read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["absent", "tasks/a"])
+def test_a_directory_without_tasks_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    write_task(tmp_path / "tasks/a")
+    assert main([str(tmp_path / name), str(tmp_path / "prompts.jsonl")]) == 2
+    assert capsys.readouterr().err.startswith(f"there is no task in {tmp_path / name}: ")
+    assert not (tmp_path / "prompts.jsonl").exists()
+
+
+@pytest.mark.parametrize(
+    ("file", "data", "says"),
+    [
+        ("task.toml", b"[environment", "task.toml: "),
+        ("task.toml", b"\xff", "task.toml: 'utf-8' codec"),
+        ("task.toml", b'environment = "x"', "task.toml: "),
+        (
+            "task.toml",
+            b'[verifier]\ntimeout_sec = "long"',
+            "task.toml: could not convert string to float: 'long'",
+        ),
+        ("task.toml", b"[verifier]\nenv = 3", "task.toml: "),
+        ("instruction.md", b"\xff", "instruction.md: 'utf-8' codec"),
+    ],
+)
+def test_a_file_of_a_task_that_cannot_be_read_is_named(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, data: bytes, says: str
+) -> None:
+    write_task(tmp_path / "tasks/a")
+    (tmp_path / "tasks/a" / file).write_bytes(data)
+    assert main([str(tmp_path / "tasks"), str(tmp_path / "prompts.jsonl")]) == 2
+    assert capsys.readouterr().err.startswith(f"Harbor task {tmp_path / 'tasks/a'}: {says}")
+    assert not (tmp_path / "prompts.jsonl").exists()
 
 
 def test_a_sandbox_and_a_task_are_needed() -> None:

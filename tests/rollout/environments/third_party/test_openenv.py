@@ -114,6 +114,43 @@ async def test_pings_of_the_server_are_answered_while_the_model_generates(render
     assert sample.reward == 1.0
 
 
+async def test_prompts_are_written_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    async with openenv_peer(seen("up")) as config:
+        words = [config.options["url"], str(prompts), "1", "heard"]
+        assert await asyncio.to_thread(main, words) == 0
+        assert json.loads(prompts.read_text()) == {"prompt": "up", "reset": {"seed": 0}}
+        assert await asyncio.to_thread(main, words) == 2
+    assert capsys.readouterr().err == f"{prompts} exists; give another file, or delete it\n"
+
+
+async def test_a_server_that_rejects_the_reset_leaves_no_prompts(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    prompts = tmp_path / "prompts.jsonl"
+    async with openenv_peer(failed("VALIDATION_ERROR")) as config:
+        url = config.options["url"]
+        assert await asyncio.to_thread(main, [url, str(prompts), "1"]) == 2
+    assert capsys.readouterr().err.startswith(f"the OpenEnv server {url}: ")
+    assert not prompts.exists()
+
+
+@pytest.mark.parametrize(
+    ("url", "count", "says"),
+    [
+        ("http://127.0.0.1:1", "2", "the OpenEnv server http://127.0.0.1:1: Cannot connect"),
+        ("http://[", "2", "the OpenEnv server http://[: "),
+        ("http://127.0.0.1:1", "0", "Plays an environment"),
+    ],
+)
+def test_prompts_that_cannot_be_requested_leave_no_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str, count: str, says: str
+) -> None:
+    assert main([url, str(tmp_path / "prompts.jsonl"), count]) == 2
+    assert capsys.readouterr().err.startswith(says)
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.slow
 async def test_a_server_of_openenv_plays_and_writes_prompts(renderer: Renderer, tmp_path: Path) -> None:
     """`make .venv-openenv/.ready` sets up the environment that it needs."""
