@@ -73,13 +73,9 @@ def rerun(
     if directory.exists():
         raise SettingsError(f"{directory} is there already: give another --run-dir")
     recorded = RecordedRun(settings, range(MAX_STEPS))
-    made = len(recorded.steps)
-    to = made if to is None else to
-    if not 0 <= to <= made:
-        raise SettingsError(f"--to {to}: {settings.run_dir} has versions 0 to {made}")
-    end = made if overrides else to
+    to, end = _last_versions(recorded, to, is_fork=bool(overrides))
     recorded.settings = settings = _settings_up_to(recorded, end)
-    forked = overridden_settings(settings, overrides, recorded.file_of(0)) if overrides and made else settings
+    forked = overridden_settings(settings, overrides, recorded.file_of(0)) if overrides else settings
     target = dataclasses.replace(forked, run=dataclasses.replace(forked.run, dir=str(directory.absolute())))
     with directory_written_aside(directory) as draft:
         dump_settings(target, draft / SETTINGS)
@@ -100,6 +96,21 @@ def rerun(
     }
 
 
+def _last_versions(recorded: RecordedRun, to: int | None, *, is_fork: bool) -> tuple[int, int]:
+    """Return the last version to repeat, by default the run's last one, and the new run's last version.
+
+    Raises:
+        SettingsError: the run has no such version, or the new run would have no step.
+    """
+    run_dir, made = recorded.settings.run_dir, len(recorded.steps)
+    if not made:
+        raise SettingsError(f"{run_dir} cannot be made again: no step of it is in its log")
+    to, first = made if to is None else to, 0 if is_fork else 1
+    if not first <= to <= made:
+        raise SettingsError(f"--to {to}: give a version from {first} to {made} of {run_dir}")
+    return to, made if is_fork else to
+
+
 def _settings_up_to(recorded: RecordedRun, end: int) -> Settings:
     """Return the common settings of all steps up to version `end`.
 
@@ -112,7 +123,7 @@ def _settings_up_to(recorded: RecordedRun, end: int) -> Settings:
             f"{recorded.settings.run_dir} cannot be made again beyond version {change[0]}, nor be forked: "
             f"later steps were made under other settings: {change[1]}"
         )
-    return recorded.settings_of(0) if end else recorded.settings
+    return recorded.settings_of(0)
 
 
 class Rerun:
@@ -211,7 +222,7 @@ class Rerun:
         }
         bodies = list[bytes]()
         with (self._settings.run_dir / LOG).open("rb") as lines:
-            for line in lines if made else ():
+            for line in lines:
                 event = json.loads(line)
                 event.pop(hash_chain.LINK, None)
                 if event["event"] == "commit" and (key := (event["step"], event["epoch"])) in made:

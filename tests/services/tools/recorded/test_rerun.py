@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from protocol.errors import SettingsError, TetherError
+from services.ledger.event_log.hash_chain import damaged_lines
 from services.run_record.end import describe_ended_run
 from services.settings.load import dump_settings, run_settings
 from services.settings.resume import Change, keep_earlier
@@ -57,6 +58,17 @@ def test_rerun_of_an_asynchronous_run_is_equal_and_can_be_forked(tmp_path: Path)
     why = describe_ended_run(run_settings(fork))["why"]
     assert why == f"fork of {run_dir} from version {TO} on, with algorithm.clip_high=0.01"
 
+    for to, overrides, versions in (
+        (0, [], "1 to 8"), (-1, [], "1 to 8"), (-1, ["algorithm.clip_high=0.01"], "0 to 8"), (9, [], "1 to 8")
+    ):  # fmt: skip
+        with pytest.raises(SettingsError, match=rf"--to {to}: give a version from {versions} of .*run"):
+            rerun(run_settings(run_dir), to, tmp_path / "none", overrides)
+        assert not (tmp_path / "none").exists()
+
+    whole = tmp_path / "whole"  # a fork has steps also from version 0 on
+    assert rerun(run_settings(run_dir), 0, whole, ["algorithm.clip_high=0.01"])["forked"] == STEPS
+    assert list(damaged_lines(whole / "audit.jsonl")) == list(damaged_lines(whole / "metrics.jsonl")) == []
+
     other_seed = settings_for(run_dir, "demo.toml", *OVERRIDES, *TWO_TURNS, "trainer.seed=1")
     with pytest.raises(TetherError, match=r"group \d+, sample \d+, token .* was generated"):
         rerun(other_seed, TO, tmp_path / "other")
@@ -72,6 +84,15 @@ def test_rerun_of_an_asynchronous_run_is_equal_and_can_be_forked(tmp_path: Path)
         rerun(run_settings(run_dir), 3, tmp_path / "third")
     facts = rerun(run_settings(run_dir), 2, tmp_path / "third")
     assert (facts["steps"], facts["equal"]) == (2, 2)
+
+
+def test_rerun_refuses_a_run_without_steps(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+    run_dir.mkdir()
+    (run_dir / "audit.jsonl").touch()
+    with pytest.raises(SettingsError, match=r"run cannot be made again: no step of it is in its log"):
+        rerun(settings_for(run_dir, "demo.toml", *OVERRIDES, *TWO_TURNS), None, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
 
 
 @pytest.mark.parametrize(
