@@ -128,6 +128,7 @@ async def run_up(settings: Settings, progress: Progress, compose: Callable[[], S
         TetherError: a service died too often, or the run halted; no process is left running.
     """
     run_dir = settings.run_dir
+    refuse_made_from_record(run_dir)  # before anything is written
     check_directory(run_dir)
     (run_dir / "logs").mkdir(parents=True, exist_ok=True)
     with run_lock(run_dir):
@@ -153,7 +154,6 @@ async def _run_prepared(
         progress: reports to the user.
     """
     run_dir = settings.run_dir
-    refuse_made_from_record(run_dir)
     async with _ledger_server(settings) as server:
         url = server.url if server else settings.ledger.url
         async with open_ledger(replace(settings, ledger=replace(settings.ledger, url=url))) as ledger:

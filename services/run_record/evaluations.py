@@ -143,9 +143,10 @@ def counted_evaluations(run_dir: Path, *new: Evaluation) -> list[Evaluation]:
 
 
 def latest_evaluations(run_dir: Path) -> list[Evaluation]:
-    """Return the last line of each set for the version scored last; empty without scores."""
-    found = list(read_evaluations(run_dir))
-    return list({e.set: e for e in found if e.version == found[-1].version}.values()) if found else []
+    """Return the last line of each set for the newest version that counts; empty without scores."""
+    found = counted_evaluations(run_dir)  # the evaluator may have scored older versions later
+    newest = max((row.version for row in found), default=None)
+    return [row for row in found if row.version == newest]
 
 
 def due_versions(interval: int, first: int, last: int) -> list[int]:

@@ -125,16 +125,17 @@ def step_facts(run_dir: Path, is_over: bool = False) -> dict[str, Any]:
 
     Returns:
         `skipped_steps`; `skipped_groups`; `last_step`: reward, rate and staleness of the last step, None
-        before the first; `seconds_per_step`: includes the time since the last step once that is longer, None
-        before two steps; `bottleneck`: a sentence about the last steps (about all steps if the run is over),
-        empty without enough steps.
+        before the first; `seconds_per_step`: unless the run is over, includes the time since the last step
+        once that is longer, None before two steps; `bottleneck`: a sentence about the last steps (about all
+        steps if the run is over), empty without enough steps.
     """
     lines = read_steps(run_dir / FILE)
     skipped = count_skipped(lines)
+    since_s = time.time() - lines[-1].get("time", 0.0) if lines and not is_over else 0.0
     return {
         "skipped_steps": skipped.steps,
         "skipped_groups": skipped.groups,
-        "seconds_per_step": step_seconds(lines, time.time() - lines[-1].get("time", 0.0)) if lines else None,
+        "seconds_per_step": step_seconds(lines, since_s),
         "last_step": {name: lines[-1].get(name) for name in STALENESS} if lines else None,
         "bottleneck": PartTimes(lines if is_over else lines[-RATE_STEPS:]).bottleneck(),
     }

@@ -1,11 +1,9 @@
 """Measures and reports each step, and says why skipped steps halt the run."""
 
 import logging
-import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import msgspec
 
@@ -19,6 +17,7 @@ from trainer.backends.base import StepStats
 from trainer.config import TrainerConfig
 from trainer.peak_flops import model_flops_utilization
 from trainer.step.plan import StepPlan
+from trainer.step.report import measured_report
 from trainer.step.train_command import TrainCommand
 
 log = logging.getLogger("tether.trainer")
@@ -28,41 +27,6 @@ SETTINGS_BY_CAUSE: Mapping[str, str] = {
     "gradient": "optimizer.lr, trainer.dtype, algorithm.advantage_eps, the weights of rewards",
 }
 """Keyword in the cause -> settings to check."""
-PARTS = ("wait", "train", "publish", "checkpoint")
-"""Parts of a step that are timed; other time is `other_s`."""
-Part = Literal["wait", "train", "publish", "checkpoint", "drafts"]
-
-
-class StepClock:
-    """Timer for the consecutive parts of a step; time outside all parts counts as other time."""
-
-    def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
-        """Start the timer; `now` returns seconds."""
-        self._now = now
-        self._last = now()
-        self._seconds: dict[str, float] = {}
-
-    @contextmanager
-    def part(self, name: Part) -> Iterator[None]:
-        """Time the block as a part. Blocks must not overlap, except "drafts" within "wait"."""
-        began = self._now()
-        try:
-            yield
-        finally:
-            self._seconds[name] = self._seconds.get(name, 0.0) + self._now() - began
-
-    def lap(self) -> dict[str, float]:
-        """Return the seconds since the last lap or the start, and begin the next lap.
-
-        The keys are fields of `StepReport`: `step_s`, one for each part, and `drafts_s` if that part
-        occurred.
-        """
-        now = self._now()
-        step_s, self._last = now - self._last, now
-        seconds, self._seconds = self._seconds, {}
-        drafts = {"drafts_s": seconds.pop("drafts")} if "drafts" in seconds else {}
-        parts = {f"{part}_s": seconds.get(part, 0.0) for part in PARTS}
-        return {"step_s": step_s, **parts, "other_s": step_s - sum(seconds.values()), **drafts}
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,29 +102,20 @@ class StepReporter:
         }
         lengths = [tokens for group in step.dropped_lengths for tokens in group]
         mismatch = excess_mismatch(step.taken.step, step.stats, self._process.settings.trainer)
-        values, tokens = {**step.stats.measured(), **times}, step.plan.stats.step_tokens
-        values.pop("warnings", None)
         warnings = step.stats.warnings + ((mismatch,) if mismatch else ()) + warnings
         return msgspec.structs.replace(
-            step.plan.stats,
-            epoch=epoch,
+            measured_report(step.plan, step.stats, epoch=epoch, groups=len(step.taken.groups), times=times),
             wasted_tokens=status.wasted_tokens - before.wasted_tokens + step.plan.stats.masked_tokens,
-            groups=len(step.taken.groups),
             dropped_groups=status.dropped - before.dropped,
             dropped_by_reason=_increase(before.dropped_by_reason, status.dropped_by_reason),
             dropped_length_mean=sum(lengths) / len(lengths) if lengths else None,
             dropped_length_groups=len(step.dropped_lengths),
-            tokens_per_s=tokens / times["step_s"] if times["step_s"] > 0 else None,
-            train_tokens_per_s=tokens / times["train_s"] if times["train_s"] > 0 else None,
             mfu=model_flops_utilization(step.flops, times["train_s"], self._devices),
             pause_ms=pause_ms,
-            time=time.time(),
             engine_busy=busy[Role.ROLLOUT],
             reward_busy=busy[Role.REWARD],
-            batch_digest=step.plan.digest,
             **self._filtered(status, before, len(step.taken.groups)),
             warnings=warnings,
-            **values,
         )
 
     def _filtered(self, status: LedgerStatus, before: LedgerStatus, groups_taken: int) -> dict[str, Any]:

@@ -38,8 +38,9 @@ from services.trainer.lockstep import find_misplaced_group, wait_for_groups_befo
 from services.trainer.model_runner import ModelRunner
 from services.trainer.open_run import ModelVersion, OpenRun
 from services.trainer.snapshots import Snapshots
-from services.trainer.step_report import SkipLimit, StepClock, StepReporter, TrainedStep, excess_mismatch
+from services.trainer.step_report import SkipLimit, StepReporter, TrainedStep, excess_mismatch
 from services.trainer.takeover import announce, publish, reclaim
+from trainer.step.report import StepClock
 from trainer.storage.stored import MissingRecords
 
 log = logging.getLogger("tether.trainer")

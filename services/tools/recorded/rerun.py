@@ -28,6 +28,7 @@ from services.ledger.event_log.archiver import FILE as LOG
 from services.preflight.sampling import rerun_obstacles
 from services.run_record.end import PARENT, Parent
 from services.run_record.steps import FILE as STEPS
+from services.run_record.steps import StepLog
 from services.runtime.user_modules import add_user_modules
 from services.settings.load import FILE as SETTINGS
 from services.settings.load import dump_settings
@@ -38,6 +39,7 @@ from services.tools.recorded.run import RecordedRun
 from services.tools.replay import leading, overridden_settings, save_state
 from trainer.execution.commands import CopyWeightsCommand, DigestWeightsCommand, RestoreCommand
 from trainer.execution.executor import Executor
+from trainer.step.report import StepClock, measured_report
 from trainer.step.train_command import TrainCommand, decode_scored
 from trainer.storage.archive import Archive
 from trainer.storage.hf_export import write_hf
@@ -46,6 +48,11 @@ from trainer.storage.stored import StoredMessage
 MAX_STEPS = 10**9
 ARCHIVE_MB = 1 << 30
 """Limit of the archive's size, large enough for all steps."""
+DROPS = (
+    "wasted_tokens", "dropped_groups", "dropped_by_reason", "dropped_length_mean", "dropped_length_groups",
+    "filtered_groups", "filtered_tokens", "filtered_share",
+)  # fmt: skip
+"""Fields of a step's line about dropped groups. They are not generated again, but remain in the log."""
 
 
 def rerun(
@@ -73,13 +80,9 @@ def rerun(
     if directory.exists():
         raise SettingsError(f"{directory} is there already: give another --run-dir")
     recorded = RecordedRun(settings, range(MAX_STEPS))
-    made = len(recorded.steps)
-    to = made if to is None else to
-    if not 0 <= to <= made:
-        raise SettingsError(f"--to {to}: {settings.run_dir} has versions 0 to {made}")
-    end = made if overrides else to
+    to, end = _last_versions(recorded, to, is_fork=bool(overrides))
     recorded.settings = settings = _settings_up_to(recorded, end)
-    forked = overridden_settings(settings, overrides, recorded.file_of(0)) if overrides and made else settings
+    forked = overridden_settings(settings, overrides, recorded.file_of(0)) if overrides else settings
     target = dataclasses.replace(forked, run=dataclasses.replace(forked.run, dir=str(directory.absolute())))
     with directory_written_aside(directory) as draft:
         dump_settings(target, draft / SETTINGS)
@@ -100,6 +103,21 @@ def rerun(
     }
 
 
+def _last_versions(recorded: RecordedRun, to: int | None, *, is_fork: bool) -> tuple[int, int]:
+    """Return the last version to repeat, by default the run's last one, and the new run's last version.
+
+    Raises:
+        SettingsError: the run has no such version, or the new run would have no step.
+    """
+    run_dir, made = recorded.settings.run_dir, len(recorded.steps)
+    if not made:
+        raise SettingsError(f"{run_dir} cannot be made again: no step of it is in its log")
+    to, first = made if to is None else to, 0 if is_fork else 1
+    if not first <= to <= made:
+        raise SettingsError(f"--to {to}: give a version from {first} to {made} of {run_dir}")
+    return to, made if is_fork else to
+
+
 def _settings_up_to(recorded: RecordedRun, end: int) -> Settings:
     """Return the common settings of all steps up to version `end`.
 
@@ -112,7 +130,7 @@ def _settings_up_to(recorded: RecordedRun, end: int) -> Settings:
             f"{recorded.settings.run_dir} cannot be made again beyond version {change[0]}, nor be forked: "
             f"later steps were made under other settings: {change[1]}"
         )
-    return recorded.settings_of(0) if end else recorded.settings
+    return recorded.settings_of(0)
 
 
 class Rerun:
@@ -123,6 +141,7 @@ class Rerun:
         self._recorded, self._directory = recorded, directory
         self._settings = recorded.settings
         self._archive = Archive(directory / "archive", ARCHIVE_MB)
+        self._lines, self._clock = StepLog(directory / STEPS), StepClock()
         self._versions = dict[int, dict[str, torch.Tensor]]()
         self.digests = list[int]()
         """Digest of the weights after each step."""
@@ -133,9 +152,11 @@ class Rerun:
         replayer = RolloutReplayer(settings, self._versions.__getitem__)
         with leading(settings) as executor:
             async with ScorePool(settings.reward, add_user_modules(settings)) as pool:
+                self._clock.lap()  # loading the models is no part of a step
                 for step in range(to):
                     self._store_version(executor, step)
-                    records = [await self._scored(replayer, one, pool) for one in self._groups(step)]
+                    with self._clock.part("wait"):
+                        records = [await self._scored(replayer, one, pool) for one in self._groups(step)]
                     command = self._recorded.command(step)
                     command = msgspec.structs.replace(
                         command, records=[encode_payload(one) for one in records]
@@ -170,21 +191,21 @@ class Rerun:
     def _train(self, executor: Executor, settings: Settings, command: TrainCommand) -> None:
         """Make a step; write its records and its line of metrics.jsonl."""
         torch.set_num_threads(settings.trainer.threads)
-        plan, stats = executor.train(command)
+        with self._clock.part("train"):
+            plan, stats = executor.train(command)
         self.digests.append(executor.lead(DigestWeightsCommand(settings.engine.dtype)))
-        keys = [(group.group, group.token) for group in self._recorded.step(command.step).record.groups]
+        record = self._recorded.step(command.step).record
+        keys = [(group.group, group.token) for group in record.groups]
         self._archive.put(
             command.step,
-            [StoredMessage.received(*key, record) for key, record in zip(keys, command.records, strict=True)],
+            [StoredMessage.received(*key, data) for key, data in zip(keys, command.records, strict=True)],
         )
-        report = self._recorded.report(command.step)
-        measured = {
-            **msgspec.structs.asdict(plan.stats),
-            **stats.measured(),
-            "batch_digest": plan.digest,
-        }
-        line = {**report, **{name: value for name, value in measured.items() if name in report}}
-        hash_chain.append(self._directory / STEPS, [msgspec.json.encode(line)], durable=False)
+        report = measured_report(
+            plan, stats, epoch=record.epoch, groups=len(record.groups), times=self._clock.lap()
+        )
+        recorded = self._recorded.report(command.step)
+        drops = {name: recorded[name] for name in DROPS if name in recorded}
+        self._lines.append(msgspec.structs.replace(report, **drops))
 
     def _fork(self, executor: Executor, to: int, end: int, fork_settings: Settings) -> None:
         """Train the recorded groups of the steps from `to` on as the fork, and export the last version."""
@@ -195,6 +216,7 @@ class Rerun:
             save_state(executor, state)
             with leading(fork_settings) as forked:
                 forked.lead(RestoreCommand(state))
+                self._clock.lap()
                 for step in range(to, end):
                     self._train(forked, fork_settings, self._recorded.command(step, fork_settings))
                 self._export(forked, end)
@@ -211,7 +233,7 @@ class Rerun:
         }
         bodies = list[bytes]()
         with (self._settings.run_dir / LOG).open("rb") as lines:
-            for line in lines if made else ():
+            for line in lines:
                 event = json.loads(line)
                 event.pop(hash_chain.LINK, None)
                 if event["event"] == "commit" and (key := (event["step"], event["epoch"])) in made:

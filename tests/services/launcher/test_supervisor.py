@@ -1,6 +1,7 @@
 """Unregisters dead processes: real ones, in the oracle's registry."""
 
 import asyncio
+import io
 import logging
 import os
 import signal
@@ -10,16 +11,22 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import psutil
 import pytest
 
+from protocol.errors import SettingsError
 from protocol.staleness import Bound, Policy
-from services.launcher.supervisor import unregister_dead, unregister_loop
+from services.launcher.supervisor import run_up, unregister_dead, unregister_loop
 from services.ledger.embedded_server import EmbeddedServer
 from services.ledger.interface import Peer, RunSpec
 from services.ledger.redis.ledger import RedisLedger
+from services.run_record.end import PARENT, Parent
+from services.run_record.progress import Progress
 from services.runtime.process import pid_space
+from services.settings.load import dump_settings
 from tests.contracts.memory_ledger.ledger import MemoryLedger
+from tests.integration.loop import settings_for
 from tests.services.bus.harness import eventually
 
 HOUR_MS = 3_600_000
@@ -132,3 +139,13 @@ async def test_a_ledger_that_is_away_delays_it_to_the_next_exit(
     assert list(await ledger.peers()) == []
     await ledger.close()
     await server.stop()
+
+
+async def test_a_rerun_is_not_continued_and_nothing_is_written_there(tmp_path: Path) -> None:
+    (tmp_path / PARENT).write_bytes(msgspec.json.encode(Parent("runs/a", 5)))
+    settings = settings_for(tmp_path, "demo.toml")
+    dump_settings(settings, tmp_path / "settings.json")
+    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    with pytest.raises(SettingsError, match="cannot be continued: it is runs/a made again, up to version 5"):
+        await run_up(settings, Progress(tmp_path, 3, io.StringIO()), lambda: settings)
+    assert {path: path.read_bytes() for path in tmp_path.iterdir()} == before

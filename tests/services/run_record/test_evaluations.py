@@ -136,6 +136,19 @@ def test_facts_are_the_sets_of_the_latest_version_and_the_best(tmp_path: Path) -
     assert lines[3] == "best: version 4, math greedy 0.500, in exports/best_step_00000004"
 
 
+def test_the_latest_evaluations_are_of_the_newest_version_that_counts(tmp_path: Path) -> None:
+    assert latest_evaluations(tmp_path) == []
+    for version in (0, 6, 2, 4):  # the evaluator catches up on 2 and 4
+        append_evaluation(tmp_path, Evaluation(version=version, set="math", epoch="e1"))
+    assert [row.version for row in latest_evaluations(tmp_path)] == [6]
+    log = StepLog(tmp_path / "metrics.jsonl")
+    for step in range(6):
+        log.append(report(step, "e1"))
+    log.append(report(2, "e2"))
+    append_evaluation(tmp_path, Evaluation(version=0, set="code", epoch="e2"))
+    assert [row.version for row in latest_evaluations(tmp_path)] == [2]  # a rewind abandoned 4 and 6
+
+
 def put_scores(run_dir: Path, *scores: tuple[int, float | None, float | None], **fields: str) -> None:
     for version, greedy, error in scores:
         row = Evaluation(version=version, set="math", greedy=greedy, greedy_stderr=error, time=7.0, **fields)  # type: ignore[arg-type]

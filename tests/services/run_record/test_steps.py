@@ -7,6 +7,7 @@ import io
 import resource
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from protocol.codec import encode_payload
@@ -191,6 +192,14 @@ def test_a_skipped_step_is_counted_for_the_page_also_in_a_wider_point(tmp_path: 
         assert [item["text"] for item in history.warnings()] == [
             f"Step 1 was skipped and changed no weights: {NAN}."
         ]
+
+
+def test_the_time_since_the_last_step_counts_only_while_the_run_is_on(tmp_path: Path) -> None:
+    log = StepLog(tmp_path / "metrics.jsonl")
+    for step in range(3):
+        log.append(msgspec.structs.replace(report(step), time=1e9 + 2 * step))  # long ago
+    assert step_facts(tmp_path, is_over=True)["seconds_per_step"] == 2
+    assert step_facts(tmp_path)["seconds_per_step"] > 1e6
 
 
 @pytest.mark.parametrize("step", ["true", "-1", '"1"', "1.5", "9007199254740992"])

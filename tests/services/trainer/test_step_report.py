@@ -1,4 +1,4 @@
-"""Tests the report of a step: its times, counts, nulls and warnings; and when skipped steps halt."""
+"""Tests the report of a step: its counts, nulls and warnings; and when skipped steps halt."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -14,7 +14,6 @@ from services.runtime.process import Process
 from services.settings.sections import Settings
 from services.trainer.step_report import (
     SkipLimit,
-    StepClock,
     StepReporter,
     TrainedStep,
     excess_mismatch,
@@ -157,28 +156,6 @@ def test_report_counts_groups_without_signal_where_they_are_filtered() -> None:
     assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (3, 70, 1.0)
     found = report(filtering, status=now)
     assert (found.filtered_groups, found.filtered_tokens, found.filtered_share) == (0, 0, 0.0)
-
-
-def test_parts_and_the_rest_are_the_time_between_two_laps() -> None:
-    times = iter([0.0, 1.0, 1.5, 2.5, 3.0, 3.5, 7.5, 8.0, 9.0, 10.0, 20.0, 21.0, 22.0])
-    clock = StepClock(lambda: next(times))
-    with clock.part("wait"), clock.part("drafts"):  # 1 to 3, and 1.5 to 2.5 of it
-        pass
-    with pytest.raises(ValueError, match="x"), clock.part("train"):  # 3.5 to 7.5, also if it fails
-        raise ValueError("x")
-    with clock.part("wait"):  # 8 to 9
-        pass
-    first = clock.lap()
-    assert first == {
-        "step_s": 10.0, "wait_s": 3.0, "train_s": 4.0, "publish_s": 0.0, "checkpoint_s": 0.0, "other_s": 3.0,
-        "drafts_s": 1.0,
-    }  # fmt: skip
-    with clock.part("checkpoint"):  # 20 to 21
-        pass
-    second = clock.lap()
-    assert second == {
-        "step_s": 12.0, "wait_s": 0.0, "train_s": 0.0, "publish_s": 0.0, "checkpoint_s": 1.0, "other_s": 11.0,
-    }  # fmt: skip
 
 
 def test_halt_cause_names_cause_and_likely_settings() -> None:
