@@ -104,7 +104,8 @@ def read_status(run_dir: Path) -> Facts:
             facts["why"] += f"; {ELSEWHERE}"
         return facts
     try:
-        facts = _call(settings, collect_status) | step_facts(run_dir)
+        facts = _call(settings, collect_status)
+        facts |= step_facts(run_dir, is_over=facts["run_state"] == "done")
     except Unavailable:
         facts = describe_ended_run(settings)
         if facts["run_state"] == "done" or facts["run_state"].startswith("halted"):
