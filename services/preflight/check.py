@@ -40,7 +40,7 @@ from services.preflight.model import (
 from services.preflight.own_code import own_code_problems
 from services.preflight.problem import Problem, refusals
 from services.preflight.rewards import reward_gpu_problems, trial_problems, verifier_problems
-from services.preflight.roles import algorithm_problems, role_problems
+from services.preflight.roles import algorithm_problems, role_problems, unused_problems
 from services.preflight.sampling import (
     determinism_problems,
     distribution_problems,
@@ -86,7 +86,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     modules = add_user_modules(settings)
     problems = [*distribution_problems(settings.sampling), *group_problems(settings)]
     problems += [*length_problems(settings), *determinism_problems(settings)]
-    problems += session_endpoint_problems(settings)
+    problems += [*session_endpoint_problems(settings), *unused_problems(settings)]
     problems += refusals(_check_environment, settings)
     source: PromptSource | None = None
     model: ModelFacts | None = None
