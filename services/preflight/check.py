@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from protocol.host.hub import check_upload
+from reward.config import VerifierConfig
 from rollout.config import EnvironmentConfig
 from rollout.environments.command import Command
 from rollout.environments.registry import ON_DATA, make_environment
@@ -164,7 +165,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"tensor {engine.tensor_parallel_size}{_on_gpus(services.rollout_gpus)}; "
         f"weights by {settings.weights.transport}",
         f"reward   {services.rewards} worker(s): "
-        + (", ".join(verifier.name for verifier in settings.reward.verifiers) or "the environment's"),
+        + (", ".join(map(_score, settings.reward.verifiers)) or "the environment's"),
         *(
             f"{role:<8} {settings.role_dir(role)}, not trained"
             for role in FROZEN_ROLES
@@ -246,6 +247,13 @@ def _first_prompt(settings: Settings, model: ModelFacts, prompts: Sequence[Promp
             more = f" and {hidden:,} more characters" if hidden > 0 else ""
             return json.dumps(text[:MAX_SHOWN_CHARACTERS], ensure_ascii=not text.isprintable()) + more
     return "none"
+
+
+def _score(verifier: VerifierConfig) -> str:
+    """Describe a score of the reward: its name, and verifier and weight if they differ from the default."""
+    shown = [verifier.name] if verifier.component != verifier.name else []
+    shown += [f"weight {verifier.weight:g}"] if verifier.weight != VerifierConfig().weight else []
+    return verifier.component + (f" ({', '.join(shown)})" if shown else "")
 
 
 def _separate_models(settings: Settings) -> str:
