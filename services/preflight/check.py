@@ -16,6 +16,7 @@ from rollout.prompts.base import Prompt, PromptSource, source_settings
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from rollout.render import PromptTooLong
+from services.observability.printable import printable
 from services.preflight.critic import critic_problems
 from services.preflight.data import (
     character_problems,
@@ -245,7 +246,7 @@ def _first_prompt(settings: Settings, model: ModelFacts, prompts: Sequence[Promp
             text = rendered_prompt(settings, model, prompt)
             hidden = len(text) - MAX_SHOWN_CHARACTERS
             more = f" and {hidden:,} more characters" if hidden > 0 else ""
-            return json.dumps(text[:MAX_SHOWN_CHARACTERS], ensure_ascii=not text.isprintable()) + more
+            return printable(json.dumps(text[:MAX_SHOWN_CHARACTERS], ensure_ascii=False)) + more
     return "none"
 
 
