@@ -261,9 +261,7 @@ class Renderer:
         strings = (*self._config.stop, *extra_stops)
 
         def stops(count: int) -> bool:
-            text = self._tokenizer.decode(
-                list(tokens[:count]), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
+            text = self.with_special(tokens[:count])
             return any(stop in text for stop in strings)
 
         if not stops(len(tokens)):
@@ -272,9 +270,12 @@ class Renderer:
 
     def marked(self, tokens: tuple[int, ...]) -> str:
         """Detokenize with special tokens, except a final stop token."""
-        kept = tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens
+        return self.with_special(tokens[:-1] if tokens and tokens[-1] in self.stop_token_ids else tokens)
+
+    def with_special(self, tokens: tuple[int, ...]) -> str:
+        """Detokenize with special tokens."""
         text: str = self._tokenizer.decode(
-            list(kept), skip_special_tokens=False, clean_up_tokenization_spaces=False
+            list(tokens), skip_special_tokens=False, clean_up_tokenization_spaces=False
         )
         return text
 

@@ -42,17 +42,23 @@ def read_config(model_dir: Path) -> dict[str, Any]:
     return read_object(path, str(path), kind=EngineSettingsError)
 
 
+def check_positions(config: EngineConfig, model: Mapping[str, Any], model_dir: Path) -> None:
+    """Check that the model has the positions of `max_model_len`. Raises EngineSettingsError."""
+    positions = model.get("max_position_embeddings")
+    if isinstance(positions, int) and config.max_model_len > positions:
+        raise EngineSettingsError(
+            f"max_model_len {config.max_model_len} exceeds the {positions} positions of {model_dir}; set "
+            f"engine.max_model_len to {positions} or less"
+        )
+
+
 def check_fits(config: EngineConfig, model: dict[str, Any], model_dir: Path) -> None:
     """Check the engine's settings against the model's config.
 
     Raises:
         EngineSettingsError: a setting does not fit the model; the message names it.
     """
-    positions = model.get("max_position_embeddings")
-    if isinstance(positions, int) and config.max_model_len > positions:
-        raise EngineSettingsError(
-            f"max_model_len {config.max_model_len} exceeds the {positions} positions of {model_dir}"
-        )
+    check_positions(config, model, model_dir)
     heads = int(model.get("num_attention_heads") or 0)
     if heads and heads % config.tensor_parallel_size:
         raise EngineSettingsError(

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from protocol.errors import SettingsError
 from protocol.host.hub import check_upload
+from reward.config import VerifierConfig
 from rollout.config import EnvironmentConfig
 from rollout.environments.command import Command
 from rollout.environments.registry import ON_DATA, make_environment
@@ -15,6 +16,7 @@ from rollout.prompts.base import Prompt, PromptSource, source_settings
 from rollout.prompts.held_out import held_out_sets
 from rollout.prompts.registry import make_source
 from rollout.render import PromptTooLong
+from services.observability.printable import printable
 from services.preflight.critic import critic_problems
 from services.preflight.data import (
     character_problems,
@@ -40,7 +42,7 @@ from services.preflight.model import (
 from services.preflight.own_code import own_code_problems
 from services.preflight.problem import Problem, refusals
 from services.preflight.rewards import reward_gpu_problems, trial_problems, verifier_problems
-from services.preflight.roles import algorithm_problems, role_problems
+from services.preflight.roles import algorithm_problems, role_problems, unused_problems
 from services.preflight.sampling import (
     determinism_problems,
     distribution_problems,
@@ -86,7 +88,7 @@ def check_run(settings: Settings, *, local: bool = False) -> Findings:
     modules = add_user_modules(settings)
     problems = [*distribution_problems(settings.sampling), *group_problems(settings)]
     problems += [*length_problems(settings), *determinism_problems(settings)]
-    problems += session_endpoint_problems(settings)
+    problems += [*session_endpoint_problems(settings), *unused_problems(settings)]
     problems += refusals(_check_environment, settings)
     source: PromptSource | None = None
     model: ModelFacts | None = None
@@ -164,7 +166,7 @@ def describe_run(settings: Settings, model: ModelFacts, source: PromptSource) ->
         f"tensor {engine.tensor_parallel_size}{_on_gpus(services.rollout_gpus)}; "
         f"weights by {settings.weights.transport}",
         f"reward   {services.rewards} worker(s): "
-        + (", ".join(verifier.name for verifier in settings.reward.verifiers) or "the environment's"),
+        + (", ".join(map(_score, settings.reward.verifiers)) or "the environment's"),
         *(
             f"{role:<8} {settings.role_dir(role)}, not trained"
             for role in FROZEN_ROLES
@@ -244,8 +246,15 @@ def _first_prompt(settings: Settings, model: ModelFacts, prompts: Sequence[Promp
             text = rendered_prompt(settings, model, prompt)
             hidden = len(text) - MAX_SHOWN_CHARACTERS
             more = f" and {hidden:,} more characters" if hidden > 0 else ""
-            return json.dumps(text[:MAX_SHOWN_CHARACTERS], ensure_ascii=not text.isprintable()) + more
+            return printable(json.dumps(text[:MAX_SHOWN_CHARACTERS], ensure_ascii=False)) + more
     return "none"
+
+
+def _score(verifier: VerifierConfig) -> str:
+    """Describe a score of the reward: its name, and verifier and weight if they differ from the default."""
+    shown = [verifier.name] if verifier.component != verifier.name else []
+    shown += [f"weight {verifier.weight:g}"] if verifier.weight != VerifierConfig().weight else []
+    return verifier.component + (f" ({', '.join(shown)})" if shown else "")
 
 
 def _separate_models(settings: Settings) -> str:

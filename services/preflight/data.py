@@ -119,7 +119,7 @@ def rendered_prompt(settings: Settings, model: ModelFacts, prompt: Prompt) -> st
         SettingsError: the prompt cannot be rendered.
     """
     renderer = _renderer(settings, model)
-    return "".join(map(renderer.piece, renderer.prompt_tokens(prompt)))
+    return renderer.with_special(renderer.prompt_tokens(prompt))
 
 
 def describe_tools(settings: Settings, model: ModelFacts) -> list[str]:

@@ -117,9 +117,6 @@ def model_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
 def adapter_problems(settings: Settings, model: ModelFacts) -> Iterator[Problem]:
     """Yield reasons why the model cannot have the adapters of `[lora]`, or start from `lora.path`."""
     lora = settings.lora
-    if lora.path and not lora.rank:
-        cause, remedy = "it is the adapter that training starts from, and lora.rank is 0", "set lora.rank"
-        yield Problem(cause, remedy, "lora.path", lora.path)
     if not (lora.rank and model.shapes):  # missing weights are reported elsewhere
         return
     problems = [*refusals(lambda: check_peft(adapter_targets(model.shapes, lora), lora))]

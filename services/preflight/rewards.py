@@ -17,7 +17,7 @@ from rollout.prompts.base import Prompt
 from services.preflight.problem import Problem, refusals
 from services.settings.processes import gpu_list
 from services.settings.sections import Settings
-from trainer.algorithms.registry import check_turn_scores
+from trainer.algorithms.registry import ALGORITHMS, DISTILLATION, check_turn_scores
 
 ENTRY_FIELDS = {"reasoning_gym": ("family", "entry")}
 """Verifier -> metadata fields that it needs, if no option names them."""
@@ -38,6 +38,13 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
             "name a verifier, or constant for an algorithm without rewards",
             "reward.verifiers",
             [],
+        )
+    elif _is_always_zero(settings):
+        yield Problem(
+            "the weights of all scores are 0, so every reward would be 0, and nothing would be learned",
+            "give one a weight",
+            "reward.verifiers",
+            [verifier.component for verifier in settings.reward.verifiers],
         )
     yield from refusals(check_names, settings.reward)
     scorers = primaries(settings.reward)
@@ -60,6 +67,19 @@ def verifier_problems(settings: Settings, prompts: list[Prompt]) -> Iterator[Pro
                 )
         if number in scorers and not verifier.fallback:  # with a fallback single failures are allowed
             yield from _wrong_answers(verifier.name, verifier.options, prompts)
+
+
+def _is_always_zero(settings: Settings) -> bool:
+    """Return whether all weights of the reward are 0, and the algorithm learns from rewards alone."""
+    reward, algorithm = settings.reward, settings.algorithm
+    if ALGORITHMS[algorithm.name].on_data or algorithm.name == DISTILLATION:
+        return False
+    weights = [reward.verifiers[number].weight for number in primaries(reward)]
+    if ENVIRONMENTS.get(settings.environment.name, EnvironmentEntry("")).gives_reward:
+        weights.append(reward.environment_weight)
+    if settings.reward_model.path:
+        weights.append(settings.reward_model.weight)
+    return bool(weights) and not any(weights)  # without weights, the fallbacks are wrong
 
 
 def _wrong_answers(name: str, options: dict[str, object], prompts: Sequence[Prompt]) -> Iterator[Problem]:

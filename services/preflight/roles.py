@@ -1,11 +1,14 @@
-"""Finds conflicts with models other than the policy, and models that the algorithm does not use."""
+"""Finds conflicts with models other than the policy, and models and settings that are not used."""
 
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
 from pathlib import Path
 
+from protocol.choices import is_own
 from protocol.errors import SettingsError
 from protocol.host.hub import is_hub_name
+from protocol.weights.lora import LoraConfig
 from rollout.environments.registry import ON_DATA as DATA_ENVIRONMENT
 from rollout.tokenizer_files import vocabulary_of
 from services.preflight.model import ModelFacts, frozen_problems, read_facts
@@ -14,7 +17,10 @@ from services.settings.hub import ROLES, fetch_role
 from services.settings.sections import Settings
 from trainer.algorithms.registry import ALGORITHMS, DISTILLATION
 from trainer.random_model import write_tokenizer
-from trainer.roles.config import FROZEN_ROLES, REWARD_MODEL
+from trainer.roles.config import FROZEN_ROLES, REWARD_MODEL, CriticConfig
+
+Rule = tuple[bool, str, str, Sequence[str]]
+"""Whether settings are unused, why, what would use them, and their names."""
 
 
 def role_problems(settings: Settings, model: ModelFacts | None) -> Iterator[Problem]:
@@ -172,6 +178,81 @@ def _useless_on_data(settings: Settings) -> Iterator[Problem]:
     for setting, (value, needed, why) in requirements.items():
         if value != needed:
             yield Problem(f"with algorithm {algorithm.name!r} {why}", f"set it to {needed!r}", setting, value)
+
+
+def unused_problems(settings: Settings) -> Iterator[Problem]:
+    """Yield the settings that differ from their defaults and belong to something that is off."""
+    defaults = Settings()
+    for is_unused, cause, remedy, names in (*_model_rules(settings), *_algorithm_rules(settings)):
+        for setting in names if is_unused else ():
+            section, name = setting.split(".")
+            value = getattr(getattr(settings, section), name)
+            if value != getattr(getattr(defaults, section), name):
+                shown = list(value) if isinstance(value, tuple) else value
+                yield Problem(
+                    f"it changes nothing, because {cause}", f"{remedy}, or remove the setting", setting, shown
+                )
+
+
+def _model_rules(settings: Settings) -> Sequence[Rule]:
+    style, algorithm = settings.optimizer.lr_decay_style, settings.algorithm.name
+    adapter = [f"lora.{field.name}" for field in fields(LoraConfig)]
+    critic = [f"critic.{field.name}" for field in fields(CriticConfig)]
+    critic = [name for name in critic if name not in ("critic.path", "critic.revision")]  # refused elsewhere
+    return (
+        (not settings.lora.rank, "lora.rank is 0", "set lora.rank", adapter),
+        (not settings.needs_critic, f"algorithm.name {algorithm!r} has no critic", "use ppo", critic),
+        (
+            style == "constant",
+            "optimizer.lr_decay_style is 'constant'",
+            "set optimizer.lr_decay_style",
+            ("optimizer.lr_decay_steps", "optimizer.min_lr"),
+        ),
+        (
+            style != "WSD" and not is_own(style),
+            f"optimizer.lr_decay_style is {style!r}",
+            "set optimizer.lr_decay_style to 'WSD'",
+            ("optimizer.lr_wsd_decay_steps",),
+        ),
+    )
+
+
+def _algorithm_rules(settings: Settings) -> Sequence[Rule]:
+    algorithm, name = settings.algorithm, f"algorithm.name is {settings.algorithm.name!r}"
+    built_in = not is_own(algorithm.name)  # an algorithm of the user can read all of [algorithm]
+    return (
+        (
+            built_in and not settings.needs_critic,
+            name,
+            "use ppo",
+            ("algorithm.gamma", "algorithm.gae_lambda", "algorithm.whiten_advantages"),
+        ),
+        (built_in and algorithm.name != "dr_grpo", name, "use dr_grpo", ("algorithm.length_normalizer",)),
+        (
+            built_in and not algorithm.rejection_level,
+            "algorithm.rejection_level is empty",
+            "set algorithm.rejection_level",
+            ("algorithm.rejection_low", "algorithm.rejection_high"),
+        ),
+        (
+            algorithm.truncated != "shape",
+            f"algorithm.truncated is {algorithm.truncated!r}",
+            "set algorithm.truncated to 'shape'",
+            ("algorithm.overlong_buffer", "algorithm.overlong_length", "algorithm.overlong_penalty"),
+        ),
+        (
+            not algorithm.filter_groups,
+            "algorithm.filter_groups is off",
+            "set algorithm.filter_groups",
+            ("algorithm.max_filtered_batches",),
+        ),
+        (
+            not algorithm.entropy_target,
+            "algorithm.entropy_target is 0",
+            "set algorithm.entropy_target",
+            ("algorithm.entropy_coef_delta", "algorithm.entropy_coef_max"),
+        ),
+    )
 
 
 def _vocabulary_problem(

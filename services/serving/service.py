@@ -16,6 +16,7 @@ from protocol.validation import validated
 from protocol.weights.lora import NO_ADAPTERS
 from rollout.engines.base import Engine, Sampling
 from rollout.engines.registry import make_engine
+from rollout.engines.requests import check_positions, read_config
 from rollout.environments.session import SessionOptions
 from rollout.render import RenderConfig, Renderer
 from rollout.sessions.answers.reader import AnswerReader
@@ -51,8 +52,7 @@ async def serve(serving: Serving, stop: asyncio.Event, announce: Callable[[str],
     key = _key(serving)
     add_user_modules(settings)
     directory = await asyncio.to_thread(fetch_model, settings)
-    if not serving.follows and not any(directory.glob("*.safetensors")):
-        raise SettingsError(f"no safetensors in {directory}: an engine would serve random weights")
+    settings = _fitted(serving, directory)
     renderer = await asyncio.to_thread(Renderer, directory, _rendering(settings))
     options = _options(settings)
     reader = AnswerReader(
@@ -128,6 +128,22 @@ async def follow_loop(engine: Engine, versions: Versions) -> None:
         except WeightError as error:  # the trainer may have removed the version in favour of a newer one
             log.warning("serving.version_failed error=%s", error)
             await asyncio.sleep(RETRY_S)
+
+
+def _fitted(serving: Serving, directory: Path) -> Settings:
+    """Return the settings with a length within the model's positions.
+
+    Raises:
+        SettingsError: a set length is above them, or the model has no weights.
+    """
+    if not serving.follows and not any(directory.glob("*.safetensors")):
+        raise SettingsError(f"no safetensors in {directory}: an engine would serve random weights")
+    config, model = serving.settings.engine, read_config(directory)
+    positions = model.get("max_position_embeddings")
+    if not serving.length_is_given and isinstance(positions, int):
+        config = replace(config, max_model_len=min(config.max_model_len, positions))
+    check_positions(config, model, directory)
+    return replace(serving.settings, engine=config)
 
 
 def _rendering(settings: Settings) -> RenderConfig:

@@ -7,7 +7,7 @@ from pathlib import Path
 from protocol.errors import SettingsError
 from protocol.host.hub import is_hub_name
 from services.serving.exports import newest_export
-from services.settings.load import FILE, compose_settings, run_settings
+from services.settings.load import FILE, compose_settings, is_given, run_settings
 from services.settings.sections import Settings
 from services.settings.sources import to_toml
 
@@ -24,6 +24,8 @@ class Serving:
     """Whether new versions of the settings' run are served when published."""
     key_file: str = ""
     """File with the API key of clients; empty: clients on this machine need no key."""
+    length_is_given: bool = True
+    """Whether engine.max_model_len is set; otherwise the model's positions limit its default."""
     adapters: Mapping[str, Path] = field(default_factory=dict)
     """Name -> PEFT directory of the adapters that requests may use as their model."""
 
@@ -40,6 +42,7 @@ def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
         SettingsError: the source has no model, or is not a run that could be followed.
     """
     path = Path(source)
+    given: tuple[str | None, list[str]]
     if (path / FILE).is_file():
         # the address of the run's own endpoint does not apply to this server
         run_overrides = ["environment.host=127.0.0.1", "environment.advertise=", *overrides]
@@ -52,15 +55,20 @@ def serving_of(source: str, overrides: list[str], follow: bool) -> Serving:
     if follow:
         raise SettingsError(f"--follow: no run in {source}: there is no {FILE}")
     if path.is_file():
-        settings = compose_settings(source, overrides)
+        given = source, overrides
     elif not (path / "config.json").is_file() and not is_hub_name(source):
         raise SettingsError(
             f"{source} is not a run, a settings file or a Hugging Face model: it has neither {FILE} nor "
             "config.json; give one of them, or the name of a model on the hub"
         )
     else:
-        settings = compose_settings(None, [f"model.path={to_toml(source)}", *overrides])
-    return Serving(settings, Path(settings.model.path or settings.run.name).name)
+        given = None, [f"model.path={to_toml(source)}", *overrides]
+    settings = compose_settings(*given)
+    return Serving(
+        settings,
+        Path(settings.model.path or settings.run.name).name,
+        length_is_given=is_given("engine.max_model_len", *given),
+    )
 
 
 def with_adapters(serving: Serving, options: Iterable[str]) -> Serving:

@@ -61,6 +61,25 @@ def compose_settings(
             name.
     """
     environ = os.environ if environ is None else environ
+    values = _given(path, overrides, environ)
+    automatic = split_automatic(values)
+    settings, automatic = _with_fixed_choices(_typed(values), automatic)
+    return choose_automatic(settings, automatic, machine or this_machine(environ))
+
+
+def is_given(setting: str, path: str | None = None, overrides: Sequence[str] = ()) -> bool:
+    """Return whether a `section.key` is set, also to its default; arguments as in `compose_settings`.
+
+    Raises:
+        SettingsError: as `compose_settings`.
+    """
+    section, name = setting.split(".")
+    table = _given(path, overrides, os.environ).get(section)
+    return isinstance(table, dict) and name in table
+
+
+def _given(path: str | None, overrides: Sequence[str], environ: Mapping[str, str]) -> dict[str, Any]:
+    """Return the tables of the settings that file, variables and overrides name."""
     path = path or environ.get("TETHER_CONFIG") or None
     values: dict[str, Any] = read_file(Path(path)) if path else {}
     if path:
@@ -82,9 +101,7 @@ def compose_settings(
         moved = "" if dotted.strip() == "run.dir" else moved
     if moved:
         raise SettingsError(moved)
-    automatic = split_automatic(values)
-    settings, automatic = _with_fixed_choices(_typed(values), automatic)
-    return choose_automatic(settings, automatic, machine or this_machine(environ))
+    return values
 
 
 def _moved_run(path: Path, values: Mapping[str, Any]) -> str:

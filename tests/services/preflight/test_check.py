@@ -26,6 +26,7 @@ QWEN2 = {
 
 WINDOWS_REFUSED = "vLLM has no qwen"
 ALTERNATING = ["full_attention", "sliding_attention", "full_attention"]
+HALF = '{name="positions"}, {name="exact_match", label="half", weight=0.5}'
 JUDGE = '{url="http://127.0.0.1:9/v1",model="m",prompt="{response} {answer} {rubric}"}'
 LONGROPE = {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
 
@@ -364,6 +365,7 @@ def test_check_run_tries_the_users_reward_on_a_real_row(tmp_path: Path, function
             ["sampling.samples_per_prompt=8", "sampling.keep_first=6"],
             "WARNING: the first 6 of 8 samples to finish are trained, so long answers are left out",
         ),
+        ([f"reward.verifiers=[{HALF}]"], "worker(s): positions, half (exact_match, weight 0.5)"),
         (["algorithm.name=gspo"], "clips 0.2 and 0.2 (the paper has 3e-4 and 4e-4"),
         (
             ["algorithm.name=gspo", "algorithm.clip_low=3e-4"],

@@ -12,6 +12,7 @@ from rollout.prompts.base import Prompt
 from services.preflight.rewards import reward_gpu_problems, trial_problems, verifier_problems
 from services.settings.processes import ServicesConfig
 from services.settings.sections import Settings
+from tests.services.preflight.test_check import demo
 
 
 def problems(
@@ -74,6 +75,30 @@ def test_without_verifiers_the_environment_has_to_reward(environment: str, count
         Settings(), environment=EnvironmentConfig(environment), reward=RewardConfig(verifiers=())
     )
     assert len(list(verifier_problems(settings, []))) == count
+
+
+@pytest.mark.parametrize(
+    ("overrides", "count"),
+    [
+        ((), 1),
+        (('reward.verifiers=[{name="math",weight=0,fallback="positions"},{name="positions"}]',), 1),
+        (('reward.verifiers=[{name="exact_match",weight=0},{name="positions",weight=-1}]',), 0),
+        (('environment.name="guess_number"',), 0),
+        (('environment.name="guess_number"', "reward.environment_weight=0"), 1),
+        (('environment.name="guess_number"', "reward.environment_weight=0", "reward.verifiers=[]"), 1),
+        (('reward_model.path="there"',), 0),
+        (('reward_model.path="there"', "reward_model.weight=0"), 1),
+        (('algorithm.name="sft"', 'environment.name="given"'), 0),
+        (('algorithm.name="on_policy_distillation"', 'teacher.path="there"'), 0),
+    ],
+)
+def test_rewards_whose_weights_are_all_zero_are_refused(
+    tmp_path: Path, overrides: tuple[str, ...], count: int
+) -> None:
+    zero = 'reward.verifiers=[{name="exact_match",weight=0}]'
+    found = [*verifier_problems(demo(tmp_path / "run", zero, *overrides), [])]
+    assert [problem.setting for problem in found] == ["reward.verifiers"] * count
+    assert all("every reward would be 0" in problem.cause for problem in found)
 
 
 def test_verifiers_of_one_name_are_refused() -> None:

@@ -9,7 +9,7 @@ import pytest
 from protocol.errors import SettingsError
 from services.preflight.memory import workload_of
 from services.preflight.model import read_model
-from services.preflight.roles import algorithm_problems
+from services.preflight.roles import algorithm_problems, unused_problems
 from services.settings.load import load_settings
 from services.settings.sections import Settings
 from tests.services.preflight.test_check import demo, found, model_in, with_model
@@ -22,6 +22,8 @@ VOCABULARY = "0123456789= "
 SCORES_TURNS = "tests.services.preflight.test_check:score_turns"
 BY_TURN = f'reward.verifiers=[{{name="function", options={{path="{SCORES_TURNS}"}}}}]'
 DISTILLS = 'algorithm.name="on_policy_distillation"'
+SHAPE = 'algorithm.truncated="shape"'
+DECAY = 'optimizer.lr_decay_style="linear"'
 
 
 @pytest.fixture(scope="module")
@@ -187,3 +189,56 @@ def test_a_frozen_path_of_a_file_is_relative_to_that_file(tmp_path: Path) -> Non
     config = tmp_path / "here/run.toml"
     config.write_text('[teacher]\npath = "../teacher"\n')
     assert load_settings(str(config), [], environ={}).teacher.path == str(tmp_path / "teacher")
+
+
+@pytest.mark.parametrize(
+    ("override", "switch"),
+    [
+        ('lora.target_modules=["q_proj"]', "lora.rank=2"),
+        ("lora.alpha=8", "lora.rank=2"),
+        ("lora.use_rslora=true", "lora.rank=2"),
+        ("lora.dropout=0.1", "lora.rank=2"),
+        ('lora.path="/adapter"', "lora.rank=2"),
+        ("critic.lr=1e-4", "algorithm.name=ppo"),
+        ("critic.clip_grad=2", "algorithm.name=ppo"),
+        ("optimizer.lr_decay_steps=9", DECAY),
+        ("optimizer.min_lr=1e-6", f"{DECAY} optimizer.lr_decay_steps=9"),
+        (
+            "optimizer.lr_wsd_decay_steps=4",
+            'optimizer.lr_decay_style="WSD" optimizer.lr_decay_steps=9',
+        ),
+        ("algorithm.overlong_buffer=1", SHAPE),
+        ("algorithm.overlong_length=8", f"{SHAPE} algorithm.overlong_buffer=1"),
+        ("algorithm.overlong_penalty=2", f"{SHAPE} algorithm.overlong_buffer=1"),
+        ("algorithm.gamma=0.9", "algorithm.name=ppo"),
+        ("algorithm.gae_lambda=0.9", "algorithm.name=ppo"),
+        ("algorithm.whiten_advantages=false", "algorithm.name=ppo"),
+        ("algorithm.length_normalizer=9", "algorithm.name=dr_grpo"),
+        ("algorithm.rejection_low=0.1", 'algorithm.rejection_level="token"'),
+        ("algorithm.rejection_high=3", 'algorithm.rejection_level="token"'),
+        ("algorithm.max_filtered_batches=3", "algorithm.filter_groups=true"),
+        ("algorithm.entropy_coef_delta=0.1", "algorithm.entropy_target=0.1"),
+        ("algorithm.entropy_coef_max=0.1", "algorithm.entropy_target=0.1"),
+    ],
+)
+def test_a_setting_is_refused_unless_its_switch_is_on(tmp_path: Path, override: str, switch: str) -> None:
+    (problem,) = unused_problems(demo(tmp_path / "run", override))
+    assert problem.setting == override.partition("=")[0]
+    assert problem.remedy.endswith(", or remove the setting")
+    assert [*unused_problems(demo(tmp_path / "run", override, *switch.split()))] == []
+
+
+def test_check_run_names_each_field_of_adapters_without_a_rank(tmp_path: Path) -> None:
+    given = ("lora.alpha=8", 'lora.target_modules=["q_proj"]')
+    because = "it changes nothing, because lora.rank is 0; set lora.rank, or remove the setting"
+    assert found(demo(tmp_path / "run", *given)) == [
+        f"setting lora.alpha = 8.0: {because}",
+        f"setting lora.target_modules = ['q_proj']: {because}",
+    ]
+
+
+def test_own_code_may_read_every_setting(tmp_path: Path) -> None:
+    own = ('algorithm.name="mine:Loss"', 'optimizer.lr_decay_style="mine:rate"')
+    read = ("algorithm.gamma=0.9", "algorithm.rejection_low=0.1", "algorithm.length_normalizer=9")
+    rate = ("optimizer.min_lr=1e-6", "optimizer.lr_decay_steps=9", "optimizer.lr_wsd_decay_steps=4")
+    assert [*unused_problems(demo(tmp_path / "run", *own, *read, *rate))] == []

@@ -146,6 +146,29 @@ async def test_requests_beyond_the_server_are_refused_by_name(model_dir: Path) -
             assert answer.status == 403
 
 
+@pytest.mark.parametrize("length", [257, 1024])
+async def test_a_length_above_the_positions_is_refused_if_it_is_set(model_dir: Path, length: int) -> None:
+    settings = ["engine.name=hf", f"engine.max_model_len={length}"]
+    said = f"max_model_len {length} exceeds the 256 positions of .*; set engine.max_model_len to 256 or less"
+    with pytest.raises(SettingsError, match=said):
+        await serve(serving_of(str(model_dir), settings, False), asyncio.Event(), print)
+
+
+@pytest.mark.parametrize("from_file", [False, True])
+async def test_the_default_length_ends_at_the_positions(
+    model_dir: Path, tmp_path: Path, from_file: bool
+) -> None:
+    config = tmp_path / "small.toml"
+    config.write_text('[model]\npath = "small"\n')
+    served = serving_of(str(config if from_file else model_dir), ["engine.name=hf"], False)
+    async with serving(served) as url, client_of(url) as client:
+        with pytest.raises(openai.BadRequestError, match="context length of 255"):
+            await client.completions.create(model="small", prompt=[5] * 256)
+        whole = await client.completions.create(model="small", prompt=[5] * 255)
+        assert whole.usage is not None
+        assert whole.usage.total_tokens == 256
+
+
 async def test_a_key_is_needed_where_one_is_given(model_dir: Path, tmp_path: Path) -> None:
     file = tmp_path / "key"
     file.write_text(KEY)
