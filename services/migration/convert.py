@@ -111,6 +111,8 @@ def _resolve_dependent(settings: dict[str, Any]) -> dict[str, Any]:
         )
     if found.get("algorithm.name") == "dr_grpo" and "sampling.max_tokens" in found:
         found["algorithm.length_normalizer"] = found["sampling.max_tokens"]  # a constant there
+    if "lora.rank" not in found:  # verl has a value for alpha without adapters
+        found.pop("lora.alpha", None)
     lengths = (found.get("render.max_prompt_tokens"), found.get("sampling.max_tokens"))
     if all(lengths) and "engine.max_model_len" not in found:
         found["engine.max_model_len"] = sum(length or 0 for length in lengths)

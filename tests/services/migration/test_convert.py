@@ -120,6 +120,16 @@ def test_overrides_of_verl_become_settings(tmp_path: Path) -> None:
     assert "#   trainer.logger: " in text
 
 
+@pytest.mark.parametrize(("rank", "lora"), [(0, None), (8, {"rank": 8, "alpha": 64.0})])
+def test_alpha_of_verl_counts_with_adapters_alone(
+    tmp_path: Path, rank: int, lora: dict[str, Any] | None
+) -> None:
+    settings, _ = converted(
+        f"actor_rollout_ref: {{model: {{lora_rank: {rank}, lora_alpha: 64}}}}\n", tmp_path
+    )
+    assert settings.get("lora") == lora
+
+
 def test_tree_of_verl_is_read_as_its_overrides(tmp_path: Path) -> None:
     tree = "actor_rollout_ref:\n  rollout: {n: 5, temperature: 0.9}\n  actor: {optim: {lr: 1e-6}}\n"
     settings, _ = converted(tree, tmp_path)
