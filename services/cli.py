@@ -79,14 +79,12 @@ def up(
     settings = compose()
     progress = open_progress(settings.run.name, settings.run_dir, settings.run.steps)
     outcome = run_loop(run_up(settings, progress, compose))
-    if settings.eval.at_end and not outcome.interrupted:
-        progress.note(
-            "scoring the first and the last model on held-out prompts; engine output: logs/eval.log"
-        )
-        _print_eval(run_settings(settings.run_dir), [])
     if not outcome.interrupted and outcome.version < outcome.steps:
         reason = "the prompts ran out" if outcome.exhausted else "the run was drained"
         progress.note(f"{reason} after {outcome.version} of {outcome.steps} steps")
+    if settings.eval.at_end and not outcome.interrupted:
+        progress.note("scoring the first and last model on held-out prompts; engine output: logs/eval.log")
+        _print_eval(run_settings(settings.run_dir), [])
 
 
 @app.command()
@@ -375,9 +373,11 @@ def _as_overrides(options: Mapping[str, object]) -> list[str]:
 
 
 def _print_eval(settings: "Settings", checkpoints: list[Path], as_json: bool = False) -> None:
+    from services.runtime.event_loop import exiting_without_threads
     from services.tools.evaluate import render_scores, score_run
 
-    _show(score_run(settings, checkpoints), as_json, render_scores)
+    with exiting_without_threads():
+        _show(score_run(settings, checkpoints), as_json, render_scores)
 
 
 def _show(facts: T, as_json: bool, render: Callable[[T], str]) -> None:

@@ -6,8 +6,8 @@ import logging
 import os
 import signal
 import sys
-from collections.abc import AsyncIterator, Callable, Coroutine, Mapping
-from typing import Any, NoReturn, TypeVar
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping
+from typing import Any, TypeVar
 
 from protocol.host.call_threads import running_calls
 
@@ -28,8 +28,8 @@ def run_loop(
     """Run a coroutine in a new event loop and close the loop; `asyncio.run` would wait for all tasks.
 
     If a task does not end within `end_s`, or a cancelled call's thread still runs, the loop stays open and
-    ends with the process (`exit_process`). After a cancellation or Ctrl-C, the next signal ends the process:
-    closing the loop, and the interpreter's exit, wait for other threads without limit.
+    ends with the process, see `exiting_without_threads`. After a cancellation or Ctrl-C, the next signal ends
+    the process: closing the loop, and the interpreter's exit, wait for other threads without limit.
     """
     runner = asyncio.Runner(loop_factory=loop_factory)
     try:
@@ -47,13 +47,23 @@ def run_loop(
             runner.close()
 
 
-def exit_process(code: int) -> NoReturn:
-    """Exit, without waiting for threads that cancelled calls left behind."""
+@contextlib.contextmanager
+def exiting_without_threads() -> Iterator[None]:
+    """End the process with the block if a cancelled call's thread still runs; the exit would wait for it."""
+    try:
+        yield
+    except SystemExit as ended:
+        _exit_if_threads_are_left(ended.code if isinstance(ended.code, int) else int(ended.code is not None))
+        raise
+    _exit_if_threads_are_left(0)
+
+
+def _exit_if_threads_are_left(code: int) -> None:
     if running_calls():
         logging.shutdown()
-        sys.stdout.flush()
+        for stream in (sys.stdout, sys.stderr):
+            stream.flush()
         os._exit(code)
-    sys.exit(code)
 
 
 def _still_running(loop: asyncio.AbstractEventLoop, end_s: float) -> list[str]:

@@ -19,7 +19,7 @@ from protocol.topics import Role
 from services.runtime.errors import EXIT_FAILED, EXIT_UNAVAILABLE, configure_logging, describe_error
 from services.runtime.event_loop import (
     STOP_SIGNALS,
-    exit_process,
+    exiting_without_threads,
     run_loop,
     running_loops,
     stop_at_signals,
@@ -62,6 +62,7 @@ def raise_fd_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
 
 
+@exiting_without_threads()
 def service_main(role: Role, serve: Serve) -> None:
     """Run `python -m services.ROLE`: load the settings, serve, and exit.
 
@@ -75,7 +76,7 @@ def service_main(role: Role, serve: Serve) -> None:
         os.environ.pop("TETHER_REDIS_URL", None)  # it may contain a password: hidden from child processes
         run_loop(run_process(role, settings, name, serve), uvloop.new_event_loop)
     except (KeyboardInterrupt, asyncio.CancelledError):
-        exit_process(EXIT_FAILED)
+        sys.exit(EXIT_FAILED)
     except (Exception, BaseExceptionGroup) as error:
         line, code = describe_error(error)
         if isinstance(innermost(error), Unavailable):
@@ -84,5 +85,4 @@ def service_main(role: Role, serve: Serve) -> None:
             log.exception("process.failed")
         log.error("process.failed %s", json.dumps(line))
         print(f"tether {role}: {line}", file=sys.stderr)
-        exit_process(code)
-    exit_process(0)
+        sys.exit(code)
