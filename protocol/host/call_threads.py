@@ -42,13 +42,13 @@ class CallThreads:
         """Futures of cancelled calls that still run in replaced executors."""
 
     def follow(self, futures: Futures) -> None:
-        """Keep in `futures` what the current task's threads run."""
+        """Collect in `futures` the running and waiting futures of the current task's threads."""
         if self._executor is None:
             self._replace()
         _futures_of_call.set(futures)
 
     def abandon(self, futures: Futures) -> bool:
-        """Note what a cancelled call's threads still run; return whether to replace the process."""
+        """Note the running futures of a cancelled call; return whether to replace the process."""
         self._stuck = running(self._stuck | futures)
         self._abandoned = running(self._abandoned)
         if len(self._stuck) >= THREADS // 2:
@@ -68,5 +68,5 @@ def running(futures: Futures) -> Futures:
 
 
 def running_calls() -> Futures:
-    """Return what the process's threads for calls still run. The interpreter's exit waits for them."""
+    """Return the running futures of all calls. The interpreter's exit waits for their threads."""
     return running(_futures_of_process)

@@ -1,4 +1,4 @@
-"""Tests what is said of the first prompts before a run starts."""
+"""Tests the text about the first prompts before a run starts."""
 
 import json
 from pathlib import Path

@@ -37,7 +37,7 @@ SAME = ("step", "version", "epoch", "groups", "batch_digest", "loss", "grad_norm
 
 
 def assert_lines_are_of_steps(made: Path, recorded: Path, equal: int) -> None:
-    """Check metrics.jsonl of a rerun, whose first `equal` steps are those of the recorded run."""
+    """Check metrics.jsonl of a rerun, whose first `equal` steps equal the recorded run's."""
     lines, old = list(read_lines(made / "metrics.jsonl")), read_steps(recorded / "metrics.jsonl")
     assert list(damaged_lines(made / "metrics.jsonl")) == []
     assert [line["step"] for line in lines] == list(range(len(lines)))
